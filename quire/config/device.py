@@ -53,7 +53,10 @@ class DeviceConfig(Config):
 
 @dataclass(frozen=True)
 class ParallelConfig(Config):
-    """The executor, over how many ranks it spreads a model, and how many replicas of all that there are."""
+    """The executor, over how many ranks it spreads a model, and how many replicas of all that there are.
+
+    Rank s * `tensor_parallel_size` + i has share i of the layers of stage s.
+    """
 
     distributed_executor_backend: str = option(
         "auto",
@@ -64,6 +67,14 @@ class ParallelConfig(Config):
     )
     tensor_parallel_size: int = option(
         1, "Ranks that share the heads and features of each layer.", ge=1, short="-tp"
+    )
+    pipeline_parallel_size: int = option(
+        1, "Stages of neighbouring layers, each with its ranks, that follow one another.", ge=1, short="-pp"
+    )
+    pipeline_partition: str | None = option(
+        None,
+        "Layers of each stage, such as 3,5. Default: those with which the largest stage has the fewest bytes.",
+        metavar="N,N",
     )
     tp_invariant: bool = option(
         False,
@@ -105,6 +116,22 @@ class ParallelConfig(Config):
     data_parallel_rpc_port: int | None = option(
         None, "Taken, and of no effect: replicas do not have to find each other.", ge=1, le=65535
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(size < 1 for size in self.stage_sizes):
+            raise ConfigError(f"--pipeline-partition must be such as 3,5, got {self.pipeline_partition!r}")
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def stage_sizes(self) -> tuple[int, ...]:
+        """Layers of each stage, if it is said; a number that is none is 0."""
+        numbers = [] if self.pipeline_partition is None else self.pipeline_partition.split(",")
+        return tuple(int(number) if number.strip().isdecimal() else 0 for number in numbers)
 
     @property
     def num_replicas(self) -> int:

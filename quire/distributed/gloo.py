@@ -18,6 +18,7 @@ import torch.distributed
 from torch import Tensor
 
 from quire.distributed.group import ANSWER_S, Group
+from quire.distributed.outbox import Outbox
 from quire.errors import RankLostError, StartupError
 from quire.processes import why_silent
 
@@ -51,13 +52,14 @@ class Gloo(Group):
         address: str = "127.0.0.1",
         join_s: float = 60.0,
         answer_s: float = ANSWER_S,
+        names: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size, names)
         self._processes = _meet(rank, size, store, join_s)
         options = _torch.ProcessGroupGloo._Options()
         options._devices = [_torch.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=answer_s)
-        self._answer_s = answer_s
+        self._outbox: Outbox | None = None
         self._group: Any = _torch.ProcessGroupGloo(_torch.PrefixStore("gloo", store), rank, size, options)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
@@ -82,7 +84,10 @@ class Gloo(Group):
 
     def send(self, x: Tensor, to: int) -> None:
         self.check_peer(to)
-        self._wait(lambda: self._group.send([_as_bytes(x)], to, 0))
+        group, copy = self._group, _as_bytes(x).clone()
+        if self._outbox is None:
+            self._outbox = Outbox()
+        self._outbox.put(lambda: self._wait(lambda: group.send([copy], to, 0)))
 
     def recv(self, out: Tensor, source: int) -> None:
         self.check_peer(source)
@@ -104,11 +109,16 @@ class Gloo(Group):
             here = [rank for rank in self._others() if self._processes[rank][0] == socket.gethostname()]
             gone = [rank for rank in here if why_silent(self._processes[rank][1])]
             if gone or time.monotonic() > until:
-                return RankLostError(gone or self._others(), said)
+                return self.loss_of(gone or self._others(), said)
             time.sleep(0.02)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
+
+
+def part_of(store: Store, name: str) -> Store:
+    """For a group of some of those who meet there."""
+    return _torch.PrefixStore(name, store)
 
 
 def file_store(path: Path, size: int) -> Store:

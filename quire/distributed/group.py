@@ -7,11 +7,11 @@ it, on every other rank, with its name; after that a group is of no more use.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from quire.errors import EngineError
+from quire.errors import EngineError, RankLostError
 
 ANSWER_S = 30.0
 """All ranks do the same work at the same time, so one that keeps the others waiting for so long has stopped."""
@@ -20,12 +20,14 @@ ANSWER_S = 30.0
 class Group(ABC):
     """Moves tensors between ranks, and computes nothing: what is made of them is the affair of ops.
 
-    Every call raises RankLostError where a rank it waits for is gone, or does not answer in time.
+    Every call raises RankLostError where a rank it waits for is gone, or does not answer in time. It calls ranks by
+    `names`, their numbers if they are some of more.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, names: Sequence[int] | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.names = range(size) if names is None else names
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> list[Tensor]:
@@ -40,7 +42,7 @@ class Group(ABC):
 
     @abstractmethod
     def send(self, x: Tensor, to: int) -> None:
-        """Give a tensor to another rank, which takes it by `recv`; x may change afterwards."""
+        """Give a tensor to another rank, which takes it by `recv`, and wait for nobody; x may change afterwards."""
 
     @abstractmethod
     def recv(self, out: Tensor, source: int) -> None:
@@ -53,6 +55,10 @@ class Group(ABC):
     def why_not_captured(self) -> str | None:
         """Why what crosses ranks cannot be part of a graph or a tape: a phrase for people; None if it can."""
         return "what crosses ranks goes by way of the system"
+
+    def loss_of(self, ranks: Iterable[int], said: str) -> RankLostError:
+        """That one of these is lost."""
+        return RankLostError([self.names[rank] for rank in ranks], said)
 
     def check_peer(self, rank: int) -> None:
         """Raises EngineError: it is none of the other ranks."""

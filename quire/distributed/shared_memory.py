@@ -69,7 +69,7 @@ class SharedMemory(Group):
     """
 
     def __init__(self, group: Group, segment: mmap.mmap) -> None:
-        super().__init__(group.rank, group.size)
+        super().__init__(group.rank, group.size, group.names)
         self._group = group
         self._header = _Segment.from_buffer(segment)
         self.memory = torch.frombuffer(segment, dtype=torch.uint8)
@@ -100,9 +100,9 @@ class SharedMemory(Group):
         """Why a kernel has waited for a rank in vain."""
         other = self._header.ranks[rank]
         if other.has_left:
-            return RankLostError([rank], other.reason.decode(errors="replace"))
+            return self.loss_of([rank], other.reason.decode(errors="replace"))
         trouble = why_silent(other.pid) or f"did not answer within {self._header.patience * _LOOK_S:g} s"
-        return RankLostError([rank], f"process {other.pid} {trouble}")
+        return self.loss_of([rank], f"process {other.pid} {trouble}")
 
 
 def share_memory(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from quire.config import EngineConfig, ModelArch
 from quire.errors import ConfigError
+from quire.spec_decode.drafter import MODEL_KEYS
 
 EXECUTORS = ("uni", "null")
 """Those that have one rank, whatever the configuration says."""
@@ -17,25 +20,64 @@ def check_ranks(config: EngineConfig) -> None:
     Raises:
         ConfigError: says what to change, and, if it is the number, which could be.
     """
-    size, executor = config.parallel.tensor_parallel_size, config.parallel.distributed_executor_backend
-    if config.parallel.tp_invariant and config.lora.enable_lora:
+    parallel = config.parallel
+    if parallel.tp_invariant and config.lora.enable_lora:
         raise ConfigError(
             "--tp-invariant wants no --enable-lora: what adapters add is not formed of slices yet"
         )
-    if size == 1:
-        return
-    wants = {
+    for option, size in (
+        ("--tensor-parallel-size", parallel.tensor_parallel_size),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+    ):
+        if size > 1:
+            _require(_wants_of_ranks(config), f"{option} is {size}")
+    _check_stages(config)
+    _check_shares(config.arch, parallel.tensor_parallel_size)
+
+
+def _wants_of_ranks(config: EngineConfig) -> dict[str, bool]:
+    """What several ranks want -> whether it is not so."""
+    executor = config.parallel.distributed_executor_backend
+    return {
         f"--distributed-executor-backend mp, not {executor}": executor in EXECUTORS,
         f"--device cpu, not {config.device.device}": config.device.device != "cpu",
         "no --enable-lora": config.lora.enable_lora,
         "no --cpu-pin-threads, which would pin all ranks to the same cores": config.device.cpu_pin_threads,
     }
+
+
+def _require(wants: Mapping[str, bool], what: str) -> None:
     for wanted, lacks in wants.items():
         if lacks:
-            raise ConfigError(f"--tensor-parallel-size is {size}, which wants {wanted}")
-    uneven = _uneven(config.arch, size)
+            raise ConfigError(f"{what}, which wants {wanted}")
+
+
+def _check_stages(config: EngineConfig) -> None:
+    num, sizes = config.parallel.pipeline_parallel_size, config.parallel.stage_sizes
+    num_layers = config.arch.num_layers
+    if sizes and (len(sizes), sum(sizes)) != (num, num_layers):
+        raise ConfigError(
+            f"--pipeline-partition {config.parallel.pipeline_partition} has {len(sizes)} stages with {sum(sizes)} "
+            f"layers; --pipeline-parallel-size is {num}, and the model has {num_layers} layers"
+        )
+    if num == 1:
+        return
+    if num > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {num}, and the model has {num_layers} layers; each stage has one"
+        )
+    method = config.speculative.settings.method
+    wants = {
+        "a model that generates: one that is pooled runs in one stage": config.pooling is not None,
+        f"no model or heads that guess ({method}): ngram and suffix need none": method in MODEL_KEYS,
+    }
+    _require(wants, f"--pipeline-parallel-size is {num}")
+
+
+def _check_shares(arch: ModelArch, size: int) -> None:
+    uneven = _uneven(arch, size)
     if uneven is not None:
-        possible = [str(n) for n in range(1, config.arch.num_heads + 1) if _uneven(config.arch, n) is None]
+        possible = [str(n) for n in range(1, arch.num_heads + 1) if _uneven(arch, n) is None]
         raise ConfigError(
             f"--tensor-parallel-size is {size}, and the model's {uneven} cannot be shared out evenly among so many "
             f"ranks; possible: {', '.join(possible)}"

@@ -59,7 +59,7 @@ def _with_share(config: EngineConfig, share: HostShare, num_threads: int) -> Eng
     config = replace(config, share=share)
     if config.device.cpu_threads or os.environ.get("OMP_NUM_THREADS"):
         return config
-    return config.evolve(cpu_threads=max(num_threads // config.parallel.tensor_parallel_size, 1))
+    return config.evolve(cpu_threads=max(num_threads // config.parallel.num_ranks, 1))
 
 
 def check_replicas(config: EngineConfig, host: Host | None = None) -> None:

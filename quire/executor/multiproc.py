@@ -23,11 +23,13 @@ from quire.structured_output.vocabulary import Vocabulary
 
 
 class MultiprocExecutor(Executor):
-    """Tells all ranks the same, and takes results from the first."""
+    """Tells all ranks the same, and takes results from the first of the last stage."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._size = config.parallel.tensor_parallel_size
+        self._size = config.parallel.num_ranks
+        self._stages: tuple[tuple[str, ...], ...] = ()
+        """Layers of each with something in the cache, once they are known."""
         self._ranks = Ranks(_of_one_rank(config), self._size)
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._background: ThreadPoolExecutor | None = None
@@ -38,10 +40,12 @@ class MultiprocExecutor(Executor):
         self._ranks.have_met()
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
-        first, *others = self._all("kv_cache_specs")
-        if any(other != first for other in others):
+        wanted, shares = self._all("kv_cache_specs"), self.config.parallel.tensor_parallel_size
+        stages = [wanted[first : first + shares] for first in range(0, self._size, shares)]
+        if any(other != first for first, *others in stages for other in others):
             raise EngineError("ranks want different caches")
-        return decode_specs(first)
+        self._stages = tuple(tuple(first) for first, *_ in stages)
+        return decode_specs({name: spec for first, *_ in stages for name, spec in first.items()})
 
     def kv_memory(self) -> KVMemory:
         """What each rank may take: all see the same free memory, and have an equal part of it."""
@@ -55,6 +59,7 @@ class MultiprocExecutor(Executor):
             free_bytes=least.free_bytes // self._size,
             default_bytes=min(unasked) // self._size if unasked else None,
             reason=f"a part for each of {self._size} ranks of {least.reason}",
+            stages=self._stages,
         )
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
@@ -117,7 +122,7 @@ class MultiprocExecutor(Executor):
 
 def _of_one_rank(config: EngineConfig) -> EngineConfig:
     """The configuration of each rank, which has an equal part of the processors."""
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.num_ranks
     if size == 1 or config.device.cpu_threads:
         return config
     return config.evolve(cpu_threads=max(Host().num_threads()[0] // size, 1))

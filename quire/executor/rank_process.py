@@ -25,12 +25,9 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.distributed.agreement import check_same
-from quire.distributed.group import ALONE, Group
-from quire.distributed.shared_memory import share_memory
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
-from quire.kernels import cpu
+from quire.executor.places import Place, meet
 from quire.kv_cache.plain import decode_kv_config, encode_specs
-from quire.layers.shard import Shard
 from quire.logging_setup import configure_logging
 from quire.lora_request import LoRARequest
 from quire.models.fingerprint import checkpoint_fingerprint
@@ -44,8 +41,6 @@ from quire.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 300.0
-"""Ranks start together, and whoever started them sees when one ends; but a busy machine may take long to load them."""
 GRACE_S = 2.0
 """How long a rank whose parent is gone may take to end in its own way."""
 
@@ -62,7 +57,7 @@ class RankProcess:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRank)
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()
         self._sending = threading.Lock()
-        self._group: Group = ALONE
+        self._place = Place()
         self._worker: Worker | None = None
 
     def run(self) -> int:
@@ -74,7 +69,7 @@ class RankProcess:
                     return 1
             return 0
         finally:
-            self._group.close()
+            self._place.close()
             if self._worker is not None:
                 self._worker.shutdown()
 
@@ -86,25 +81,26 @@ class RankProcess:
     def load(self) -> None:
         load_general_plugins()
         if self._size > 1:
-            self._join()
+            self._place = self._meet()
         device = make_device(self._config.device.device)
-        self._worker = Worker(self._config, device, Shard.of_group(self._group))
+        self._worker = Worker(self._config, device, self._place.shard, self._place.stage)
         self._worker.load()
 
-    def _join(self) -> None:
-        from quire.distributed.gloo import Gloo, file_store  # which one rank does not need
+    def _meet(self) -> Place:
+        from quire.distributed.gloo import file_store  # which one rank does not need
 
+        parallel = self._config.parallel
         store = file_store(self._directory / "ranks", self._size)
-        group = Gloo(self._rank, self._size, store, join_s=JOIN_S)
-        self._group = share_memory(group, able=cpu.available())
+        place = meet(self._rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, store)
         check_same(
-            self._group,
+            place.world,
             {
                 "version of quire": __version__.encode(),
                 "configuration": msgspec.json.encode(replace(self._config, model_dir="")),
                 "checkpoint": checkpoint_fingerprint(Path(self._config.model_dir)),
             },
         )
+        return place
 
     def _obey(self, message: Step | Call) -> bool:
         """Whether to go on."""
@@ -112,12 +108,13 @@ class RankProcess:
             self._answer(message)
             return True
         try:
-            output = self.worker.submit(message.plan)()
+            result = self.worker.submit(message.plan)
+            output = result() if self._place.stage.is_last else None
         except Exception as error:  # the last boundary of the process: log, tell, end
             logger.exception("rank %d: step %d failed", self._rank, message.plan.step_id)
             self._send(Failed.of(error))
             return False
-        if self._rank == 0:
+        if output is not None and self._place.has_results:
             self._send(Stepped(output))
         return True
 

@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv_cache.grouping import Groups, group_layers
-from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, fit_states, tensor_block_bytes
+from quire.kv_cache.spec import (
+    KVCacheConfig,
+    KVCacheSpec,
+    KVMemory,
+    fit_states,
+    of_layers,
+    tensor_block_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +31,8 @@ MIN_MODEL_LEN = 2
 
 def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory: KVMemory) -> KVCacheConfig:
     """Group the layers and choose the number of blocks: as configured, or the least of what is free, what is
-    useful and what the device's owner would give unasked; on the host, as many as --swap-space holds. Where nothing
-    is kept there is the null block alone.
+    useful and what the device's owner would give unasked; on the host, as many as --swap-space holds. Of several
+    pipeline stages the one that needs most for a block decides. Where nothing is kept there is the null block alone.
 
     Raises:
         ConfigError: the layers cannot share a cache.
@@ -39,7 +46,9 @@ def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory
     block_size = groups[0].spec.block_size
     if block_size != config.cache.block_size:
         logger.info("KV block size = %d tokens, so that a block holds a state", block_size)
-    block_bytes = sum(tensor_block_bytes(groups, specs))
+    block_bytes = max(
+        sum(tensor_block_bytes(of_layers(groups, names), specs)) for names in memory.stages or (specs,)
+    )
     num_blocks, reason = _choose_num_blocks(config, groups, block_bytes, memory)
     logger.info("KV cache memory = %.1f MiB: %s", num_blocks * block_bytes / MIB, reason)
     num_host_blocks = config.cache.swap_space_bytes // block_bytes

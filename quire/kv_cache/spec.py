@@ -7,7 +7,7 @@ is inferred from a layer's name.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -300,10 +300,26 @@ class KVCacheConfig:
     def parts_per_block(self, group: KVCacheGroup) -> int:
         """Planes of a group's layers that fit into one block of the pool; all but the first block's stay unused.
 
-        One, where nothing is kept.
+        One, where nothing is kept, or no layer of the group is here.
         """
-        plane_bytes = self.layer_specs[group.layer_names[0]].plane_bytes
+        plane_bytes = self.layer_specs[group.layer_names[0]].plane_bytes if group.layer_names else 0
         return self.tensor_block_bytes[0] // plane_bytes if plane_bytes else 1
+
+    def of_layers(self, names: Collection[str]) -> KVCacheConfig:
+        """The cache of some of the layers, with all groups, and so for the same plans."""
+        return replace(
+            self,
+            groups=of_layers(self.groups, names),
+            layer_specs={name: spec for name, spec in self.layer_specs.items() if name in names},
+        )
+
+
+def of_layers(groups: tuple[KVCacheGroup, ...], names: Collection[str]) -> tuple[KVCacheGroup, ...]:
+    """The groups with no other layers than these; some may be left without any."""
+    return tuple(
+        replace(group, layer_names=tuple(name for name in group.layer_names if name in names))
+        for group in groups
+    )
 
 
 def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVCacheSpec]) -> tuple[int, ...]:
@@ -318,10 +334,12 @@ def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVC
 class KVMemory:
     """Memory for the cache, and how it compares with computing.
 
-    `free_bytes` can be had, for the `reason` given; `default_bytes`, if any, is the most to take unasked.
+    `free_bytes` can be had, for the `reason` given; `default_bytes`, if any, is the most to take unasked. With pipeline
+    stages, each has so much, for those layers that `stages` names.
     """
 
     free_bytes: int
     reason: str
     default_bytes: int | None = None
     swap_costs: SwapCosts = SwapCosts()
+    stages: tuple[tuple[str, ...], ...] = ()

@@ -34,7 +34,9 @@ class CausalLM(Module):
     """Of the checkpoint, in which it has more tensors for this model; their names begin with the folder and a slash."""
 
     lm_head: VocabEmbedding | None
-    """None where the model is pooled."""
+    """None where the model is pooled, and in a stage before the last."""
+    elsewhere: frozenset[str] = frozenset()
+    """Checkpoint tensors that other pipeline stages have."""
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         """`prefix`, with its dot, goes before the names of all layers and their caches."""
@@ -53,7 +55,7 @@ class CausalLM(Module):
         self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
     ) -> Tensor:
         """hidden [N, H] -> float32 logits [N, V + num_added]; adapter_rows, num_added: see `VocabEmbedding.logits`."""
-        assert self.lm_head is not None, "a model that is pooled has no logits"
+        assert self.lm_head is not None, "a model that is pooled, or a stage before the last, has no logits"
         return self.lm_head.logits(hidden, adapter_rows, num_added)
 
     def pool_head(self) -> Module | None:
@@ -93,6 +95,8 @@ class CausalLM(Module):
 
         A tied head is stored twice in some files, and a model that is pooled has none.
         """
+        if tensor_name in self.elsewhere:
+            return True
         head, _, kind = tensor_name.rpartition(".")
         is_tied = kind == "weight" and self.config.arch.tie_word_embeddings
         if head == self.renamed.get("lm_head", "lm_head") and (is_tied or self.config.pooling is not None):

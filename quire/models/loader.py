@@ -28,6 +28,7 @@ from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
 from quire.models.sharing import SLICED, check_shared, take_shares
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
+from quire.models.stages import ALL, Stage, take_stage
 from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, TensorReader, Weights
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,10 @@ _ALIGNMENT = 64
 
 
 @torch.no_grad()
-def load_model(config: EngineConfig, shard: Shard = WHOLE, prefix: str = "") -> CausalLM:
-    """The model of a prepared config, ready for its KV cache to be bound; its layers hold the share of one rank.
+def load_model(
+    config: EngineConfig, shard: Shard = WHOLE, stage: Stage = ALL, *, prefix: str = ""
+) -> CausalLM:
+    """The model of a prepared config, ready for its KV cache to be bound: a stage's layers, a rank's share of each.
 
     `prefix`, with its dot, goes before the names of its layers, where an engine has several models.
 
@@ -47,7 +50,7 @@ def load_model(config: EngineConfig, shard: Shard = WHOLE, prefix: str = "") -> 
         ModelLoadError: the checkpoint does not fit the config, is corrupt, or does not fit into memory.
         ConfigError: a layer that is not to be quantised does not exist, or one cannot be cut for so many ranks.
     """
-    model = without_weights(config, shard, prefix)
+    model = without_weights(config, shard, stage, prefix=prefix)
     logger.info("attention_backend = %s", ", ".join(attention_backends(model)) or "none: no layer attends")
     cache = _cache(model)
     tensors = cache.read() if cache is not None else None
@@ -61,7 +64,9 @@ def load_model(config: EngineConfig, shard: Shard = WHOLE, prefix: str = "") -> 
     return model
 
 
-def without_weights(config: EngineConfig, shard: Shard = WHOLE, prefix: str = "") -> CausalLM:
+def without_weights(
+    config: EngineConfig, shard: Shard = WHOLE, stage: Stage = ALL, *, prefix: str = ""
+) -> CausalLM:
     """The model, whose parameters have their shapes and dtypes and no memory yet."""
     model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)
     with torch.device("meta"):
@@ -78,6 +83,8 @@ def without_weights(config: EngineConfig, shard: Shard = WHOLE, prefix: str = ""
             layer.create_weights(method, shard)
         if shard.group.size > 1:
             take_shares(model, shard)
+        if stage.of > 1:
+            take_stage(model, stage)
     return model
 
 

@@ -127,7 +127,7 @@ class CpuMemory:
         """A replica has its share, whatever the others have taken of theirs."""
         free = self._host.available_bytes()
         if config.share is not None:
-            taken = self._host.own_bytes(config.share.num_replicas) * config.parallel.tensor_parallel_size
+            taken = self._host.own_bytes(config.share.num_replicas) * config.parallel.num_ranks
             free = min(free, config.share.memory_bytes - taken)
         return max(0, free - config.cache.swap_space_bytes)
 

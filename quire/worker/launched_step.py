@@ -5,7 +5,7 @@ Invariant: the result is read once, and with it the host's rows get the tokens t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -19,7 +19,8 @@ from quire.worker.drafts import count_kept
 from quire.worker.input_batch import InputBatch, TokenPlaces
 from quire.worker.pooling import PooledNumbers
 from quire.worker.prompt_logprobs import PromptEntries
-from quire.worker.sampler import NON_FINITE, Sampled, SamplerOutput
+from quire.worker.sampler import NON_FINITE, SamplerOutput
+from quire.worker.sampling import SampledPart
 
 Value = TypeVar("Value")
 
@@ -47,7 +48,7 @@ class SampledTokens(NamedTuple):
 
     indices: NDArray[np.int64]
     """[N] index, in the step, of each sample's request."""
-    parts: list[Sampled]
+    parts: Sequence[SampledPart]
     """Some samples each, in order."""
     places: TokenPlaces
     """[N] of the tokens in the host's rows."""

@@ -8,6 +8,7 @@ host. A request that fails costs itself alone.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from quire.config import EngineConfig
 from quire.errors import EngineError
 from quire.kv_cache.spec import KVCacheConfig
 from quire.logits_processors import make_logits_processors
+from quire.models.stages import ALL, Stage
 from quire.scheduler.output import (
     WAIST_VERSION,
     ModelRunnerOutput,
@@ -30,7 +32,7 @@ from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
 from quire.worker.drafts import GUESSING_MODELS, make_speculation
 from quire.worker.guessing_model import GuessingModel
-from quire.worker.input_batch import InputBatch, Samples
+from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, lay_out
 from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.pipeline import LanguageModel
@@ -38,9 +40,11 @@ from quire.worker.pooling import Pooler
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.row_adapters import RowAdapters
 from quire.worker.row_logits import RowLogits
-from quire.worker.sampler import Sampled, Sampler
+from quire.worker.sampler import Sampler
 from quire.worker.sampler.logprobs import LogprobsMode
 from quire.worker.samplers import Samplers
+from quire.worker.sampling import RowSampling, Sampling
+from quire.worker.stage_pipeline import SampledElsewhere, staged
 from quire.worker.validation import why_unusable
 
 
@@ -65,6 +69,7 @@ class ModelRunner:
         grammars: where constraints are compiled; its own, if nobody prepares any.
         adapters: those of the rows, where adapters are served.
         draft: a model that guesses what this one says, or heads that do, its KV cache bound.
+        stage: that the model is; what the last one samples is told to the others, and is the result of the last alone.
         speculation: guesses tokens for later plans to verify; by default as the configuration says.
         is_rehearsal: its steps are run to see what memory steps take.
     """
@@ -79,6 +84,7 @@ class ModelRunner:
         grammars: GrammarStore | None = None,
         adapters: RowAdapters | None = None,
         draft: LanguageModel | None = None,
+        stage: Stage = ALL,
         speculation: Speculation | None = None,
         is_rehearsal: bool = False,
     ) -> None:
@@ -101,7 +107,9 @@ class ModelRunner:
         self.batch = InputBatch(
             max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back, adapters=adapters
         )
-        self._pipeline = device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal)
+        self._pipeline = staged(
+            device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal), stage, config
+        )
         mode = LogprobsMode(config.model.logprobs_mode)
         self._logits = RowLogits(
             model, self.batch, self._vocab_size, config.max_added_tokens, device.transfers
@@ -119,8 +127,11 @@ class ModelRunner:
             self._logits,
             self._vocab_size,
         )
+        self._sampling: Sampling = RowSampling(self._logits, self._samplers, self._slice_size)
+        if not stage.is_last:
+            self._sampling = SampledElsewhere(stage)
         self._guessing = None if draft is None else self._guessing_model(draft, config, device)
-        if speculation is None and not is_rehearsal:
+        if speculation is None and stage.is_last and not is_rehearsal:
             grammars_read = self._samplers.plain.grammar_mask
             speculation = make_speculation(config, kv_config, self.batch, grammars_read, self._guessing)
         self._speculation = speculation
@@ -130,11 +141,12 @@ class ModelRunner:
         self._pooling = config.pooling
         self._pooler = Pooler(self.batch, model, config.pooling, device.transfers)
         self._rows_of: tuple[KeepsRows, ...] = (self._pooler,)
-        """What keeps something of each request: a model that is pooled samples nothing."""
+        """What keeps something of each request: pooled models sample nothing, nor do stages before the last."""
         if config.pooling is None:
             guessing = () if self._guessing is None else (self._guessing,)
-            self._rows_of = (self._samplers, self._prompt_logprobs, *guessing)
+            self._rows_of = (self._sampling, self._prompt_logprobs, *guessing) if stage.is_last else ()
         self._unusable: dict[str, str] = {}
+        self._most_ahead = max(config.scheduler.max_steps_in_flight - 1, 0)
         self._unread: list[LaunchedStep] = []
 
     def _guessing_model(self, model: LanguageModel, config: EngineConfig, device: Device) -> GuessingModel:
@@ -164,14 +176,14 @@ class ModelRunner:
             raise EngineError(
                 f"step {plan.step_id} is planned in version {plan.version}, not {WAIST_VERSION}"
             )
+        if self._pipeline.reads_host_tokens:
+            self._read_results({request.request_id for request in plan.scheduled})
         unusable = self._update_batch(plan)
         scheduled = [request for request in plan.scheduled if request.request_id not in unusable]
         ids = [request.request_id for request in scheduled]
         started = self._transfers.mark()
         if not ids:
             return LaunchedStep(plan.step_id, ids, unusable, Marks(started, started, started), self.batch)
-        if self._pipeline.reads_host_tokens:
-            self._read_results()
         inputs = self._pipeline.gather(lay_out(self.batch, scheduled))
         hidden = self._pipeline.forward(inputs)
         if self._guessing is not None:
@@ -179,6 +191,8 @@ class ModelRunner:
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden, inputs.step.adapter_rows)
         pooled = self._pooler.compute(inputs.layout, hidden)
+        if self._sampling.reads_tokens(inputs):
+            self._read_results(set(ids))
         sampled = self._sample(inputs, hidden, scheduled)
         marks = Marks(started, forwarded, self._transfers.mark())
         step = LaunchedStep(
@@ -201,11 +215,26 @@ class ModelRunner:
         """Do before the first step what should not hold one up."""
         self._pipeline.prepare()
 
-    def _read_results(self) -> None:
-        """Wait until the host's rows have all that was sampled so far."""
-        for step in self._unread:
+    def read_all(self) -> None:
+        """Take in what steps that have run still have to say."""
+        self._read(len(self._unread))
+
+    def _read_results(self, request_ids: Set[str]) -> None:
+        """Wait until the host's rows have all that was sampled so far for some requests.
+
+        What is further back than steps can be in flight is there already, and is not left lying.
+        """
+        behind = [
+            number
+            for number, step in enumerate(self._unread, 1)
+            if step.sampled is not None and not request_ids.isdisjoint(step.request_ids)
+        ]
+        self._read(max(len(self._unread) - self._most_ahead, *behind, 0))
+
+    def _read(self, num_steps: int) -> None:
+        for step in self._unread[:num_steps]:
             step.result()
-        self._unread = []
+        self._unread = self._unread[num_steps:]
 
     def _update_batch(self, plan: SchedulerOutput) -> dict[str, str]:
         """Bring the rows in line with the plan; returns requests that cannot have one, with the reason.
@@ -254,11 +283,8 @@ class ModelRunner:
         self, inputs: StepInputs, hidden: Tensor, scheduled: list[ScheduledRequest]
     ) -> SampledTokens | None:
         """Sample what is planned, and make room in the rows for it; how far drafts lead is known with the result."""
-        layout, samples = inputs.layout, inputs.layout.samples
-        if self._samplers.reads_tokens(samples.rows):
-            self._read_results()
-        runs = self._logits.runs(samples.rows, self._slice_size)
-        parts = [self._sample_part(inputs, hidden, samples, part) for part in runs]
+        layout = inputs.layout
+        parts = self._sampling.sample(inputs, hidden)
         drafts: dict[int, list[int]] = {}
         if layout.num_drafts is None:
             self.batch.advance(layout.rows, layout.ends, layout.num_samples)
@@ -269,23 +295,8 @@ class ModelRunner:
             return None
         self._pipeline.keep([part.codes for part in parts])
         downloaded = [part.moved(self._transfers.download) for part in parts]
-        return SampledTokens(layout.sampling, downloaded, self.batch.places(samples), drafts)
-
-    def _sample_part(self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice) -> Sampled:
-        adapter_rows = inputs.step.adapter_rows
-        adapters = None if adapter_rows is None else _of_samples(inputs, adapter_rows, part)
-        some = samples.part(part)
-        logits = self._logits.of(_of_samples(inputs, hidden, part), adapters, some.rows)
-        return self._samplers.sample(logits, some)
+        return SampledTokens(layout.sampling, downloaded, self.batch.places(layout.samples), drafts)
 
     def _num_tokens(self, request: NewRequestData) -> int:
         adapters = self.batch.adapters
         return self._vocab_size + (0 if adapters is None else adapters.num_added_of(request.lora_request))
-
-
-def _of_samples(inputs: StepInputs, of_tokens: Tensor, part: slice) -> Tensor:
-    """Of what has a row for each token, the rows behind which some of the samples are taken."""
-    layout = inputs.layout
-    if layout.is_all_sampled:  # then nothing has to be gathered
-        return of_tokens[: layout.num_tokens][part]
-    return of_tokens.index_select(0, inputs.logits_indices[part])

@@ -29,6 +29,7 @@ from quire.lora.targets import Targets
 from quire.models.base import CausalLM
 from quire.models.draft_heads.autoregressive import AutoregressiveHead
 from quire.models.loader import load_model
+from quire.models.stages import ALL, Stage
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_copies import BlockCopier
@@ -50,13 +51,17 @@ class Worker:
 
     Args:
         config: prepared.
-        shard: what this worker computes of the model; a draft model it computes as a whole.
+        shard: what this worker computes of each layer; a draft model it computes as a whole.
+        stage: of which layers.
     """
 
-    def __init__(self, config: EngineConfig, device: Device, shard: Shard = WHOLE) -> None:
+    def __init__(
+        self, config: EngineConfig, device: Device, shard: Shard = WHOLE, stage: Stage = ALL
+    ) -> None:
         self._config = config
         self._device = device
         self._shard = shard
+        self._stage = stage
         self._model: CausalLM | None = None
         self._draft: CausalLM | None = None
         self._runner: ModelRunner | None = None
@@ -102,12 +107,12 @@ class Worker:
         return KVMemory(usable, reason, memory.unasked_bytes(self._config), self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
-        """Allocate the cache and be ready for steps.
+        """Allocate the cache of this stage's layers, and be ready for steps.
 
         Raises:
             StartupError: the machine has not so much memory.
         """
-        self._kv_config = kv_config
+        kv_config = self._kv_config = kv_config.of_layers(self.kv_cache_specs())
         with refused_memory("the KV cache", "give it less by --kv-cache-memory-bytes, and less --swap-space"):
             tensors, transfers = self._bind_cache(kv_config), self._device.transfers
             shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
@@ -121,22 +126,27 @@ class Worker:
             grammars=self.grammars,
             adapters=self._row_adapters(),
             draft=self._draft,
+            stage=self._stage,
         )
         self._runner.prepare()
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Run one step, or hand it to a device that goes on by itself; returns what waits for the result."""
+        """Run one step, or hand it to a device that goes on by itself; returns what waits for the result.
+
+        Of a stage before the last the result says nothing but that the last has ended its part.
+        """
         assert self._runner is not None, "submit before initialize_kv_cache"
         assert self._copier is not None
         self._copier.execute(plan)
         step = self._runner.launch(plan)
-        if not self._device.is_asynchronous:
+        if self._stage.is_last and not self._device.is_asynchronous:
             step.result()
         return step.result
 
     def sleep(self, level: int) -> None:
         """Give back the cache, and park the weights (level 1) or let go of them (2); rows are lost."""
         if self._runner is not None:
+            self._runner.read_all()
             self._runner = self._copier = None
             self._bind_least_cache()
         if level == 2:
@@ -173,7 +183,7 @@ class Worker:
 
     def _load_model(self) -> None:
         """The model, with slots for adapters if they are served, and what guesses for it, if anything does."""
-        self._model = load_model(self._config, self._shard)
+        self._model = load_model(self._config, self._shard, self._stage)
         if self._config.draft is not None:
             self._draft = load_model(self._config.draft, prefix=DRAFT_PREFIX)
             if isinstance(self._draft, AutoregressiveHead):
@@ -240,7 +250,9 @@ class Worker:
         """Run its steps; returns the most tokens per second."""
         memory, best = self._device.memory, 0.0
         with memory.rehearsal():
-            runner = ModelRunner(model, self._config, cache, self._device, is_rehearsal=True)
+            runner = ModelRunner(
+                model, self._config, cache, self._device, stage=self._stage, is_rehearsal=True
+            )
         for plan in rehearsal.plans():
             started = time.perf_counter()
             with memory.rehearsal():

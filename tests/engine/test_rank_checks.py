@@ -53,3 +53,33 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(
 ) -> None:
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size is {size}, and the model's {words}"):
         prepared(tiny_model("llama"), tensor_parallel_size=size, hf_overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"pipeline_parallel_size": 4}, "--pipeline-parallel-size is 4, and the model has 3 layers"),
+        ({"pipeline_partition": "1,1"}, "1,1 has 2 stages with 2 layers; --pipeline-.*-size is 2, and .* 3 layers"),
+        ({"pipeline_parallel_size": 1, "pipeline_partition": "1,2"}, "1,2 has 2 stages with 3 layers; .*-size is 1"),
+        ({"pipeline_partition": "3,0"}, "--pipeline-partition must be such as 3,5, got '3,0'"),
+        ({"pipeline_partition": "all"}, "--pipeline-partition must be such as 3,5, got 'all'"),
+        ({"enable_lora": True}, "--pipeline-parallel-size is 2, which wants no --enable-lora"),
+        ({"distributed_executor_backend": "uni"}, "is 2, which wants --distributed-executor-backend mp, not uni"),
+        ({"runner": "pooling"}, "--pipeline-parallel-size is 2, which wants a model that generates"),
+    ],
+)  # fmt: skip
+def test_stages_that_cannot_be_are_refused(
+    args: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        prepared(tiny_model("llama"), **{"pipeline_parallel_size": 2} | args)
+
+
+def test_no_stage_has_what_guesses_by_a_model(tiny_model: Callable[[str], Path]) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError, match=r"which wants no model or heads that guess \(draft_model\): ngram"):
+        prepared(
+            model,
+            pipeline_parallel_size=2,
+            speculative_config={"method": "draft_model", "model": str(model)},
+        )

@@ -55,6 +55,26 @@ def test_the_least_bound_counts_and_is_named(caplog: pytest.LogCaptureFixture) -
     assert "half of the free memory" in caplog.text
 
 
+def test_of_several_stages_the_one_that_needs_most_decides() -> None:
+    specs = {"a": FULL, "b": FULL, "c": FULL}
+    memory = KVMemory(2 * BLOCK * 9 + 5, "", stages=(("a",), ("b", "c")))
+    kv_config = size_kv_cache(make_config(), specs, memory)
+    assert kv_config.num_blocks == 9
+    assert [kv_config.of_layers(names).bytes for names in memory.stages] == [9 * BLOCK, 18 * BLOCK]
+
+
+def test_a_stage_without_layers_of_a_group_has_the_group() -> None:
+    """Plans have blocks for it."""
+    specs = {"a": FULL, "b": WINDOW, "c": FULL, "d": WINDOW}
+    memory = KVMemory(10**6, "", stages=(("a", "b"), ("d",)))
+    whole = size_kv_cache(make_config(max_model_len=1024), specs, memory)
+    part = whole.of_layers(["d"])
+    assert [group.layer_names for group in part.groups] == [(), ("d",)]
+    assert [group.spec for group in part.groups] == [group.spec for group in whole.groups]
+    assert part.tensor_block_bytes == (BLOCK,)
+    assert [part.parts_per_block(group) for group in part.groups] == [1, 2]
+
+
 def test_what_keeps_nothing_gets_no_blocks_and_takes_any_length(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     config = make_config(swap_space=1.0)

@@ -1,0 +1,87 @@
+"""Where the tokens of a step come from: from logits of its rows, or (`stage_pipeline`) from another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.scheduler.output import NewRequestData
+from quire.worker.input_batch import Samples
+from quire.worker.inputs import StepInputs
+from quire.worker.row_logits import RowLogits
+from quire.worker.sampler import Sampled, SamplerOutput
+from quire.worker.samplers import Samplers
+
+
+class SampledPart(Protocol):
+    """Some of the samples of a step."""
+
+    @property
+    def codes(self) -> Tensor:
+        """As `Sampled` has them."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> SampledPart:
+        """With its tensors moved, as by `Transfers.download`."""
+
+    def read(self) -> SamplerOutput:
+        """What it says, once it is on the host."""
+
+
+class Sampling(Protocol):
+    """Has the tokens of a step."""
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        """A request was given a row."""
+
+    def remove_request(self, row: int) -> None:
+        """It has lost it."""
+
+    def reads_tokens(self, inputs: StepInputs) -> bool:
+        """Whether `sample` needs the tokens sampled before on the host."""
+
+    def sample(self, inputs: StepInputs, hidden: Tensor) -> Sequence[SampledPart]:
+        """All samples of a step with these hidden states, in order."""
+
+
+class RowSampling:
+    """Chooses by logits.
+
+    Args:
+        slice_size: rows of logits that exist at once.
+    """
+
+    def __init__(self, logits: RowLogits, samplers: Samplers, slice_size: int) -> None:
+        self._logits = logits
+        self._samplers = samplers
+        self._slice_size = slice_size
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        self._samplers.add_request(row, request)
+
+    def remove_request(self, row: int) -> None:
+        self._samplers.remove_request(row)
+
+    def reads_tokens(self, inputs: StepInputs) -> bool:
+        return self._samplers.reads_tokens(inputs.layout.samples.rows)
+
+    def sample(self, inputs: StepInputs, hidden: Tensor) -> Sequence[Sampled]:
+        samples = inputs.layout.samples
+        runs = self._logits.runs(samples.rows, self._slice_size)
+        return [self._sample_part(inputs, hidden, samples, part) for part in runs]
+
+    def _sample_part(self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice) -> Sampled:
+        adapter_rows = inputs.step.adapter_rows
+        adapters = None if adapter_rows is None else _of_samples(inputs, adapter_rows, part)
+        some = samples.part(part)
+        logits = self._logits.of(_of_samples(inputs, hidden, part), adapters, some.rows)
+        return self._samplers.sample(logits, some)
+
+
+def _of_samples(inputs: StepInputs, of_tokens: Tensor, part: slice) -> Tensor:
+    """Of what has a row for each token, the rows behind which some of the samples are taken."""
+    layout = inputs.layout
+    if layout.is_all_sampled:  # then nothing has to be gathered
+        return of_tokens[: layout.num_tokens][part]
+    return of_tokens.index_select(0, inputs.logits_indices[part])
