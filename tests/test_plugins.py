@@ -91,6 +91,21 @@ def test_an_executor_of_a_package_is_named_like_any_other(offer: Offer) -> None:
     assert resolve_executor("null") is NullExecutor
 
 
+def test_an_executor_needs_no_package() -> None:
+    for given in (Abacus, f"{__name__}:Abacus"):
+        config = EngineConfig.from_args(distributed_executor_backend=given)
+        assert resolve_executor(config.parallel.distributed_executor_backend) is Abacus
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [("nowhere:X", "cannot import"), (f"{__name__}:Toaster", "no subclass of quire.executor")],
+)
+def test_a_place_without_an_executor_is_refused(given: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"--distributed-executor-backend: .*{problem}"):
+        resolve_executor(given)
+
+
 def test_a_class_of_another_kind_is_refused(offer: Offer) -> None:
     offer(EXECUTORS.group, f"toaster={__name__}:Toaster")
     with pytest.raises(ConfigError, match="and no subclass of Executor"):

@@ -57,10 +57,11 @@ class ParallelConfig(Config):
 
     distributed_executor_backend: str = option(
         "auto",
-        "uni: ranks of one, in the engine's process; mp: a process for each rank; auto: mp for several; "
-        "null: nothing is computed; or a plug-in's.",
+        "uni: in the engine's process; mp: a process for each rank; auto: mp for several ranks; null: nothing is "
+        "computed; or a plug-in's; or module:Class.",
         choices=("auto", "uni", "mp", "null"),
         plugins="quire.executors",
+        places=True,
     )
     tensor_parallel_size: int = option(
         1, "Ranks that share the heads and features of each layer.", ge=1, short="-tp"
