@@ -83,7 +83,9 @@ def forgotten() -> Iterator[None]:
 
 
 def test_an_executor_of_a_package_is_named_like_any_other(offer: Offer) -> None:
-    with pytest.raises(ConfigError, match="must be one of auto, uni, mp, null, got 'abacus'"):
+    with pytest.raises(
+        ConfigError, match="must be one of auto, uni, mp, external_launcher, null, got 'abacus'"
+    ):
         ParallelConfig(distributed_executor_backend="abacus")
     offer(EXECUTORS.group, f"abacus={__name__}:Abacus")
     assert ParallelConfig(distributed_executor_backend="abacus").distributed_executor_backend == "abacus"

@@ -57,9 +57,9 @@ class ParallelConfig(Config):
 
     distributed_executor_backend: str = option(
         "auto",
-        "uni: in the engine's process; mp: a process for each rank; auto: mp for several ranks; null: nothing is "
-        "computed; or a plug-in's; or module:Class.",
-        choices=("auto", "uni", "mp", "null"),
+        "uni: in the engine's process; mp: one for each rank; external_launcher: torchrun's; auto: uni, or mp for "
+        "several ranks; null: none; or module:Class.",
+        choices=("auto", "uni", "mp", "external_launcher", "null"),
         plugins="quire.executors",
         places=True,
     )

@@ -7,9 +7,11 @@ from quire.errors import ConfigError
 
 EXECUTORS = ("uni", "null")
 """Those that have one rank, whatever the configuration says."""
+LAUNCHED = "external_launcher"
+"""The one of which each rank plans for itself."""
 
 
-def check_ranks(config: EngineConfig) -> None:
+def check_ranks(config: EngineConfig, *, serves: bool) -> None:
     """Several ranks are for executors that have them, for what works with them, and for models that can be cut so.
 
     What is cut in units that only layers know, such as groups of quantised weights, is checked by these.
@@ -22,6 +24,8 @@ def check_ranks(config: EngineConfig) -> None:
         raise ConfigError(
             "--tp-invariant wants no --enable-lora: what adapters add is not formed of slices yet"
         )
+    if executor == LAUNCHED:
+        _check_launched(config, serves=serves)
     if size == 1:
         return
     wants = {
@@ -40,6 +44,23 @@ def check_ranks(config: EngineConfig) -> None:
             f"--tensor-parallel-size is {size}, and the model's {uneven} cannot be shared out evenly among so many "
             f"ranks; possible: {', '.join(possible)}"
         )
+
+
+def _check_launched(config: EngineConfig, *, serves: bool) -> None:
+    """Ranks that plan for themselves may not do so by what differs between them, such as time."""
+    settings, scheduler = config.speculative.settings, config.scheduler
+    ages = scheduler.scheduling_policy == "priority" and scheduler.priority_ageing_s > 0
+    wants = {
+        "LLM(...), in a program that each rank runs": serves,
+        "--data-parallel-size 1": config.parallel.data_parallel_size > 1,
+        '"adaptive": false in --speculative-config: what a guess costs is measured': settings.method
+        is not None
+        and settings.adaptive,
+        "--priority-ageing-s 0: ranks have clocks of their own": ages,
+    }
+    for wanted, lacks in wants.items():
+        if lacks:
+            raise ConfigError(f"--distributed-executor-backend {LAUNCHED} wants {wanted}")
 
 
 def _uneven(arch: ModelArch, size: int) -> str | None:

@@ -102,7 +102,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     check_speculation(config)
     config.quantization.check(config.device.device, encoded=config.arch.quantization is not None)
     config.lora.check()
-    check_ranks(config)
+    check_ranks(config, serves=usage == "server")
     check_replicas(config)
     config.kv_events.check(
         enable_prefix_caching=config.cache.enable_prefix_caching, replicas=config.parallel.replicas

@@ -119,6 +119,7 @@ EXECUTORS: PluginTable[type[Executor]] = PluginTable(
     {
         "uni": "quire.executor.uniproc:UniprocExecutor",
         "mp": "quire.executor.multiproc:MultiprocExecutor",
+        "external_launcher": "quire.executor.external_launcher:ExternalLauncherExecutor",
         "null": "quire.executor.null:NullExecutor",
     },
     subclass_of(Executor),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -12,11 +11,11 @@ import msgspec
 from quire.config import EngineConfig
 from quire.errors import EngineError, StartupError
 from quire.executor.base import Executor
+from quire.executor.host_share import config_of_rank, memory_of_ranks
 from quire.executor.ranks import Answers, Ranks
 from quire.kv_cache.plain import decode_specs, encode_kv_config
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.lora_request import LoRARequest
-from quire.platforms import Host
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
@@ -28,7 +27,7 @@ class MultiprocExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._size = config.parallel.tensor_parallel_size
-        self._ranks = Ranks(_of_one_rank(config), self._size)
+        self._ranks = Ranks(config_of_rank(config, self._size), self._size)
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._background: ThreadPoolExecutor | None = None
         self._level = 1
@@ -46,16 +45,7 @@ class MultiprocExecutor(Executor):
     def kv_memory(self) -> KVMemory:
         """What each rank may take: all see the same free memory, and have an equal part of it."""
         found = [msgspec.convert(plain, KVMemory) for plain in self._all("kv_memory")]
-        least = min(found, key=lambda memory: memory.free_bytes)
-        if self._size == 1:
-            return least
-        unasked = [memory.default_bytes for memory in found if memory.default_bytes is not None]
-        return dataclasses.replace(
-            least,
-            free_bytes=least.free_bytes // self._size,
-            default_bytes=min(unasked) // self._size if unasked else None,
-            reason=f"a part for each of {self._size} ranks of {least.reason}",
-        )
+        return memory_of_ranks(found, self._size)
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         self._all("initialize_kv_cache", encode_kv_config(kv_config))
@@ -113,11 +103,3 @@ class MultiprocExecutor(Executor):
             prepared.set_exception(error)
         else:
             self._ranks.call("prepare_grammar", msgspec.to_builtins(params), answers=prepared)
-
-
-def _of_one_rank(config: EngineConfig) -> EngineConfig:
-    """The configuration of each rank, which has an equal part of the processors."""
-    size = config.parallel.tensor_parallel_size
-    if size == 1 or config.device.cpu_threads:
-        return config
-    return config.evolve(cpu_threads=max(Host().num_threads()[0] // size, 1))

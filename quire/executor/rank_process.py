@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,21 +23,19 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
-from quire.distributed.agreement import check_same
 from quire.distributed.group import ALONE, Group
 from quire.distributed.shared_memory import share_memory
+from quire.executor.agreement import check_ranks_agree
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
 from quire.kernels import cpu
 from quire.kv_cache.plain import decode_kv_config, encode_specs
 from quire.layers.shard import Shard
 from quire.logging_setup import configure_logging
 from quire.lora_request import LoRARequest
-from quire.models.fingerprint import checkpoint_fingerprint
 from quire.plugins import load_general_plugins
 from quire.processes import PARENTS_SIGNALS
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
-from quire.version import __version__
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
@@ -97,14 +94,7 @@ class RankProcess:
         store = file_store(self._directory / "ranks", self._size)
         group = Gloo(self._rank, self._size, store, join_s=JOIN_S)
         self._group = share_memory(group, able=cpu.available())
-        check_same(
-            self._group,
-            {
-                "version of quire": __version__.encode(),
-                "configuration": msgspec.json.encode(replace(self._config, model_dir="")),
-                "checkpoint": checkpoint_fingerprint(Path(self._config.model_dir)),
-            },
-        )
+        check_ranks_agree(self._group, self._config)
 
     def _obey(self, message: Step | Call) -> bool:
         """Whether to go on."""
