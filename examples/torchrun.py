@@ -15,7 +15,9 @@ def main() -> None:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     llm = LLM(tensor_parallel_size=size, distributed_executor_backend="external_launcher")
     question = " ".join(sys.argv[1:]) or "What is the capital of France?"
-    (output,) = llm.chat([{"role": "user", "content": question}], SamplingParams(max_tokens=40), use_tqdm=False)
+    (output,) = llm.chat(
+        [{"role": "user", "content": question}], SamplingParams(max_tokens=40), use_tqdm=False
+    )
     if os.environ.get("RANK") == "0":
         print(output.outputs[0].text)
 

@@ -71,6 +71,14 @@ class ParallelConfig(Config):
         "Form sums that cross ranks of the same four slices whatever --tensor-parallel-size is: 1, 2 and 4 give the "
         "same bits.",
     )
+    nnodes: int = option(
+        1,
+        "Hosts that share the ranks of mp, all with the same options but --node-rank (see parallelism.md).",
+        ge=1,
+    )
+    node_rank: int = option(0, "Number of this host; 0: the one that has the engine.", ge=0)
+    master_addr: str = option("127.0.0.1", "Address of host 0, at which the others join it.")
+    master_port: int = option(29501, "Port of host 0, at which the others join it.", ge=1, le=65535)
     data_parallel_size: int = option(
         1,
         "Replicas of the model, each an engine core with its ranks, that share the requests (see parallelism.md).",
@@ -106,6 +114,11 @@ class ParallelConfig(Config):
     data_parallel_rpc_port: int | None = option(
         None, "Taken, and of no effect: replicas do not have to find each other.", ge=1, le=65535
     )
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks of one of the hosts."""
+        num = self.tensor_parallel_size // self.nnodes
+        return range(node * num, (node + 1) * num)
 
     @property
     def num_replicas(self) -> int:

@@ -137,6 +137,18 @@ def tcp_store(address: str, port: int, rank: int, *, serves: bool, join_s: float
     return _torch.PrefixStore(f"quire.{meeting}", store)
 
 
+def serve_store(address: str) -> Store:
+    """Where others meet by `tcp_store`, at a free port of this address, as long as it is kept.
+
+    Raises:
+        StartupError: it is none of this host's addresses.
+    """
+    try:
+        return _torch.TCPStore(address, 0, None, True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise StartupError(f"no store can be served at {address}: {str(error).splitlines()[0]}") from error
+
+
 def address_towards(host: str, port: int) -> str:
     """That of this host, as another one sees it; nothing is sent.
 

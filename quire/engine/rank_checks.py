@@ -46,6 +46,32 @@ def check_ranks(config: EngineConfig, *, serves: bool) -> None:
         )
 
 
+def check_hosts(config: EngineConfig, *, headless: bool) -> None:
+    """Several hosts share the ranks of `mp` evenly, and the first one has the engine.
+
+    Args:
+        headless: whether this one has none.
+
+    Raises:
+        ConfigError: says what to change.
+    """
+    parallel = config.parallel
+    num, node = parallel.nnodes, parallel.node_rank
+    if num == 1 and not node and not headless:
+        return
+    size, executor = parallel.tensor_parallel_size, parallel.distributed_executor_backend
+    wants = {
+        f"--node-rank of 0 to {num - 1}, not {node}": node >= num,
+        "--headless on all hosts but number 0": headless == (node == 0),
+        f"--tensor-parallel-size that is a multiple of it, not {size}": size % num != 0,
+        f"--distributed-executor-backend mp, not {executor}": executor != "mp",
+        "--data-parallel-size 1": parallel.data_parallel_size > 1,
+    }
+    for wanted, lacks in wants.items():
+        if lacks:
+            raise ConfigError(f"--nnodes is {num}, which wants {wanted}")
+
+
 def _check_launched(config: EngineConfig, *, serves: bool) -> None:
     """Ranks that plan for themselves may not do so by what differs between them, such as time."""
     settings, scheduler = config.speculative.settings, config.scheduler

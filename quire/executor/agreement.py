@@ -24,7 +24,7 @@ OF_EACH_HOST = frozenset(
             "packed_weights_cache",
             "generation_config",
         ),
-        *("cpu_threads", "cpu_numa", "log_level", "log_format", "record_trace"),
+        *("node_rank", "cpu_threads", "cpu_numa", "log_level", "log_format", "record_trace"),
     }
 )
 """Fields that may differ: where a host has its files, what it has of processors, and what only the first one reads."""

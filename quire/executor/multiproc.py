@@ -1,4 +1,4 @@
-"""The executor with a process for each rank, on this host."""
+"""The executor with a process for each rank, on this host and on those that join it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ class MultiprocExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._size = config.parallel.tensor_parallel_size
-        self._ranks = Ranks(config_of_rank(config, self._size), self._size)
+        self._num_hosts = config.parallel.nnodes
+        self._ranks = Ranks(config_of_rank(config, self._size // self._num_hosts), self._size)
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._background: ThreadPoolExecutor | None = None
         self._level = 1
 
     def load(self) -> None:
-        self._all("load")
+        place = self._all("open_store")[0] if self._num_hosts > 1 else None
+        self._all("load", place)
         self._ranks.have_met()
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
@@ -45,7 +47,7 @@ class MultiprocExecutor(Executor):
     def kv_memory(self) -> KVMemory:
         """What each rank may take: all see the same free memory, and have an equal part of it."""
         found = [msgspec.convert(plain, KVMemory) for plain in self._all("kv_memory")]
-        return memory_of_ranks(found, self._size)
+        return memory_of_ranks(found, self._size // self._num_hosts)
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         self._all("initialize_kv_cache", encode_kv_config(kv_config))

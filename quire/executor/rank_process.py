@@ -1,7 +1,8 @@
-"""A rank as a process of its own: `python -m quire.executor.rank_process DIRECTORY RANK SIZE FD`.
+"""A rank as a process of its own: `python -m quire.executor.rank_process DIRECTORY RANK SIZE ADDRESS FD`.
 
 Invariant: one thread does what the executor says on the socket FD, in its order, while another reads, so that neither
-side ever waits for the other to read. When the socket's other end is closed the process ends, whatever it is doing.
+side ever waits for the other to read. When the other end of the socket is closed, or that of the pipe at its standard
+input, by which it knows its parent, the process ends, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ GRACE_S = 2.0
 class RankProcess:
     """One worker, and the ways to the executor and to the other ranks."""
 
-    def __init__(self, directory: Path, rank: int, size: int, connection: Connection) -> None:
-        self._directory, self._rank, self._size = directory, rank, size
+    def __init__(self, directory: Path, rank: int, size: int, address: str, connection: Connection) -> None:
+        self._directory, self._rank, self._size, self._address = directory, rank, size, address
         self._connection = connection
         self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
         observability = self._config.observability
@@ -61,10 +62,12 @@ class RankProcess:
         self._sending = threading.Lock()
         self._group: Group = ALONE
         self._worker: Worker | None = None
+        self._store: Any = None
 
     def run(self) -> int:
         """Until the executor is gone or a step fails; returns the exit code."""
-        threading.Thread(target=self._read, name="quire-rank-reader", daemon=True).start()
+        for watch in (self._read, self._watch_parent):
+            threading.Thread(target=watch, name="quire-rank-reader", daemon=True).start()
         try:
             while (frame := self._frames.get()) is not None:
                 if not self._obey(self._decoder.decode(frame)):
@@ -80,20 +83,33 @@ class RankProcess:
         assert self._worker is not None, "load comes first"
         return self._worker
 
-    def load(self) -> None:
+    def open_store(self) -> tuple[str, int] | None:
+        """Where the ranks of several hosts meet, if that is here."""
+        if self._rank:
+            return None
+        from quire.distributed.gloo import serve_store
+
+        self._store = serve_store(self._address)
+        return self._address, self._store.port
+
+    def load(self, place: tuple[str, int] | None) -> None:
+        """Build the model, with the other ranks; `place` is where those of several hosts meet."""
         load_general_plugins()
         if self._size > 1:
-            self._join()
+            self._join(place)
         device = make_device(self._config.device.device)
         self._worker = Worker(self._config, device, Shard.of_group(self._group))
         self._worker.load()
 
-    def _join(self) -> None:
-        from quire.distributed.gloo import Gloo, file_store  # which one rank does not need
+    def _join(self, place: tuple[str, int] | None) -> None:
+        from quire.distributed.gloo import Gloo, file_store, tcp_store  # which one rank does not need
 
-        store = file_store(self._directory / "ranks", self._size)
-        group = Gloo(self._rank, self._size, store, join_s=JOIN_S)
-        self._group = share_memory(group, able=cpu.available())
+        if place is None:
+            store = file_store(self._directory / "ranks", self._size)
+        else:
+            store = tcp_store(*place, self._rank, serves=False, join_s=JOIN_S)
+        group = Gloo(self._rank, self._size, store, address=self._address, join_s=JOIN_S)
+        self._group = share_memory(group, able=place is None and cpu.available())
         check_ranks_agree(self._group, self._config)
 
     def _obey(self, message: Step | Call) -> bool:
@@ -137,7 +153,7 @@ class RankProcess:
         try:
             with self._sending:
                 self._connection.send_bytes(self._encoder.encode(message))
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError:
             logger.info("rank %d: nobody hears it any more", self._rank)
 
     def _read(self) -> None:
@@ -145,13 +161,23 @@ class RankProcess:
             while True:
                 self._frames.put(self._connection.recv_bytes())
         except (EOFError, OSError):
-            self._frames.put(None)
+            self._end()
+
+    def _watch_parent(self) -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        self._end()
+
+    def _end(self) -> None:
+        """From a thread that sees that nobody needs this rank any more."""
+        self._frames.put(None)
         shutil.rmtree(self._directory, ignore_errors=True)
         time.sleep(GRACE_S)
         os._exit(1)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
+    "open_store": RankProcess.open_store,
     "load": RankProcess.load,
     "kv_cache_specs": lambda rank: encode_specs(rank.worker.kv_cache_specs()),
     "kv_memory": lambda rank: msgspec.to_builtins(rank.worker.kv_memory()),
@@ -177,8 +203,8 @@ def main() -> int:
     configure_logging()
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    directory, rank, size, fd = sys.argv[1:]
-    return RankProcess(Path(directory), int(rank), int(size), Connection(int(fd))).run()
+    directory, rank, size, address, fd = sys.argv[1:]
+    return RankProcess(Path(directory), int(rank), int(size), address, Connection(int(fd))).run()
 
 
 if __name__ == "__main__":
