@@ -69,6 +69,7 @@ class ModelConfig(Config):
     logits_processors: tuple[str, ...] = option(
         (),
         "Logits processors for all requests, each as module:Class (see quire.logits_processors).",
+        places=True,
     )
     reasoning_start_str: str = option(
         "", "What opens a section of reasoning; empty: <think>, if that is a token of the model."

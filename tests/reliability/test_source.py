@@ -19,7 +19,7 @@ OUR_CLIENTS = ("quire/entrypoints/cli/", "quire/bench/")
 """Commands of a person who names the server."""
 BUILT_INS = {"eval", "exec", "compile", "__import__"}
 DYNAMIC_IMPORTS = {
-    "quire/__init__.py", "quire/plugins.py", "quire/scheduler/scheduler.py", "quire/kernels/ops.py",
+    "quire/__init__.py", "quire/plugins.py", "quire/kernels/ops.py",
     "quire/kernels/attention_backends.py", "quire/entrypoints/cli/main.py", "quire/entrypoints/cli/local_tools.py",
 }  # fmt: skip
 """What they import is named by the source or by the operator."""
