@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
-from quire.plugins import import_place
+from quire.plugins import import_subclass
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from quire.config import EngineConfig
 
+FLAG = "--logits-processors"
 RequestLogitsProcessor = Callable[[list[int], list[int], "Tensor"], "Tensor | None"]
 """(prompt ids, output ids, logits [V] float32) -> logits of the same shape, or None: they were changed in place."""
 
@@ -50,36 +51,9 @@ def make_logits_processors(config: EngineConfig) -> list[LogitsProcessor]:
     return [_make(place, config) for place in config.model.logits_processors]
 
 
-def place_of(processor: Any) -> str:
-    """Where a class can be imported from; a text is such a place already.
-
-    Raises:
-        ConfigError: it is neither, or stands in a function, where no import finds it.
-    """
-    if isinstance(processor, str):
-        return processor
-    if not isinstance(processor, type) or "<locals>" in processor.__qualname__:
-        raise ConfigError(
-            f"--logits-processors: {processor!r} must be 'module:Class' or a class at the top level of a module"
-        )
-    return f"{processor.__module__}:{processor.__qualname__}"
-
-
 def _make(place: str, config: EngineConfig) -> LogitsProcessor:
-    made = _resolve(place)
+    made: Callable[[EngineConfig], LogitsProcessor] = import_subclass(place, LogitsProcessor, FLAG)
     try:
         return made(config)
     except Exception as error:
-        raise ConfigError(f"--logits-processors: {place} failed: {error!r}") from error
-
-
-def _resolve(place: str) -> type[LogitsProcessor]:
-    try:
-        found = import_place(place)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--logits-processors: cannot import {place!r} as module:Class: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
-        raise ConfigError(
-            f"--logits-processors: {place!r} is no subclass of quire.logits_processors.LogitsProcessor"
-        )
-    return found
+        raise ConfigError(f"{FLAG}: {place} failed: {error!r}") from error

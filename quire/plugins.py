@@ -140,6 +140,34 @@ def import_place(place: str) -> Any:
     return attrgetter(name)(import_module(module))
 
 
+def import_subclass(place: str, kind: type, flag: str) -> Any:
+    """The class at "module:Class", as a flag names it.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no subclass of `kind`.
+    """
+    try:
+        found = import_place(place)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{flag}: cannot import {place!r} as module:Class: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{flag}: {place!r} is no subclass of {kind.__module__}.{kind.__qualname__}")
+    return found
+
+
+def place_of(found: Any, flag: str) -> str:
+    """Where a class can be imported from; a text is such a place already.
+
+    Raises:
+        ConfigError: it is neither, or stands in a function, where no import finds it.
+    """
+    if isinstance(found, str):
+        return found
+    if not isinstance(found, type) or "<locals>" in found.__qualname__:
+        raise ConfigError(f"{flag}: {found!r} must be 'module:Class' or a class at the top level of a module")
+    return f"{found.__module__}:{found.__qualname__}"
+
+
 def _load(group: str, name: str) -> tuple[object, str]:
     """What a package offers under a name of a group, and which package says so."""
     points = list({point.value: point for point in entry_points(group=group, name=name)}.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,12 @@ collect_ignore = ["clients"]  # needs packages of its own: `make clients`
 triton_interpreter.start()
 # A shell gives its background jobs an ignored Ctrl-C, which tests of interrupts cannot do with.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: a collection of garbage, such as each sleep of an engine asks for, leaves it out."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

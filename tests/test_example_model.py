@@ -59,6 +59,7 @@ def said(site: Path, architecture: str, directory: Path) -> tuple[list[int], lis
     return tokens, logprobs
 
 
+@pytest.mark.more
 def test_the_example_serves_its_architecture(site: Path, tmp_path: Path) -> None:
     cool_tokens, cool = said(site, "LlamaForCausalLM", tmp_path / "llama")
     warm_tokens, warm = said(site, "WarmLlamaForCausalLM", tmp_path / "warm")

@@ -83,12 +83,29 @@ def forgotten() -> Iterator[None]:
 
 
 def test_an_executor_of_a_package_is_named_like_any_other(offer: Offer) -> None:
-    with pytest.raises(ConfigError, match="must be one of auto, uni, mp, null, got 'abacus'"):
+    with pytest.raises(
+        ConfigError, match="must be one of auto, uni, mp, external_launcher, null, got 'abacus'"
+    ):
         ParallelConfig(distributed_executor_backend="abacus")
     offer(EXECUTORS.group, f"abacus={__name__}:Abacus")
     assert ParallelConfig(distributed_executor_backend="abacus").distributed_executor_backend == "abacus"
     assert resolve_executor("abacus") is Abacus
     assert resolve_executor("null") is NullExecutor
+
+
+def test_an_executor_needs_no_package() -> None:
+    for given in (Abacus, f"{__name__}:Abacus"):
+        config = EngineConfig.from_args(distributed_executor_backend=given)
+        assert resolve_executor(config.parallel.distributed_executor_backend) is Abacus
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [("nowhere:X", "cannot import"), (f"{__name__}:Toaster", "no subclass of quire.executor")],
+)
+def test_a_place_without_an_executor_is_refused(given: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"--distributed-executor-backend: .*{problem}"):
+        resolve_executor(given)
 
 
 def test_a_class_of_another_kind_is_refused(offer: Offer) -> None:
@@ -229,6 +246,7 @@ def test_an_installed_package_registers_its_model_in_the_core_process_too(packag
     assert "tokens [" in done.stdout, done.stderr
 
 
+@pytest.mark.more
 def test_what_the_program_registers_reaches_the_core_process(package: Path) -> None:
     done = run_program(package, "my_classes:MyModel", QUIRE_PLUGINS="")
     assert "tokens [" in done.stdout, done.stderr
@@ -239,6 +257,7 @@ def test_without_the_plug_in_the_model_is_unknown(package: Path) -> None:
     assert "architecture 'MyArch' is not supported" in done.stderr
 
 
+@pytest.mark.more
 def test_a_class_that_another_process_cannot_import_is_named(package: Path) -> None:
     done = run_program(package, "no_such_module:MyModel", QUIRE_PLUGINS="")
     assert "what serves MyArch, 'no_such_module:MyModel', cannot be imported by this process" in done.stderr

@@ -43,7 +43,8 @@ class Stream:
         """Take what is there; False at the end."""
         data, control, _, _ = self.socket.recvmsg(1 << 16, 64)
         if data:
-            seconds, nanoseconds = TIMESPEC.unpack(control[0][2])
+            # The kernel begins to note times a moment after the first socket asks for them.
+            seconds, nanoseconds = TIMESPEC.unpack(control[0][2]) if control else (time.time(), 0)
             self.pieces.append((seconds + nanoseconds * 1e-9, data))
         return bool(data)
 

@@ -11,8 +11,6 @@ constexpr int64_t kSplitTiles = 8;     // tiles that are summed up on their own
 constexpr int64_t kItemRows = 96;      // enough to pay for what a tile costs once, few enough for the cache
 constexpr int64_t kTileCostRows = 4;   // a tile costs about as much as this many rows before it has any
 
-inline int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 

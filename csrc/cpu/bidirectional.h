@@ -20,25 +20,6 @@ inline const T* first_row(const void* rows, const Item& item, int64_t token_stri
     return static_cast<const T*>(rows) + (item.token - item.position) * token_stride + item.head * head_stride;
 }
 
-// Element i of vector j becomes element j of vector i: halves, then pairs, then elements change places.
-inline void transpose(Vec (&v)[kLanes]) {
-    for (int i = 0; i < 4; ++i) {
-        const Vec x = v[i], y = v[i + 4];
-        v[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11);
-        v[i + 4] = __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-    for (int i = 0; i < kLanes; i += (i & 1) ? 3 : 1) {
-        const Vec x = v[i], y = v[i + 2];
-        v[i] = __builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13);
-        v[i + 2] = __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-    for (int i = 0; i < kLanes; i += 2) {
-        const Vec x = v[i], y = v[i + 1];
-        v[i] = __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14);
-        v[i + 1] = __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15);
-    }
-}
-
 // The keys that are seen, as [head size][kTileStride], in whole eights from the first of a piece; what is no key is 0.
 template <class T>
 inline void turn_keys(const RowsCall& call, const Item& item, const Seen& seen, Float32* tile) {

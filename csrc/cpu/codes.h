@@ -113,7 +113,7 @@ struct Shifts {
 struct WidePanels {
     const Weight& weight;
 
-    static constexpr bool kDirect = false;
+    static constexpr bool kDirect = false, kWide = false;
 
     int64_t depth() const { return weight.inputs; }
 

@@ -8,7 +8,9 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 struct Dots512 {
     using Quads = __m512i;
-    struct Sum { __m512i all; };
+    // Of the type of what is summed: sums of another one are stored with every step (GCC 12).
+    typedef int32_t Words __attribute__((vector_size(64)));
+    struct Sum { Words all; };
     static constexpr int32_t kTaken = 0;
 
     static Quads bytes(const uint8_t* step) { return _mm512_loadu_si512(step); }
@@ -23,10 +25,11 @@ struct Dots512 {
     };
     static Quads looked_up(Quads codes, const Book& book) { return _mm512_shuffle_epi8(book.bytes, codes); }
     static void add(Sum& sum, Quads weights, const int32_t* x) {
-        sum.all = _mm512_dpbusd_epi32(sum.all, weights, _mm512_set1_epi32(*x));
+        const __m512i before = reinterpret_cast<__m512i>(sum.all);
+        sum.all = reinterpret_cast<Words>(_mm512_dpbusd_epi32(before, weights, _mm512_set1_epi32(*x)));
     }
-    static Sum start(int32_t word) { return {_mm512_set1_epi32(word)}; }
-    static Ints16 total(const Sum& sum) { return {sum.all}; }
+    static Sum start(int32_t word) { return {reinterpret_cast<Words>(_mm512_set1_epi32(word))}; }
+    static Ints16 total(const Sum& sum) { return {reinterpret_cast<__m512i>(sum.all)}; }
 };
 
 template <int64_t part>

@@ -8,7 +8,7 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 struct Dots256 {
     struct Quads { __m256i low, high; };
-    struct Sum { __m256i low, high; };
+    struct Sum { Ints low, high; };  // of the type of what is summed, as in dot_avx512.h
     static constexpr int32_t kTaken = 0;
 
     static Quads bytes(const uint8_t* step) {
@@ -36,11 +36,14 @@ struct Dots256 {
     }
     static void add(Sum& sum, const Quads& weights, const int32_t* x) {
         const __m256i values = _mm256_set1_epi32(*x);
-        sum.low = _mm256_dpbusd_avx_epi32(sum.low, weights.low, values);
-        sum.high = _mm256_dpbusd_avx_epi32(sum.high, weights.high, values);
+        sum.low = dot(sum.low, weights.low, values);
+        sum.high = dot(sum.high, weights.high, values);
     }
-    static Sum start(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
-    static Ints16 total(const Sum& sum) { return {reinterpret_cast<Ints>(sum.low), reinterpret_cast<Ints>(sum.high)}; }
+    static Ints dot(Ints sum, __m256i weights, __m256i values) {
+        return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), weights, values));
+    }
+    static Sum start(int32_t word) { return {word + Ints{}, word + Ints{}}; }
+    static Ints16 total(const Sum& sum) { return {sum.low, sum.high}; }
 };
 
 template <int64_t part>

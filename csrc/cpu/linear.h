@@ -114,32 +114,48 @@ inline void store_some(Float32* out, Vec v, int64_t count) {
     else if (count > 0) store(out, v, First{count});
 }
 
-// A unit's sums for one row: sums [panels][16], still without bias; writes what exists of them.
-inline void finish_row(const Linear& job, int64_t row, int64_t panel, int64_t panels, Float32* sums) {
-    const Weight& weight = job.weight;
-    for (int64_t p = 0; job.bias && p < panels; ++p) {
-        const int64_t count = weight.count(panel + p);
-        for_each_vector(count, [&](int64_t i, auto lanes) {
-            Float32* at = sums + p * kPanel + i;
-            store(at, load(at, lanes) + load(job.bias + weight.row(panel + p) + i, lanes), lanes);
-        });
-    }
-    if (job.activation != kNone) {
-        for (int64_t p = 0; p < panels; p += 2) {
-            const Float32 *gate = sums + p * kPanel, *up = gate + kPanel;
-            for_each_vector(weight.count(panel + p), [&](int64_t i, auto lanes) {
-                const Vec value = gated(job.activation, load(gate + i, All{}), load(up + i, All{}));
-                store(job.out + row * job.out_stride + weight.row(panel + p) + i, value, lanes);
-            });
-        }
-        return;
-    }
-    for (int64_t p = 0; p < panels; ++p) {
-        Float32* out = job.out + row * job.out_stride + weight.row(panel + p);
-        store_some(out, load(sums + p * kPanel, All{}), weight.count(panel + p));
-        store_some(out + kLanes, load(sums + p * kPanel + kLanes, All{}), weight.count(panel + p) - kLanes);
-    }
+inline Vec load_some(const Float32* p, int64_t count) {
+    return count >= kLanes ? load(p, All{}) : count > 0 ? load(p, First{count}) : Vec{};
 }
+
+// What becomes of the sums of a unit's panels: where the outputs of each begin, how many exist, and what is added to them.
+class Outputs {
+public:
+    Outputs(const Linear& job, int64_t panel, int64_t panels) : job_(job), panels_(panels) {
+        for (int64_t p = 0; p < panels; ++p) {
+            first_[p] = job.weight.row(panel + p), count_[p] = job.weight.count(panel + p);
+            if (!job.bias) continue;
+            for (int64_t i = 0; i < kPanel; i += kLanes)
+                store(bias_ + p * kPanel + i, load_some(job.bias + first_[p] + i, count_[p] - i), All{});
+        }
+    }
+
+    // Of one row: sums [panels][16], still without bias, which it changes.
+    void write(int64_t row, Float32* sums) const {
+        Float32* out = job_.out + row * job_.out_stride;
+        for (int64_t i = 0; job_.bias && i < panels_ * kPanel; i += kLanes)
+            store(sums + i, load(sums + i, All{}) + load(bias_ + i, All{}), All{});
+        if (job_.activation != kNone) return write_gated(out, sums);
+        for (int64_t p = 0; p < panels_; ++p)
+            for (int64_t i = 0; i < kPanel; i += kLanes)
+                store_some(out + first_[p] + i, load(sums + p * kPanel + i, All{}), count_[p] - i);
+    }
+
+private:
+    void write_gated(Float32* out, const Float32* sums) const {
+        for (int64_t p = 0; p < panels_; p += 2) {
+            const Float32 *gate = sums + p * kPanel, *up = gate + kPanel;
+            for (int64_t i = 0; i < kPanel; i += kLanes) {
+                const Vec value = gated(job_.activation, load(gate + i, All{}), load(up + i, All{}));
+                store_some(out + first_[p] + i, value, count_[p] - i);
+            }
+        }
+    }
+
+    const Linear& job_;
+    int64_t panels_, first_[kUnitPanels], count_[kUnitPanels];
+    alignas(64) Float32 bias_[kUnitPanels * kPanel];
+};
 
 // Tiles of a block: [begin, end).
 struct Tiles { int64_t begin, end; };

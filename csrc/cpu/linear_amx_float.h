@@ -50,9 +50,8 @@ struct TiledFloatKernel {
             }
         }
         _tile_release();
-        for (int64_t row = 0; row < rows; ++row) {
-            finish_row(job, start + row, panel, count, sums + row * stride);
-        }
+        const Outputs outputs(job, panel, count);
+        for (int64_t row = 0; row < rows; ++row) outputs.write(start + row, sums + row * stride);
     }
 
 private:

@@ -9,8 +9,14 @@ namespace quire { namespace QUIRE_ISA { namespace {
 // k values that are widened together, for a panel or shared by two: 16 KiB of float32, half of a first-level cache.
 constexpr int64_t kWideBlock = 256;
 
+// As many that are read where they lie: they come from the second-level cache.
+constexpr int64_t kDirectBlock = 768;
+
 // Tiles of rows from which widening a panel once is cheaper than doing so in every tile.
 constexpr int64_t kWideTiles = 4;
+
+// Values of k that are packed together.
+constexpr int64_t kPackBlock = 64;
 
 // Values of k ahead of the one in use whose weights are fetched.
 constexpr int64_t kAhead = 64;
@@ -90,7 +96,7 @@ template <class W>
 struct FloatPanels {
     const Weight& weight;
 
-    static constexpr bool kDirect = true;
+    static constexpr bool kDirect = true, kWide = std::is_same_v<W, Float32>;
 
     int64_t depth() const { return weight.padded(); }
 
@@ -116,8 +122,8 @@ struct FloatKernel {
 
     static constexpr int kMostRows = Rows::kMost;
 
-    // What can be multiplied only as it lies is not widened.
-    static constexpr bool kWidens = kTogether<X> == 1;
+    // Whether products of several tiles with a panel read its weights as float32, and whether those have to be made.
+    static constexpr bool kReadsFloats = kTogether<X> == 1, kWidens = kReadsFloats && !Panels::kWide;
 
     const X* packed(int64_t row) const { return static_cast<const X*>(job.scratch) + row * panels.depth() / kTogether<X>; }
 
@@ -133,19 +139,37 @@ struct FloatKernel {
 
     void pack(const Tiling& tiling, int64_t tile) const {
         if (in_place()) return;
-        const int64_t rows = tiling.size(tile), inputs = job.weight.inputs;
-        X* out = const_cast<X*>(packed(tiling.start(tile)));
-        for (int64_t r = 0; r < rows; ++r) {
-            const Float32* x = job.row(tiling.start(tile) + r);
-            for (int64_t start = 0; start < panels.depth(); start += kWideBlock) {
-                X values[kWideBlock] = {};
-                const int64_t left = inputs - start, wanted = panels.depth() - start;
-                Rows::take(values, x + start, left < kWideBlock ? left : kWideBlock);
-                const int64_t count = (wanted < kWideBlock ? wanted : kWideBlock) / kTogether<X>;
-                X* to = out + start / kTogether<X> * rows + r;
-                for (int64_t k = 0; k < count; ++k) to[k * rows] = values[k];
+        const int64_t rows = tiling.size(tile), first = tiling.start(tile), depth = panels.depth();
+        X* out = const_cast<X*>(packed(first));
+        const int64_t done = pack_squares(out, rows, first);
+        for (int64_t start = done; start < depth; start += kPackBlock) {
+            const int64_t left = smaller_of(job.weight.inputs - start, kPackBlock);
+            const int64_t wanted = smaller_of(depth - start, kPackBlock) / kTogether<X>;
+            X values[kMostRows][kPackBlock];
+            if (left < kPackBlock) __builtin_memset(values, 0, sizeof values);
+            for (int64_t r = 0; r < rows; ++r) Rows::take(values[r], job.row(first + r) + start, left);
+            X* to = out + start / kTogether<X> * rows;
+            for (int64_t k = 0; k < wanted; ++k)
+                for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = values[r][k];
+        }
+    }
+
+    // Eight rows and values of k at once, as far as there are so many; returns for how many k it was done.
+    int64_t pack_squares(X* out, int64_t rows, int64_t first_row) const {
+        int64_t k = 0;
+        if constexpr (kReadsFloats) {
+            for (; rows >= kLanes && k + kLanes <= job.weight.inputs; k += kLanes) {
+                // Of more than eight rows the last eight as well, some of them once more.
+                for (int64_t first = 0;; first = rows - kLanes) {
+                    Vec square[kLanes];
+                    for (int64_t i = 0; i < kLanes; ++i) square[i] = Rows::some(job.row(first_row + first + i) + k, All{});
+                    transpose(square);
+                    for (int64_t i = 0; i < kLanes; ++i) store(out + (k + i) * rows + first, square[i], All{});
+                    if (first + kLanes == rows) break;
+                }
             }
         }
+        return k;
     }
 
     void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
@@ -155,9 +179,10 @@ struct FloatKernel {
         else for_panels<1, 1, Rows::kPanels>(count, [&](auto width, int64_t p) {
             multiply_panels<decltype(width)::value>(sums + p * kPanel, stride, tiling, tiles, panel + p);
         });
+        const Outputs outputs(job, panel, count);
         for (int64_t row = 0; row < rows; ++row) {
             for (int64_t p = 0; p < count; ++p) panels.scale(sums + row * stride + p * kPanel, panel + p);
-            finish_row(job, start + row, panel, count, sums + row * stride);
+            outputs.write(start + row, sums + row * stride);
         }
     }
 
@@ -180,14 +205,14 @@ struct FloatKernel {
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way there.
     template <int P>
     void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel) const {
-        constexpr int64_t kBlock = kWideBlock / P;
+        constexpr int64_t kBlock = (kReadsFloats && !kWidens ? kDirectBlock : kWideBlock) / P;
         alignas(64) Float32 wide[kWidens ? P * kBlock * kPanel : 1];
         const int64_t depth = panels.depth(), first_row = tiling.start(tiles.begin);
-        const bool widens = kWidens && (!Panels::kDirect || tiles.end - tiles.begin >= kWideTiles);
+        const bool reuses = !Panels::kDirect || tiles.end - tiles.begin >= kWideTiles;
         for (int64_t start = 0; start < depth; start += kBlock) {
             const int64_t size = depth - start < kBlock ? depth - start : kBlock;
             if constexpr (kWidens) {
-                for (int p = 0; widens && p < P; ++p) panels.widen(wide + p * kBlock * kPanel, panel + p, start, size);
+                for (int p = 0; reuses && p < P; ++p) panels.widen(wide + p * kBlock * kPanel, panel + p, start, size);
             }
             for (int64_t index = tiles.begin; index < tiles.end; ++index) {
                 const int64_t row = tiling.start(index);
@@ -200,10 +225,13 @@ struct FloatKernel {
                     };
                     if constexpr (kWidens) {
                         const X* next = activations(row + R) + start / kTogether<X> * R;
-                        if (widens) return multiply(wide, kBlock * kPanel, [=](int64_t k) { __builtin_prefetch(next + k * R); });
+                        if (reuses) return multiply(wide, kBlock * kPanel, [=](int64_t k) { __builtin_prefetch(next + k * R); });
                     }
                     if constexpr (Panels::kDirect) {
                         const auto* weights = panels.panel(panel) + start * kPanel;
+                        if constexpr (kReadsFloats && !kWidens) {
+                            if (reuses) return multiply(weights, depth * kPanel, [](int64_t) {});
+                        }
                         multiply(weights, depth * kPanel, fetch_weights<P>(weights, depth * kPanel, depth - start, kBlock));
                     }
                 });

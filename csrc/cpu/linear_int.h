@@ -317,10 +317,11 @@ struct IntKernel {
     }
 
     void finish(int64_t first, int64_t rows, int64_t panel, int64_t count, Float32* sums) const {
+        const Outputs outputs(job, panel, count);
         for (int64_t row = 0; row < rows; ++row) {
             Float32* at = sums + row * count * kPanel;
             for (int64_t p = 0; p < count; ++p) panels.scale(at + p * kPanel, panel + p);
-            finish_row(job, first + row, panel, count, at);
+            outputs.write(first + row, at);
         }
     }
 

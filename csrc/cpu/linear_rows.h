@@ -6,6 +6,11 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
+template <class Rows>
+inline void take_floats(Float32* out, const Float32* x, int64_t count) {
+    for_each_vector(count, [&](int64_t k, auto lanes) { store(out + k, Rows::some(x + k, lanes), lanes); });
+}
+
 // In float32, as they are. `X` holds kTogether<X> values of k; `kMost` rows have their sums with `kPanels`
 // panels in registers.
 struct Exact {
@@ -13,9 +18,10 @@ struct Exact {
     static constexpr int kMost = kFloatRows, kPanels = kWidePanels;
     static constexpr bool kAsTheyAre = true;
 
-    static void take(X* out, const Float32* x, int64_t count) {
-        for (int64_t k = 0; k < count; ++k) out[k] = x[k];
-    }
+    template <class Some>
+    static Vec some(const Float32* x, Some lanes) { return load(x, lanes); }
+
+    static void take(X* out, const Float32* x, int64_t count) { take_floats<Exact>(out, x, count); }
 };
 
 // Rounded to bfloat16, and widened again.
@@ -24,11 +30,10 @@ struct Rounded {
     static constexpr int kMost = kFloatRows, kPanels = kWidePanels;
     static constexpr bool kAsTheyAre = false;
 
-    static void take(X* out, const Float32* x, int64_t count) {
-        for_each_vector(count, [&](int64_t k, auto lanes) {
-            store(out + k, widen(narrow(load(x + k, lanes), BFloat16{}), BFloat16{}), lanes);
-        });
-    }
+    template <class Some>
+    static Vec some(const Float32* x, Some lanes) { return widen(narrow(load(x, lanes), BFloat16{}), BFloat16{}); }
+
+    static void take(X* out, const Float32* x, int64_t count) { take_floats<Rounded>(out, x, count); }
 };
 
 #ifdef __AVX512BF16__

@@ -45,7 +45,7 @@ inline int32_t zero_of(const Packing& packing) {
     }
 }
 
-// A packed matrix. k is padded to whole groups, and of codes to whole chunks.
+// A packed matrix, in one part or two halves. k is padded to whole groups, and of codes to whole chunks.
 struct Weight {
     const void* data;
     const void* scales;
@@ -53,7 +53,9 @@ struct Weight {
     int64_t outputs, inputs, halves;
     Packing packing;
 
-    int64_t half() const { return outputs / halves; }
+    // Divisions by 1 or 2 that take no time: they are asked for with every few panels.
+    int64_t half() const { return outputs >> (halves - 1); }
+    int64_t of_half(int64_t panel) const { return panel >> (halves - 1); }
     int64_t panels() const { return (half() + kPanel - 1) / kPanel * halves; }
     int64_t padded() const {
         const int64_t group = packing.group, unit = packing.is_float() || group > kChunk ? group : kChunk;
@@ -64,9 +66,9 @@ struct Weight {
     Stream scale_stream() const { return {scales, packing.scales_type, packing.group}; }
     Stream zero_stream() const { return {zeros, packing.zeros_type, packing.group}; }
     // First row of a panel, and how many of its outputs exist.
-    int64_t row(int64_t panel) const { return panel % halves * half() + panel / halves * kPanel; }
+    int64_t row(int64_t panel) const { return (panel & (halves - 1)) * half() + of_half(panel) * kPanel; }
     int64_t count(int64_t panel) const {
-        const int64_t left = half() - panel / halves * kPanel;
+        const int64_t left = half() - of_half(panel) * kPanel;
         return left < kPanel ? left : kPanel;
     }
     // Steps of a panel of codes.

@@ -26,6 +26,9 @@ typedef int8_t Bytes __attribute__((vector_size(8)));
 
 constexpr int64_t kLanes = 8;
 
+inline int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
 struct Float32 { float value; };
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
@@ -185,6 +188,25 @@ inline void store(T* p, Vec v, First lanes) {
     T padded[kLanes];
     store(padded, v, All{});
     for (int64_t i = 0; i < lanes.count; ++i) p[i] = padded[i];
+}
+
+// Element i of vector j becomes element j of vector i: halves, then pairs, then elements change places.
+inline void transpose(Vec (&v)[kLanes]) {
+    for (int i = 0; i < 4; ++i) {
+        const Vec x = v[i], y = v[i + 4];
+        v[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11);
+        v[i + 4] = __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+    for (int i = 0; i < kLanes; i += (i & 1) ? 3 : 1) {
+        const Vec x = v[i], y = v[i + 2];
+        v[i] = __builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13);
+        v[i + 2] = __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+    for (int i = 0; i < kLanes; i += 2) {
+        const Vec x = v[i], y = v[i + 1];
+        v[i] = __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14);
+        v[i + 1] = __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15);
+    }
 }
 
 // Calls body(offset, lanes) over a row of n elements, whole vectors first.

@@ -128,6 +128,8 @@ class ExpertsArch:
     """How the checkpoint has the matrices of all experts in one tensor; None: they are apart."""
     activation: str = "silu"
     """A key of `quire.layers.activation.FUSED`."""
+    gated: bool = True
+    """Whether they are gated MLPs; else they are as the model's plain ones, with its activation."""
     bias: bool = False
     """Whether both matrices of an expert have one."""
     router_bias: bool = False

@@ -60,10 +60,11 @@ class ParallelConfig(Config):
 
     distributed_executor_backend: str = option(
         "auto",
-        "uni: ranks of one, in the engine's process; mp: a process for each rank; auto: mp for several; "
-        "null: nothing is computed; or a plug-in's.",
-        choices=("auto", "uni", "mp", "null"),
+        "uni: in the engine's process; mp: one for each rank; external_launcher: torchrun's; auto: uni, or mp for "
+        "several ranks; null: none; or module:Class.",
+        choices=("auto", "uni", "mp", "external_launcher", "null"),
         plugins="quire.executors",
+        places=True,
     )
     tensor_parallel_size: int = option(
         1, "Ranks that share the heads and features of each layer.", ge=1, short="-tp"
@@ -81,6 +82,14 @@ class ParallelConfig(Config):
         "Form sums that cross ranks of the same four slices whatever --tensor-parallel-size is: 1, 2 and 4 give the "
         "same bits.",
     )
+    nnodes: int = option(
+        1,
+        "Hosts that share the ranks of mp, all with the same options but --node-rank (see parallelism.md).",
+        ge=1,
+    )
+    node_rank: int = option(0, "Number of this host; 0: the one that has the engine.", ge=0)
+    master_addr: str = option("127.0.0.1", "Address of host 0, at which the others join it.")
+    master_port: int = option(29501, "Port of host 0, at which the others join it.", ge=1, le=65535)
     data_parallel_size: int = option(
         1,
         "Replicas of the model, each an engine core with its ranks, that share the requests (see parallelism.md).",
@@ -132,6 +141,11 @@ class ParallelConfig(Config):
         """Layers of each stage, if it is said; a number that is none is 0."""
         numbers = [] if self.pipeline_partition is None else self.pipeline_partition.split(",")
         return tuple(int(number) if number.strip().isdecimal() else 0 for number in numbers)
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks of one of the hosts."""
+        num = self.num_ranks // self.nnodes
+        return range(node * num, (node + 1) * num)
 
     @property
     def num_replicas(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from quire.config.arch import ModelArch
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig, HostShare, KernelConfig, ParallelConfig
-from quire.config.fields import Config, field_types, info_named, plain_type
+from quire.config.fields import Config, field_types, flag_of, info_named, plain_type
 from quire.config.kv_events import KVEventsConfig
 from quire.config.lora import LoRAConfig
 from quire.config.model import LoadConfig, ModelConfig
@@ -22,6 +22,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.config.supervision import SupervisionConfig
+from quire.plugins import place_of
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,15 @@ def child_configs() -> dict[str, type[Config]]:
 
 
 def _coerced(value: Any, owner: type[Config], name: str) -> Any:
-    """Accept the spellings Python callers use: lists for tuples, one string for a list, torch dtypes for names."""
-    expected, words = field_types(owner)[name], info_named(owner, name).words
-    if isinstance(value, str) and words:
-        return dict(words).get(value, value)
+    """Accept the spellings Python callers use: lists for tuples, one for a list of it, classes and dtypes for names."""
+    expected, info = field_types(owner)[name], info_named(owner, name)
+    if isinstance(value, str) and info.words:
+        return dict(info.words).get(value, value)
     if plain_type(expected) is tuple:
-        return (value,) if isinstance(value, str | int) else tuple(value)
+        values = (value,) if isinstance(value, str | int | type) else tuple(value)
+        return tuple(place_of(one, flag_of(name)) for one in values) if info.places else values
+    if info.places and isinstance(value, type):
+        return place_of(value, flag_of(name))
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     if hasattr(value, "__fspath__"):

@@ -23,7 +23,7 @@ class OptionInfo:
     """Documentation and limits of one field.
 
     `metavar` is shown in `--help`, `words` stand for values, and names that packages offer in the group `plugins` of
-    entry points are choices, too.
+    entry points are choices, too. With `places` so are classes, each as "module:Class".
     """
 
     doc: str
@@ -35,10 +35,15 @@ class OptionInfo:
     short: str | None = None
     plugins: str = ""
     words: tuple[tuple[str, int], ...] = ()
+    places: bool = False
 
     def names(self) -> tuple[str, ...]:
         """What may be chosen from on this machine; empty: whatever has the right type."""
         return (*self.choices, *plugin_names(self.plugins)) if self.plugins else self.choices
+
+    def admits(self, value: Any) -> bool:
+        """Whether it is one of the names, or a place, where they are all that there is."""
+        return not self.choices or value in self.names() or (self.places and ":" in value)
 
 
 def option(default: Any, doc: str, **limits: Any) -> Any:
@@ -98,7 +103,7 @@ def check_value(name: str, value: Any, expected: Any, info: OptionInfo) -> None:
     kind = plain_type(expected)
     if not _has_type(value, kind):
         raise ConfigError(f"{flag_of(name)} must be {_type_name(kind)}, got {value!r}")
-    if info.choices and value not in info.names():
+    if not info.admits(value):
         raise ConfigError(f"{flag_of(name)} must be one of {', '.join(info.names())}, got {value!r}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         _check_range(name, value, info)

@@ -18,8 +18,8 @@ class ModelConfig(Config):
 
     model: str = option(
         DEMO_MODEL,
-        "Local directory, GGUF file, Hugging Face id, or a toy in the box: quire-demo, quire-demo-embed, "
-        "quire-demo-draft.",
+        "Local directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or a toy in the box: "
+        "quire-demo, quire-demo-embed, quire-demo-draft.",
     )
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face id.")
@@ -69,6 +69,7 @@ class ModelConfig(Config):
     logits_processors: tuple[str, ...] = option(
         (),
         "Logits processors for all requests, each as module:Class (see quire.logits_processors).",
+        places=True,
     )
     reasoning_start_str: str = option(
         "", "What opens a section of reasoning; empty: <think>, if that is a token of the model."

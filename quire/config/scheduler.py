@@ -32,7 +32,10 @@ class SchedulerConfig(Config):
         choices=("fcfs", "priority", "fair"),
     )
     scheduler_cls: str = option(
-        "", "Subclass of quire.scheduler.scheduler.Scheduler to use, as module:Class.", metavar="MODULE:CLASS"
+        "",
+        "Subclass of quire.scheduler.scheduler.Scheduler to use, as module:Class.",
+        metavar="MODULE:CLASS",
+        places=True,
     )
     priority_ageing_s: float = option(
         30.0,

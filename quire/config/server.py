@@ -14,6 +14,9 @@ class ServerConfig(Config):
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
     port: int = option(8000, "Port to listen on; 0: any free one.", ge=0, le=65535)
+    headless: bool = option(
+        False, "Start no server: bring ranks to that of another host (--nnodes, --node-rank, --master-addr)."
+    )
     api_server_count: int = option(
         1,
         "Processes that speak HTTP, tokenize and stream, in front of one engine (see supervision.md).",

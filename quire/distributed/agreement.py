@@ -1,4 +1,4 @@
-"""What all ranks must have in common, compared before they begin."""
+"""What all ranks must have in common, compared before they begin, and before steps that each plans by itself."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ def check_same(group: Group, facts: Mapping[str, bytes]) -> None:
     Raises:
         StartupError: one differs; the message names it, and the ranks that have another than rank 0.
     """
-    for name, fact in facts.items():
-        own = torch.frombuffer(bytearray(sha256(fact).digest()), dtype=torch.uint8)
-        first, *others = group.all_gather(own)
-        different = [rank for rank, other in enumerate(others, 1) if not torch.equal(other, first)]
-        if different:
-            ranks = ", ".join(map(str, different))
-            raise StartupError(f"all ranks must have the same {name}, and rank 0 has another than {ranks}")
+    for name, ranks in zip(facts, different_ranks(group, list(facts.values())), strict=True):
+        if ranks:
+            others = ", ".join(map(str, ranks))
+            raise StartupError(f"all ranks must have the same {name}, and rank 0 has another than {others}")
+
+
+def different_ranks(group: Group, facts: list[bytes]) -> list[list[int]]:
+    """For each fact, of which every rank has one, the ranks that have another than rank 0."""
+    own = torch.frombuffer(bytearray(b"".join(sha256(fact).digest() for fact in facts)), dtype=torch.uint8)
+    first, *others = (found.view(len(facts), -1) for found in group.all_gather(own))
+    return [
+        [rank for rank, other in enumerate(others, 1) if not torch.equal(other[index], first[index])]
+        for index in range(len(facts))
+    ]

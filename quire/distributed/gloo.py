@@ -126,6 +126,54 @@ def file_store(path: Path, size: int) -> Store:
     return _torch.FileStore(str(path), size)
 
 
+def tcp_store(address: str, port: int, rank: int, *, serves: bool, join_s: float) -> Store:
+    """Where ranks of several hosts meet: a port of one of them, at which one of them `serves`, or somebody else.
+
+    Ranks that meet there again, in the same order, do not see what was said before.
+
+    Raises:
+        StartupError: the port is taken, or nobody answers there.
+    """
+    try:
+        store = _torch.TCPStore(
+            address, port, None, serves, timedelta(seconds=join_s), wait_for_workers=False, multi_tenant=True
+        )
+        meeting = store.add(f"quire.meetings.{rank}", 1)
+    except RuntimeError as error:
+        raise StartupError(
+            f"rank {rank} cannot {'serve' if serves else 'reach'} {address}:{port}, where all ranks meet: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return _torch.PrefixStore(f"quire.{meeting}", store)
+
+
+def serve_store(address: str) -> Store:
+    """Where others meet by `tcp_store`, at a free port of this address, as long as it is kept.
+
+    Raises:
+        StartupError: it is none of this host's addresses.
+    """
+    try:
+        return _torch.TCPStore(address, 0, None, True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise StartupError(f"no store can be served at {address}: {str(error).splitlines()[0]}") from error
+
+
+def address_towards(host: str, port: int) -> str:
+    """That of this host, as another one sees it; nothing is sent.
+
+    Raises:
+        StartupError: there is no way there.
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:
+            way.connect(place)
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise StartupError(f"there is no way to {host}, where all ranks meet: {error}") from error
+
+
 def _meet(rank: int, size: int, store: Store, join_s: float) -> list[tuple[str, int]]:
     """Each rank's host and process."""
     store.set(f"rank.{rank}", f"{os.getpid()} {socket.gethostname()}")

@@ -103,7 +103,10 @@ class OwnCores(Cores):
         cannot_start = isinstance(error, StartupError) and not was_ready
         if cannot_start and (which := self._which(core)):
             raise StartupError(f"{which}{error}")
-        if cannot_start or not isinstance(client, ProcessClient):
+        has_guests = (
+            self.config.parallel.nnodes > 1
+        )  # which are gone with the core, and nobody here can bring back
+        if cannot_start or has_guests or not isinstance(client, ProcessClient):
             raise error
         verdict = self._supervisor.died(core, flights.keys(), names_in_work(client, flights), elsewhere)
         if verdict.restart_in_s is None:

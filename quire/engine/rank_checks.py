@@ -10,9 +10,11 @@ from quire.spec_decode.drafter import MODEL_KEYS
 
 EXECUTORS = ("uni", "null")
 """Those that have one rank, whatever the configuration says."""
+LAUNCHED = "external_launcher"
+"""The one of which each rank plans for itself."""
 
 
-def check_ranks(config: EngineConfig) -> None:
+def check_ranks(config: EngineConfig, *, serves: bool) -> None:
     """Several ranks are for executors that have them, for what works with them, and for models that can be cut so.
 
     What is cut in units that only layers know, such as groups of quantised weights, is checked by these.
@@ -25,6 +27,8 @@ def check_ranks(config: EngineConfig) -> None:
         raise ConfigError(
             "--tp-invariant wants no --enable-lora: what adapters add is not formed of slices yet"
         )
+    if parallel.distributed_executor_backend == LAUNCHED:
+        _check_launched(config, serves=serves)
     for option, size in (
         ("--tensor-parallel-size", parallel.tensor_parallel_size),
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
@@ -82,6 +86,52 @@ def _check_shares(arch: ModelArch, size: int) -> None:
             f"--tensor-parallel-size is {size}, and the model's {uneven} cannot be shared out evenly among so many "
             f"ranks; possible: {', '.join(possible)}"
         )
+
+
+def check_hosts(config: EngineConfig, *, headless: bool) -> None:
+    """Several hosts share the ranks of `mp` evenly, and the first one has the engine.
+
+    Args:
+        headless: whether this one has none.
+
+    Raises:
+        ConfigError: says what to change.
+    """
+    parallel = config.parallel
+    num, node = parallel.nnodes, parallel.node_rank
+    if num == 1 and not node and not headless:
+        return
+    size, executor = parallel.num_ranks, parallel.distributed_executor_backend
+    wants = {
+        f"--node-rank of 0 to {num - 1}, not {node}": node >= num,
+        "--headless on all hosts but number 0": headless == (node == 0),
+        f"it to divide the ranks, of which --tensor-parallel-size and --pipeline-parallel-size make {size}": size
+        % num
+        != 0,
+        f"--distributed-executor-backend mp, not {executor}": executor != "mp",
+        "--data-parallel-size 1": parallel.data_parallel_size > 1,
+    }
+    for wanted, lacks in wants.items():
+        if lacks:
+            raise ConfigError(f"--nnodes is {num}, which wants {wanted}")
+
+
+def _check_launched(config: EngineConfig, *, serves: bool) -> None:
+    """Ranks that plan for themselves may not do so by what differs between them, such as time."""
+    settings, scheduler = config.speculative.settings, config.scheduler
+    ages = scheduler.scheduling_policy == "priority" and scheduler.priority_ageing_s > 0
+    wants = {
+        "LLM(...), in a program that each rank runs": serves,
+        "--data-parallel-size 1": config.parallel.data_parallel_size > 1,
+        "--pipeline-parallel-size 1": config.parallel.pipeline_parallel_size > 1,
+        '"adaptive": false in --speculative-config: what a guess costs is measured': settings.method
+        is not None
+        and settings.adaptive,
+        "--priority-ageing-s 0: ranks have clocks of their own": ages,
+    }
+    for wanted, lacks in wants.items():
+        if lacks:
+            raise ConfigError(f"--distributed-executor-backend {LAUNCHED} wants {wanted}")
 
 
 def _uneven(arch: ModelArch, size: int) -> str | None:

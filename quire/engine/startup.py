@@ -17,7 +17,7 @@ from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
 from quire.engine.draft_heads import with_draft_heads
 from quire.engine.draft_model import check_draft_model, check_guessing, draft_model_config
-from quire.engine.rank_checks import check_ranks
+from quire.engine.rank_checks import check_hosts, check_ranks
 from quire.engine.replicas import check_replicas
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, StartupError
@@ -34,10 +34,11 @@ from quire.spec_decode.drafter import MODEL_KEYS, check_speculation
 
 logger = logging.getLogger(__name__)
 
-Usage = Literal["server", "offline"]
+Usage = Literal["server", "offline", "headless"]
+"""Of this process: it serves, it is a program with an engine, or it brings ranks to the engine of another host."""
 
-DEFAULT_MAX_NUM_SEQS = {"server": 128, "offline": 256}
-DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096}
+DEFAULT_MAX_NUM_SEQS = {"server": 128, "offline": 256, "headless": 128}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096, "headless": 2048}
 NATIVE_DTYPES = ("float32", "bfloat16", "float16")
 FIT_MEMORY = -1
 """The `max_model_len` that asks for as much of the model's context as memory allows."""
@@ -102,7 +103,8 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     check_speculation(config)
     config.quantization.check(config.device.device, encoded=config.arch.quantization is not None)
     config.lora.check()
-    check_ranks(config)
+    check_hosts(config, headless=usage == "headless")
+    check_ranks(config, serves=usage == "server")
     check_replicas(config)
     config.kv_events.check(
         enable_prefix_caching=config.cache.enable_prefix_caching, replicas=config.parallel.replicas

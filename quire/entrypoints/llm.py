@@ -21,7 +21,6 @@ from quire.entrypoints.offline_pooling import OfflinePooling
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
-from quire.logits_processors import place_of
 from quire.lora_request import LoRARequest
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -34,10 +33,10 @@ class LLM(OfflinePooling):
     """A model loaded for offline use.
 
     Args:
-        model: local directory, GGUF file, Hugging Face id, or the toy model in the box.
+        model: local directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or the toy model in the box.
         tool_call_parser, reasoning_parser: formats of the model's answers; "auto" goes by its chat template.
         engine_args: any field of the engine's configuration, for example `max_model_len=2048` or `seed=1`;
-            `logits_processors` may be classes, too (`quire.logits_processors`).
+            what is given as "module:Class" may be the class, too.
 
     Raises:
         TypeError: an argument is no configuration field.
@@ -53,8 +52,6 @@ class LLM(OfflinePooling):
         reasoning_parser: str = "auto",
         **engine_args: Any,
     ) -> None:
-        if "logits_processors" in engine_args:
-            engine_args["logits_processors"] = tuple(map(place_of, engine_args["logits_processors"] or ()))
         choose(tool_call_parser, reasoning_parser, None)  # an unknown name is told before the model is loaded
         super().__init__(LLMEngine(EngineConfig.from_args(model=model, **engine_args)))
         self._form_options = FormOptions(

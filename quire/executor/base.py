@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from quire.config import EngineConfig
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.lora_request import LoRARequest
-from quire.plugins import PluginTable, subclass_of
+from quire.plugins import PluginTable, import_subclass, subclass_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
@@ -112,12 +112,14 @@ class Executor(ABC):
         return None
 
 
+FLAG = "--distributed-executor-backend"
 EXECUTORS: PluginTable[type[Executor]] = PluginTable(
     "quire.executors",
-    "--distributed-executor-backend",
+    FLAG,
     {
         "uni": "quire.executor.uniproc:UniprocExecutor",
         "mp": "quire.executor.multiproc:MultiprocExecutor",
+        "external_launcher": "quire.executor.external_launcher:ExternalLauncherExecutor",
         "null": "quire.executor.null:NullExecutor",
     },
     subclass_of(Executor),
@@ -129,6 +131,9 @@ def resolve_executor(name: str) -> type[Executor]:
     """The executor class of a name, as `--distributed-executor-backend` gives it.
 
     Raises:
-        ConfigError: there is none of that name, or a plug-in does not fit.
+        ConfigError: there is none of that name, or a class of others' does not fit.
     """
+    if ":" in name:
+        found: type[Executor] = import_subclass(name, Executor, FLAG)
+        return found
     return EXECUTORS.resolve(name)

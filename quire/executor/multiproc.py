@@ -1,10 +1,10 @@
-"""The executor with a process for each rank, on this host."""
+"""The executor with a process for each rank, on this host and on those that join it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,11 +12,11 @@ import msgspec
 from quire.config import EngineConfig
 from quire.errors import EngineError, StartupError
 from quire.executor.base import Executor
+from quire.executor.host_share import config_of_rank, memory_of_ranks
 from quire.executor.ranks import Answers, Ranks
 from quire.kv_cache.plain import decode_specs, encode_kv_config
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.lora_request import LoRARequest
-from quire.platforms import Host
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
@@ -28,15 +28,17 @@ class MultiprocExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._size = config.parallel.num_ranks
+        self._num_hosts = config.parallel.nnodes
         self._stages: tuple[tuple[str, ...], ...] = ()
         """Layers of each with something in the cache, once they are known."""
-        self._ranks = Ranks(_of_one_rank(config), self._size)
+        self._ranks = Ranks(config_of_rank(config, self._size // self._num_hosts), self._size)
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._background: ThreadPoolExecutor | None = None
         self._level = 1
 
     def load(self) -> None:
-        self._all("load")
+        place = self._all("open_store")[0] if self._num_hosts > 1 else None
+        self._all("load", place)
         self._ranks.have_met()
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
@@ -50,17 +52,7 @@ class MultiprocExecutor(Executor):
     def kv_memory(self) -> KVMemory:
         """What each rank may take: all see the same free memory, and have an equal part of it."""
         found = [msgspec.convert(plain, KVMemory) for plain in self._all("kv_memory")]
-        least = min(found, key=lambda memory: memory.free_bytes)
-        if self._size == 1:
-            return least
-        unasked = [memory.default_bytes for memory in found if memory.default_bytes is not None]
-        return dataclasses.replace(
-            least,
-            free_bytes=least.free_bytes // self._size,
-            default_bytes=min(unasked) // self._size if unasked else None,
-            reason=f"a part for each of {self._size} ranks of {least.reason}",
-            stages=self._stages,
-        )
+        return replace(memory_of_ranks(found, self._size // self._num_hosts), stages=self._stages)
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         self._all("initialize_kv_cache", encode_kv_config(kv_config))
@@ -118,11 +110,3 @@ class MultiprocExecutor(Executor):
             prepared.set_exception(error)
         else:
             self._ranks.call("prepare_grammar", msgspec.to_builtins(params), answers=prepared)
-
-
-def _of_one_rank(config: EngineConfig) -> EngineConfig:
-    """The configuration of each rank, which has an equal part of the processors."""
-    size = config.parallel.num_ranks
-    if size == 1 or config.device.cpu_threads:
-        return config
-    return config.evolve(cpu_threads=max(Host().num_threads()[0] // size, 1))

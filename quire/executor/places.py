@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.config.device import ParallelConfig
 from quire.distributed.group import ALONE, Group
 from quire.distributed.shared_memory import share_memory
 from quire.kernels import cpu
@@ -49,22 +50,29 @@ class Place:
             group.close()
 
 
-def meet(rank: int, num_shares: int, num_stages: int, store: Store) -> Place:
-    """The place of one of num_shares * num_stages ranks, once all have come.
+def meet(rank: int, parallel: ParallelConfig, store: Store, address: str) -> Place:
+    """The place of a rank that is reached at `address`, once all have come.
 
     Raises:
         StartupError: not all ranks came; the message names those that did not.
     """
     from quire.distributed.gloo import Gloo, part_of  # which one rank does not need
 
-    size, (stage, share) = num_shares * num_stages, divmod(rank, num_shares)
-    world = Gloo(rank, size, store, join_s=JOIN_S)
+    num_shares, size, num_stages = (
+        parallel.tensor_parallel_size,
+        parallel.num_ranks,
+        parallel.pipeline_parallel_size,
+    )
+    stage, share = divmod(rank, num_shares)
+    shares_memory = parallel.nnodes == 1 and cpu.available()
+    world = Gloo(rank, size, store, address=address, join_s=JOIN_S)
     if num_stages == 1:
-        return Place(world, share_memory(world, able=cpu.available()))
+        return Place(world, share_memory(world, able=shares_memory))
     shares: Group = ALONE
     if num_shares > 1:
         names = range(stage * num_shares, (stage + 1) * num_shares)
-        shares = Gloo(share, num_shares, part_of(store, f"stage {stage}"), names=names)
+        shares = Gloo(share, num_shares, part_of(store, f"stage {stage}"), address=address, names=names)
     row = part_of(store, f"share {share}")
-    stages = Gloo(stage, num_stages, row, answer_s=STAGE_S, names=range(share, size, num_shares))
-    return Place(world, share_memory(shares, able=cpu.available()), stages)
+    names = range(share, size, num_shares)
+    stages = Gloo(stage, num_stages, row, address=address, answer_s=STAGE_S, names=names)
+    return Place(world, share_memory(shares, able=shares_memory), stages)

@@ -1,7 +1,8 @@
-"""A rank as a process of its own: `python -m quire.executor.rank_process DIRECTORY RANK SIZE FD`.
+"""A rank as a process of its own: `python -m quire.executor.rank_process DIRECTORY RANK SIZE ADDRESS FD`.
 
 Invariant: one thread does what the executor says on the socket FD, in its order, while another reads, so that neither
-side ever waits for the other to read. When the socket's other end is closed the process ends, whatever it is doing.
+side ever waits for the other to read. When the other end of the socket is closed, or that of the pipe at its standard
+input, by which it knows its parent, the process ends, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,18 +24,16 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
-from quire.distributed.agreement import check_same
+from quire.executor.agreement import check_ranks_agree
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
-from quire.executor.places import Place, meet
+from quire.executor.places import JOIN_S, Place, meet
 from quire.kv_cache.plain import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
 from quire.lora_request import LoRARequest
-from quire.models.fingerprint import checkpoint_fingerprint
 from quire.plugins import load_general_plugins
 from quire.processes import PARENTS_SIGNALS
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
-from quire.version import __version__
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
@@ -48,8 +46,8 @@ GRACE_S = 2.0
 class RankProcess:
     """One worker, and the ways to the executor and to the other ranks."""
 
-    def __init__(self, directory: Path, rank: int, size: int, connection: Connection) -> None:
-        self._directory, self._rank, self._size = directory, rank, size
+    def __init__(self, directory: Path, rank: int, size: int, address: str, connection: Connection) -> None:
+        self._directory, self._rank, self._size, self._address = directory, rank, size, address
         self._connection = connection
         self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
         observability = self._config.observability
@@ -59,10 +57,12 @@ class RankProcess:
         self._sending = threading.Lock()
         self._place = Place()
         self._worker: Worker | None = None
+        self._store: Any = None
 
     def run(self) -> int:
         """Until the executor is gone or a step fails; returns the exit code."""
-        threading.Thread(target=self._read, name="quire-rank-reader", daemon=True).start()
+        for watch in (self._read, self._watch_parent):
+            threading.Thread(target=watch, name="quire-rank-reader", daemon=True).start()
         try:
             while (frame := self._frames.get()) is not None:
                 if not self._obey(self._decoder.decode(frame)):
@@ -78,29 +78,34 @@ class RankProcess:
         assert self._worker is not None, "load comes first"
         return self._worker
 
-    def load(self) -> None:
+    def open_store(self) -> tuple[str, int] | None:
+        """Where the ranks of several hosts meet, if that is here."""
+        if self._rank:
+            return None
+        from quire.distributed.gloo import serve_store
+
+        self._store = serve_store(self._address)
+        return self._address, self._store.port
+
+    def load(self, place: tuple[str, int] | None) -> None:
+        """Build the model, with the other ranks; `place` is where those of several hosts meet."""
         load_general_plugins()
         if self._size > 1:
-            self._place = self._meet()
+            self._place = self._meet(place)
         device = make_device(self._config.device.device)
         self._worker = Worker(self._config, device, self._place.shard, self._place.stage)
         self._worker.load()
 
-    def _meet(self) -> Place:
-        from quire.distributed.gloo import file_store  # which one rank does not need
+    def _meet(self, place: tuple[str, int] | None) -> Place:
+        from quire.distributed.gloo import file_store, tcp_store  # which one rank does not need
 
-        parallel = self._config.parallel
-        store = file_store(self._directory / "ranks", self._size)
-        place = meet(self._rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, store)
-        check_same(
-            place.world,
-            {
-                "version of quire": __version__.encode(),
-                "configuration": msgspec.json.encode(replace(self._config, model_dir="")),
-                "checkpoint": checkpoint_fingerprint(Path(self._config.model_dir)),
-            },
-        )
-        return place
+        if place is None:
+            store = file_store(self._directory / "ranks", self._size)
+        else:
+            store = tcp_store(*place, self._rank, serves=False, join_s=JOIN_S)
+        found = meet(self._rank, self._config.parallel, store, self._address)
+        check_ranks_agree(found.world, self._config)
+        return found
 
     def _obey(self, message: Step | Call) -> bool:
         """Whether to go on."""
@@ -144,7 +149,7 @@ class RankProcess:
         try:
             with self._sending:
                 self._connection.send_bytes(self._encoder.encode(message))
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError:
             logger.info("rank %d: nobody hears it any more", self._rank)
 
     def _read(self) -> None:
@@ -152,13 +157,23 @@ class RankProcess:
             while True:
                 self._frames.put(self._connection.recv_bytes())
         except (EOFError, OSError):
-            self._frames.put(None)
+            self._end()
+
+    def _watch_parent(self) -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        self._end()
+
+    def _end(self) -> None:
+        """From a thread that sees that nobody needs this rank any more."""
+        self._frames.put(None)
         shutil.rmtree(self._directory, ignore_errors=True)
         time.sleep(GRACE_S)
         os._exit(1)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
+    "open_store": RankProcess.open_store,
     "load": RankProcess.load,
     "kv_cache_specs": lambda rank: encode_specs(rank.worker.kv_cache_specs()),
     "kv_memory": lambda rank: msgspec.to_builtins(rank.worker.kv_memory()),
@@ -184,8 +199,8 @@ def main() -> int:
     configure_logging()
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    directory, rank, size, fd = sys.argv[1:]
-    return RankProcess(Path(directory), int(rank), int(size), Connection(int(fd))).run()
+    directory, rank, size, address, fd = sys.argv[1:]
+    return RankProcess(Path(directory), int(rank), int(size), address, Connection(int(fd))).run()
 
 
 if __name__ == "__main__":

@@ -1,42 +1,35 @@
-"""Ranks that are child processes: started, spoken to, watched and ended.
+"""All ranks of an engine, on this host and on others: spoken to, listened to and ended, all alike.
 
-Invariant: a rank knows of its parent by one Unix socket, of which each side has an end, and ends when the other is
-closed; so no rank outlives whoever started it. The private directory is gone once all ranks have met.
+Invariant: there is one socket to each, of which it has the other end, and it ends when that is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import select
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from quire.config import EngineConfig
-from quire.errors import RankLostError, StartupError
+from quire.errors import RankLostError
+from quire.executor.hosts import Gate
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped
-from quire.processes import STOPPED, exit_reason, why_silent
+from quire.executor.rank_processes import DEATH_S, PROGRAM, RankProcesses
+from quire.processes import STOPPED
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
-PROGRAM = ("-m", "quire.executor.rank_process")
-CLOSE_TIMEOUT_S = 5.0
+LOOPBACK = "127.0.0.1"
 WAIT_MS = 500
 LOOKS_AT_STOPPED = 10
 """After so many times WAIT_MS without a word from anybody a rank that is stopped is given up."""
-DEATH_S = 1.0
-"""How long a rank that others have lost may take to be seen as dead."""
 
 
 class Answers(Future[Any]):
@@ -58,18 +51,18 @@ class Answers(Future[Any]):
 
 
 class Ranks:
-    """So many processes of a program for Python. Messages may be sent by any thread; one listens.
+    """Processes of a program for Python, and those that other hosts bring. Any thread may send messages; one listens.
 
     Raises:
-        StartupError: the machine refuses a process or room for a file; nothing is left behind.
+        StartupError: the machine refuses a process or room for a file, or another host does not come; nothing is left
+            behind.
     """
 
     def __init__(self, config: EngineConfig, size: int, program: Sequence[str] = PROGRAM) -> None:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromRank)
         self._lock = threading.Lock()
         self._poll = select.poll()
-        self._directory: Path | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._size = size
         self._connections: list[Connection] = []
         self._by_fd: dict[int, int] = {}
         self._outputs: deque[ModelRunnerOutput] = deque()
@@ -78,21 +71,18 @@ class Ranks:
         self._lost: Exception | None = None
         self._stopped: dict[int, int] = {}
         """How often in turn a rank was seen to be stopped."""
+        self._gate = Gate(config.parallel) if config.parallel.nnodes > 1 else None
+        self._here = RankProcesses(config, size, program)
         try:
-            self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
-            (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
-            for rank in range(size):
-                self._start(program, [str(self._directory), str(rank), str(size)])
-        except OSError as error:
+            self._begin({} if self._gate is None else self._gate.let_in())
+        except BaseException:
             self.close()
-            raise StartupError(
-                f"a rank cannot be started: {error}; look at TMPDIR, at the room there and at ulimit -a"
-            ) from error
+            raise
 
     @property
-    def pids(self) -> list[int]:
-        """Each rank's process."""
-        return [process.pid for process in self._processes]
+    def pids(self) -> dict[int, int]:
+        """The process of each rank of this host."""
+        return self._here.pids
 
     def call(self, method: str, *args: Any, answers: Answers | None = None) -> Answers:
         """Have all ranks do something, behind what they were told before; of errors, that of the lowest rank counts."""
@@ -131,45 +121,36 @@ class Ranks:
 
     def have_met(self) -> None:
         """All ranks know each other and have read what they are to do."""
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._here.have_met()
 
     def close(self) -> None:
         """End all ranks; twice is fine."""
         for connection in self._connections:
             connection.close()
         self._connections = []
-        for process in self._processes:
-            if why_silent(process.pid) is not None:
-                process.kill()
-            try:
-                process.wait(CLOSE_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self.have_met()
+        self._here.close()
+        if self._gate is not None:
+            self._gate.close()
 
-    def _start(self, program: Sequence[str], args: list[str]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, *program, *args, str(theirs.fileno())]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        self._processes.append(process)
-        connection = Connection(ours.detach())
-        self._by_fd[connection.fileno()] = len(self._connections)
-        self._connections.append(connection)
-        self._poll.register(connection.fileno(), select.POLLIN)
+    def _begin(self, guests: Mapping[int, socket.socket]) -> None:
+        """Start those ranks that no other host has brought; they have come to its address for all."""
+        address = next((guest.getsockname()[0] for guest in guests.values()), LOOPBACK)
+        for rank in range(self._size):
+            connection = Connection((guests.get(rank) or self._here.start(rank, address)).detach())
+            self._by_fd[connection.fileno()] = len(self._connections)
+            self._connections.append(connection)
+            self._poll.register(connection.fileno(), select.POLLIN)
 
     def _tell(self, message: Step | Call) -> None:
         frame = self._encoder.encode(message)
         for connection in self._connections:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # whoever listens hears of it
+            with contextlib.suppress(OSError):  # whoever listens hears of it
                 connection.send_bytes(frame)
 
     def _hear(self, rank: int) -> None:
         try:
             message = self._decoder.decode(self._connections[rank].recv_bytes())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             self._fail(self._death(rank))
         if isinstance(message, Stepped):
             self._outputs.append(message.output)
@@ -180,7 +161,7 @@ class Ranks:
 
     def _look(self) -> None:
         """Of a rank that is stopped, and not by whoever stops the core as well, nobody would ever hear."""
-        stopped = [rank for rank, pid in enumerate(self.pids) if why_silent(pid) == STOPPED]
+        stopped = self._here.stopped()
         self._stopped = {rank: self._stopped.get(rank, 0) + 1 for rank in stopped}
         for rank in stopped:
             if self._stopped[rank] >= LOOKS_AT_STOPPED:
@@ -190,7 +171,7 @@ class Ranks:
         assert answer.number is not None
         answers, given = self._calls[answer.number]
         given[rank] = answer
-        if len(given) == len(self._processes):
+        if len(given) == self._size:
             del self._calls[answer.number]
             settle(answers, [given[rank] for rank in range(len(given))])
 
@@ -210,7 +191,7 @@ class Ranks:
             who = self._by_fd[ready[0][0]]
             try:
                 said = self._last_words(who)
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):
                 return self._death(who)
         return said.error(who)
 
@@ -222,11 +203,9 @@ class Ranks:
                 return message
 
     def _death(self, rank: int) -> RankLostError:
-        try:
-            how = exit_reason(self._processes[rank].wait(DEATH_S))
-        except subprocess.TimeoutExpired:
-            how = "it has closed its socket"
-        return RankLostError([rank], f"process {self._processes[rank].pid}: {how}")
+        if rank in self._here.pids:
+            return RankLostError([rank], self._here.why_gone(rank))
+        return RankLostError([rank], "its host has ended it, or is gone itself")
 
 
 def settle(answers: Answers, given: Sequence[Returned | Failed]) -> None:

@@ -12,6 +12,7 @@ from quire.errors import StartupError
 from quire.executor.base import Executor
 from quire.executor.lane import CallerLane, EagerLane, Lane, ThreadLane
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
+from quire.layers.shard import WHOLE, Shard
 from quire.lora_request import LoRARequest
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
@@ -26,10 +27,10 @@ class UniprocExecutor(Executor):
     If steps are to overlap with the core's work, and the device does not go on by itself, that has a thread of its own.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         super().__init__(config)
         device = make_device(config.device.device)
-        self._worker = Worker(config, device)
+        self._worker = Worker(config, device, shard)
         overlapping = EagerLane if device.is_asynchronous else ThreadLane
         self._lane: Lane = overlapping() if config.scheduler.async_scheduling else CallerLane()
         self._steps: deque[Callable[[], Callable[[], ModelRunnerOutput]]] = deque()
@@ -47,7 +48,7 @@ class UniprocExecutor(Executor):
         self._lane.start(partial(self._worker.initialize_kv_cache, kv_config))()
 
     def submit(self, plan: SchedulerOutput) -> None:
-        self._steps.append(self._lane.start(partial(self._worker.submit, plan)))
+        self._steps.append(self._lane.start(partial(self._execute, plan)))
 
     def collect(self) -> ModelRunnerOutput:
         result = self._steps.popleft()()
@@ -76,6 +77,10 @@ class UniprocExecutor(Executor):
     def shutdown(self) -> None:
         self._lane.close()
         self._worker.shutdown()
+
+    def _execute(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Run a step, on the lane; returns what waits for the result."""
+        return self._worker.submit(plan)
 
 
 def _startup_error(call: Callable[[], None]) -> StartupError | None:

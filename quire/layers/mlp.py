@@ -67,21 +67,22 @@ class GatedMLP(Module):
 
 
 class PlainMLP(Module):
-    """`down(act(up(x)))`."""
+    """`down(act(up(x)))`; I is the model's if it is not given."""
 
-    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+    def __init__(self, *, config: EngineConfig, prefix: str, intermediate_size: int | None = None) -> None:
         super().__init__()
         arch = config.arch
+        size = intermediate_size or arch.intermediate_size
         self.up_proj = Linear(
             in_features=arch.hidden_size,
-            out_features=arch.intermediate_size,
+            out_features=size,
             bias=arch.mlp_bias,
             dtype=model_dtype(config),
             name=f"{prefix}.up_proj",
             cut="output",
             transposed=arch.transposed_weights,
         )
-        self.down_proj = _down_proj(config, prefix, arch.intermediate_size)
+        self.down_proj = _down_proj(config, prefix, size)
         self.act_fn: Activation = (
             XIELU(dtype=activation_dtype(config), name=f"{prefix}.act_fn")
             if arch.hidden_act == "xielu"

@@ -10,7 +10,8 @@ from quire.kernels import ops
 from quire.layers.base import Module, RowSource, model_dtype
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP
+from quire.layers.mlp import GatedMLP, PlainMLP
+from quire.layers.plain_experts import PlainExperts
 from quire.layers.router import Router
 from quire.layers.step import StepContext
 
@@ -23,11 +24,12 @@ class SparseMLP(Module):
         experts = config.arch.experts
         assert experts is not None, "a sparse layer has experts"
         self.gate = Router(config=config, experts=experts, name=f"{prefix}.gate")
-        self.experts = Experts(config=config, experts=experts, prefix=f"{prefix}.experts")
+        kind, shared_kind = (Experts, GatedMLP) if experts.gated else (PlainExperts, PlainMLP)
+        self.experts = kind(config=config, experts=experts, prefix=f"{prefix}.experts")
         self.weighs_input = experts.weighs_input
         self.shared_expert = self.shared_expert_gate = None
         if experts.shared_size:
-            self.shared_expert = GatedMLP(
+            self.shared_expert = shared_kind(
                 config=config, prefix=f"{prefix}.shared_expert", intermediate_size=experts.shared_size
             )
         if experts.shared_gate:

@@ -175,7 +175,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "MiniCPM 1 and 2, MiniCPM 4 without sparse attention",
             oracle="Granite of transformers",
         ),
-        BuiltIn("MiniMaxForCausalLM", "minimax:read_minimax", "MiniMax-Text-01"),
+        BuiltIn("MiniMaxForCausalLM", "minimax:read_minimax", "MiniMax-Text-01 in the form of transformers"),
         BuiltIn("MiniMaxM2ForCausalLM", "minimax:read_minimax_m2", "MiniMax M2 and M2.1"),
         BuiltIn("Ministral3ForCausalLM", "llama:read_ministral3", "Ministral 3 3B to 14B (text)"),
         BuiltIn("MinistralForCausalLM", "llama:read_ministral", "Ministral 8B"),
@@ -190,7 +190,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn(
             "NemotronHForCausalLM",
             "mamba_hybrids:read_nemotron_h",
-            "Nemotron-H, Nemotron Nano 2, without experts",
+            "Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
         ),
         BuiltIn("Olmo2ForCausalLM", "olmo:read_olmo2", "OLMo 2"),
         BuiltIn("Olmo3ForCausalLM", "olmo:read_olmo3", "OLMo 3"),

@@ -24,6 +24,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import Float, QuantMethod, method_of
 from quire.layers.quantized.codec import Codec
+from quire.layers.quantized.merged import merged_scheme
 from quire.layers.quantized.method import Encoded, EncodedModule
 from quire.layers.quantized.table import codec_of
 from quire.layers.slot import FLOATS
@@ -129,11 +130,11 @@ class _Encodings:
         return Encoded(modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None)
 
     def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> WeightScheme | None:
-        """The scheme that the numbers of all modules have; None where each is another, or none."""
-        first, *others = {module.scheme(layer.inputs) for module in modules}
-        if first is None or others or layer.rearranges:
+        """A scheme that holds the numbers of all modules; None where there is none."""
+        whole = merged_scheme([module.scheme(layer.inputs) for module in modules])
+        if whole is None or layer.rearranges:
             return None
-        return replace(self._scheme, kind=first.kind, group_size=first.group_size, symmetric=first.symmetric)
+        return replace(self._scheme, kind=whole.kind, group_size=whole.group_size, symmetric=whole.symmetric)
 
     def _encoding(self, layer: Layer, name: str) -> Encoding | None:
         # A tied head is a table, which no method quantises but where its files say so.

@@ -60,6 +60,7 @@ _QWEN2, _QWEN3 = LanguageModel("Qwen2ForCausalLM"), LanguageModel("Qwen3ForCausa
 LANGUAGE_MODELS: dict[str, LanguageModel] = {
     "gemma3_text": LanguageModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072)),
     "gemma3n_text": LanguageModel("Gemma3nForCausalLM"),
+    "gemma4_text": LanguageModel("Gemma4ForCausalLM"),
     "llama": LanguageModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32, 32, 2048)),
     "llama4_text": LanguageModel("Llama4ForCausalLM"),
     "ministral3": LanguageModel("Ministral3ForCausalLM"),
@@ -83,6 +84,11 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper(
             "Gemma3nForConditionalGeneration",
             "Gemma 3n E2B and E4B",
+            ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+        ),
+        Wrapper(
+            "Gemma4ForConditionalGeneration",
+            "Gemma 4, by transformers' code",
             ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
         ),
         Wrapper(

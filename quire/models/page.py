@@ -32,7 +32,8 @@ For every architecture the tests make a small checkpoint with random weights, bi
 - tokens and logprobs are the same bits however requests are batched (`tests/end_to_end/test_determinism.py`);
 - weights load as float32, bfloat16, int8 and int4, and cut in two for two ranks (`tests/models/test_shards.py`).
 
-`make test` holds the first for all and the rest for some; `make test-more` holds all for all.
+`make test` holds the first for all and the rest for some, `make test-more` for some that have between them every kind
+of part, `make test-every` for all.
 
 | architecture | models | logits are those of |
 |---|---|---|
@@ -73,6 +74,8 @@ NOTES = """
 - gpt-oss's experts may be floats or in MXFP4, and no other [quantised form](quantized_checkpoints.md).
 - Llama 4 has one expert for each token.
 - Gemma 3n's MLPs are of one size in all layers.
+- Nemotron 3's experts have no gate, and no kernel for all of them: they are called one by one, without tapes or graphs.
+  Those that work on latents (`moe_latent_size`: Super and Ultra) are refused.
 - A checkpoint of a model that sees or hears says by `tie_word_embeddings` beside `text_config` whether its head is the
   table of tokens, else inside it. Where both are wrong, give it with `--hf-overrides`.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
@@ -82,6 +85,8 @@ NOTES = """
 - Encoders' positions are learned or rotated; NomicBERT's texts end at the 2048 tokens that it was trained on, and Jina
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
+- Not there, and refused: the layers of Kimi-Linear, Bailing hybrid (Ling 2.5), OLMo Hybrid, Plamo 2, RWKV, xLSTM, Zaya
+  and JetMoE.
 
 ## Any other
 
@@ -92,10 +97,10 @@ that also where there is a row, `--model-impl quire` forbids it. Nothing of it i
 version does not define is unknown.
 
 Before the first request the model is run without data, which shows what attends and how, and on a few tokens. Refused
-then, with the reason: attention that is not called through transformers' interface, that hands over a mask, biases or
-sinks, or that looks ahead; encoders; a layer of which two tokens know without attention (convolutions, states);
-checkpoints whose tensors are computed into the model's and not copied. `tests/models/test_transformers_backend.py`
-runs 30 such architectures (BERT and RoBERTa as decoders, BioGPT, BitNet, ModernBERT's decoder, Laguna ...).
+then, with the reason: attention that is not called through transformers' interface, that hands over a mask or biases,
+or that looks ahead; encoders; a layer of which two tokens know without attention (convolutions, states); checkpoints
+whose tensors are computed into the model's and not copied. `tests/models/test_transformers_backend.py` runs 26 such
+architectures (Gemma 4, MiMo V2 Flash, HY 3, Cohere 2 with experts, BERT and RoBERTa as decoders, BitNet, Laguna ...).
 
 - It is somewhat slower than a row of the table, by torch between kernels: on a CPU steps of one token for each request
   are recorded where the model computes nothing but tensors from tensors, on a GPU there are no graphs.

@@ -23,6 +23,7 @@ from quire.layers.mamba2 import GroupRMSNorm, HeadScan, Mamba2Mixer
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.per_head import PerHeadLinear
+from quire.layers.plain_experts import PlainExperts
 from quire.layers.recurrent_unit import RGLRU, RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.router import Router
@@ -81,7 +82,7 @@ SLICED: frozenset[type[nn.Module]] = (
     | frozenset(BLOCKS.values())
 )
 """Those whose sums can be formed of slices."""
-SHARED = SLICED | EXPERTS | {SparseMLP}
+SHARED = SLICED | EXPERTS | {SparseMLP, PlainExperts}
 
 
 def check_shared(model: nn.Module, option: str, modules: Collection[type[nn.Module]] = SHARED) -> None:

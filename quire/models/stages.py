@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.distributed.group import ALONE, Group
 from quire.errors import ConfigError
@@ -23,8 +23,6 @@ from quire.models.decoder import DecoderForCausalLM
 logger = logging.getLogger(__name__)
 
 OPTION = "--pipeline-parallel-size"
-STAGED: frozenset[type[nn.Module]] = frozenset({DecoderForCausalLM})
-"""Models whose layers hand on one stream [T, H] and nothing else; a subclass of one that is fine is another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
     Raises:
         ConfigError: the model cannot be cut so; the message says why.
     """
-    if type(model) not in STAGED:
+    if type(model) is not DecoderForCausalLM:  # a subclass of one that hands on one stream may hand on more
         raise ConfigError(
             f"{OPTION}: {type(model).__name__} hands more than one stream from layer to layer, and cannot be cut into "
             "stages; --tensor-parallel-size may share out its layers"
@@ -108,7 +106,7 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     return least(0, num_stages)[1]
 
 
-def _layer_bytes(model: CausalLM) -> list[int]:
+def _layer_bytes(model: DecoderForCausalLM) -> list[int]:
     """Of each layer's parameters; what only the first or the last stage has counts with its layer."""
     decoder = model.model
     costs = [_num_bytes(layer) for layer in decoder.layers]

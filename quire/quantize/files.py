@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import secrets
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,21 +27,52 @@ CONFIG_NAME = "config.json"
 def new_checkpoint(output: Path) -> Iterator[CheckpointWriter]:
     """What is written while this lasts bears the name `output` afterwards, or is gone if anything fails.
 
+    What a run that was killed has left is cleared away first.
+
     Raises:
-        ConfigError: there is such a directory already.
+        ConfigError: there is such a directory already, or another process writes it.
         StartupError: it cannot be written.
     """
-    if output.exists():
-        raise ConfigError(f"--output {output} exists already: name a new directory")
-    draft = output.parent / f".{output.name}.{secrets.token_hex(4)}"
+    draft = output.parent / f".{output.name}.unfinished"
     try:
-        draft.mkdir(parents=True)
-        yield CheckpointWriter(draft)
-        draft.rename(output)
+        draft.mkdir(parents=True, exist_ok=True)
+        with _held(draft, output):
+            try:
+                _clear(draft, output)
+                yield CheckpointWriter(draft)
+                draft.rename(output)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
     except OSError as error:
         raise StartupError(f"--output {output} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _held(draft: Path, output: Path) -> Iterator[None]:
+    """Nobody else has the directory meanwhile; the system lets go of it when a process ends, however it does."""
+    directory = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(directory, output)
+        yield
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        os.close(directory)
+
+
+def _lock(directory: int, output: Path) -> None:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"--output {output} is being written by another process: name a new directory"
+        ) from None
+
+
+def _clear(draft: Path, output: Path) -> None:
+    if output.exists():
+        raise ConfigError(f"--output {output} exists already: name a new directory")
+    for path in draft.iterdir():
+        path.unlink()
 
 
 class CheckpointWriter:

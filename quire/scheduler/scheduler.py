@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from importlib import import_module
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError, EngineError, ValidationError
+from quire.errors import EngineError, ValidationError
 from quire.kv_cache.events import KVCacheEvent
 from quire.kv_cache.manager import IntegrityError, KVCacheManager
 from quire.kv_cache.spec import KVCacheConfig
 from quire.lora_request import name_in
+from quire.plugins import import_subclass
 from quire.scheduler.explain import Explanation
 from quire.scheduler.fair import Fair
 from quire.scheduler.forks import make_fork, make_successor
@@ -353,11 +353,5 @@ def resolve_scheduler(name: str) -> type[Scheduler]:
     """
     if not name:
         return Scheduler
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--scheduler-cls: cannot import {name!r} as module:Class: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, Scheduler)):
-        raise ConfigError(f"--scheduler-cls: {name!r} is no subclass of quire.scheduler.scheduler.Scheduler")
+    found: type[Scheduler] = import_subclass(name, Scheduler, "--scheduler-cls")
     return found

@@ -43,7 +43,8 @@ def test_linear_cases_count_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
-def test_attention_cases_count_what_a_call_needs(name: str) -> None:
+def test_attention_cases_count_what_a_call_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_POOL_BYTES", 2**16)
     shape, dtype = AttentionShape(4, 2, 16), attention.DTYPES[name]
     case = attention.attention_case("decode", shape, dtype, 3, 1, 40)
     assert case.flops == 3 * 40 * 4 * 16 * 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from demo_model import evaluate
 from demo_model.cases import cases
 
@@ -10,6 +12,7 @@ FEWEST_PERCENT = 90.0
 """A sample of 12 a category is several percent off the whole evaluation, whose bound is 95."""
 
 
+@pytest.mark.more
 def test_the_model_in_the_box_knows_its_world() -> None:
     found = cases(seed=11, limit=SAMPLE)
     answer = evaluate.answer_with_quire(str(evaluate.ASSETS))

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.end_to_end.server import Server
 from tests.fixtures.tiny_models import oracle_of
@@ -61,6 +62,7 @@ def test_each_name_answers_as_itself(tiny_model: Callable[[str], Path], tmp_path
         server.stop()
 
 
+@pytest.mark.more
 def test_adapters_come_and_go_in_all_processes(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     first, second, wide = adapters_of(tiny_model("llama"), tmp_path / "adapters", 3)
     write_adapter(wide, {"model.layers.0.self_attn.q_proj": (64, 64)}, rank=32)
@@ -101,6 +103,7 @@ def test_adapters_come_and_go_in_all_processes(tiny_model: Callable[[str], Path]
         server.stop()
 
 
+@pytest.mark.more
 def test_a_server_does_not_start_with_adapters_that_cannot_be_used(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

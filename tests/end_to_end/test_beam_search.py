@@ -21,6 +21,7 @@ from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.output import TokenLogprobs
 from tests.end_to_end.test_overlapped import overlapped
+from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
 MODEL = "llama-tied-bias"
@@ -142,11 +143,10 @@ POOLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", [MODEL, pytest.param("gemma3", marks=more)])
-@pytest.mark.parametrize("args", POOLS.values(), ids=POOLS)
-def test_shared_blocks_change_nothing(
-    family: str, args: dict[str, Any], tiny_model: Callable[[str], Path]
-) -> None:
+@pytest.mark.parametrize("pool", quick(POOLS, ["plain", "tight-uncached", "tight-swap"]))
+def test_shared_blocks_change_nothing(family: str, pool: str, tiny_model: Callable[[str], Path]) -> None:
     """All prompts at once, beside requests that sample; the integrity of the cache is checked after every step."""
+    args = POOLS[pool]
     if family == "gemma3" and "num_gpu_blocks_override" in args:
         args = args | {"num_gpu_blocks_override": 40}
     params = BeamSearchParams(3, 14, length_penalty=0.8)

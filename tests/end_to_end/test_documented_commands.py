@@ -34,6 +34,7 @@ SMALLER = (
     (r"implementations.py", "implementations.py --rounds 1 --num-layers 1"),
     (r"benchmarks.adapters", "benchmarks.adapters benchmarks/models/dummy-0.5b --rounds 1"),
     (r"benchmarks.overhead", "benchmarks.overhead --requests 4"),
+    (r"benchmarks.copied_text", "benchmarks.copied_text --num-tokens 16 --num-rounds 1"),
     (r"Once upon a time", "The capital of France is"),
 )
 """The same command with less work, or about something that the model in the box knows."""
@@ -129,8 +130,10 @@ def record_run(file: Path) -> Path:
 @pytest.mark.parametrize("command", [c for c in console_commands() if not c.startswith("quire serve")])
 def test_console_command(command: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
     name, *arguments = shlex.split(adapt(command))
-    assert name in ("quire", "python"), "an unknown kind of command: teach this test to run it"
-    if name == "python":
+    assert name in ("quire", "python", "torchrun"), "an unknown kind of command: teach this test to run it"
+    if name == "torchrun":
+        output = run([sys.executable, "-m", "torch.distributed.run", *arguments], ROOT)
+    elif name == "python":
         script, *options = arguments
         of_package = script == "-m"
         where = ROOT if of_package else tmp_path

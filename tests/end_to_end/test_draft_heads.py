@@ -17,6 +17,7 @@ from quire.worker.guessing_model import GuessingModel
 from tests.end_to_end.test_draft_model import FEW_BLOCKS
 from tests.end_to_end.test_overlapped import STEM, Job, jobs_of_all_kinds, overlapped, serve
 from tests.fixtures.draft_heads import HEADS, MTP, MTPOracle, Target, write_mtp
+from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import VOCAB_SIZE, oracle_of
 
 MODEL = "llama-tied-bias"
@@ -97,7 +98,7 @@ def test_states_behind_which_nothing_is_guessed_are_not_lost(
         assert found == heads.guesses(target, tensors, ids, NUM_GUESSES)
 
 
-@pytest.mark.parametrize("family", MTP)
+@pytest.mark.parametrize("family", quick(MTP, ["deepseekv3", "mimo"]))
 def test_a_layer_of_the_model_guesses_as_the_formula_does(
     family: str,
     tiny_model: Callable[[str], Path],
@@ -114,7 +115,7 @@ def test_a_layer_of_the_model_guesses_as_the_formula_does(
         assert found == oracle.guesses(ids, NUM_GUESSES)[: len(found)]
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+@pytest.mark.parametrize("name", quick(["medusa", "eagle3"], ["eagle3"]))
 def test_stops_and_aborts_leave_nothing_behind(
     name: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
 ) -> None:

@@ -17,6 +17,7 @@ from quire.spec_decode.speculation import Speculation
 from quire.worker import worker
 from quire.worker.model_runner import ModelRunner
 from tests.end_to_end.test_overlapped import Job, jobs_of_all_kinds, overlapped, serve
+from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import VOCAB_SIZE
 from tests.worker.fake_gpu import FakeGpu
 
@@ -91,7 +92,13 @@ def test_all_parameters_with_preemption(
     assert stats["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "mamba", "falconh1", "qwen3next", "recurrentgemma"])
+@pytest.mark.parametrize(
+    "family",
+    quick(
+        ["gemma3", "gpt2", "mamba", "falconh1", "qwen3next", "recurrentgemma"],
+        ["gemma3", "mamba", "qwen3next"],
+    ),
+)
 def test_families(
     family: str, tiny_model: Callable[[str], Path], serve_with_drafts: Callable[..., Any]
 ) -> None:
@@ -102,7 +109,7 @@ def test_families(
     assert facts(got) == facts(expected)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", quick([1, 3], [3]))
 def test_an_asynchronous_device(
     steps: int,
     tiny_model: Callable[[str], Path],

@@ -19,6 +19,8 @@ from tests.models.test_encoders import assert_close, texts
 
 TEXTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 SOME: list[Any] = ["bert", "modernbert", "embedding-gemma"]
+OF_EACH_FORM = (*SOME, "modernbert-texts", "roberta-tokens", "nomic-mlm", "jina-v3")
+"""That the numbers of each are transformers' says tests/models/test_encoders.py."""
 OTHERS = sorted(TINY_ENCODERS.keys() - {*SOME})
 
 
@@ -33,7 +35,10 @@ def expected_of(oracle: Any, architecture: str, text: list[int], **inputs: Tenso
     return nn.functional.normalize(last[0].mean(0), dim=0)
 
 
-@pytest.mark.parametrize("name", list(TINY_ENCODERS))
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OF_EACH_FORM else pytest.param(name, marks=pytest.mark.every) for name in TINY_ENCODERS],
+)
 def test_an_encoder_gives_what_transformers_gives(name: str, tiny_encoder: Callable[[str], Path]) -> None:
     directory, tiny = tiny_encoder(name), TINY_ENCODERS[name]
     oracle, batch = encoder_oracle(name, directory), texts()

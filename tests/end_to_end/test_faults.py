@@ -20,7 +20,7 @@ import pytest
 
 from tests.end_to_end.server import Server, free_port
 
-NULL = ("--distributed-executor-backend", "null", "--scheduler-cls", "tests.engine.test_restart:Slow")
+NULL = ("--distributed-executor-backend", "null", "--scheduler-cls", "tests.engine.slow_schedulers:Slow")
 LOOP = """{%- for message in messages %}{{ message.content }}{% if message.content == 'loop' %}
 {%- for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"""
 

@@ -21,6 +21,7 @@ from quire.errors import EngineDeadError, StartupError, ValidationError
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import SchedulerStats
+from tests.fixtures.quick import quick
 
 
 def make_engine(model_dir: Path, *, in_process: bool = True, **args: Any) -> AsyncLLM:
@@ -33,7 +34,9 @@ def make_engine(model_dir: Path, *, in_process: bool = True, **args: Any) -> Asy
     return AsyncLLM(EngineConfig.from_args(**args), in_process=in_process)
 
 
-@pytest.fixture(params=["in process", "own process", "own process, overlapped"])
+@pytest.fixture(
+    params=quick(["in process", "own process", "own process, overlapped"], ["in process", "own process"])
+)
 async def engine(request: pytest.FixtureRequest, null_model_dir: Path) -> AsyncIterator[AsyncLLM]:
     in_process, overlapped = request.param == "in process", request.param.endswith("overlapped")
     engine = make_engine(null_model_dir, in_process=in_process, async_scheduling=overlapped)

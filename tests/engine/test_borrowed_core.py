@@ -20,7 +20,8 @@ from quire.engine.remote import CoreAddress
 from quire.errors import EngineDeadError, EngineError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
-from tests.engine.test_restart import POISON, Poisoned, collect, params, process_of, started
+from tests.engine.slow_schedulers import POISON, Poisoned
+from tests.engine.test_restart import collect, params, process_of, started
 
 PROMPTS = [[1, 2, 3], [3, 1, 4, 1, 5], [2, 7] * 20, [8] * 3]
 
@@ -97,6 +98,7 @@ async def test_requests_of_one_label_at_several_front_ends_are_several_requests(
         assert await running(others[0]) == 0
 
 
+@pytest.mark.more
 async def test_all_front_ends_use_all_replicas_and_lose_nothing_with_one(null_model_dir: Path) -> None:
     async with front_ends(null_model_dir, 1, data_parallel_size=2) as (owner, (other,)):
         ledger = Ledger(2, num_cores=2)
@@ -185,6 +187,7 @@ async def test_a_killed_core_is_a_pause_for_every_front_end(
         assert await running(others[1]) == 0
 
 
+@pytest.mark.more
 async def test_who_was_in_work_at_two_deaths_ends_at_whichever_front_end(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +203,7 @@ async def test_who_was_in_work_at_two_deaths_ends_at_whichever_front_end(
         assert len(one[0]) == 60
 
 
+@pytest.mark.more
 async def test_without_resumption_requests_of_all_front_ends_end(null_model_dir: Path) -> None:
     async with front_ends(null_model_dir, 1, on_core_death="error") as (owner, (other,)):
         tasks = [asyncio.create_task(tokens(engine, [1])) for engine in (owner, other)]

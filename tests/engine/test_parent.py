@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,6 +22,8 @@ from quire.engine.messages import CoreReady, UtilityCall, UtilityResult
 from quire.engine.parent import LOOK_S
 from quire.engine.startup import prepare
 from quire.scheduler.scheduler import Scheduler
+from tests.engine.slow_schedulers import NeverThere
+from tests.fixtures.quick import quick
 
 GONE_WITHIN_S = 5.0
 PARENT = """
@@ -94,17 +95,15 @@ def check_that_nothing_is_left(
 
 
 @pytest.mark.item(46)
-@pytest.mark.parametrize(("kill_after_s", "when_ready"), [(0.0, False), (0.4, False), (0.1, True)])
+@pytest.mark.parametrize(
+    ("kill_after_s", "when_ready"),
+    quick([(0.0, False), (0.4, False), (0.1, True)], [(0.0, False), (0.1, True)]),
+)
 def test_nothing_is_left_of_the_core_of_a_killed_parent(
     kill_after_s: float, when_ready: bool, null_model_dir: Path
 ) -> None:
     """Killed before the core can ask who its parent is, while it starts, and under load."""
     check_that_nothing_is_left(null_model_dir, kill_after_s, when_ready=when_ready)
-
-
-class NeverThere(Scheduler):
-    def __init__(self, *args: Any) -> None:
-        time.sleep(60)
 
 
 @pytest.mark.item(46)

@@ -18,7 +18,8 @@ from quire.engine.startup import prepare
 from quire.entrypoints.llm import LLM
 from quire.errors import EngineError, StartupError
 from quire.sampling_params import SamplingParams
-from tests.engine.test_restart import POISON, Poisoned, collect, expected, params, run_all, started
+from tests.engine.slow_schedulers import POISON, Poisoned
+from tests.engine.test_restart import collect, expected, params, run_all, started
 
 
 def pid_of(engine: AsyncLLM, core: int) -> int:
@@ -77,6 +78,7 @@ async def check_verbs(engine: AsyncLLM) -> None:
     assert len(await engine.explain("r3")) == 1
 
 
+@pytest.mark.more
 async def test_who_kills_one_replica_and_then_another_ends_and_others_go_on(null_model_dir: Path) -> None:
     """Who was in work with it both times ends, too; who was on the second replica goes on."""
     engine = await started(null_model_dir, Poisoned, data_parallel_size=2)

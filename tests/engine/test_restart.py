@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,26 +21,7 @@ from quire.metrics.prometheus import PrometheusStatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.scheduler import Scheduler
-
-POISON = 99
-STEP_S = 0.005
-
-
-class Slow(Scheduler):
-    """Takes its time, so that a core can be met in the middle of its work."""
-
-    def schedule(self, now: float) -> Any:
-        time.sleep(STEP_S)
-        return super().schedule(now)
-
-
-class Poisoned(Slow):
-    """Dies of a request whose prompt begins with POISON."""
-
-    def update_from_output(self, plan: Any, output: Any, now: float) -> Any:
-        if any(data.token_ids[0] == POISON for data in plan.new_requests):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().update_from_output(plan, output, now)
+from tests.engine.slow_schedulers import POISON, Poisoned, Slow
 
 
 async def started(
@@ -268,6 +248,7 @@ async def test_a_core_that_cannot_be_started_again_is_a_death(
     await engine.shutdown()
 
 
+@pytest.mark.more
 async def test_nothing_is_left_of_an_engine_that_is_shut_down_while_a_core_restarts(
     null_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

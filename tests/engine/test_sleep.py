@@ -22,8 +22,10 @@ from quire.engine.trace import read_trace
 from quire.errors import ConflictError, UnavailableError, ValidationError
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_restart import Slow, started
+from tests.engine.slow_schedulers import Slow
+from tests.engine.test_restart import started
 from tests.engine.whole_engine import WholeEngine, alone, check_result
+from tests.fixtures.quick import quick
 
 MODEL = Path(DEMO_MODEL)
 PROMPT = [3, 1, 4, 1, 5] * 8
@@ -170,7 +172,7 @@ async def test_who_is_being_woken_wakes_also_if_the_caller_leaves(engine: AsyncL
     assert (await generate(engine, "a", params(2))).finished
 
 
-@pytest.mark.parametrize("tags", [[], ["weights"]])
+@pytest.mark.parametrize("tags", quick([[], ["weights"]], [["weights"]]))
 async def test_a_core_that_takes_anothers_place_sleeps_as_deep(tags: list[str]) -> None:
     engine = await started(MODEL)
     expected = await generate(engine, "before", params())

@@ -256,6 +256,7 @@ def test_a_place_that_cannot_be_written_is_said_at_start(null_model_dir: Path, t
 class FullDisk(io.BytesIO):
     """Takes so many bytes."""
 
+    name = "run.trace"
     room = 3000
 
     def write(self, data: Any) -> int:

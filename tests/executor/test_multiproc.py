@@ -84,6 +84,7 @@ def directories() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("quire-ranks-*"))
 
 
+@pytest.mark.more
 def test_one_rank_has_the_bits_of_a_worker_in_the_core(
     alone: dict[str, RequestOutput], tiny_model: Callable[[str], Path]
 ) -> None:
@@ -97,7 +98,7 @@ def test_one_rank_has_the_bits_of_a_worker_in_the_core(
     assert said(run(engine)) == said(alone)
     ranks = executor_of(engine)._ranks
     ranks._connections[0].close()  # as when the core is killed
-    ranks._processes[0].wait(60)
+    ranks._here._processes[0].wait(60)
     engine.shutdown()
 
 
@@ -122,7 +123,7 @@ def test_two_ranks_have_the_bits_of_one_until_one_is_killed(tiny_model: Callable
     with pytest.raises(EngineError, match=r"rank 1 is lost; it says: process \d+: killed by signal 9"):
         run(engine)
     engine.shutdown()
-    assert all(map(is_gone, pids))
+    assert all(map(is_gone, pids.values()))
 
 
 def test_what_a_rank_cannot_load_is_a_startup_error_of_the_same_words(

@@ -25,7 +25,7 @@ from quire.errors import RankLostError, ValidationError
 from quire.executor.messages import Call, Failed, Returned, Stepped, ToRank
 from quire.scheduler.output import ModelRunnerOutput
 
-directory, rank, size, fd = sys.argv[1:]
+directory, rank, size, address, fd = sys.argv[1:]
 connection, decoder = Connection(int(fd)), msgspec.msgpack.Decoder(ToRank)
 
 def say(message):
@@ -79,7 +79,7 @@ def three() -> Iterator[Ranks]:
     yield ranks
     ranks.close()
     ranks.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids.values())
 
 
 @pytest.fixture(scope="module")

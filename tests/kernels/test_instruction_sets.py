@@ -36,6 +36,7 @@ def test_portable_products_do_not_depend_on_the_rows() -> None:
     products_by("portable")
 
 
+@pytest.mark.more
 def test_every_instruction_set_that_fuses_multiply_adds_has_the_same_bits_for_any_rows() -> None:
     all_bits = [bits(isa) for isa in FUSING]
     for other in all_bits:

@@ -195,7 +195,7 @@ class Watched:
         assert self.view.blocks == content(pool.cached_blocks) | content(pool.host.pool.cached_blocks, HOST)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(KINDS), st.integers(0, 12), st.sampled_from([0, 0, 3, 12, 40]), operations)
 def test_a_subscriber_knows_the_cache_exactly(
     kinds: tuple[str, ...], slack: int, num_host_blocks: int, todo: list[tuple[str, Any]]

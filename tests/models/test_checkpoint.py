@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -53,6 +55,7 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 
 def test_hugging_face_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
+    (tmp_path / "model.safetensors").touch()
 
     def fake_download(model: str, **options: Any) -> str:
         asked.update(options, model=model)
@@ -101,3 +104,102 @@ def test_failed_download(failure: Exception, words: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ModelLoadError, match=words):
         resolve_model_dir("owner/name", None, None)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPOSITORY = (
+    "README.md",
+    "mmproj-F16.gguf",
+    "tiny-Q4_0.gguf",
+    "tiny-q4_k_m.gguf",
+    "tiny-IQ4_K_M.gguf",
+    "tiny-UD-Q8_0.gguf",
+    "tiny-Q8_0.gguf",
+    "F16/tiny-F16-00001-of-00002.gguf",
+    "F16/tiny-F16-00002-of-00002.gguf",
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of Hugging Face on a machine that cannot reach it; the directory of the model owner/name in it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--owner--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    (repository / "snapshots" / COMMIT).mkdir(parents=True)
+    return repository / "snapshots" / COMMIT
+
+
+def fill(directory: Path, names: Sequence[str]) -> None:
+    for name in names:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).touch()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("Q4_0", "tiny-Q4_0.gguf"),
+        ("Q4_K_M", "tiny-q4_k_m.gguf"),
+        ("ud-q8_0", "tiny-UD-Q8_0.gguf"),
+        ("tiny-Q8_0.gguf", "tiny-Q8_0.gguf"),
+        ("F16", "F16/tiny-F16-00001-of-00002.gguf"),
+        ("F16/tiny-F16-00001-of-00002.gguf", "F16/tiny-F16-00001-of-00002.gguf"),
+    ],
+)
+def test_a_gguf_file_by_its_repository(wanted: str, found: str, cache: Path) -> None:
+    fill(cache, REPOSITORY)
+    assert resolve_model_dir(f"owner/name:{wanted}", None, str(cache.parents[2])) == cache / found
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "words"),
+    [
+        (
+            REPOSITORY,
+            "owner/name:Q4_K",
+            r"has no GGUF models 'Q4_K': name one as owner/name:tiny-F16-00001-of-00002",
+        ),
+        (
+            REPOSITORY,
+            "owner/name:Q8_0",
+            r"2 GGUF models 'Q8_0': .*; there are tiny-Q8_0.gguf, tiny-UD-Q8_0.gguf$",
+        ),
+        (REPOSITORY, "owner/name", r"has 6 GGUF models: name one as .*, tiny-Q4_0.gguf,"),
+        (("README.md",), "owner/name:Q4_0", "has no GGUF models 'Q4_0': it has no GGUF files at all"),
+        (("a-Q4_0-00001-of-00002.gguf",), "owner/name:Q4_0", "a-Q4_0-00002-of-00002.gguf.* is missing"),
+        ((), "owner/other:Q4_0", "'owner/other' is not on this machine, and Hugging Face cannot be reached"),
+        ((), "/no/such:Q4_0", "is no directory, no Hugging Face id"),
+    ],
+)
+def test_no_or_several_gguf_files(names: Sequence[str], model: str, words: str, cache: Path) -> None:
+    fill(cache, names)
+    with pytest.raises(ModelLoadError, match=words):
+        resolve_model_dir(model, None, str(cache.parents[2]))
+
+
+def test_a_repository_with_one_gguf_model_is_that_model(cache: Path) -> None:
+    fill(cache, ("config.json", "mmproj-F16.gguf", "tiny-Q4_0.gguf"))
+    assert resolve_model_dir("owner/name", None, str(cache.parents[2])) == cache / "tiny-Q4_0.gguf"
+    fill(cache, ("model.safetensors",))
+    assert resolve_model_dir("owner/name", None, str(cache.parents[2])) == cache
+
+
+def test_all_parts_of_a_gguf_model_are_downloaded_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns: list[str] = []
+
+    def fake_download(model: str, *, dry_run: bool = False, allow_patterns: list[str], **options: Any) -> Any:
+        if dry_run:
+            return [SimpleNamespace(filename=name) for name in REPOSITORY if name.endswith(".gguf")]
+        patterns.extend(allow_patterns)
+        fill(tmp_path, [name for name in REPOSITORY if name in allow_patterns])
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
+    assert (
+        resolve_model_dir("owner/name:F16", None, None) == tmp_path / "F16" / "tiny-F16-00001-of-00002.gguf"
+    )
+    assert patterns == [name for name in REPOSITORY if name.startswith("F16/")]

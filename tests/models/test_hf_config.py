@@ -374,10 +374,20 @@ def test_all_unsupported_options_are_named_at_once(tmp_path: Path) -> None:
         ("MambaForCausalLM", {"hidden_act": "gelu"}, ['hidden_act = "gelu"']),
         (
             "NemotronHForCausalLM",
-            {"hybrid_override_pattern": "M-E*"},
-            ["hybrid_override_pattern", "M, * and -"],
+            {"hybrid_override_pattern": "M-X*"},
+            ["hybrid_override_pattern", "M, *, - and E"],
         ),
-        ("NemotronHForCausalLM", {"layers_block_type": ["moe"]}, ["layers_block_type", "full_attention"]),
+        ("NemotronHForCausalLM", {"layers_block_type": ["conv"]}, ["layers_block_type", "full_attention"]),
+        (
+            "NemotronHForCausalLM",
+            {
+                "layers_block_type": ["mamba", "moe"],
+                "n_routed_experts": 8,
+                "moe_intermediate_size": 48,
+                "moe_latent_size": 32,
+            },
+            ["moe_latent_size = 32"],
+        ),
         (
             "Gemma3nForCausalLM",
             {"altup_active_idx": 1, "intermediate_size": [64, 32] * 6},
@@ -495,7 +505,7 @@ KEYS = sorted(
 
 @pytest.mark.item(26, 58)
 @settings(
-    max_examples=400,
+    max_examples=200,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

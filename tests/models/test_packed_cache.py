@@ -189,7 +189,7 @@ from quire.models.packed_cache import PackedCache
 from tests.models.test_packed_cache import KEY, TENSORS
 print("ready", flush=True)
 sys.stdin.read()
-for _ in range(30):
+for _ in range(10):
     PackedCache(Path(sys.argv[1]), "tiny", KEY).write(TENSORS)
 """
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,7 @@ def test_models_run_from_what_is_written(
     assert 0 < errors.median() < 0.05
 
 
+@pytest.mark.more
 def test_the_model_in_the_box_bears_gptq_better_than_rounding(tmp_path: Path) -> None:
     from quire.models.checkpoint import resolve_model_dir
 
@@ -157,3 +160,31 @@ def test_mistakes_are_told_and_leave_nothing(
     with pytest.raises(StartupError, match="No space left on device"):
         quantized(llama, tmp_path / "q")
     assert {path.name for path in tmp_path.iterdir()} == {"there", "empty.txt", "done"}
+
+
+def test_what_a_killed_run_left_is_cleared_and_a_running_one_is_not(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Killed in earnest: nothing of ours runs behind it, and the system takes its lock."""
+    output, draft = tmp_path / "q", tmp_path / ".q.unfinished"
+    killed = os.fork()
+    if killed == 0:
+        with files.new_checkpoint(output) as writer:
+            writer.add({"weight": torch.ones(4)})
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert [path.name for path in draft.iterdir()] == ["0"]
+    with files.new_checkpoint(tmp_path / "q") as writer:
+        writer.add({"weight": torch.zeros(4)})
+        with (
+            pytest.raises(ConfigError, match="is being written by another process"),
+            files.new_checkpoint(output),
+        ):
+            pass
+        assert [path.name for path in draft.iterdir()] == ["0"]
+        writer.finish(tiny_model("llama"), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]
+    assert torch.equal(tensors_of(output)["weight"], torch.zeros(4))
+    with pytest.raises(ConfigError, match="exists already"), files.new_checkpoint(output):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]

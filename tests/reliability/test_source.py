@@ -19,7 +19,7 @@ OUR_CLIENTS = ("quire/entrypoints/cli/", "quire/bench/")
 """Commands of a person who names the server."""
 BUILT_INS = {"eval", "exec", "compile", "__import__"}
 DYNAMIC_IMPORTS = {
-    "quire/__init__.py", "quire/plugins.py", "quire/scheduler/scheduler.py", "quire/kernels/ops.py",
+    "quire/__init__.py", "quire/plugins.py", "quire/kernels/ops.py",
     "quire/kernels/attention_backends.py", "quire/entrypoints/cli/main.py", "quire/entrypoints/cli/local_tools.py",
 }  # fmt: skip
 """What they import is named by the source or by the operator."""
@@ -50,10 +50,9 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+@functools.cache
+def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
 @pytest.mark.item(60)

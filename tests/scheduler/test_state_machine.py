@@ -232,5 +232,5 @@ def machine(**options):
 
 
 pytestmark = pytest.mark.item(55)
-TestScheduler = machine(max_examples=20, stateful_step_count=30)
+TestScheduler = machine(max_examples=12, stateful_step_count=30)
 TestSchedulerAtLength = pytest.mark.soak(machine(max_examples=4000, stateful_step_count=100))

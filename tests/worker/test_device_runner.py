@@ -24,6 +24,7 @@ from quire.worker.devices import make_device
 from quire.worker.graphs import DecodeGraphs, default_sizes
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 from tests.end_to_end.test_overlapped import Job, facts, jobs_of_all_kinds, overlapped, serve
+from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import linear_shapes, write_adapter
 from tests.worker.fake_gpu import POISON, FakeGpu
@@ -320,7 +321,7 @@ def test_rows_with_adapters_equal_the_hosts(
     assert facts(got) != facts(bare)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "opt", "qwen2-window"])
+@pytest.mark.parametrize("name", quick(["gemma3", "opt", "qwen2-window"], ["gemma3"]))
 def test_families_equal_the_hosts(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
 ) -> None:

@@ -41,7 +41,7 @@ class ConfigOption(click.Option):
             type=_click_type(info, int if expected == tuple[int, ...] else kind),
             help=f"{info.doc} {default_note(field)}".rstrip(),
             multiple=kind is tuple,
-            metavar=info.metavar,
+            metavar=info.metavar or _names(info),
         )
         self.section = f"{owner.__name__.removesuffix('Config')} options"
 
@@ -108,9 +108,14 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _click_type(info: OptionInfo, kind: type) -> click.ParamType[Any] | None:
-    if info.choices:
+    if info.choices and not info.places:
         return click.Choice(info.names())
     return HumanInt(words=info.words) if info.words else _CLICK_TYPES.get(kind)
+
+
+def _names(info: OptionInfo) -> str | None:
+    """What `--help` shows where names are no closed set; click shows others itself."""
+    return f"[{'|'.join(info.names())}|MODULE:CLASS]" if info.choices and info.places else None
 
 
 def _declaration(name: str, kind: type) -> str:

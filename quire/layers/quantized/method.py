@@ -9,20 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import ops
-from quire.kernels.formats import BlockScales, Numbers, format_of
+from quire.kernels.formats import format_of
 from quire.kernels.formats.grouped import GroupedFormat
 from quire.kernels.linear import Layout, WeightScheme
 from quire.layers.base import parameter
 from quire.layers.quantization import QuantMethod
 from quire.layers.quantized.codec import Axis, Codec, Coded, Stored
+from quire.layers.quantized.merged import merged_numbers
 from quire.layers.slot import Part, Slot, length
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class _Source:
 class Encoded(QuantMethod):
     """Reads `modules`, which are merged in a layer in this order, and keeps the weight as `kept` keeps floats.
 
-    With `packed`, of which scheme all of them are, their numbers stay what they are.
+    With `packed`, a scheme that holds those of all of them, their numbers stay what they are.
     """
 
     name = "encoded"
@@ -136,7 +136,8 @@ class Encoded(QuantMethod):
         device = getattr(layer, next(iter(self.replaced(layer, "cpu")))).device
         decoded = [(source, self._decoded(layer, source)) for source in self._sources(layer)]
         if self._packed is not None and self._is_packed(layer, device):
-            numbers = _joined(layer.num_rows, [(source, _numbers(each)) for source, each in decoded])
+            modules = [(source.place, _coded(each)) for source, each in decoded]
+            numbers = merged_numbers(layer.num_rows, modules, self.scheme)
             layout: Layout = "panels" if device.type == "cpu" else "rows"
             layer.packed = format_of(self.scheme).from_numbers(numbers, self.scheme, layer.halves(), layout)
             return
@@ -213,29 +214,9 @@ class Encoded(QuantMethod):
             yield _Source(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
 
 
-def _numbers(decoded: Coded | Tensor) -> Numbers:
+def _coded(decoded: Coded | Tensor) -> Coded:
     assert isinstance(decoded, Coded), "a codec that states a scheme decodes to it"
-    return decoded.numbers
-
-
-def _joined(num_rows: int, modules: Sequence[tuple[_Source, Numbers]]) -> Numbers:
-    """The numbers of a layer from those of the modules in it."""
-
-    def joined(parts: Sequence[Tensor]) -> Tensor:
-        dtype = reduce(torch.promote_types, (part.dtype for part in parts))
-        whole = torch.empty(num_rows, parts[0].shape[1], dtype=dtype, device=parts[0].device)
-        for (source, _), part in zip(modules, parts, strict=True):
-            source.place(part, whole)
-        return whole
-
-    def streams(parts: Sequence[Any]) -> Any:
-        if parts[0] is None:
-            return None
-        if isinstance(parts[0], BlockScales):
-            return BlockScales(*(joined(each) for each in zip(*parts, strict=True)))
-        return joined(parts)
-
-    return Numbers(*(streams(each) for each in zip(*(numbers for _, numbers in modules), strict=True)))
+    return decoded
 
 
 def _takes(pieces: Sequence[Piece], cuts: bool) -> list[_Take]:

@@ -52,13 +52,15 @@ def read_deepseek_experts(
     default_scale: float = 1.0,
     correction_bias: str = "gate.e_score_correction_bias",
     shared_size: int | None = None,
+    layers: tuple[int, ...] | None = None,
+    **more: Any,
 ) -> ExpertsArch | None:
     """Those of DeepSeek-V3 (arXiv:2412.19437), by its keys: groups, and a bias that keeps the load even.
 
     Without `balanced` they are V2's (arXiv:2405.04434): softmaxes alone choose, and a group is as good as its best
     expert. Five are defaults: of the experts of a token, the first sparse layer, the number of shared experts, whether
     weights are divided by their sum, and what they are multiplied with. `shared_size` is that of a shared expert, if it
-    is not that of any other.
+    is not that of any other; `layers`, those that have experts, if not all behind the first.
     """
     experts = config.integer("n_routed_experts", high=MAX_EXPERTS)
     groups = config.integer("n_group", 1, high=experts)
@@ -70,7 +72,7 @@ def read_deepseek_experts(
         config,
         count="n_routed_experts",
         size="moe_intermediate_size",
-        layers=all_layers(config)[dense:],
+        layers=all_layers(config)[dense:] if layers is None else layers,
         routing={
             "default_top_k": default_top_k,
             "scores": "sigmoid" if balanced else "softmax",
@@ -82,6 +84,7 @@ def read_deepseek_experts(
         },
         correction_bias=correction_bias if balanced else None,
         shared_size=(shared_size or size) * config.integer("n_shared_experts", shared, low=0, high=64),
+        **more,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import QKV_APART, CheckpointNames, ExpertStack, ModelArch
-from quire.models.families.experts import all_layers, read_experts
+from quire.config.arch import QKV_APART, CheckpointNames, ExpertsArch, ExpertStack, ModelArch
+from quire.models.families.experts import all_layers, read_deepseek_experts, read_experts
 from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH, biases, plain_mlp, read_llama
 from quire.models.families.granite import GRANITE_NAMES, read_granite
 from quire.models.families.mamba import NAMES, read_channels, read_heads
@@ -28,6 +28,7 @@ _NORMS = {"post_attention_layernorm": "pre_ff_layernorm", "norm": "final_layerno
 STATE_NAMES = {"scan": "", "gated_norm": "norm"}
 _ATTENTION, _MAMBA = ("attention", FULL), ("mamba", "linear_attention")
 """What files call layers of each kind."""
+_SPARSE = "sparse"
 
 
 def read_jamba(architecture: str, config: JsonObject) -> ModelArch:
@@ -116,7 +117,10 @@ def read_granite_hybrid(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_nemotron_h(architecture: str, config: JsonObject) -> ModelArch:
-    """Nemotron-H (NVIDIA, 2025, arXiv:2504.03624): each layer is Mamba 2, attention without positions or an MLP."""
+    """Nemotron-H (NVIDIA, 2025, arXiv:2504.03624): each layer is Mamba 2, attention without positions or an MLP.
+
+    In Nemotron 3 (NVIDIA, 2025) that MLP is sparse.
+    """
     config.only("mlp_hidden_act", "relu2")
     kinds = _nemotron_kinds(config)
     config = config.with_values(num_hidden_layers=len(kinds))
@@ -129,13 +133,14 @@ def read_nemotron_h(architecture: str, config: JsonObject) -> ModelArch:
     }
     norm_eps = config.number("layer_norm_epsilon", 1e-5, high=1.0)
     limits = (config.number("time_step_min", 0.001), float("inf"))
-    names = CheckpointNames({**NAMES.renamed, "self_attn": "mixer", "mlp": "mixer"}, QKV_APART)
+    renamed = {**NAMES.renamed, "self_attn": "mixer", "mlp": "mixer", "shared_expert": "shared_experts"}
     return read_llama(
         architecture,
         config,
-        names=names,
+        names=CheckpointNames(renamed, QKV_APART, unused=(r"^mtp\.",)),
         block="mixer",
-        layer_types=kinds,
+        layer_types=tuple("mlp" if kind == _SPARSE else kind for kind in kinds),
+        experts=_nemotron_experts(config, kinds),
         mamba2=read_heads(config.with_aliases(keys), norm_eps=norm_eps, groups=8, time_limits=limits),
         default_head_dim=128,
         rope=None,
@@ -144,15 +149,38 @@ def read_nemotron_h(architecture: str, config: JsonObject) -> ModelArch:
     )
 
 
+def _nemotron_experts(config: JsonObject, kinds: tuple[str, ...]) -> ExpertsArch | None:
+    """Chosen as DeepSeek-V3's are, and without gates, as dense layers are."""
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
+    if not layers:
+        return None
+    config.only("moe_latent_size", None)
+    return read_deepseek_experts(
+        config.with_values(n_shared_experts=1),
+        default_top_k=2,
+        first=0,
+        shared=1,
+        normalized=True,
+        shared_size=config.integer("moe_shared_expert_intermediate_size", 7688, high=MAX_WIDTH),
+        layers=layers,
+        gated=False,
+    )
+
+
 def _nemotron_kinds(config: JsonObject) -> tuple[str, ...]:
     """From a letter for each layer, or from words."""
-    letters = {"M": "mamba2", "*": FULL, "-": "mlp"}
+    letters = {"M": "mamba2", "*": FULL, "-": "mlp", "E": _SPARSE}
     if "hybrid_override_pattern" in config:
         pattern = config.text("hybrid_override_pattern")
         if not set(pattern) <= set(letters):
-            raise config.unsupported("hybrid_override_pattern", "made of M, * and -")
+            raise config.unsupported("hybrid_override_pattern", "made of M, *, - and E")
         return tuple(letters[letter] for letter in pattern)
-    words = {**dict.fromkeys(_ATTENTION, FULL), **dict.fromkeys(_MAMBA, "mamba2"), "mlp": "mlp"}
+    words = {
+        **dict.fromkeys(_ATTENTION, FULL),
+        **dict.fromkeys(_MAMBA, "mamba2"),
+        "mlp": "mlp",
+        "moe": _SPARSE,
+    }
     return _kinds(config, "layers_block_type", words)
 
 

@@ -17,8 +17,9 @@ from quire.config.arch import CheckpointNames, ExpertStack, ModelArch
 from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.generation_config import sampling_defaults
-from quire.models.gguf.architectures import ARCHITECTURES, FACTORS, FREQUENCIES, GgufArchitecture
+from quire.models.gguf.architectures import ARCHITECTURES, GgufArchitecture
 from quire.models.gguf.model import GgufModel
+from quire.models.gguf.shapes import FACTORS, FREQUENCIES
 from quire.models.gguf.tensor_names import place_of
 from quire.models.hf_config import read_config
 from quire.models.json_object import JsonObject

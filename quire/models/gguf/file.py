@@ -86,7 +86,7 @@ class GgufFile:
             with path.open("rb") as file:
                 magic = file.read(4)
                 if magic != MAGIC:
-                    raise self._error(f"no GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+                    raise self._error(f"no GGUF file: it begins with {magic!r}, not {MAGIC!r}{_hint(magic)}")
                 # A private writable map: torch wants writable memory, and nothing ever reaches the file.
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
@@ -105,9 +105,12 @@ class GgufFile:
     def _read_counts(self) -> tuple[int, int]:
         version = int(self._number(_U32, "the version"))
         if version not in VERSIONS:
-            # A file of the other byte order has the version in the upper half.
-            hint = ": a big-endian file" if version & 0xFFFF == 0 else ""
-            raise self._error(f"version {version}{hint} is not supported; it must be little-endian, 2 or 3")
+            turned = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+            hint = ", of a big-endian file," if turned else ""
+            unwritten = _hint(version.to_bytes(4, "little"))
+            raise self._error(
+                f"version {version}{hint} is not supported; it must be little-endian, 2 or 3{unwritten}"
+            )
         num_tensors = int(self._number(_U64, "the number of tensors"))
         num_keys = int(self._number(_U64, "the number of keys"))
         self._check_count("tensors", num_tensors, _LEAST_TENSOR)
@@ -247,3 +250,12 @@ class GgufFile:
 
     def _error(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {problem}")
+
+
+def _hint(content: bytes) -> str:
+    """What zeros in place of numbers mean: a download reserves a file's room before it fills it."""
+    return (
+        ": it has zeros there, as a file that was never written to its end"
+        if content and not any(content)
+        else ""
+    )

@@ -30,35 +30,43 @@ def gguf_in(directory: Path) -> Path | None:
     Raises:
         ModelLoadError: there are several.
     """
-    found = sorted(path for path in directory.glob(f"*{SUFFIX}") if _number(path) == 1)
+    found = sorted(path for path in directory.glob(f"*{SUFFIX}") if is_first_part(path.name))
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:8])
         raise ModelLoadError(f"{directory} has {len(found)} GGUF models: name one of {names}")
     return found[0] if found else None
 
 
-def _number(path: Path) -> int:
-    match = _PART.fullmatch(path.name)
-    return int(match["number"]) if match else 1
+def is_first_part(name: str) -> bool:
+    """Whether a file is a model, or begins one that was split."""
+    match = _PART.fullmatch(name)
+    return match is None or int(match["number"]) == 1
+
+
+def part_names(name: str) -> list[str]:
+    """The file itself, or all of the split that it begins.
+
+    Raises:
+        ModelLoadError: it is not the first of its split.
+    """
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    count = int(match["count"])
+    if int(match["number"]) != 1 or not 1 <= count <= MAX_PARTS:
+        raise ModelLoadError(f"{name}: is part {int(match['number'])} of {count}; name the first one")
+    return [f"{match['stem']}-{number + 1:05}-of-{count:05}{SUFFIX}" for number in range(count)]
 
 
 def part_paths(path: Path) -> list[Path]:
-    """The file itself, or all of the split that it begins.
+    """As `part_names`, of files on this machine.
 
     Raises:
         ModelLoadError: it is not the first of its split, or one is missing.
     """
-    match = _PART.fullmatch(path.name)
-    if match is None:
-        return [path]
-    count = int(match["count"])
-    if int(match["number"]) != 1 or not 1 <= count <= MAX_PARTS:
-        raise ModelLoadError(f"{path}: is part {int(match['number'])} of {count}; name the first one")
-    paths = [
-        path.with_name(f"{match['stem']}-{number + 1:05}-of-{count:05}{SUFFIX}") for number in range(count)
-    ]
+    paths = [Path(name) for name in part_names(str(path))]
     missing = [each.name for each in paths if not each.is_file()]
-    if missing:
+    if missing and len(paths) > 1:
         raise ModelLoadError(f"{path}: {missing[0]}, another part of it, is missing")
     return paths
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,10 @@ class Place:
     name: str
     new_axis: int | None = None
     """A dimension of 1 that GGUF leaves out."""
+    flat: bool = False
+    """Whether GGUF has more than one dimension and the family one."""
+    made_by: str | None = None
+    """What made the file's numbers of the family's; a key of `tensors.UNDONE`."""
 
 
 Places = Mapping[str, str | Place]
@@ -70,5 +74,5 @@ def place_of(name: str, own: Places) -> Place:
         found = own.get(key, SHARED.get(key))
         if found is not None:
             place = Place(found) if isinstance(found, str) else found
-            return Place(around + place.name + ending, place.new_axis)
+            return replace(place, name=around + place.name + ending)
     return Place(name)

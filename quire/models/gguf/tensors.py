@@ -6,13 +6,15 @@ A row is whole blocks, so what is read of floats is what is asked for, but for t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from quire.errors import ModelLoadError
 from quire.layers.quantized.ggml import dequantized
 from quire.layers.slot import Box
 from quire.models.gguf.config import architecture_of
@@ -21,6 +23,8 @@ from quire.models.gguf.model import GgufModel
 from quire.models.gguf.tensor_names import Places, place_of
 from quire.models.tensor_file import TensorFile, TensorInfo
 
+UNDONE: Mapping[str, Callable[[Tensor], Tensor]] = {"negative_exp": lambda made: made.neg().log()}
+"""By what made the numbers of a file: the family's again."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -29,6 +33,7 @@ class GgufTensor(TensorInfo):
     """A tensor under its name in the model."""
 
     entry: TensorEntry
+    made_by: str | None = None
 
 
 class GgufTensorFile:
@@ -49,12 +54,22 @@ class GgufTensorFile:
         kind, num_bytes = info.entry.type, info.end - info.start
         raw = torch.frombuffer(self._file.map, dtype=torch.uint8, count=num_bytes, offset=info.start)
         if info.dtype is torch.uint8 or not kind.is_quantized:
-            return raw.view(info.dtype).view(info.shape)[box]
+            stored = raw.view(info.dtype).view(info.shape)[box]
+            return stored if info.made_by is None else self._undone(info, stored)
         *rows, columns = box
         first, last = columns.start // kind.size, -(-columns.stop // kind.size)
         blocks = slice(first * kind.num_bytes, last * kind.num_bytes)
         numbers = dequantized(kind, raw.view(*info.shape[:-1], -1)[(*rows, blocks)])
         return numbers[..., columns.start - first * kind.size : columns.stop - first * kind.size]
+
+    def _undone(self, info: GgufTensor, made: Tensor) -> Tensor:
+        assert info.made_by is not None, "asked for"
+        numbers = UNDONE[info.made_by](made)
+        if not numbers.isfinite().all():
+            raise ModelLoadError(
+                f"{self.path}: tensor {info.entry.name!r} has numbers that cannot be of such a model"
+            )
+        return numbers
 
     def read_part_into(self, info: TensorInfo, box: Box, memory: Tensor) -> None:
         memory.copy_(self.part(info, box).contiguous().view(-1).view(torch.uint8))
@@ -81,8 +96,10 @@ def _in_model(entry: TensorEntry, places: Places) -> GgufTensor:
         shape[-1] = entry.row_bytes
     if place.new_axis is not None:
         shape.insert(place.new_axis, 1)
+    if place.flat:
+        shape = [math.prod(shape)]
     dtype = _FLOATS.get(entry.type.name, torch.uint8)
-    return GgufTensor(place.name, dtype, tuple(shape), entry.start, entry.end, entry)
+    return GgufTensor(place.name, dtype, tuple(shape), entry.start, entry.end, entry, place.made_by)
 
 
 def _shape_of(tensor: GgufTensor) -> tuple[int, ...]:

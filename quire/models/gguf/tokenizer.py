@@ -1,8 +1,9 @@
 """Builds the tokenizer of a GGUF file from the tables in it, with the `tokenizers` library.
 
-Two kinds of tables: `llama`, SentencePiece's pieces with scores, of which the pair that makes the best piece is merged
-first (Kudo and Richardson, 2018, arXiv:1808.06226); and `gpt2`, byte-level BPE with a list of merges (Radford et al.,
-2019). Invariant: torch-free; every id is that of the file.
+Three kinds of tables: `llama`, SentencePiece's pieces with scores, of which the pair that makes the best piece is
+merged first (Kudo and Richardson, 2018, arXiv:1808.06226); `t5`, pieces with the logarithms of how likely they are, of
+which a text is cut into the likeliest (Unigram: Kudo, 2018, arXiv:1804.10959); and `gpt2`, byte-level BPE with a list
+of merges (Radford et al., 2019). Invariant: torch-free; every id is that of the file.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from quire.models.json_object import JsonObject
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""Values of `token_type`; the rest are plain (1), unused (5) or bytes (6)."""
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+"""Values of `token_type`; the rest are plain (1) or unused (5)."""
 _TEMPLATE = "tokenizer.chat_template"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
@@ -52,9 +53,9 @@ def read_tokenizer(path: Path) -> GgufTokenizer:
         raise UnsupportedModelError(
             f"{path}: tokenizer.ggml.model is {tables.kind!r}; known are {', '.join(_KINDS)}"
         )
-    backend, adds_bos = _KINDS[tables.kind](tables)
+    backend, added = _KINDS[tables.kind](tables)
     _add_tokens(backend, tables)
-    _add_around(backend, tables, adds_bos)
+    _add_around(backend, tables, added)
     settings = {f"{name}_token": tables.named(name) for name in ("bos", "eos")}
     return GgufTokenizer(backend, settings, dict(_chat_templates(model)))
 
@@ -93,8 +94,11 @@ class _Tables:
         return None if index is None else self.tokens[index]
 
 
-def _sentence_pieces(tables: _Tables) -> tuple[Tokenizer, bool]:
-    """A tokenizer of pieces, and whether texts get a first token unless the file says otherwise."""
+Made = tuple[Tokenizer, tuple[str, ...]]
+"""A tokenizer, and which of "bos" and "eos" texts get unless the file says otherwise."""
+
+
+def _sentence_pieces(tables: _Tables) -> Made:
     prefixed = tables.about.flag("add_space_prefix", True)
     unknown = tables.named("unknown") or next(tables.of_type(UNKNOWN), None)
     backend = Tokenizer(
@@ -110,7 +114,7 @@ def _sentence_pieces(tables: _Tables) -> tuple[Tokenizer, bool]:
     backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
-    return backend, True
+    return backend, ("bos",)
 
 
 def _merges_of(tables: _Tables) -> list[tuple[str, str]]:
@@ -126,8 +130,38 @@ def _merges_of(tables: _Tables) -> list[tuple[str, str]]:
     return [(piece[:-minus_cut], piece[-minus_cut:]) for _, minus_cut, piece in pairs]
 
 
-def _byte_pairs(tables: _Tables) -> tuple[Tokenizer, bool]:
-    """As `_sentence_pieces`, of byte-level BPE."""
+def _unigrams(tables: _Tables) -> Made:
+    about = tables.about
+    scheme = "always" if about.flag("add_space_prefix", True) else "never"
+    unknown = tables.named("unknown") or next(tables.of_type(UNKNOWN), None)
+    backend = Tokenizer(
+        models.Unigram(
+            list(zip(tables.tokens, tables.numbers("scores"), strict=True)),
+            unk_id=None if unknown is None else tables.vocab[unknown],
+            byte_fallback=any(True for _ in tables.of_type(BYTE)),
+        )
+    )
+    steps = [_characters(about)] if "precompiled_charsmap" in about else []
+    if about.flag("remove_extra_whitespaces", False):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    backend.normalizer = normalizers.Sequence(steps)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(SPACE, scheme, split=False)]
+    )
+    return backend, ("eos",)
+
+
+def _characters(about: JsonObject) -> Any:
+    """What SentencePiece makes of characters before it looks for pieces, in its own compiled form."""
+    values = about.numbers("precompiled_charsmap")
+    try:
+        return normalizers.Precompiled(bytes(map(int, values)))
+    except Exception as error:
+        raise ModelLoadError(f"{about.where}: precompiled_charsmap cannot be read: {error}") from error
+
+
+def _byte_pairs(tables: _Tables) -> Made:
     cut = _pre_tokenizer(tables.about)
     backend = Tokenizer(
         models.BPE(vocab=tables.vocab, merges=list(_listed_merges(tables)), ignore_merges=cut.ignores_merges)
@@ -139,7 +173,7 @@ def _byte_pairs(tables: _Tables) -> tuple[Tokenizer, bool]:
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=prefixed, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_of])
     backend.decoder = decoders.ByteLevel()
-    return backend, cut.adds_bos
+    return backend, ("bos",) if cut.adds_bos else ()
 
 
 def _pre_tokenizer(about: JsonObject) -> PreTokenizer:
@@ -165,8 +199,9 @@ def _listed_merges(tables: _Tables) -> Iterator[tuple[str, str]]:
         yield left, right
 
 
-_KINDS: dict[str, Callable[[_Tables], tuple[Tokenizer, bool]]] = {
+_KINDS: dict[str, Callable[[_Tables], Made]] = {
     "llama": _sentence_pieces,
+    "t5": _unigrams,
     "gpt2": _byte_pairs,
 }
 """By `tokenizer.ggml.model`."""
@@ -184,13 +219,10 @@ def _add_tokens(backend: Tokenizer, tables: _Tables) -> None:
     backend.add_tokens(plain)
 
 
-def _add_around(backend: Tokenizer, tables: _Tables, adds_bos: bool) -> None:
+def _add_around(backend: Tokenizer, tables: _Tables, added: tuple[str, ...]) -> None:
     """The tokens that go before and behind every text."""
-    around = {
-        "bos": tables.about.flag("add_bos_token", adds_bos),
-        "eos": tables.about.flag("add_eos_token", False),
-    }
-    named = {name: tables.named(name) for name, added in around.items() if added}
+    around = [name for name in ("bos", "eos") if tables.about.flag(f"add_{name}_token", name in added)]
+    named = {name: tables.named(name) for name in around}
     for name, token in named.items():
         if token is None and f"add_{name}_token" in tables.about:
             raise ModelLoadError(

@@ -12,7 +12,6 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,11 +51,11 @@ class TransformersForCausalLM(CausalLM):
             self._port = sites.give_port(model)
             compute_buffers(model)
             put_rotary_tables(model, config)
-            sites.find_sites(model, backbone, self._port, config)
+            kind = sites.find_sites(model, backbone, self._port, config)
             self._places = put_ours(model, config)
         self._first_position = 0
         self._padding_idx = model.config.pad_token_id
-        setattr(model, model.base_model_prefix, _Given())
+        setattr(model, model.base_model_prefix, _Given(kind))
         self.backbone = backbone
         self.head = model
         self.lm_head = self._places.head
@@ -117,23 +116,15 @@ def _naming(config: EngineConfig) -> Iterator[None]:
         raise UnsupportedModelError(f"{config.arch.architecture} of transformers: {error}") from error
 
 
-@dataclass
-class _Output(ModelOutput):
-    """What any of transformers' models returns of its backbone."""
-
-    last_hidden_state: Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: Any = None
-    attentions: Any = None
-    cross_attentions: Any = None
-    router_logits: Any = None
-
-
 class _Given(nn.Module):
     """In the place of the backbone: what it has computed before. So the code around it makes logits of any rows."""
 
-    def forward(self, input_ids: None = None, inputs_embeds: Tensor | None = None, **_: Any) -> _Output:
-        return _Output(last_hidden_state=inputs_embeds)
+    def __init__(self, kind: type[ModelOutput]) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def forward(self, input_ids: None = None, inputs_embeds: Tensor | None = None, **_: Any) -> ModelOutput:
+        return self._kind(last_hidden_state=inputs_embeds)
 
 
 def _build(config: EngineConfig) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from quire.config import EngineConfig
 from quire.errors import UnsupportedModelError
+from quire.layers.attention import Attention
 from quire.layers.base import activation_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.models.transformers_backend import experts
@@ -42,6 +43,7 @@ def put_ours(model: PreTrainedModel, config: EngineConfig) -> Places:
     """
     stored = stored_tensors(model)
     places = _put_tables(model, stored, config)
+    places.loaded += _take_sinks(model, stored)
     places.loaded += _put_experts(model, stored, config)
     _put_modules(model, stored, config, places.loaded)
     ours = {id(layer) for _, layer in places.loaded}
@@ -75,6 +77,17 @@ def _put_tables(model: PreTrainedModel, stored: AllStored, config: EngineConfig)
     own = as_head(head, head_path, config)
     _put(model, head_path, own)
     return Places(own, [*loaded, (module_names(stored[f"{head_path}.weight"]), own)])
+
+
+def _take_sinks(model: PreTrainedModel, stored: AllStored) -> Loaded:
+    """Sinks, which attention reads by itself: modules have none any more to hand over."""
+    loaded: Loaded = []
+    for attention in [module for module in model.modules() if isinstance(module, Attention)]:
+        if attention.sinks is not None:
+            path, _, key = attention.sinks.name.rpartition(".")
+            model.get_submodule(path)._parameters[key] = None
+            loaded.append((module_names(stored[attention.sinks.name]), attention.sinks))
+    return loaded
 
 
 def _put_experts(model: PreTrainedModel, stored: AllStored, config: EngineConfig) -> Loaded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,6 +52,8 @@ def as_norm(module: nn.Module, name: str, config: EngineConfig) -> Layer | None:
     weight, eps = params.get("weight"), _eps(module)
     if weight is None or weight.dim() != 1 or eps is None or params.keys() - {"weight", "bias"}:
         return None
+    if not _takes_rows_alone(module):
+        return None
     size, dtype = len(weight), activation_dtype(config)
     make: dict[str, Callable[[], Layer]] = {
         "rms": partial(RMSNorm, size=size, eps=eps, dtype=dtype, name=name),
@@ -59,6 +62,15 @@ def as_norm(module: nn.Module, name: str, config: EngineConfig) -> Layer | None:
     }
     kind = _kind_of_norm(module, params.keys(), size, eps)
     return None if kind is None else make[kind]()
+
+
+def _takes_rows_alone(module: nn.Module) -> bool:
+    """Whether it is called with one thing; a gated norm is called with its gate, too."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    needed = (
+        param.kind <= param.POSITIONAL_OR_KEYWORD and param.default is param.empty for param in parameters
+    )
+    return sum(needed) == 1
 
 
 def _kind_of_norm(module: nn.Module, params: Any, size: int, eps: float) -> str | None:

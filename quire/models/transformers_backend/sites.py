@@ -9,6 +9,7 @@ Shapes: T tokens of the step, Hq/Hkv query and key-value heads, Dk/Dv sizes of k
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from quire.config import EngineConfig
 from quire.errors import QuireError, UnsupportedModelError
 from quire.layers.attention import Attention
+from quire.layers.sinks import Sinks
 from quire.layers.step import StepContext
 
 NAME = "quire"
@@ -32,18 +35,23 @@ _HEAD_UNIT = 8
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "output_attentions", "use_cache", "dropout"}
 """Tensors and numbers that modules hand on and that change nothing here."""
 
+_SINKS = "s_aux"
+"""What modules call the sinks that they hand over."""
+
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
 
 
 class Port:
     """What the attention modules of one model call: query, key and value [T, H, D] -> [T, Hq, Dv].
 
-    Invariant: `attend` is what a step needs, except within `doing`; a step is there while its forward pass runs.
+    Invariant: `attend` is what a step needs, except within `doing`; a step is there while its forward pass runs. A
+    module that attends several times in a step does so with keys and values of its own each time, in the same order.
     """
 
     def __init__(self) -> None:
         self.attend: Attend = self._paged
         self._step: tuple[Tensor, StepContext] | None = None
+        self._turns: Counter[nn.Module] = Counter()
 
     @contextmanager
     def doing(self, attend: Attend) -> Iterator[None]:
@@ -58,6 +66,7 @@ class Port:
     def during(self, positions: Tensor, step: StepContext) -> Iterator[None]:
         """A step's forward pass."""
         self._step = (positions, step)
+        self._turns.clear()
         try:
             yield
         finally:
@@ -67,8 +76,10 @@ class Port:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
     ) -> Tensor:
         assert self._step is not None, "attention is computed within a step"
-        paged, size = module.paged, v.shape[-1]
+        assert isinstance(module.paged, nn.ModuleList)
+        paged, size = module.paged[self._turns[module]], v.shape[-1]
         assert isinstance(paged, Attention)
+        self._turns[module] += 1
         out = paged(*(_filled_up(heads, paged.head_dim) for heads in (q, k, v)), *self._step)
         return out.view(len(q), -1, paged.head_dim)[..., :size]
 
@@ -104,37 +115,40 @@ def give_port(model: nn.Module) -> Port:
     return port
 
 
-def find_sites(model: PreTrainedModel, backbone: nn.Module, port: Port, config: EngineConfig) -> None:
-    """Run a model that is on the meta device, and give each module that attends an `Attention`, as `paged`.
+def find_sites(
+    model: PreTrainedModel, backbone: nn.Module, port: Port, config: EngineConfig
+) -> type[ModelOutput]:
+    """Run a model that is on the meta device, and give each module an `Attention` for each time it attends, in `paged`.
+
+    Returns what its backbone's results are.
 
     Raises:
         UnsupportedModelError: it cannot be run on a packed batch, or attends in a way that the KV cache has not.
         ConfigError: the attention backend cannot do what it needs.
     """
     names = {module: name for name, module in model.named_modules()}
-    found: dict[nn.Module, Attention] = {}
+    found: dict[nn.Module, list[Attention]] = defaultdict(list)
 
     def take_notes(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
         reason = _why_not(module, q, k, v, options)
-        if reason is None and module in found:
-            reason = "attends twice"
         if reason is not None:
             raise UnsupportedModelError(f"{names[module]} {reason}")
-        found[module] = _attention(config, names[module], module, q, k, v, options)
+        found[module].append(_attention(config, names[module], len(found[module]), module, q, k, v, options))
         return q.new_empty(*q.shape[:2], v.shape[2])
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         with port.doing(take_notes), torch.no_grad():
-            backbone(input_ids=ids, position_ids=ids, use_cache=False)
+            output = backbone(input_ids=ids, position_ids=ids, use_cache=False)
     except QuireError:
         raise
     except Exception as error:
         raise UnsupportedModelError(f"its code cannot be run without data: {error}") from error
     if not found:
         raise UnsupportedModelError("none of its modules attends through transformers' attention interface")
-    for module, attention in found.items():
-        module.paged = attention
+    for module, attentions in found.items():
+        module.paged = nn.ModuleList(attentions)
+    return type(output)
 
 
 def _why_not(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
@@ -146,7 +160,8 @@ def _why_not(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mappin
     if q.shape[1] % k.shape[1]:
         return f"has {q.shape[1]} query heads for {k.shape[1]} key-value heads"
     for name, value in options.items():
-        if name not in _WITHOUT_EFFECT and isinstance(value, Tensor):
+        is_known = name in _WITHOUT_EFFECT or (name == _SINKS and _own_name(module, value) is not None)
+        if isinstance(value, Tensor) and not is_known:
             return f"hands over {name}, which the KV cache's attention does not take"
     kind = _layer_type(module)
     return None if kind in (None, "full_attention", "sliding_attention") else f"is a layer of {kind}"
@@ -168,26 +183,35 @@ def _window(module: nn.Module, options: Mapping[str, Any]) -> int | None:
     return handed
 
 
+def _own_name(module: nn.Module, tensor: Any) -> str | None:
+    """What a module calls that parameter of its own."""
+    return next((name for name, own in module._parameters.items() if own is tensor), None)
+
+
 def _attention(
     config: EngineConfig,
-    name: str,
+    path: str,
+    turn: int,
     module: nn.Module,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     options: Mapping[str, Any],
 ) -> Attention:
-    scale = options.get("scaling")
+    scale, sinks = options.get("scaling"), options.get(_SINKS)
     size = max(q.shape[2], v.shape[2])
     return Attention(
         config=config,
-        name=name,
+        name=f"{path}.{turn}" if turn else path,
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         head_dim=-(-size // _HEAD_UNIT) * _HEAD_UNIT,
         scale=q.shape[2] ** -0.5 if scale is None else float(scale),
         sliding_window=_window(module, options),
         soft_cap=options.get("softcap"),
+        sinks=None
+        if sinks is None
+        else Sinks(num_heads=q.shape[1], name=f"{path}.{_own_name(module, sinks)}"),
     )
 
 

@@ -39,7 +39,7 @@ TEMPLATE = """\
 class FakeTokenizer:
     """One token per byte, and two special tokens."""
 
-    vocab_size = 258
+    vocab_size = num_ids = 258
     bos_token = None
     eos_token = "<|im_end|>"
     eos_token_id = 257

@@ -22,7 +22,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=[True, False], ids=["in process", "other process"])
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.more)], ids=["in process", "other process"]
+)
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
     """The whole server but for its socket and its model's arithmetic."""
     args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 200, "max_num_seqs": 4}

@@ -11,7 +11,7 @@ import pytest
 
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.async_llm import AsyncLLM
-from tests.engine.test_restart import Slow
+from tests.engine.slow_schedulers import Slow
 from tests.entrypoints.openai.serving import LiveServer, client_for, events
 
 BODY = {"prompt": "hello", "max_tokens": 30, "ignore_eos": True, "seed": 1}

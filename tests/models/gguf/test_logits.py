@@ -76,3 +76,37 @@ def test_matrices_are_kept_in_the_numbers_of_the_file(kind: Kind, tmp_path: Path
     ]
     assert len(schemes) == 5
     assert {(scheme.kind, scheme.group_size, scheme.symmetric) for scheme in schemes} == {KEPT[kind]}
+
+
+MIXES = {
+    "Q4_K_M": (
+        Kind.Q4_K,
+        {"v_proj": Kind.Q6_K, "down_proj": Kind.Q6_K},
+        [("int8", 16, False), ("int4", 32, False)],
+    ),
+    "Q4_K_S": (Kind.Q4_K, {"v_proj": Kind.Q5_K}, [("int8", 32, False), ("int4", 32, False)]),
+    "Q3_K_M": (
+        Kind.Q3_K,
+        {"v_proj": Kind.Q6_K, "up_proj": Kind.Q4_0},
+        [("int8", 16, True), ("int8", 16, True)],
+    ),
+    "IQ4_XS": (
+        Kind.IQ4_XS,
+        {"v_proj": Kind.Q5_1, "k_proj": Kind.Q8_0},
+        [("int8", 32, False), ("iq4_nl", 32, True)],
+    ),
+}
+"""Types of most matrices and of some, and what q, k and v, and gate and up, are kept in."""
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_matrices_of_several_types_that_are_merged_keep_their_numbers(name: str, tmp_path: Path) -> None:
+    kind, mixed, kept = MIXES[name]
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
+    path, oracle = write_gguf("llama", tmp_path, kind, mixed=mixed, **sizes)
+    assert_equal_logits(path, oracle)
+    layers = dict(load_tiny(path).named_modules())
+    schemes = [
+        layers[f"model.layers.0.{part}"].packed.scheme for part in ("self_attn.qkv_proj", "mlp.gate_up_proj")
+    ]
+    assert [(scheme.kind, scheme.group_size, scheme.symmetric) for scheme in schemes] == kept

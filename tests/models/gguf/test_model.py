@@ -135,6 +135,16 @@ def bare(path: Path, architecture: str = "llama", **keys: Any) -> Path:
         ({"attention.clamp_kqv": 3.0}, UnsupportedModelError, "attention.clamp_kqv: quire does not know"),
         ({"attention.value_length": 8}, UnsupportedModelError, "attention.value_length = 8 is not supported"),
         ({"rope.scaling.type": "ntk"}, UnsupportedModelError, 'rope.scaling.type = "ntk" is not supported'),
+        (
+            {"architecture": "granitehybrid", "attention.head_count_kv": [1], "rope.scaling.finetuned": True},
+            UnsupportedModelError,
+            "rope.scaling.finetuned = true is not supported; it must be false, as in Granite 4",
+        ),
+        (
+            {"architecture": "falcon-h1", "ssm.time_step_rank": 4, "ssm.inner_size": 30},
+            ModelLoadError,
+            r"ssm.inner_size must be a multiple of ssm.time_step_rank, the number of heads \(4\), got 30",
+        ),
         ({"feed_forward_length": [32, 64]}, UnsupportedModelError, "the same in all layers"),
         ({"tokenizer.ggml.tokens": ["a"] * 9}, ModelLoadError, "has 9 tokens, and token_embd.weight 8 rows"),
     ],

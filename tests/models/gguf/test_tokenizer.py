@@ -30,6 +30,7 @@ TEXT = (
     "-- ... ¿qué? “quoted” /path/to €5 $10 50% a/b\\c #tag @user <b> {x: [1]} e\u0301 \ufeff \u200b ÅÅ ǅ ªº ʰ ͅ"
 )
 WORDS = TEXT.split()
+CHARACTERS = [*range(1, 0xD800), *range(0x10000, 0x10400)]
 SPACES = (" ", "  ", "   ", "\n", "\n\n", " \n", "\t", "\r\n", "\u00a0", "\u3000", "")
 
 
@@ -43,7 +44,7 @@ def strings(count: int = 5000) -> list[str]:
         if kind < 0.05:
             return draw.choice(SPECIAL)
         if kind < 0.15:
-            return "".join(chr(draw.choice([*range(1, 0xD800), *range(0x10000, 0x10400)])) for _ in range(3))
+            return "".join(chr(draw.choice(CHARACTERS)) for _ in range(3))
         return draw.choice(WORDS)
 
     return ["".join(piece() + draw.choice(SPACES) for _ in range(draw.randrange(12))) for _ in range(count)]
@@ -220,6 +221,42 @@ def test_sentence_pieces(prefixed: bool, tmp_path: Path) -> None:
         assert ours.decode(ids) == plain
 
 
+def unigrams(*, extra_spaces: bool) -> tokenizers.Tokenizer:
+    """Unigram as converters of SentencePiece's models make it, with a table of characters."""
+    backend = tokenizers.Tokenizer(models.Unigram())
+    steps: list[Any] = [] if extra_spaces else [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    backend.normalizer = normalizers.Sequence(steps)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "always")
+    backend.decoder = decoders.Metaspace(SPACE, "always")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=700, show_progress=False, special_tokens=["<unk>", "</s>"], unk_token="<unk>"
+    )
+    backend.train_from_iterator(corpus(), trainer)
+    return backend
+
+
+@pytest.mark.parametrize("extra_spaces", [True, False])
+def test_unigrams(extra_spaces: bool, tmp_path: Path) -> None:
+    theirs = unigrams(extra_spaces=extra_spaces)
+    vocab = json.loads(theirs.to_str())["model"]["vocab"]
+    types = [TokenType.UNKNOWN, TokenType.CONTROL] + [TokenType.NORMAL] * (len(vocab) - 2)
+    path = write_vocabulary(
+        tmp_path / "x.gguf",
+        "t5",
+        [token for token, _ in vocab],
+        types,
+        token_scores=[score for _, score in vocab],
+        eos_token_id=1,
+        unk_token_id=0,
+        remove_extra_whitespaces=not extra_spaces,
+    )
+    ours = Tokenizer.from_dir(path)
+    for text in strings():
+        ids = theirs.encode(text).ids
+        assert ours.encode(text) == [*ids, 1], text
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids), text
+
+
 def test_special_tokens_stand_between_texts_of_their_own(tmp_path: Path) -> None:
     tokens, scores, types = sentence_pieces()
     path = write_vocabulary(
@@ -260,7 +297,13 @@ def test_chat_templates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "more", "error", "words"),
     [
-        ("t5", {}, UnsupportedModelError, "tokenizer.ggml.model is 't5'; known are llama, gpt2"),
+        ("rwkv", {}, UnsupportedModelError, "tokenizer.ggml.model is 'rwkv'; known are llama, t5, gpt2"),
+        (
+            "t5",
+            {"token_scores": [0.0] * 3, "precompiled_charsmap": bytes(3)},
+            ModelLoadError,
+            "precompiled_charsmap cannot be read",
+        ),
         ("gpt2", {"tokenizer_pre": "none"}, UnsupportedModelError, "pre is 'none'; known are default, gpt-2"),
         ("gpt2", {"token_merges": ["a c"]}, ModelLoadError, "merge 'a c' is not of tokens"),
         ("gpt2", {"token_merges": ["ab"]}, ModelLoadError, "merge 'ab' is not of tokens"),

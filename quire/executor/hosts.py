@@ -1,0 +1,222 @@
+"""How the ranks of other hosts come to the first one's executor, which speaks to all ranks alike.
+
+Invariant: a host opens a connection for each of its ranks, says on it which that is, and, once that is welcome, leaves
+it to the rank's process. What is no host of this engine is told so, and costs the engine nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import time
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from quire.config.device import ParallelConfig
+from quire.errors import StartupError
+from quire.version import __version__
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 300.0
+"""Hosts are started by hand or by a scheduler, one after the other."""
+HELLO_S = 5.0
+RETRY_S = 0.2
+MOST_HELLO_BYTES = 4096
+SILENCE_S = 5
+"""A host that is silent for so long, though its system would answer, is gone."""
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Who wants to join; all but the number of the rank must be the first host's."""
+
+    version: str
+    num_ranks: int
+    nnodes: int
+    node_rank: int
+    rank: int
+
+    @staticmethod
+    def of(parallel: ParallelConfig, rank: int) -> Hello:
+        """That of a rank of this host."""
+        return Hello(__version__, parallel.num_ranks, parallel.nnodes, parallel.node_rank, rank)
+
+
+class Gate:
+    """The first host's port, held as long as its engine is there.
+
+    Raises:
+        StartupError: the port is taken, as by another engine, or the address is none of this host.
+    """
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        self._parallel = parallel
+        place = parallel.master_addr, parallel.master_port
+        try:
+            family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server(place, family=family)
+        except OSError as error:
+            raise StartupError(
+                f"hosts cannot join at {place[0]}:{place[1]}: {error}; --master-addr must be an address of this host, "
+                "and --master-port free, also of other engines"
+            ) from error
+
+    def let_in(self, join_s: float = JOIN_S) -> dict[int, socket.socket]:
+        """Wait for all ranks of the other hosts; returns a connection to each.
+
+        Raises:
+            StartupError: not all came; the message names their hosts.
+        """
+        wanted = {
+            rank: node for node in range(1, self._parallel.nnodes) for rank in self._parallel.ranks_of(node)
+        }
+        inside: dict[int, socket.socket] = {}
+        until = time.monotonic() + join_s
+        while missing := sorted({node for rank, node in wanted.items() if rank not in inside}):
+            self._listener.settimeout(max(until - time.monotonic(), 0.001))
+            try:
+                guest, peer = self._listener.accept()
+            except TimeoutError:
+                _close(inside)
+                raise StartupError(self._missing(missing, join_s)) from None
+            hello = _heard(guest)
+            problem = "this is no rank of quire" if hello is None else self._problem(hello, inside)
+            if hello is None or problem:
+                logger.warning("a connection from %s is refused: %s", peer[0], problem)
+                _answer(guest, problem)
+                guest.close()
+            elif _answer(guest, ""):
+                inside[hello.rank] = guest
+                logger.info("rank %d of host %d has joined from %s", hello.rank, hello.node_rank, peer[0])
+        return inside
+
+    def close(self) -> None:
+        """Let the port go; twice is fine."""
+        self._listener.close()
+
+    def _problem(self, hello: Hello, inside: dict[int, socket.socket]) -> str:
+        """Why one cannot join, for its operator; empty: it can."""
+        own, node = self._parallel, hello.node_rank
+        facts = {
+            "version of quire": (hello.version, __version__),
+            "number of ranks": (hello.num_ranks, own.num_ranks),
+            "--nnodes": (hello.nnodes, own.nnodes),
+        }
+        for name, (theirs, ours) in facts.items():
+            if theirs != ours:
+                return f"all hosts must have the same {name}, which is {theirs} here and {ours} on the first host"
+        if not 0 < node < own.nnodes or hello.rank not in own.ranks_of(node):
+            return f"there is no rank {hello.rank} on a host {node} of {own.nnodes}"
+        if hello.rank in inside and not _is_gone(inside[hello.rank]):
+            return f"a host with --node-rank {node} has joined before"
+        return ""
+
+    def _missing(self, nodes: list[int], join_s: float) -> str:
+        own = self._parallel
+        return (
+            f"host {', '.join(map(str, nodes))} of {own.nnodes} has not joined within {join_s:g} s; start there, with "
+            f"the other options as here: quire serve --headless --nnodes {own.nnodes} --node-rank {nodes[0]} "
+            f"--master-addr {own.master_addr} --master-port {own.master_port}"
+        )
+
+
+def join(parallel: ParallelConfig, rank: int, join_s: float = JOIN_S) -> socket.socket:
+    """A connection from a rank of this host to the executor on the first one, which may be yet to come.
+
+    Raises:
+        StartupError: there is none within `join_s`, or it has no place for this rank; the message says why.
+    """
+    way = _opened(parallel, join_s)
+    place = f"{parallel.master_addr}:{parallel.master_port}"
+    try:
+        connection = Connection(os.dup(way.fileno()))
+        with connection:
+            _set_patience(way, HELLO_S * 2)
+            connection.send_bytes(msgspec.msgpack.encode(Hello.of(parallel, rank)))
+            problem = connection.recv_bytes(MOST_HELLO_BYTES).decode()
+    except (EOFError, OSError, UnicodeDecodeError) as error:
+        way.close()
+        raise StartupError(
+            f"the first host, at {place}, does not answer ({error!r}): it may have all its ranks already"
+        ) from error
+    if problem:
+        way.close()
+        raise StartupError(f"the first host, at {place}, refuses this one: {problem}")
+    _set_patience(way, 0)
+    return way
+
+
+def watched(way: socket.socket) -> socket.socket:
+    """A connection that fails within seconds when the other host is gone without a word."""
+    way.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    way.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wanted = {
+        "TCP_KEEPIDLE": 2,
+        "TCP_KEEPINTVL": 1,
+        "TCP_KEEPCNT": SILENCE_S - 2,
+        "TCP_USER_TIMEOUT": SILENCE_S * 1000,
+    }
+    for name, value in wanted.items():
+        if hasattr(socket, name):
+            way.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return way
+
+
+def _opened(parallel: ParallelConfig, join_s: float) -> socket.socket:
+    place, until = (parallel.master_addr, parallel.master_port), time.monotonic() + join_s
+    while True:
+        try:
+            return watched(socket.create_connection(place, timeout=HELLO_S))
+        except OSError as error:
+            if time.monotonic() > until:
+                raise StartupError(
+                    f"host {parallel.node_rank} has waited {join_s:g} s for the first one, at {place[0]}:{place[1]}: "
+                    f"{error}"
+                ) from error
+            time.sleep(RETRY_S)
+
+
+def _heard(guest: socket.socket) -> Hello | None:
+    """What a connection says of itself, if that is a word of ours and comes in time."""
+    try:
+        _set_patience(watched(guest), HELLO_S)
+        with Connection(os.dup(guest.fileno())) as connection:
+            hello = msgspec.msgpack.decode(connection.recv_bytes(MOST_HELLO_BYTES), type=Hello)
+        _set_patience(guest, 0)
+    except (EOFError, OSError, msgspec.DecodeError):
+        return None
+    return hello
+
+
+def _answer(guest: socket.socket, problem: str) -> bool:
+    """Whether it has been told."""
+    try:
+        with Connection(os.dup(guest.fileno())) as connection:
+            connection.send_bytes(problem.encode())
+    except OSError:
+        return False
+    return True
+
+
+def _set_patience(way: socket.socket, seconds: float) -> None:
+    """How long to wait for its words, as the system counts; 0: as long as it takes."""
+    way.setblocking(True)
+    way.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+
+
+def _is_gone(guest: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        try:
+            return not guest.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except ConnectionError:
+            return True
+    return False
+
+
+def _close(inside: dict[int, socket.socket]) -> None:
+    for way in inside.values():
+        way.close()

@@ -1,0 +1,109 @@
+"""The ranks of one host, as child processes: started, watched and ended.
+
+Invariant: each has a socket, by which it is told what to do, and a pipe from whoever started it, and ends when either
+is closed; so no rank outlives one of them. The private directory is gone once all ranks have met.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.processes import STOPPED, exit_reason, why_silent
+
+PROGRAM = ("-m", "quire.executor.rank_process")
+CLOSE_TIMEOUT_S = 5.0
+DEATH_S = 1.0
+"""How long a rank that others have lost may take to be seen as dead."""
+
+
+class RankProcesses:
+    """So many processes of a program for Python.
+
+    Raises:
+        StartupError: the machine refuses a process, or room for a file.
+    """
+
+    def __init__(self, config: EngineConfig, size: int, program: Sequence[str] = PROGRAM) -> None:
+        self._size, self._program = size, program
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        with _startup_errors():
+            self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
+            (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Each rank's process."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def start(self, rank: int, address: str) -> socket.socket:
+        """Start one, and return the other end of its socket; `address` is its host's, as all ranks reach it."""
+        with _startup_errors():
+            ours, theirs = socket.socketpair()
+        self.hand_over(rank, address, theirs)
+        return ours
+
+    def hand_over(self, rank: int, address: str, end: socket.socket) -> None:
+        """Start one with this end of its socket, which it keeps alone."""
+        told = [str(self._directory), str(rank), str(self._size), address, str(end.fileno())]
+        with end, _startup_errors():
+            self._processes[rank] = subprocess.Popen(
+                [sys.executable, *self._program, *told], stdin=subprocess.PIPE, pass_fds=[end.fileno()]
+            )
+
+    def have_met(self) -> None:
+        """All ranks know each other and have read what they are to do."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def stopped(self) -> list[int]:
+        """Those that somebody has stopped."""
+        return [rank for rank, pid in self.pids.items() if why_silent(pid) == STOPPED]
+
+    def ended(self) -> dict[int, int]:
+        """The exit codes of those that have ended."""
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def why_gone(self, rank: int) -> str:
+        """What is to be said of one that has closed its socket."""
+        process = self._processes[rank]
+        try:
+            how = exit_reason(process.wait(DEATH_S))
+        except subprocess.TimeoutExpired:
+            how = "it has closed its socket"
+        return f"process {process.pid}: {how}"
+
+    def close(self) -> None:
+        """End all that are not gone; twice is fine."""
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes.values():
+            if why_silent(process.pid) is not None:
+                process.kill()
+            try:
+                process.wait(CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.have_met()
+
+
+@contextmanager
+def _startup_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StartupError(
+            f"a rank cannot be started: {error}; look at TMPDIR, at the room there and at ulimit -a"
+        ) from error

@@ -1,0 +1,106 @@
+"""Architectures of which layers, or parts of them, keep a state; see `architectures`.
+
+Invariant: torch-free.
+"""
+
+from __future__ import annotations
+
+from quire.models.gguf.model import GgufModel
+from quire.models.gguf.shapes import MULTIPLIERS, SIZES, Config, dense, named
+from quire.models.gguf.tensor_names import Place, Places
+
+_SIZES = {key: name for key, name in SIZES.items() if key != "num_key_value_heads"}
+
+CONV_PLACES: Places = {
+    "token_embd_norm": "model.norm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": Place("conv.conv", new_axis=1),
+    "shortconv.out_proj": "conv.out_proj",
+}
+
+
+def _state_places(mixer: str) -> Places:
+    """Of Mamba 2, whose vectors have more dimensions in such files than they need."""
+    return {
+        "ssm_in": f"{mixer}.in_proj",
+        "ssm_conv1d.weight": Place(f"{mixer}.conv1d.weight", new_axis=1),
+        "ssm_conv1d.bias": f"{mixer}.conv1d.bias",
+        "ssm_dt.bias": f"{mixer}.scan.dt_bias",
+        "ssm_a": Place(f"{mixer}.scan.A_log", flat=True, made_by="negative_exp"),
+        "ssm_d": Place(f"{mixer}.scan.D", flat=True),
+        "ssm_norm": Place(f"{mixer}.gated_norm", flat=True),
+        "ssm_out": f"{mixer}.out_proj",
+    }
+
+
+STATE_PLACES = _state_places("mamba")
+PARALLEL_PLACES: Places = {
+    **_state_places("mixers.mamba"),
+    "attn_q": "mixers.self_attn.q_proj",
+    "attn_k": "mixers.self_attn.k_proj",
+    "attn_v": "mixers.self_attn.v_proj",
+    "attn_output": "mixers.self_attn.o_proj",
+}
+
+
+def lfm2(model: GgufModel) -> Config:
+    """Layers without heads of keys and values are short convolutions."""
+    config = dense(model, "Lfm2ForCausalLM", _SIZES, **named(model, {"conv_L_cache": "shortconv.l_cache"}))
+    return config | {
+        **_kinds(model, "conv"),
+        "norm_eps": config.get("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def granite_hybrid(model: GgufModel) -> Config:
+    """Granite 4: layers without heads of keys and values are Mamba 2's; those that attend know no positions."""
+    own, kinds = model.own, _kinds(model, "mamba")
+    if own.flag("rope.scaling.finetuned", True):
+        own.refuse("rope.scaling.finetuned", "false, as in Granite 4: queries and keys are not rotated")
+    keys = {
+        **MULTIPLIERS,
+        "num_experts_per_tok": "expert_used_count",
+        "shared_intermediate_size": "expert_shared_feed_forward_length",
+    }
+    config = dense(model, "GraniteMoeHybridForCausalLM", _SIZES, **named(model, keys))
+    config.setdefault("shared_intermediate_size", config.get("intermediate_size"))
+    return config | kinds | _mamba2(model) | {"num_local_experts": own.integer("expert_count", 0, low=0)}
+
+
+def falcon_h1(model: GgufModel) -> Config:
+    """Falcon-H1: its many multipliers are in the weights; where a mixer has a norm, that is behind the gate."""
+    return dense(
+        model,
+        "FalconH1ForCausalLM",
+        **_mamba2(model),
+        mamba_d_ssm=model.own.integer("ssm.inner_size"),
+        mamba_rms_norm="blk.0.ssm_norm.weight" in model.tensors,
+        mamba_norm_before_gate=False,
+        attention_bias="blk.0.attn_q.bias" in model.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in model.tensors,
+    )
+
+
+def _kinds(model: GgufModel, without_heads: str) -> Config:
+    """What layers are by their numbers of heads of keys and values."""
+    counts = model.own.numbers("attention.head_count_kv")
+    return {
+        "num_key_value_heads": int(max(counts, default=0)),
+        "layer_types": ["full_attention" if count else without_heads for count in counts],
+    }
+
+
+def _mamba2(model: GgufModel) -> Config:
+    own = model.own
+    heads, width = own.integer("ssm.time_step_rank"), own.integer("ssm.inner_size")
+    if width % heads:
+        raise own.wrong("ssm.inner_size", f"a multiple of ssm.time_step_rank, the number of heads ({heads})")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": width // heads,
+        "mamba_n_groups": own.integer("ssm.group_count"),
+        "mamba_d_state": own.integer("ssm.state_size"),
+        "mamba_d_conv": own.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in model.tensors),
+    }

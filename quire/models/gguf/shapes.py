@@ -1,0 +1,88 @@
+"""What the files of most architectures say alike: sizes and the rotary embedding.
+
+Invariant: torch-free; see `architectures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.models.gguf.model import GgufModel
+
+FREQUENCIES = "rope_freqs.weight"
+"""What rotary frequencies are divided by: Llama 3's scaling, computed when the file was made."""
+FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+Config = dict[str, Any]
+
+SIZES = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+EXPERTS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
+MULTIPLIERS = {
+    "logits_scaling": "logit_scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+}
+"""Of Granite, in which the logits' is what they are divided by."""
+
+
+def named(model: GgufModel, keys: Mapping[str, str]) -> Config:
+    """Keys of config.json by the architecture's; a list, with a number for each layer, stands for one if all agree."""
+    values = {name: model.own.get(key) for name, key in keys.items() if key in model.own}
+    for name, value in values.items():
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                model.own.refuse(keys[name], "the same in all layers")
+            values[name] = value[0]
+    return values
+
+
+def dense(model: GgufModel, architecture: str, sizes: Mapping[str, str] = SIZES, **more: Any) -> Config:
+    """What all have: sizes and the rotary embedding."""
+    config = named(model, sizes) | {"architectures": [architecture]}
+    share = model.own.integer("embedding_length") // model.own.integer("attention.head_count")
+    config.setdefault("head_dim", share)
+    model.own.only("attention.value_length", config["head_dim"])
+    return config | _rope(model, config["head_dim"]) | more
+
+
+def _rope(model: GgufModel, head_dim: int) -> Config:
+    own = model.own
+    rotated = own.integer("rope.dimension_count", head_dim, low=2, high=head_dim)
+    kind = own.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), "none")
+    short, long = (model.floats(name) for name in FACTORS)
+    divisors = model.floats(FREQUENCIES)
+    scaling: Config = {}
+    if divisors is not None or kind == "longrope" or short is not None:
+        trained = own.integer("rope.scaling.original_context_length", own.integer("context_length"))
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": divisors or short,
+            "long_factor": divisors or long,
+            "original_max_position_embeddings": trained,
+            "attention_factor": own.number("rope.scaling.attn_factor", 1.0),
+        }
+    elif kind != "none":
+        scaling = {"rope_type": kind} | named(model, _SCALING)
+        own.only("rope.scaling.yarn_ext_factor", 1.0)
+        own.only("rope.scaling.yarn_attn_factor", 1.0)
+        own.only("rope.scaling.attn_factor", 1.0)
+    return {"rope_scaling": scaling, "partial_rotary_factor": rotated / head_dim}
+
+
+_SCALING = {
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}

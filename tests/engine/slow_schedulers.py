@@ -1,0 +1,37 @@
+"""Schedulers that a core is to be met at its work with; a core process imports this file and nothing of the tests'."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from quire.scheduler.scheduler import Scheduler
+
+POISON = 99
+STEP_S = 0.005
+
+
+class Slow(Scheduler):
+    """Takes its time, so that a core can be met in the middle of its work."""
+
+    def schedule(self, now: float) -> Any:
+        time.sleep(STEP_S)
+        return super().schedule(now)
+
+
+class Poisoned(Slow):
+    """Dies of a request whose prompt begins with POISON."""
+
+    def update_from_output(self, plan: Any, output: Any, now: float) -> Any:
+        if any(data.token_ids[0] == POISON for data in plan.new_requests):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().update_from_output(plan, output, now)
+
+
+class NeverThere(Scheduler):
+    """Is still being made when its core is to end."""
+
+    def __init__(self, *args: Any) -> None:
+        time.sleep(60)

@@ -1,0 +1,132 @@
+"""Under torchrun every rank is a program with an engine of its own, and all say what one rank says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.engine.startup import prepare
+from quire.errors import ConfigError
+from quire.executor.external_launcher import Launch
+from quire.structured_output.params import StructuredOutputsParams
+
+TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "somewhere", "MASTER_PORT": "29500"}
+PROGRAM = """
+import json, os, sys
+from quire.errors import QuireError
+from tests.executor.test_external_launcher import said, started
+
+rank = int(os.environ["RANK"])
+model, out = sys.argv[1:]
+
+def refused(work):
+    try:
+        work()
+    except QuireError as error:
+        return str(error)
+
+size = refused(lambda: started(model, tensor_parallel_size=4))
+option = refused(lambda: started(model, tensor_parallel_size=2, max_num_seqs=3 + rank))
+llm = started(model, tensor_parallel_size=2)
+outputs = said(llm)
+plan = refused(lambda: llm.generate([[1 + rank]], use_tqdm=False))
+with open(f"{out}/{rank}", "w") as file:
+    json.dump({"size": size, "option": option, "plan": plan, "said": outputs}, file)
+"""
+
+
+def started(model: str, **args: Any) -> LLM:
+    limits = {
+        "max_model_len": 64,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+        "num_gpu_blocks_override": 12,
+    }
+    if "tensor_parallel_size" in args:
+        args["distributed_executor_backend"] = "external_launcher"
+    return LLM(model, device="cpu", tp_invariant=True, **limits | args)
+
+
+def said(llm: LLM) -> Any:
+    """What comes of requests that do not fit into the cache at once."""
+    prompts = [[3, 1, 4, 1, 5] * 5, [2, 7, 1, 8], [99] * 30, [50, 60, 70]]
+    params = [
+        SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logprobs=1),
+        SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1),
+        SamplingParams(max_tokens=12, seed=4, ignore_eos=True, n=2),
+        SamplingParams(max_tokens=8, seed=5, structured_outputs=StructuredOutputsParams(regex="[ab]{5}")),
+    ]
+    return [
+        [list(one.token_ids), [[found.logprob for found in at.values()] for at in one.logprobs or []]]
+        for output in llm.generate(prompts, params, use_tqdm=False)
+        for one in output.outputs
+    ]
+
+
+def test_two_ranks_have_the_bits_of_one_and_say_where_they_differ(
+    tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    model = str(tiny_model("llama"))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", *launcher, str(tmp_path / "program.py"), model, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run(command, check=True, timeout=600, env=environment)
+    alone = said(started(model))
+    for rank in "01":
+        found = json.loads((tmp_path / rank).read_text())
+        assert found["said"] == json.loads(json.dumps(alone))
+        assert found["size"] == (
+            "the launcher has started 2 ranks (WORLD_SIZE), and --tensor-parallel-size is 4"
+        )
+        assert found["option"] == "all ranks must have the same --max-num-seqs, and rank 0 has another than 1"
+        assert "ranks 1 have planned another step than rank 0" in found["plan"]
+
+
+def test_what_the_launcher_says_is_read() -> None:
+    assert Launch.read(TOLD) == Launch(1, 2, 2, "somewhere", 29500, store_is_there=False)
+    more = {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert Launch.read(TOLD | more) == Launch(1, 2, 1, "somewhere", 29500, store_is_there=True)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"RANK": "", "MASTER_PORT": ""}, "missing: RANK, MASTER_PORT$"),
+        ({"RANK": "2"}, "RANK must be an integer of 0 to 1, got '2'"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be an integer of 1 to 65536, got 'two'"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE must be an integer of 1 to 2, got '3'"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT must be an integer of 1 to 65535, got '-1'"),
+    ],
+)
+def test_what_the_launcher_says_wrong_is_named(told: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Launch.read(TOLD | told)
+
+
+@pytest.mark.parametrize(
+    ("usage", "args", "words"),
+    [
+        ("server", {}, r"LLM\(\.\.\.\), in a program that each rank runs"),
+        ("offline", {"data_parallel_size": 2}, "--data-parallel-size 1"),
+        ("offline", {"speculative_config": {"method": "ngram"}}, '"adaptive": false in --speculative-config'),
+        ("offline", {"scheduling_policy": "priority"}, "--priority-ageing-s 0"),
+    ],
+)
+def test_what_ranks_would_not_plan_alike_is_refused(
+    usage: Any, args: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
+) -> None:
+    config = EngineConfig.from_args(
+        model=str(tiny_model("llama")), device="cpu", distributed_executor_backend="external_launcher", **args
+    )
+    with pytest.raises(ConfigError, match=f"--distributed-executor-backend external_launcher wants {words}"):
+        prepare(config, usage)
