@@ -115,5 +115,5 @@ def _layer_bytes(model: DecoderForCausalLM) -> list[int]:
     return costs
 
 
-def _num_bytes(module: nn.Module | None) -> int:
+def _num_bytes(module: Module | None) -> int:
     return 0 if module is None else sum(param.nbytes for param in module.parameters())
