@@ -14,6 +14,7 @@ import pytest
 
 from quire.errors import EngineError
 from tests.executor.test_multiproc import PARAMS, executor_of, is_gone, numbers, run, said, started
+from tests.fixtures.quick import quick
 from tests.fixtures.thread_ranks import ThreadRanks
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -26,7 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """How many stages, and what one process has as well."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, ("three, steps overlapped", "two of two shares", "drafts")))
 def test_stages_have_the_bits_of_one_process(
     case: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
