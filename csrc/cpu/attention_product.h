@@ -15,7 +15,7 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 // Rows whose sums with a piece fit the registers, and sums that do.
 #ifdef __AVX512F__
-constexpr int kMaxRows = 12, kMaxSums = 16;
+constexpr int kMaxRows = 12, kMaxSums = 24;
 #elif defined(QUIRE_PLAIN)
 constexpr int kMaxRows = 2, kMaxSums = 2;
 #else
@@ -48,12 +48,17 @@ struct Sums {
     template <class A, class B>
     void add(A a, const B* const (&b)[N], int64_t stride, int64_t depth, const B* const (&ahead)[N], int64_t step) {
         for (int64_t k = 0; k < depth; ++k) {
+            Lanes16 columns[N];
 #pragma GCC unroll 4
             for (int n = 0; n < N; ++n) {
                 __builtin_prefetch(ahead[n] + k * step, 0, 2);
-                const Lanes16 column = load16(b[n] + k * stride);
+                columns[n] = load16(b[n] + k * stride);
+            }
 #pragma GCC unroll 12
-                for (int r = 0; r < R; ++r) at[r][n] = fma(splat16(a(r, k)), column, at[r][n]);
+            for (int r = 0; r < R; ++r) {
+                const Lanes16 value = splat16(a(r, k));
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) at[r][n] = fma(value, columns[n], at[r][n]);
             }
         }
     }

@@ -85,9 +85,18 @@ inline Pieces<C> cached_values(const Call& call, const Item& item, const Seen& s
     return cached_pieces<C>(call, item, seen, call.values, stride, stride);
 }
 
+// Columns [begin, end) of a tile of keys, which are no keys that are seen: 0, and not whatever memory held, for numbers that
+// are not normal would be multiplied a hundred times as slowly.
+inline void clear_columns(Float32* tile, int64_t n, int64_t begin, int64_t end) {
+    for (int64_t d = 0; begin < end && d < n; ++d)
+        __builtin_memset(tile + d * kTileStride + begin, 0, static_cast<size_t>(end - begin) * sizeof(Float32));
+}
+
 template <class C>
 inline void copy_keys(const Call& call, const Item& item, const Seen& seen, Float32* tile) {
     const int64_t size = call.shape.block_size, n = call.shape.head_size;
+    clear_columns(tile, n, seen.first_piece() * kPiece, seen.low - seen.start);
+    clear_columns(tile, n, seen.high - seen.start, seen.end_piece() * kPiece);
     for_each_block<C>(call, item, call.keys, seen, [&](const C* block, int64_t offset, int64_t at, int64_t count) {
         for_each_vector(count, [&](int64_t i, auto lanes) {
             Float32* column = tile + (at - seen.start) + i;

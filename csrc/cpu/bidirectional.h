@@ -20,11 +20,11 @@ inline const T* first_row(const void* rows, const Item& item, int64_t token_stri
     return static_cast<const T*>(rows) + (item.token - item.position) * token_stride + item.head * head_stride;
 }
 
-// The keys that are seen, as [head size][kTileStride], in whole eights from the first of a piece; what is no key is 0.
+// The keys that are seen, as [head size][kTileStride], in whole pieces; what is no key is 0, as in `clear_columns`.
 template <class T>
 inline void turn_keys(const RowsCall& call, const Item& item, const Seen& seen, Float32* tile) {
     const T* keys = first_row<T>(call.keys, item, call.k_token_stride, call.k_head_stride);
-    for (int64_t at = seen.first_piece() * kPiece; seen.start + at < seen.high; at += kLanes) {
+    for (int64_t at = seen.first_piece() * kPiece; at < seen.end_piece() * kPiece; at += kLanes) {
         const int64_t count = smaller_of(seen.high - seen.start - at, kLanes);
         const T* first = keys + (seen.start + at) * call.k_token_stride;
         for (int64_t d = 0; d < call.shape.head_size; d += kLanes) {
