@@ -38,6 +38,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Extensions say at the end what of theirs is left."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def own_log() -> Iterator[None]:
     """A test that sets up the log, as a command does, leaves it as it was for those that run after it."""

@@ -648,28 +648,29 @@ def compare(
     accepts: Callable[..., bool] | None = None,
 ) -> None:
     """Both functions on clones of each case's arguments: equal results, equal effects on the arguments."""
-    for arguments, wanted in told_by_the_oracle(op.name, dtype, device):
+    for number, arguments in enumerate(cases_of(op.name, dtype)):
         args, kwargs = move(arguments, device)
         if accepts is not None and not accepts(*args, **kwargs):
             continue
         result = function(*args, **kwargs)
+        wanted = told_by_the_oracle(op.name, dtype, device, number)
         for got, want in zip(tensors((result, (args, kwargs))), wanted, strict=True):
             close(got, want, dtype)
 
 
 @functools.cache
-def told_by_the_oracle(name: str, dtype: torch.dtype, device: str) -> list[tuple[Arguments, list[Tensor]]]:
-    """Each case of an op with what is wanted: the oracle's results, and the arguments as it leaves them.
-
-    Made once for all implementations and instruction sets, since it takes longer than they do.
-    """
+def cases_of(name: str, dtype: torch.dtype) -> list[Arguments]:
+    """Made once, as is what the oracle tells of each: that takes longer than all implementations."""
     torch.manual_seed(0)
-    found = []
-    for arguments in CASES[name](dtype):
-        args, kwargs = move(arguments, device)
-        result = ops.TABLE[name].oracle(*args, **kwargs)
-        found.append((arguments, tensors((result, (args, kwargs)))))
-    return found
+    return list(CASES[name](dtype))
+
+
+@functools.cache
+def told_by_the_oracle(name: str, dtype: torch.dtype, device: str, number: int) -> list[Tensor]:
+    """Of a case that somebody is compared on: the oracle's results, and the arguments as it leaves them."""
+    args, kwargs = move(cases_of(name, dtype)[number], device)
+    result = ops.TABLE[name].oracle(*args, **kwargs)
+    return tensors((result, (args, kwargs)))
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:

@@ -89,7 +89,7 @@ def test_so_are_the_shares_of_two_ranks(rank: int, checkpoints: tuple[Path, Path
 def test_so_are_weights_by_way_of_buffers(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "tensor_reader", lambda device: StagedCopy(LateStream(), 1000))
+    monkeypatch.setattr(loader, "tensor_reader", lambda device: StagedCopy(LateStream(), 4000))
     same(*(loader.load_model(prepared_config(directory)) for directory in checkpoints))
 
 

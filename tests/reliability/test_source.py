@@ -52,7 +52,14 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 @functools.cache
 def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
-    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [(dotted(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def dotted(called: ast.expr) -> str:
+    """What is called by its name; one that it is an attribute of, and that is no name, is left out."""
+    if isinstance(called, ast.Attribute):
+        return f"{dotted(called.value)}.{called.attr}"
+    return called.id if isinstance(called, ast.Name) else ""
 
 
 @pytest.mark.item(60)
@@ -69,7 +76,9 @@ def test_data_is_never_code() -> None:
 def test_tests_and_benchmarks_pickle_nothing_either() -> None:
     for folder in ("tests", "benchmarks", "demo_model"):
         for path in (ROOT / folder).rglob("*.py"):
-            assert not set(imports(ast.parse(path.read_text(encoding="utf-8")))) & CODE_AS_DATA, path
+            text = path.read_text(encoding="utf-8")
+            if any(name in text for name in CODE_AS_DATA):  # to parse all of them takes seconds
+                assert not set(imports(ast.parse(text))) & CODE_AS_DATA, path
 
 
 @pytest.mark.item(19, 60)
