@@ -33,7 +33,7 @@ class PlainExperts(Module):
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in torch.unique(chosen).tolist():
             tokens, places = torch.where(chosen == expert)
-            rows = self._modules[str(expert)](x[tokens], _NO_STEP)
+            rows = self.get_submodule(str(expert))(x[tokens], _NO_STEP)
             out.index_add_(0, tokens, rows.float() * weights[tokens, places, None])
         return out.to(x.dtype)
 
