@@ -24,10 +24,12 @@ class SparseMLP(Module):
         experts = config.arch.experts
         assert experts is not None, "a sparse layer has experts"
         self.gate = Router(config=config, experts=experts, name=f"{prefix}.gate")
-        kind, shared_kind = (Experts, GatedMLP) if experts.gated else (PlainExperts, PlainMLP)
+        kind: type[Experts | PlainExperts] = Experts if experts.gated else PlainExperts
+        shared_kind: type[GatedMLP | PlainMLP] = GatedMLP if experts.gated else PlainMLP
         self.experts = kind(config=config, experts=experts, prefix=f"{prefix}.experts")
         self.weighs_input = experts.weighs_input
-        self.shared_expert = self.shared_expert_gate = None
+        self.shared_expert: GatedMLP | PlainMLP | None = None
+        self.shared_expert_gate: Linear | None = None
         if experts.shared_size:
             self.shared_expert = shared_kind(
                 config=config, prefix=f"{prefix}.shared_expert", intermediate_size=experts.shared_size
