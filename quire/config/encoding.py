@@ -42,6 +42,8 @@ class CheckpointQuantization:
     """The first that matches a module decides; where none does, it is floats."""
     unread: tuple[str, ...] = ()
     """Patterns of tensors that are knowingly left out."""
+    notes: tuple[str, ...] = ()
+    """What it asks for that is done in another way, a sentence each, for the log."""
 
     def encoding_of(self, module: str) -> Encoding | None:
         """Of a module of the checkpoint, by its full name."""

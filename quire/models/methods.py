@@ -114,6 +114,8 @@ class _Encodings:
         self._says = config.arch.quantization
         self._scheme = scheme
         self._stored: Mapping[str, Mapping[str, Tensor]] = {}
+        for note in self._says.notes if self._says is not None else ():
+            logger.info("%s", note)
         if self._says is not None and config.load.load_format != "dummy":
             self._stored = _by_module(open_files(Path(config.model_dir), part_of=config.arch.part_of))
 

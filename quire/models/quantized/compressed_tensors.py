@@ -8,7 +8,7 @@ from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.errors import UnsupportedModelError
 from quire.models.json_object import JsonObject
 from quire.models.quantized.fp8 import UNREAD
-from quire.models.quantized.rules import EVERYTHING, beginning, block_shape, names
+from quire.models.quantized.rules import EVERYTHING, beginning, block_shape, names, notes
 
 _CLASSES = ("Linear", "LinearBase", "ParallelLMHead")
 _UNREAD = (*UNREAD, r"\.(weight_shape|input_zero_point|input_global_scale|output_zero_point)$")
@@ -24,16 +24,17 @@ def read_compressed_tensors(config: JsonObject) -> CheckpointQuantization:
     sparsity = config.child("sparsity_config")
     sparsity.only("format", "dense")
     rules = [EncodingRule(_pattern(config, "ignore", name), None) for name in names(config, "ignore")]
-    groups = config.child("config_groups")
+    groups, otherwise = config.child("config_groups"), notes(config, "kv_cache_scheme")
     for name in groups.values:
         group = groups.child(name)
+        otherwise += notes(group, "input_activations")
         encoding = _encoding(group, group.text("format", config.text("format", "dense")))
         rules += [
             EncodingRule(_pattern(group, "targets", target), encoding) for target in group.texts("targets")
         ]
     # Names that are spelt out come before classes of modules.
     rules.sort(key=lambda rule: rule.encoding is not None and rule.pattern == EVERYTHING)
-    return CheckpointQuantization("compressed-tensors", tuple(rules), _UNREAD)
+    return CheckpointQuantization("compressed-tensors", tuple(rules), _UNREAD, otherwise)
 
 
 def _pattern(config: JsonObject, key: str, name: str) -> str:

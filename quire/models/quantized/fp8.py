@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.config.encoding import CheckpointQuantization, Encoding
 from quire.models.json_object import JsonObject
-from quire.models.quantized.rules import all_but_head, block_shape, containing, names
+from quire.models.quantized.rules import all_but_head, block_shape, containing, names, notes
 
 UNREAD = (
     r"\.(input_scale|input_scale_ub|activation_scale)$",  # activations are rounded, if at all, by what they are
@@ -34,4 +34,5 @@ def read_fbgemm_fp8(config: JsonObject) -> CheckpointQuantization:
 
 def _quantization(method: str, config: JsonObject, encoding: Encoding) -> CheckpointQuantization:
     left = containing(names(config, "modules_to_not_convert", "ignored_layers"))
-    return CheckpointQuantization(method, (*left, *all_but_head(encoding)), UNREAD)
+    otherwise = notes(config, "activation_scheme", "kv_cache_scheme")
+    return CheckpointQuantization(method, (*left, *all_but_head(encoding)), UNREAD, otherwise)

@@ -7,7 +7,7 @@ from fnmatch import translate
 from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.models.json_object import JsonObject
 from quire.models.quantized.fp8 import UNREAD
-from quire.models.quantized.rules import all_but_head, names
+from quire.models.quantized.rules import all_but_head, names, notes
 
 _ENCODINGS = {
     "FP8": Encoding("fp8", {"grid_outputs": 0}),
@@ -26,4 +26,5 @@ def read_modelopt(config: JsonObject) -> CheckpointQuantization:
         for name in names(config, "exclude_modules", "ignore")
         for pattern in (translate(name), translate(f"{name}.*"))
     ]
-    return CheckpointQuantization("modelopt", (*left, *all_but_head(_ENCODINGS[algorithm])), UNREAD)
+    rules = (*left, *all_but_head(_ENCODINGS[algorithm]))
+    return CheckpointQuantization("modelopt", rules, UNREAD, notes(config, "kv_cache_quant_algo"))

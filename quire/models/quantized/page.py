@@ -47,8 +47,9 @@ exactly, in four bytes for each weight. "Shifted" are numbers with zero points o
 NOTES = """
 Names that the config leaves alone (`ignore`, `modules_to_not_convert`, `dynamic` and others), different bits in
 different layers, and modules that are floats in the files all the same are followed, module by module. Where modules
-that quire merges (q, k and v; gate and up) are quantised differently, the merged matrix is decoded to floats. With
-`--quantization` weights are decoded and rounded anew.
+that quire merges (q, k and v; gate and up) are quantised differently, the merged matrix is kept in int8 if they are
+integers all (int4, int8 and IQ4, in groups as small as the smallest), with the numbers of the file; else it is decoded
+to floats. With `--quantization` weights are decoded and rounded anew.
 
 The tests hold for every row that logits are within 1e-4, in float32 and the precise mode, of transformers' with the
 weights that the method's definition makes of the file, and that two ranks share it where its groups can be cut.
@@ -57,6 +58,7 @@ weights that the method's definition makes of the file, and that two ranks share
 
 - Activations are not rounded as a checkpoint says (dynamic, static, `input_scale`), but by the mode.
 - Scales of keys and values are left out: a cache in int8 has one for each vector, which it finds itself.
+  Where a config asks for either, the log says so by the name of the key.
 - Refused, by name: sparse weights and transforms (compressed-tensors), GPTQ's marlin layout, AWQ's gemv layout, bits
   that the table does not have, quantised scales (HQQ), torchao's int4 classes that are laid out for one GPU.
 - A file that disagrees with its config (shapes, group sizes, `sym`, `g_idx`) is an error at start-up that names file,

@@ -8,9 +8,24 @@ from collections.abc import Iterable
 from quire.config.encoding import Encoding, EncodingRule
 from quire.models.json_object import JsonObject
 
+_ACTIVATIONS = "activations are rounded as for all such weights, and not as the checkpoint says"
+_CACHE = "keys and values are kept as --kv-cache-dtype says; the checkpoint's scales of them are left out"
+_OTHERWISE = {
+    "input_activations": _ACTIVATIONS,
+    "activation_scheme": _ACTIVATIONS,
+    "kv_cache_scheme": _CACHE,
+    "kv_cache_quant_algo": _CACHE,
+}
 EVERYTHING = ".*"
 HEAD = r"(.*\.)?lm_head"
 """The output head, which most methods leave alone without saying so."""
+
+
+def notes(config: JsonObject, *keys: str) -> tuple[str, ...]:
+    """A sentence for each key that is there and says how activations, or keys and values, are rounded."""
+    return tuple(
+        f"{config.where}: {key}: {_OTHERWISE[key]}" for key in keys if config.get(key) not in (None, {})
+    )
 
 
 def names(config: JsonObject, *keys: str) -> tuple[str, ...]:

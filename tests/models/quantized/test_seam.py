@@ -186,3 +186,36 @@ def test_a_file_of_the_tool_will_do(
     found = read_hf_config(tmp_path, {}).quantization
     assert found is not None
     assert found.method == method
+
+
+@pytest.mark.parametrize(
+    ("config", "noted"),
+    [
+        (CT | {"kv_cache_scheme": {"num_bits": 8}}, ["kv_cache_scheme: keys and values are kept"]),
+        (weights(strategy="channel"), []),
+        (
+            {"quant_method": "fp8", "activation_scheme": "static"},
+            ["activation_scheme: activations are rounded"],
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+            ["kv_cache_quant_algo: keys and values are kept"],
+        ),
+    ],
+    ids=["ct", "ct-none", "fp8", "modelopt"],
+)
+def test_what_is_done_in_another_way_is_noted(config: dict[str, Any], noted: list[str], llama: Path) -> None:
+    found = read_hf_config(llama, {"quantization_config": config}).quantization
+    assert found is not None
+    assert [
+        note.split("quantization_config: ")[1][: len(words)]
+        for note, words in zip(found.notes, noted, strict=True)
+    ] == noted
+
+
+def test_notes_reach_the_log(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = dict(FP8.config) | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    path, _ = write(llama, tmp_path, config, FP8.writer, but_head)
+    with caplog.at_level("INFO"):
+        load_tiny(path)
+    assert "kv_cache_scheme: keys and values are kept as --kv-cache-dtype says" in caplog.text
