@@ -302,12 +302,13 @@ def test_a_process_that_is_killed_or_stopped_is_named_by_all(
         stdout=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    struck = threading.Event()
+    joined, struck = threading.Barrier(3), threading.Event()
 
     def work(rank: int) -> str:
         group: Group = Gloo(rank, 3, file_store(tmp_path / "meet", 3), join_s=200)
         if kind == "shared_memory":
             group = share_memory(group)
+        joined.wait()
         struck.wait()
         for _ in range(2):  # what is lost stays lost
             with pytest.raises(RankLostError) as lost:
@@ -319,6 +320,7 @@ def test_a_process_that_is_killed_or_stopped_is_named_by_all(
         losses = [threads.submit(work, rank) for rank in (0, 2)]
         assert victim.stdout is not None
         assert victim.stdout.readline() == b"joined\n"
+        joined.wait()
         victim.send_signal(signal_)
         if signal_ == signal.SIGKILL:
             victim.wait()

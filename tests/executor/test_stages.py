@@ -66,4 +66,4 @@ def test_stages_that_are_processes_until_one_is_killed(tiny_model: Callable[[str
         run(engine)
     engine.shutdown()
     assert time.monotonic() - killed < 10
-    assert all(map(is_gone, pids))
+    assert all(map(is_gone, pids.values()))
