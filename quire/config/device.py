@@ -60,8 +60,8 @@ class ParallelConfig(Config):
 
     distributed_executor_backend: str = option(
         "auto",
-        "uni: in the engine's process; mp: one for each rank; external_launcher: torchrun's; auto: uni, or mp for "
-        "several ranks; null: none; or module:Class.",
+        "uni: in the engine's process; mp: one for each rank; external_launcher: torchrun's; auto: mp for "
+        "several; null: none; module:Class.",
         choices=("auto", "uni", "mp", "external_launcher", "null"),
         plugins="quire.executors",
         places=True,
