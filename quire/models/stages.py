@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.distributed.group import ALONE, Group
 from quire.errors import ConfigError
