@@ -60,8 +60,8 @@ class ParallelConfig(Config):
 
     distributed_executor_backend: str = option(
         "auto",
-        "uni: in the engine's process; mp: one for each rank; external_launcher: torchrun's; auto: mp for "
-        "several; null: none; module:Class.",
+        "uni: in the engine's process; mp: one for each rank; external_launcher: torchrun's; auto: uni, or mp; "
+        "null: none; or module:Class.",
         choices=("auto", "uni", "mp", "external_launcher", "null"),
         plugins="quire.executors",
         places=True,
@@ -125,11 +125,6 @@ class ParallelConfig(Config):
     data_parallel_rpc_port: int | None = option(
         None, "Taken, and of no effect: replicas do not have to find each other.", ge=1, le=65535
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if any(size < 1 for size in self.stage_sizes):
-            raise ConfigError(f"--pipeline-partition must be such as 3,5, got {self.pipeline_partition!r}")
 
     @property
     def num_ranks(self) -> int:

@@ -18,7 +18,7 @@ class ModelConfig(Config):
 
     model: str = option(
         DEMO_MODEL,
-        "Local directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or a toy in the box: "
+        "Directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or a toy in the box: "
         "quire-demo, quire-demo-embed, quire-demo-draft.",
     )
     tokenizer: str | None = option(None, "Directory or id of the tokenizer; default: the model's own.")

@@ -59,6 +59,10 @@ def _require(wants: Mapping[str, bool], what: str) -> None:
 def _check_stages(config: EngineConfig) -> None:
     num, sizes = config.parallel.pipeline_parallel_size, config.parallel.stage_sizes
     num_layers = config.arch.num_layers
+    if any(size < 1 for size in sizes):
+        raise ConfigError(
+            f"--pipeline-partition must be such as 3,5, got {config.parallel.pipeline_partition!r}"
+        )
     if sizes and (len(sizes), sum(sizes)) != (num, num_layers):
         raise ConfigError(
             f"--pipeline-partition {config.parallel.pipeline_partition} has {len(sizes)} stages with {sum(sizes)} "
