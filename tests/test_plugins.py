@@ -116,7 +116,7 @@ def test_a_class_of_another_kind_is_refused(offer: Offer) -> None:
 
 def test_a_built_in_row_cannot_be_replaced(offer: Offer) -> None:
     offer(EXECUTORS.group, f"null={__name__}:Abacus")
-    assert EXECUTORS.names() == ["uni", "mp", "null"]
+    assert EXECUTORS.names() == ["uni", "mp", "external_launcher", "null"]
     assert resolve_executor("null") is NullExecutor
 
 
@@ -167,8 +167,8 @@ def test_the_variable_says_which_plug_ins_are_let_in(offer: Offer, monkeypatch: 
         ("x", []),
     ]:
         monkeypatch.setenv("QUIRE_PLUGINS", value)
-        assert EXECUTORS.names()[3:] == expected
-    with pytest.raises(ConfigError, match="must be one of uni, mp, null, got 'abacus'"):
+        assert EXECUTORS.names()[4:] == expected
+    with pytest.raises(ConfigError, match="must be one of uni, mp, external_launcher, null, got 'abacus'"):
         resolve_executor("abacus")
 
 
