@@ -34,6 +34,7 @@ SMALLER = (
     (r"implementations.py", "implementations.py --rounds 1 --num-layers 1"),
     (r"benchmarks.adapters", "benchmarks.adapters benchmarks/models/dummy-0.5b --rounds 1"),
     (r"benchmarks.overhead", "benchmarks.overhead --requests 4"),
+    (r"--shape minilm --load texts --num-texts 64", "--shape tiny --num-texts 2 --rounds 1"),
     (r"benchmarks.copied_text", "benchmarks.copied_text --num-tokens 16 --num-rounds 1"),
     (r"Once upon a time", "The capital of France is"),
 )
