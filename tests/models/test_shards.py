@@ -85,7 +85,12 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     local = {"attention_types": [[["local"], 1]]} if "attention_types" in config else {}
     sparse = {"moe_layers": [0]} if config.get("moe_layers") else {}
     nested = {"ffn_config": config["ffn_config"] | {"ffn_hidden_size": 256}} if "ffn_config" in config else {}
-    return config | sizes | widened | lists | local | sparse | nested
+    rope = config.get("rope_parameters") or {}
+    factors = {
+        key: rope[key] * 2 for key in ("short_factor", "long_factor") if key in rope
+    }  # heads are twice as large
+    longrope = {"rope_parameters": rope | factors} if factors else {}
+    return config | sizes | widened | lists | local | sparse | nested | longrope
 
 
 @pytest.fixture(scope="module")
