@@ -140,8 +140,6 @@ struct WidePanels {
             return int64_t{0};
         });
     }
-
-    void scale(Float32*, int64_t) const {}
 };
 
 }}}  // namespace quire::QUIRE_ISA

@@ -32,7 +32,7 @@ struct ByteDot {
         sum.low = in_turn(_mm256_add_epi32(sum.low, sums_of(w.low[quad], values)));
         sum.high = in_turn(_mm256_add_epi32(sum.high, sums_of(w.high[quad], values)));
     }
-    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, kPart); }
+    static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return factor * sum; }
     static Sum start(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
     static Ints16 total(const Sum& sum) { return {reinterpret_cast<Ints>(sum.low), reinterpret_cast<Ints>(sum.high)}; }
 };
@@ -86,7 +86,7 @@ struct Int4Dot {
         sum.high = in_turn(_mm256_add_epi16(sum.high, _mm256_maddubs_epi16(w.high[quad], values)));
     }
     // For each lane the sum over its own half of every quad.
-    static int32_t start_word(const int8_t* values, int32_t factor) {
+    static int32_t start_word(const int8_t* values, int32_t, int32_t factor) {
         static_assert(kPart == 16 || kPart == 32, "sums fit into 16 bits");
         __m128i four = _mm_setzero_si128();
         for (int64_t k = 0; k < kPart; k += 16) {

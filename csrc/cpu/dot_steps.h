@@ -3,7 +3,7 @@
 // All instruction sets make the same integers. A Dot names what a step of packed weights becomes in registers (Weights),
 // what its products are summed in over a part of a chunk (Sum), how many k a part has (few enough that no sum overflows, 32
 // of 4 bits, and no more than share a scale of weights), and from how many tiles of rows on weights are unpacked once for all. A sum starts
-// with the word that `start_word` makes of a part's activations: a factor times their sum, which takes the weights' zero
+// with the word that `start_word` makes of a part's activations and their sum: a factor times it, which takes the weights' zero
 // point out at no cost.
 
 #pragma once
@@ -16,12 +16,6 @@ namespace quire { namespace QUIRE_ISA { namespace {
 constexpr int64_t kInt8Pair = 128;
 
 constexpr int64_t kNever = INT64_MAX;
-
-inline int32_t sum_of(const int8_t* values, int64_t count) {
-    int32_t sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum += values[i];
-    return sum;
-}
 
 // What codes are looked up in that are integers themselves.
 struct NoBook {
@@ -49,7 +43,7 @@ struct Int8DotOf : DotOf<Dots, part> {
 
     static Weights unpack(const uint8_t* step, Book) { return {{Dots::bytes(step)}}; }
     static void add(typename Dots::Sum& sum, const Weights& w, int quad, const int32_t* x) { Dots::add(sum, w.quads[quad], x); }
-    static int32_t start_word(const int8_t* values, int32_t factor) { return (factor + Dots::kTaken) * sum_of(values, part); }
+    static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return (factor + Dots::kTaken) * sum; }
 };
 
 template <class Dots, int64_t part, int64_t unpack_tiles = kNever>
@@ -61,7 +55,7 @@ struct Int4DotOf : DotOf<Dots, part> {
 
     static Weights unpack(const uint8_t* step, Book) { return {{Dots::low(step), Dots::high(step)}}; }
     static void add(typename Dots::Sum& sum, const Weights& w, int quad, const int32_t* x) { Dots::add(sum, w.quads[quad], x); }
-    static int32_t start_word(const int8_t* values, int32_t factor) { return factor * sum_of(values, part); }
+    static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return factor * sum; }
 };
 
 template <class Dots, int64_t part, int64_t unpack_tiles = kNever>
@@ -75,7 +69,7 @@ struct BookDotOf : DotOf<Dots, part> {
         return {{Dots::looked_up(Dots::low(step), book), Dots::looked_up(Dots::high(step), book)}};
     }
     static void add(typename Dots::Sum& sum, const Weights& w, int quad, const int32_t* x) { Dots::add(sum, w.quads[quad], x); }
-    static int32_t start_word(const int8_t* values, int32_t factor) { return (factor + Dots::kTaken) * sum_of(values, part); }
+    static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return (factor + Dots::kTaken) * sum; }
 };
 
 }}}  // namespace quire::QUIRE_ISA

@@ -109,8 +109,6 @@ struct FloatPanels {
             store16(wide + k * kPanel, load_row(from + (k - index) * kPanel, index));
         }
     }
-
-    void scale(Float32*, int64_t) const {}
 };
 
 template <class Panels, class Rows>
@@ -180,10 +178,7 @@ struct FloatKernel {
             multiply_panels<decltype(width)::value>(sums + p * kPanel, stride, tiling, tiles, panel + p);
         });
         const Outputs outputs(job, panel, count);
-        for (int64_t row = 0; row < rows; ++row) {
-            for (int64_t p = 0; p < count; ++p) panels.scale(sums + row * stride + p * kPanel, panel + p);
-            outputs.write(start + row, sums + row * stride);
-        }
+        for (int64_t row = 0; row < rows; ++row) outputs.write(start + row, sums + row * stride);
     }
 
     // All rows are one tile: panels are read side by side.

@@ -168,19 +168,17 @@ struct CodePanels {
 
 // int8 with a scale per output, which is applied at the end.
 struct Int8Panels : CodePanels<Int8Dot<kChunk>> {
-    static constexpr bool kPairs = true, kShifts = false;
+    static constexpr bool kPairs = true, kShifts = false, kScalesOutputs = true;
 
     NoGroups groups(int64_t, int64_t) const { return {}; }
 
-    void scale(Float32* sums, int64_t index) const {
-        store16(sums, load16(sums) * weight.scale_stream().at(index, 0));
-    }
+    Lanes16 scale(int64_t index) const { return weight.scale_stream().at(index, 0); }
 };
 
 // Codes with scales, and perhaps zero points or minimums, per group of k.
 template <class DotType, bool pairs, bool shifts>
 struct GroupPanels : CodePanels<DotType> {
-    static constexpr bool kPairs = pairs, kShifts = shifts;
+    static constexpr bool kPairs = pairs, kShifts = shifts, kScalesOutputs = false;
     using CodePanels<DotType>::weight;
 
     Groups<shifts> groups(int64_t index, int64_t first_part) const {
@@ -190,7 +188,6 @@ struct GroupPanels : CodePanels<DotType> {
                 first_part, group ? __builtin_ctzll(static_cast<uint64_t>(group / DotType::kPart)) : 62, this->zero()};
     }
 
-    void scale(Float32*, int64_t) const {}
 };
 
 template <int64_t part, bool shifts>
@@ -260,21 +257,22 @@ struct IntKernel {
             const Float32* x = job.row(start + r);
             for (int64_t chunk = 0; chunk < chunks(); ++chunk) {
                 const int64_t at = chunk * kChunk, left = inputs - at, size = left < kChunk ? left : kChunk;
-                pack_chunk(tiling, start, chunk * rows + r, rows, x + at, size);
+                pack_chunk(tiling, start, chunk, r, rows, x + at, size);
             }
         }
     }
 
-    // Rounds a chunk of `size` values of a row; `at` is where its scale stands among the tile's.
-    void pack_chunk(const Tiling& tiling, int64_t start, int64_t at, int64_t rows, const Float32* x, int64_t size) const {
-        alignas(32) int8_t rounded[kChunk] = {};
-        scales(tiling, start)[at].value = round_chunk(rounded, x, size) * panels.unit();
-        const int64_t chunk = at / rows, row = at % rows;
+    // Rounds a chunk of `size` values of a tile's row.
+    void pack_chunk(const Tiling& tiling, int64_t start, int64_t chunk, int64_t row, int64_t rows, const Float32* x,
+                    int64_t size) const {
+        alignas(32) int8_t rounded[kChunk];
+        int32_t sums[kParts] = {};
+        scales(tiling, start)[chunk * rows + row].value = round_chunk(rounded, sums, x, size) * panels.unit();
         for (int64_t part = 0; part < kParts; ++part) {
             const int8_t* values = rounded + part * Dot::kPart;
             const int64_t place = (chunk * kParts + part) * rows + row;
-            starts(tiling, start)[place] = Dot::start_word(values, -panels.zero());
-            if (Panels::kShifts) minus(tiling, start)[place].value = static_cast<float>(-sum_of(values, Dot::kPart));
+            starts(tiling, start)[place] = Dot::start_word(values, sums[part], -panels.zero());
+            if (Panels::kShifts) minus(tiling, start)[place].value = static_cast<float>(-sums[part]);
         }
         int32_t* out = words(start) + chunk * kChunkWords * rows + row * (whole_chunks ? kChunkWords : 1);
         constexpr int64_t kBytes = whole_chunks ? kChunk : kQuad;
@@ -283,8 +281,9 @@ struct IntKernel {
         }
     }
 
-    // Rounds to steps of the largest magnitude / 127, or that of a pair. Returns the scale; NaN if a value is not finite.
-    static float round_chunk(int8_t* out, const Float32* x, int64_t size) {
+    // Rounds to steps of the largest magnitude / 127, or that of a pair, and adds up what each part comes to. Returns the
+    // scale; NaN if a value is not finite.
+    static float round_chunk(int8_t* out, int32_t (&sums)[kParts], const Float32* x, int64_t size) {
         Vec most = {}, poison = {};
         for_each_vector(size, [&](int64_t i, auto lanes) {
             const Vec v = load(x + i, lanes);
@@ -292,16 +291,25 @@ struct IntKernel {
             most = larger(most, Panels::kPairs ? magnitude + swapped(magnitude) : magnitude);
             poison = poison + v * 0.0f;
         });
-        if (!(sum(poison) == 0.0f)) return __builtin_nanf("");
+        const bool is_finite = sum(poison) == 0.0f;
         const float extreme = largest(most);
-        if (extreme < kActivationMin) return 0.0f;
+        const bool is_nothing = !is_finite || extreme < kActivationMin;
+        if (is_nothing || size < kChunk) __builtin_memset(out, 0, kChunk);
+        if (is_nothing) return is_finite ? 0.0f : __builtin_nanf("");
         const Vec inverse = splat(kActivationMax / extreme);
-        for_each_vector(size, [&](int64_t i, auto lanes) {
-            // Adding 1.5 * 2^23 leaves the rounded value in the low bits.
-            const Ints bits = reinterpret_cast<Ints>(load(x + i, lanes) * inverse + 12582912.0f);
-            const Bytes bytes = __builtin_convertvector(bits, Bytes);
-            __builtin_memcpy(out + i, &bytes, sizeof bytes);
-        });
+        for (int64_t part = 0; part < kParts; ++part) {
+            const int64_t begin = part * Dot::kPart;
+            Ints total = {};
+            for_each_vector(smaller_of(size - begin, Dot::kPart), [&](int64_t i, auto lanes) {
+                // Adding 1.5 * 2^23 leaves the rounded value in the low bits.
+                const Vec shifted = load(x + begin + i, lanes) * inverse + 12582912.0f;
+                const Ints rounded = reinterpret_cast<Ints>(shifted) - 0x4b400000;
+                const Bytes bytes = __builtin_convertvector(rounded, Bytes);
+                __builtin_memcpy(out + begin + i, &bytes, sizeof bytes);
+                total = total + rounded;
+            });
+            sums[part] = static_cast<int32_t>(sum(__builtin_convertvector(total, Vec)));  // exact: far below 2^24
+        }
         return extreme / kActivationMax;
     }
 
@@ -318,9 +326,15 @@ struct IntKernel {
 
     void finish(int64_t first, int64_t rows, int64_t panel, int64_t count, Float32* sums) const {
         const Outputs outputs(job, panel, count);
+        Lanes16 scales[kUnitPanels];
+        if constexpr (Panels::kScalesOutputs) {
+            for (int64_t p = 0; p < count; ++p) scales[p] = panels.scale(panel + p);
+        }
         for (int64_t row = 0; row < rows; ++row) {
             Float32* at = sums + row * count * kPanel;
-            for (int64_t p = 0; p < count; ++p) panels.scale(at + p * kPanel, panel + p);
+            if constexpr (Panels::kScalesOutputs) {
+                for (int64_t p = 0; p < count; ++p) store16(at + p * kPanel, load16(at + p * kPanel) * scales[p]);
+            }
             outputs.write(first + row, at);
         }
     }
