@@ -22,6 +22,7 @@ from quire.distributed.shared_memory import share_memory
 from quire.errors import ConfigError, EngineError
 from quire.executor.agreement import check_ranks_agree
 from quire.executor.host_share import config_of_rank, memory_of_ranks
+from quire.executor.places import JOIN_S
 from quire.executor.uniproc import UniprocExecutor
 from quire.kernels import cpu
 from quire.kv_cache.spec import KVMemory, SwapCosts
@@ -29,7 +30,6 @@ from quire.layers.shard import Shard
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
 
-JOIN_S = 300.0
 PATIENCE_S = 600.0
 """Between two steps a rank's program may do something that the others do not."""
 
