@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,9 @@ GOAL = 0.95
 SEED = 11
 
 
-def by_quire(model: str) -> Callable[[Sequence[str]], Tensor]:
+def by_quire(model: str, **options: Any) -> Callable[[Sequence[str]], Tensor]:
     """What makes vectors with quire."""
-    llm = LLM(model)
+    llm = LLM(model, **options)
     return lambda texts: torch.tensor([one.outputs.embedding for one in llm.embed(list(texts))])
 
 

@@ -83,11 +83,12 @@ inline int64_t needed_scratch(const Linear& job) {
     return 4 * (kBlockRows + rows * (job.weight.padded() + 1));
 }
 
-// Rows cut as evenly as possible into tiles of at most `most`.
+// Rows cut into tiles of at most `most`: as evenly as possible, or with all but the last one whole.
 struct Tiling {
-    int64_t rows, tiles;
-    Tiling(int64_t rows, int64_t most) : rows(rows), tiles((rows + most - 1) / most) {}
-    int64_t start(int64_t tile) const { return tile * (rows / tiles) + (tile < rows % tiles ? tile : rows % tiles); }
+    int64_t rows, tiles, size_of_most, one_more;
+    Tiling(int64_t rows, int64_t most, bool even = true)
+        : rows(rows), tiles((rows + most - 1) / most), size_of_most(even ? rows / tiles : most), one_more(even ? rows % tiles : 0) {}
+    int64_t start(int64_t tile) const { return smaller_of(tile * size_of_most + smaller_of(tile, one_more), rows); }
     int64_t size(int64_t tile) const { return start(tile + 1) - start(tile); }
 };
 
@@ -127,6 +128,14 @@ public:
             if (!job.bias) continue;
             for (int64_t i = 0; i < kPanel; i += kLanes)
                 store(bias_ + p * kPanel + i, load_some(job.bias + first_[p] + i, count_[p] - i), All{});
+        }
+    }
+
+    // Brings where some rows' outputs will be nearer: they lie far apart, and each is written once.
+    void fetch(int64_t first_row, int64_t rows) const {
+        const int64_t step = job_.activation == kNone ? 1 : 2;
+        for (int64_t row = first_row; row < first_row + rows; ++row) {
+            for (int64_t p = 0; p < panels_; p += step) __builtin_prefetch(job_.out + row * job_.out_stride + first_[p], 1);
         }
     }
 
@@ -213,7 +222,7 @@ __attribute__((noinline)) void run_together(Block* blocks, int64_t count, const 
     int64_t tiles = 0, units = 0, rows = 0;
     for (int64_t i = 0; i < count; ++i) {
         Block& block = blocks[i];
-        block.tiling = Tiling(block.job.rows, Kernel::kMostRows);
+        block.tiling = Tiling(block.job.rows, Kernel::kMostRows, Kernel::kEven);
         block.first_tile = tiles, block.first_unit = units;
         tiles += block.tiling.tiles, units += Units(weight, block.tiling, count).count(), rows += block.job.rows;
     }

@@ -119,6 +119,7 @@ struct FloatKernel {
     using X = typename Rows::X;
 
     static constexpr int kMostRows = Rows::kMost;
+    static constexpr bool kEven = true;
 
     // Whether products of several tiles with a panel read its weights as float32, and whether those have to be made.
     static constexpr bool kReadsFloats = kTogether<X> == 1, kWidens = kReadsFloats && !Panels::kWide;
@@ -173,11 +174,11 @@ struct FloatKernel {
     void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
         const int64_t stride = count * kPanel, start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
+        const Outputs outputs(job, panel, count);
         if (Panels::kDirect && tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
         else for_panels<1, 1, Rows::kPanels>(count, [&](auto width, int64_t p) {
-            multiply_panels<decltype(width)::value>(sums + p * kPanel, stride, tiling, tiles, panel + p);
+            multiply_panels<decltype(width)::value>(sums + p * kPanel, stride, tiling, tiles, panel + p, outputs);
         });
-        const Outputs outputs(job, panel, count);
         for (int64_t row = 0; row < rows; ++row) outputs.write(start + row, sums + row * stride);
     }
 
@@ -199,7 +200,7 @@ struct FloatKernel {
 
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way there.
     template <int P>
-    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel) const {
+    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel, const Outputs& outputs) const {
         constexpr int64_t kBlock = (kReadsFloats && !kWidens ? kDirectBlock : kWideBlock) / P;
         alignas(64) Float32 wide[kWidens ? P * kBlock * kPanel : 1];
         const int64_t depth = panels.depth(), first_row = tiling.start(tiles.begin);
@@ -212,6 +213,7 @@ struct FloatKernel {
             for (int64_t index = tiles.begin; index < tiles.end; ++index) {
                 const int64_t row = tiling.start(index);
                 Float32* own = sums + (row - first_row) * stride;
+                if (start + size == depth) outputs.fetch(row, tiling.size(index));
                 with_rows<kMostRows>(tiling.size(index), [&](auto rows) {
                     constexpr int R = decltype(rows)::value;
                     const X* x = activations(row) + start / kTogether<X> * R;

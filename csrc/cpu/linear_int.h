@@ -5,8 +5,8 @@
 
 #pragma once
 
-#include "dot.h"
 #include "linear_float.h"
+#include "round_chunk.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -16,12 +16,6 @@ constexpr int64_t kBytesAhead = 8192;
 
 // How near the fetched weights are kept: a whole block of them would push the one in use out of the first-level cache.
 enum Fetch : int { kLater = 2, kSoon = 3 };
-
-constexpr float kActivationMax = 127.0f;
-static_assert(kInt8Pair > static_cast<int64_t>(kActivationMax), "rounding two values adds up to 1 to their sum");
-
-// Activations below are 0: their scale's inverse would not be finite.
-constexpr float kActivationMin = 1e-30f;
 
 // A tile of R packed rows from some chunk on: words [quad][R] of four values each; per chunk the scale of each row, [chunk][R];
 // and per part of a chunk what its sum starts with, and the activations' own sum, negated, which minimums are multiplied by.
@@ -63,8 +57,6 @@ struct Groups {
         return {scale, has_shifts ? zeros.minimum(group, panel * zeros_stride, scale, taken_zero) : scale};
     }
 };
-
-inline Vec swapped(Vec pairs) { return __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6); }
 
 template <class Dot>
 inline typename Dot::Weights weights_of(const uint8_t* panel, int64_t step, const typename Dot::Book& book) {
@@ -224,8 +216,9 @@ struct IntKernel {
     using Dot = typename Panels::Dot;
 
     static constexpr int kMostRows = kIntRows;
+    static constexpr bool kEven = true;
     static constexpr int64_t kChunkSteps = kChunk / (kQuad * Dot::kQuads), kChunkWords = kChunk / kQuad;
-    static constexpr int64_t kParts = kChunk / Dot::kPart;
+    static constexpr int kParts = kChunk / Dot::kPart;
     // Steps whose weights are unpacked together: 16 KiB of registers, half of a first-level cache.
     static constexpr int64_t kWideSteps = 16384 / static_cast<int64_t>(sizeof(typename Dot::Weights));
     static constexpr int64_t kBlockChunks = kWideSteps / kChunkSteps;
@@ -265,9 +258,9 @@ struct IntKernel {
     // Rounds a chunk of `size` values of a tile's row.
     void pack_chunk(const Tiling& tiling, int64_t start, int64_t chunk, int64_t row, int64_t rows, const Float32* x,
                     int64_t size) const {
-        alignas(32) int8_t rounded[kChunk];
+        alignas(64) int8_t rounded[kChunk];
         int32_t sums[kParts] = {};
-        scales(tiling, start)[chunk * rows + row].value = round_chunk(rounded, sums, x, size) * panels.unit();
+        scales(tiling, start)[chunk * rows + row].value = round_chunk<Panels::kPairs>(rounded, sums, x, size) * panels.unit();
         for (int64_t part = 0; part < kParts; ++part) {
             const int8_t* values = rounded + part * Dot::kPart;
             const int64_t place = (chunk * kParts + part) * rows + row;
@@ -281,51 +274,19 @@ struct IntKernel {
         }
     }
 
-    // Rounds to steps of the largest magnitude / 127, or that of a pair, and adds up what each part comes to. Returns the
-    // scale; NaN if a value is not finite.
-    static float round_chunk(int8_t* out, int32_t (&sums)[kParts], const Float32* x, int64_t size) {
-        Vec most = {}, poison = {};
-        for_each_vector(size, [&](int64_t i, auto lanes) {
-            const Vec v = load(x + i, lanes);
-            const Vec magnitude = as_floats(as_bits(v) & 0x7fffffff);
-            most = larger(most, Panels::kPairs ? magnitude + swapped(magnitude) : magnitude);
-            poison = poison + v * 0.0f;
-        });
-        const bool is_finite = sum(poison) == 0.0f;
-        const float extreme = largest(most);
-        const bool is_nothing = !is_finite || extreme < kActivationMin;
-        if (is_nothing || size < kChunk) __builtin_memset(out, 0, kChunk);
-        if (is_nothing) return is_finite ? 0.0f : __builtin_nanf("");
-        const Vec inverse = splat(kActivationMax / extreme);
-        for (int64_t part = 0; part < kParts; ++part) {
-            const int64_t begin = part * Dot::kPart;
-            Ints total = {};
-            for_each_vector(smaller_of(size - begin, Dot::kPart), [&](int64_t i, auto lanes) {
-                // Adding 1.5 * 2^23 leaves the rounded value in the low bits.
-                const Vec shifted = load(x + begin + i, lanes) * inverse + 12582912.0f;
-                const Ints rounded = reinterpret_cast<Ints>(shifted) - 0x4b400000;
-                const Bytes bytes = __builtin_convertvector(rounded, Bytes);
-                __builtin_memcpy(out + begin + i, &bytes, sizeof bytes);
-                total = total + rounded;
-            });
-            sums[part] = static_cast<int32_t>(sum(__builtin_convertvector(total, Vec)));  // exact: far below 2^24
-        }
-        return extreme / kActivationMax;
-    }
-
     void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
         const int64_t start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
+        const Outputs outputs(job, panel, count);
         for (int64_t i = 0; i < rows * count; ++i) store16(sums + i * kPanel, splat16(0.0f));
         if (tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
         else for_panels<1, 1, kWidePanels>(count, [&](auto width, int64_t p) {
-            multiply_panels<decltype(width)::value>(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p);
+            multiply_panels<decltype(width)::value>(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, outputs);
         });
-        finish(start, rows, panel, count, sums);
+        finish(start, rows, panel, count, sums, outputs);
     }
 
-    void finish(int64_t first, int64_t rows, int64_t panel, int64_t count, Float32* sums) const {
-        const Outputs outputs(job, panel, count);
+    void finish(int64_t first, int64_t rows, int64_t panel, int64_t count, Float32* sums, const Outputs& outputs) const {
         Lanes16 scales[kUnitPanels];
         if constexpr (Panels::kScalesOutputs) {
             for (int64_t p = 0; p < count; ++p) scales[p] = panels.scale(panel + p);
@@ -359,7 +320,8 @@ struct IntKernel {
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way to the
     // second.
     template <int P>
-    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel) const {
+    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel,
+                         const Outputs& outputs) const {
         constexpr int64_t kBlock = kBlockChunks / P, kBlockBytes = kBlock * kChunkSteps * kStepBytes;
         const int64_t first_row = tiling.start(tiles.begin);
         const bool unpacks = tiles.end - tiles.begin >= Dot::kUnpackTiles;
@@ -374,6 +336,7 @@ struct IntKernel {
                 }
             }
             for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
+                if (size == left) outputs.fetch(tiling.start(tile), tiling.size(tile));
                 with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
                     auto multiply = [&](const auto* weights, int64_t panel_stride) {
                         multiply_chunks<decltype(rows)::value, P, kLater, Dot>(

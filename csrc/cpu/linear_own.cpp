@@ -28,15 +28,17 @@ struct MakeTiledFloat {
     TiledFloatKernel operator()(const Linear& job) const { return {job, {job.weight}}; }
 };
 
+constexpr int64_t kFewestTiledRows = 24;
+
 template <class Panels>
 struct MakeTiledInt {
     TiledIntKernel<Panels> operator()(const Linear& job) const { return {{job, {job.weight}}}; }
 };
 
-// `rows` are those of a matrix, on the average.
+// Fewer rows take longer by tiles than by vectors; `rows` are those of a matrix, on the average.
 template <class Panels, class Body>
 bool with_integers(int64_t rows, Body body) {
-    if (rows < kTileRows) return false;
+    if (rows < kFewestTiledRows) return false;
     body(MakeTiledInt<Panels>{});
     return true;
 }

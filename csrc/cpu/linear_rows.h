@@ -50,6 +50,10 @@ struct Paired {
     static constexpr bool kAsTheyAre = false;
 
     static void take(X* out, const Float32* x, int64_t count) {
+        for (; count >= 32; count -= 32, out += 16, x += 32) {
+            const __m512bh halves = _mm512_cvtne2ps_pbh(load16(x + 16).all, load16(x).all);
+            _mm512_storeu_si512(out, _mm512_rol_epi32(reinterpret_cast<__m512i>(halves), 16));
+        }
         for_each_vector(count, [&](int64_t k, auto lanes) {
             uint32_t pairs[kLanes / 2];
             const Halves halves = narrow(load(x + k, lanes), BFloat16{});
