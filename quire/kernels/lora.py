@@ -4,7 +4,7 @@ Invariant: memory is taken once, for as many adapters as may be in a step; loadi
 nothing, so what was recorded of a step goes on reading the right addresses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -69,7 +69,28 @@ class LoraStacks:
         """Of N, those of each part."""
         return [slice(start, end) for start, end in pairwise(self.ends.tolist())]
 
+    def part(self, slots: slice) -> "LoraStacks":
+        """Some of the slots, in the same memory."""
+        tensors = (self.a, self.b, self.scales, self.ranks, self.affine, self.factors, self.offsets)
+        return LoraStacks(*(tensor[slots] for tensor in tensors), ends=self.ends)
+
     @property
     def nbytes(self) -> int:
         """Memory of all slots."""
         return sum(part.nbytes for part in (self.a, self.b, self.factors, self.offsets))
+
+
+class SharedStacks:
+    """Slots of several layers that are alike, in one memory, where a kernel finds those of a layer by its number."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.all: LoraStacks | None = None
+        """Those of the first layer, then those of the next; None: the engine serves no adapters."""
+
+    def of_layer(self, index: int, num_slots: int, make: Callable[[int], LoraStacks]) -> LoraStacks:
+        """Slots of a layer; `make` makes so many, for all, when the first layer asks."""
+        if index == 0:
+            self.all = make(self._count * num_slots)
+        assert self.all is not None, "layers ask in their order"
+        return self.all.part(slice(index * num_slots, (index + 1) * num_slots))
