@@ -13,6 +13,7 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 constexpr int64_t kWidth = 16;             // ranks, or outputs, that are made together
 constexpr int64_t kAdapterColumns = 1024;  // outputs of a job
+constexpr int64_t kWeightsAhead = 1024;    // of those that few rows read, fetched before
 
 // Rows that are multiplied together, and sums of each, so that all stay in registers and enough of them advance at once.
 #ifdef __AVX512F__
@@ -129,7 +130,9 @@ struct Piece {
         for (int c = 0; c < kChains; ++c)
             for (int r = 0; r < R; ++r) sums[c][r] = splat16(0.0f);
         const auto add = [&](int64_t k, int c) {
-            const Lanes16 weights = load16(a + k * of.most);
+            const W* weight = a + k * of.most;
+            if (R < 3) __builtin_prefetch(weight + kWeightsAhead);
+            const Lanes16 weights = load16(weight);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[c][r] = fma(splat16(from[r][k].value), weights, sums[c][r]);
         };

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.huge_pages import prefer_huge_pages
+
 RANK_UNIT = 16
 """Ranks that C++ kernels make together: a slot has room for a multiple of them."""
 
@@ -54,9 +56,14 @@ class LoraStacks:
         """Slots without adapters, for a matrix whose parts have so many outputs."""
         max_rank = -(-max_rank // RANK_UNIT) * RANK_UNIT
         ends = torch.tensor([0, *parts]).cumsum(0)
+        a = torch.zeros(num_slots, len(parts), inputs, max_rank, dtype=dtype, device=device)
+        b = torch.zeros(num_slots, max_rank, sum(parts), dtype=dtype, device=device)
+        if device.type == "cpu":
+            prefer_huge_pages(a)
+            prefer_huge_pages(b)
         return LoraStacks(
-            a=torch.zeros(num_slots, len(parts), inputs, max_rank, dtype=dtype, device=device),
-            b=torch.zeros(num_slots, max_rank, sum(parts), dtype=dtype, device=device),
+            a=a,
+            b=b,
             scales=torch.zeros(num_slots, len(parts), device=device),
             ranks=torch.zeros(num_slots, len(parts), dtype=torch.int32, device=device),
             affine=torch.zeros(num_slots, len(parts), dtype=torch.int32, device=device),

@@ -69,11 +69,21 @@ def _checked(op: str, adapters: LoraStacks) -> NativeStacks:
     ends = adapters.ends.tolist()
     if ends != sorted(ends) or (ends[0], ends[-1]) != (0, outputs):
         raise ValueError(f"{op}: ends must go from 0 to {outputs}; they are {ends}")
-    tensors = (a, b, adapters.scales, adapters.ranks, adapters.affine, adapters.factors, adapters.offsets)
-    for tensor in tensors:
+    tensors = {
+        "a": a,
+        "b": b,
+        "scales": adapters.scales,
+        "ranks": adapters.ranks,
+        "affine": adapters.affine,
+        "factors": adapters.factors,
+        "offsets": adapters.offsets,
+        "ends": adapters.ends,
+    }
+    for name, tensor in tensors.items():
         if tensor.data_ptr() % tensor.itemsize:
-            raise ValueError(f"{op}: what adapters have is not aligned to its elements")
-    places = [tensor.data_ptr() for tensor in (*tensors, adapters.ends)]
+            shape = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{op}: {name}, {shape}, must begin at a multiple of {tensor.itemsize} bytes")
+    places = [tensor.data_ptr() for tensor in tensors.values()]
     sizes = [slots, parts, inputs, outputs, most, DTYPE_CODES[a.dtype]]
     table = torch.from_numpy(np.array(places + sizes, dtype=np.int64))
     return NativeStacks(table, slots, inputs, outputs, parts * most + 2)
