@@ -3,8 +3,8 @@
     python -m benchmarks.adapters [MODEL] [--quantization int8] [--rank 16] [--batch-size 16] [--rounds 3]
 
 All engines run in one process and take turns, so that what else the machine does meets them alike. Weights and adapters
-are random. Prints, for each load, the medians as shares of those of the engine without adapters, and how much longer the
-longest step is for requests that run when another one comes whose adapter is to be read than when its adapter is there.
+are random. Prints, for each load, the medians as shares of those of the engine without adapters; and the longest step
+of requests that run when another one comes, whose adapter is there, or is to be read.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class ExpertWeights:
 class ExpertAdapters:
     """Slots for low-rank additions to the matrices of E experts; those of an expert are neighbours, S of each.
 
-    So adapter s adds to a product of expert e what slot e * S + s of its stacks says. Gate and up are parts of their own.
+    So adapter s adds to a product of expert e what slot e * S + s of its stacks says. Gate and up are two parts.
     """
 
     gate_up: LoraStacks

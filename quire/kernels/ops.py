@@ -729,8 +729,8 @@ def experts(
     IndexError. An expert is `down(activation(gate(x), up(x)))`, each product as in `packed_linear`; only those that are
     chosen are read. A token's experts are added up in float32 in the order of their ids, whoever else is in the step.
 
-    With adapters, of which `adapter_rows` [T] says which a token has, each product has added what they make of its input,
-    as in `lora_linear`, gate and up before they are activated.
+    With adapters, of which `adapter_rows` [T] int32 says which a token has, each product has added what they make of
+    its input, as in `lora_linear`, gate and up before they are activated.
     """
     return reference_experts.experts(x, chosen, weights, of, adapter_rows, adapters)
 

@@ -40,8 +40,8 @@ def expert_modules(
     """What the file's module has for each expert.
 
     Raises:
-        ModelLoadError: a tensor has no partner, or its shape is that of no matrix of these experts, or the rank is not the
-            config's, or above the limit.
+        ModelLoadError: a tensor has no partner, or its shape is that of no matrix of these experts; or the rank is not
+            the config's, or above the limit.
     """
     a, b = _pair(file, name, tensors)
     parameter, matrices, is_swapped = _Matching(file, a, b, experts).found()
@@ -53,7 +53,9 @@ def expert_modules(
         raise wrong(file, a, f"has rank {rank} for each of {count} experts, {config.where} says {said}")
     own: dict[Kind, TensorInfo] = {"a": b, "b": a} if is_swapped else {"a": a, "b": b}
     for index, target in enumerate(matrices.targets):
-        take = partial(_taken, index=index, rank=rank, is_swapped=is_swapped, interleaved=matrices.interleaved)
+        take = partial(
+            _taken, index=index, rank=rank, is_swapped=is_swapped, interleaved=matrices.interleaved
+        )
         yield AdaptedModule(target, own, rank, config.scale_of(path, rank), take=take)
 
 
@@ -67,7 +69,9 @@ def _pair(
             raise wrong(file, info, f"is {str(info.dtype).removeprefix('torch.')}; adapters are floats")
     for kind, other in (("a", "b"), ("b", "a")):
         if kind not in tensors:
-            raise wrong(file, tensors[other], f"is there without base_model.model.{name}.lora_{kind.upper()}.weight")
+            raise wrong(
+                file, tensors[other], f"is there without base_model.model.{name}.lora_{kind.upper()}.weight"
+            )
     return tensors["a"], tensors["b"]
 
 
@@ -84,7 +88,11 @@ class _Matching:
         """Its name, the matrices, and whether inputs were taken for outputs."""
         for parameter, matrices in self.experts.items():
             target = matrices.targets[0]
-            ways = [is_swapped for is_swapped in (False, True) if self._fits(target, len(matrices.targets), is_swapped)]
+            ways = [
+                is_swapped
+                for is_swapped in (False, True)
+                if self._fits(target, len(matrices.targets), is_swapped)
+            ]
             if ways:
                 return parameter, matrices, matrices.is_transposed if len(ways) == 2 else ways[0]
         sizes = " or ".join(f"[{m.targets[0].outputs}, {m.targets[0].inputs}]" for m in self.experts.values())
@@ -95,7 +103,10 @@ class _Matching:
     def _fits(self, target: Target, count: int, is_swapped: bool) -> bool:
         inputs, outputs = (target.inputs, target.outputs)[:: -1 if is_swapped else 1]
         ranks = self.a.shape[0]
-        return ranks % count == 0 < ranks and (self.a.shape, self.b.shape) == ((ranks, inputs), (outputs, ranks))
+        return ranks % count == 0 < ranks and (self.a.shape, self.b.shape) == (
+            (ranks, inputs),
+            (outputs, ranks),
+        )
 
 
 def _taken(
@@ -103,6 +114,10 @@ def _taken(
 ) -> Tensor:
     """An expert's a [r, K], or b [N, r], of what all have."""
     by_expert = (kind == "a") != is_swapped
-    own = tensor[index * rank : (index + 1) * rank] if by_expert else tensor[:, index :: tensor.shape[1] // rank]
+    own = (
+        tensor[index * rank : (index + 1) * rank]
+        if by_expert
+        else tensor[:, index :: tensor.shape[1] // rank]
+    )
     own = own.t() if is_swapped else own
     return torch.cat((own[::2], own[1::2])) if interleaved and kind == "b" else own

@@ -43,7 +43,9 @@ class AdapterSlots:
         self._upload = upload
         self._layers = targets.layers
         self._stacks: list[LoraStacks] = []
-        self._filled: list[set[int]] = [set() for _ in range(num_slots)]  # layers in which a slot has something
+        self._filled: list[set[int]] = [
+            set() for _ in range(num_slots)
+        ]  # layers in which a slot has something
         self._rows: dict[int, OwnRows | OwnOutputs] = {}
         for index, own in enumerate(self._layers):
             self._stacks.append(own.make_room(num_slots, max_rank, dtype, device))

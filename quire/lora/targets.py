@@ -128,7 +128,9 @@ def _expert_matrices(
             targets.setdefault(match[1], {}).setdefault(matrix, []).append(target)
     alternates = arch is not None and arch.alternates
     # Where they alternate, transformers says that they are transposed.
-    is_transposed = arch is not None and arch.stack is not None and bool(arch.stack.transposed) and not alternates
+    is_transposed = (
+        arch is not None and arch.stack is not None and bool(arch.stack.transposed) and not alternates
+    )
     return {
         layer: {
             matrix: ExpertMatrices(tuple(of), alternates and matrix == "gate_up_proj", is_transposed)

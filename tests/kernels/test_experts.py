@@ -102,7 +102,9 @@ def test_adapters_add_to_each_product_and_to_nobody_else_s(
 def test_adapters_that_are_none_are_refused() -> None:
     of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
     adapters, (chosen, weights) = expert_adapters(2, of), choices(2)
-    with pytest.raises(IndexError, match="experts: 3 choices are outside the 7 experts, and the adapters, 2,"):
+    with pytest.raises(
+        IndexError, match="experts: 3 choices are outside the 7 experts, and the adapters, 2,"
+    ):
         binding.experts(rows(2), chosen, weights, of, torch.tensor([2, 1], dtype=torch.int32), adapters)
     with pytest.raises(ValueError, match=r"adapter_rows must be contiguous int32 \[2\]"):
         binding.experts(rows(2), chosen, weights, of, torch.tensor([0]), adapters)

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire import LLM, LoRARequest, SamplingParams
 from quire.errors import ModelLoadError
+from quire.inputs import PromptType
 from quire.lora.checkpoint import read_adapter
 from quire.lora.directory import WEIGHTS_NAME
+from tests.end_to_end.test_determinism import result_of
 from tests.fixtures.quick import quick_models
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import extend, write_adapter
@@ -145,13 +148,37 @@ def test_each_adapter_in_a_mixed_batch_gives_what_it_gives_alone(
         assert torch.equal(mixed, base) == (own < 0)
 
 
+def test_requests_get_what_they_get_alone_on_tapes_and_off(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    oracle = oracle_of(tiny_model("qwen3moe"))
+    paths = [write_stacked(tmp_path / str(seed), oracle, seed=seed) for seed in range(2)]
+    first, second = (LoRARequest(f"a{n}", n + 1, str(path)) for n, path in enumerate(paths))
+    each, params = [first, None, second, first], SamplingParams(temperature=0.0, max_tokens=5, logprobs=2)
+    options: dict[str, Any] = {"max_model_len": 64, "cpu_threads": 1, "enable_lora": True, "max_loras": 2}
+    tokens: list[PromptType] = [{"prompt_token_ids": prompt} for prompt in prompts((3, 9, 5, 9))]
+
+    def answers(llm: LLM, adapters: list[LoRARequest | None]) -> list[Any]:
+        found = llm.generate(tokens, params, lora_request=adapters, use_tqdm=False)
+        return [result_of(output) for output in found]
+
+    llm = LLM(str(tiny_model("qwen3moe")), **options)
+    together = answers(llm, each)
+    for adapter in (first, second, None):
+        alone = answers(llm, [adapter] * 4)
+        assert [one == other for one, other in zip(together, alone, strict=True)] == [
+            own is adapter for own in each
+        ]
+    assert answers(LLM(str(tiny_model("qwen3moe")), enforce_eager=True, **options), each) == together
+
+
 E = "base_model.model.model.layers.0.mlp.experts"
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({f"{E}.lora_A.weight": torch.ones(33, 48)}, "has shape [33, 48], its partner [64, 32]; the model has 8 experts"),
+        ({f"{E}.lora_A.weight": torch.ones(33, 48)}, "has shape [33, 48], its partner [64, 32]; the model"),
         ({f"{E}.lora_B.weight": torch.ones(63, 32)}, "its partner [63, 32]; the model has 8 experts"),
         ({f"{E}.lora_B.weight": None}, f"is there without {E}.lora_B.weight"),
         ({f"{E}.lora_magnitude_vector": torch.ones(64)}, "is for experts, which have products alone"),
@@ -172,7 +199,9 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     adapter = write_stacked(tmp_path, oracle_of(tiny_model("qwen3moe")))
     tensors = load_file(adapter / WEIGHTS_NAME) | change
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, adapter / WEIGHTS_NAME)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None}, adapter / WEIGHTS_NAME
+    )
     _, targets, _ = with_slots(tiny_model("qwen3moe"))
     with pytest.raises(ModelLoadError) as caught:
         read_adapter(adapter, targets, 16, torch.float32)

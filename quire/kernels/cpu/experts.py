@@ -87,7 +87,11 @@ def experts(
     wide = x.float().contiguous()
     out = empty(wide, tokens, hidden)
     rows = min(tokens * top_k, BLOCK_ROWS)
-    floats, own_rows, own_table = rows * (native.row_floats + inner + hidden) + tokens * top_k + count, NOTHING, NOTHING
+    floats, own_rows, own_table = (
+        rows * (native.row_floats + inner + hidden) + tokens * top_k + count,
+        NOTHING,
+        NOTHING,
+    )
     if adapters is not None and adapter_rows is not None:
         check_array("experts", "adapter_rows", adapter_rows, torch.int32, (tokens,))
         own = adapters.native or _checked_adapters(adapters, native)
@@ -108,7 +112,9 @@ def _checked_adapters(adapters: ExpertAdapters, of: NativeExperts) -> NativeAdap
     up, down = (native_stacks("experts", stacks) for stacks in (adapters.gate_up, adapters.down))
     sizes = (up.slots, up.inputs, up.outputs, down.inputs, down.outputs)
     if sizes != (down.slots, hidden, 2 * inner, inner, hidden) or up.slots % count:
-        raise ValueError(f"experts: adapters {sizes} are not of {count} experts with {inner} features of {hidden}")
+        raise ValueError(
+            f"experts: adapters {sizes} are not of {count} experts with {inner} features of {hidden}"
+        )
     table = torch.from_numpy(np.concatenate((up.table.numpy(), down.table.numpy())))
     native = NativeAdapters(table, up, down, 2 * inner)
     object.__setattr__(adapters, "native", native)

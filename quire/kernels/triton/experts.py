@@ -4,8 +4,8 @@ Four launches serve any step: choices are sorted; gate and up multiply gathered 
 rows at the places of the choices; and a token's are added up. How many programs there are depends on the number of
 tokens and experts, and not on what was chosen, so that a step can be recorded and replayed; others have nothing to do.
 
-With adapters gate and up come back as they are, at the places of the choices, have added what adapters do, and are activated
-by a launch of their own, with the same bits.
+With adapters gate and up come back as they are, at the places of the choices, have added what adapters do, and are
+activated by a launch of their own, with the same bits.
 
 Invariant: a row is multiplied in a tile of fixed size and a token's experts are added up in the order of their ids; so
 no bit depends on who else is in the step. Of experts that nobody chose nothing is read.
@@ -131,7 +131,9 @@ def _activate(out, raw, inner, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
     inside = column < inner
     gate = tl.load(raw + row * 2 * inner + column, mask=inside, other=0.0)
     up = tl.load(raw + row * 2 * inner + inner + column, mask=inside, other=0.0)
-    tl.store(out + row * inner + column, _activated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * inner + column, _activated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
