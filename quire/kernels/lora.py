@@ -79,7 +79,7 @@ class LoraStacks:
     def part(self, slots: slice) -> "LoraStacks":
         """Some of the slots, in the same memory."""
         tensors = (self.a, self.b, self.scales, self.ranks, self.affine, self.factors, self.offsets)
-        return LoraStacks(*(tensor[slots] for tensor in tensors), ends=self.ends)
+        return LoraStacks(*(tensor[slots] for tensor in tensors), self.ends)
 
     @property
     def nbytes(self) -> int:

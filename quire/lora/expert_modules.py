@@ -67,7 +67,8 @@ def _pair(
             raise wrong(file, info, "is for experts, which have products alone")
         if info.dtype not in FLOATS:
             raise wrong(file, info, f"is {str(info.dtype).removeprefix('torch.')}; adapters are floats")
-    for kind, other in (("a", "b"), ("b", "a")):
+    pairs: tuple[tuple[Kind, Kind], ...] = (("a", "b"), ("b", "a"))
+    for kind, other in pairs:
         if kind not in tensors:
             raise wrong(
                 file, tensors[other], f"is there without base_model.model.{name}.lora_{kind.upper()}.weight"
