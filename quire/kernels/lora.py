@@ -78,8 +78,16 @@ class LoraStacks:
 
     def part(self, slots: slice) -> "LoraStacks":
         """Some of the slots, in the same memory."""
-        tensors = (self.a, self.b, self.scales, self.ranks, self.affine, self.factors, self.offsets)
-        return LoraStacks(*(tensor[slots] for tensor in tensors), self.ends)
+        return LoraStacks(
+            a=self.a[slots],
+            b=self.b[slots],
+            scales=self.scales[slots],
+            ranks=self.ranks[slots],
+            affine=self.affine[slots],
+            factors=self.factors[slots],
+            offsets=self.offsets[slots],
+            ends=self.ends,
+        )
 
     @property
     def nbytes(self) -> int:
