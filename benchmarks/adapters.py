@@ -3,7 +3,8 @@
     python -m benchmarks.adapters [MODEL] [--quantization int8] [--rank 16] [--batch-size 16] [--rounds 3]
 
 All engines run in one process and take turns, so that what else the machine does meets them alike. Weights and adapters
-are random. Prints, for each load, the medians as shares of those of the engine without adapters.
+are random. Prints, for each load, the medians as shares of those of the engine without adapters; and the longest step
+of requests that run when another one comes, whose adapter is there, or is to be read.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from quire.engine.llm_engine import LLMEngine
 
 MODEL = Path(__file__).parent / "models" / "dummy-0.5b"
 PROMPT_LEN, NUM_STEPS = 16, 12
+COMES_AT, STREAMED = 4, 40
+"""The step in which a request joins those that run, and the tokens that these have."""
 _NUMBERS = count()
 
 
@@ -82,6 +85,25 @@ def seconds(
     return most, statistics.median(others)
 
 
+def longest_step(
+    engine: LLMEngine, adapters: Sequence[LoRARequest | None], comes: LoRARequest, vocab_size: int
+) -> float:
+    """Seconds, when a request comes to those that run, until it has its token."""
+    params = SamplingParams(temperature=0.0, max_tokens=STREAMED, ignore_eos=True, detokenize=False)
+    for adapter in adapters:
+        prompt = {"prompt_token_ids": random.choices(range(vocab_size), k=PROMPT_LEN)}
+        engine.add_request(str(next(_NUMBERS)), prompt, params, lora_request=adapter)
+    steps: list[float] = []
+    while engine.has_unfinished_requests():
+        if len(steps) == COMES_AT:
+            one = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+            engine.add_request(str(next(_NUMBERS)), {"prompt_token_ids": [1]}, one, lora_request=comes)
+        started = time.perf_counter()
+        engine.step()
+        steps.append(time.perf_counter() - started)
+    return max(steps[COMES_AT:])
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -93,8 +115,8 @@ def main() -> None:
     args = parser.parse_args()
     size, options = args.batch_size, {"quantization": args.quantization} if args.quantization else {}
     options |= {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False}
-    options |= {"max_model_len": 128, "max_num_seqs": size, "max_num_batched_tokens": size * PROMPT_LEN}
-    limits = {"max_loras": size, "max_cpu_loras": size + 1, "max_lora_rank": args.rank}
+    options |= {"max_model_len": 128, "max_num_seqs": size + 1, "max_num_batched_tokens": size * PROMPT_LEN}
+    limits = {"max_loras": size + 1, "max_cpu_loras": size + 1, "max_lora_rank": args.rank}
     base = LLMEngine(EngineConfig.from_args(model=str(args.model), **options))
     served = LLMEngine(EngineConfig.from_args(model=str(args.model), enable_lora=True, **limits, **options))
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
@@ -108,18 +130,25 @@ def main() -> None:
             "one adapter": (served, [each[0]] * size),
             "an adapter each": (served, [*each]),
         }
+        waits: dict[str, list[float]] = {"is there": [], "is read": []}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in loads}
         for turn in range(args.rounds + 1):
             for name, (engine, adapters) in loads.items():
                 times = seconds(engine, adapters, vocab_size)
                 if turn:  # the first reads the adapters, and records what is replayed
                     found[name].append(times)
+            # A number that nobody had before stands for weights that nobody has read.
+            new = LoRARequest("new", size + 2 + turn, paths[0])
+            for name, adapter in (("is there", each[1]), ("is read", new)):
+                waits[name].append(longest_step(served, each, adapter, vocab_size))
     medians = {name: tuple(map(statistics.median, zip(*times, strict=True))) for name, times in found.items()}
     first = medians["no adapters served"]
     for name, (prompts, tokens) in medians.items():
         shares = f"{first[0] / prompts:7.1%} {first[1] / tokens:7.1%}"
         rates = f"{size * PROMPT_LEN / prompts:8.0f} tokens/s of prompts, {size / tokens:7.1f} tokens/s"
         print(f"{name:20} {rates}  {shares}")
+    there, read = (1000 * statistics.median(waits[name][1:]) for name in ("is there", "is read"))
+    print(f"longest step {there:.0f} ms as an adapter's request comes, {read:.0f} ms where it is read first")
 
 
 if __name__ == "__main__":

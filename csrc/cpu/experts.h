@@ -2,11 +2,13 @@
 //
 // Choices are sorted by expert, and runs of experts are computed together, at most kBlockRows rows at a time: those rows are
 // all that is ever in scratch memory. A row's products are those of any linear layer, and a token's experts are added up in the
-// order of their numbers; so no bit depends on the batch, or on how it is cut into runs.
+// order of their numbers; so no bit depends on the batch, or on how it is cut into runs. Where adapters change a product, gate
+// and up are activated behind it, with the same bits.
 
 #pragma once
 
 #include "linear_int.h"
+#include "lora.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -25,18 +27,32 @@ struct ExpertMatrix {
 };
 struct Expert { ExpertMatrix up, down; };
 
-// out, x [T, H]; chosen and weights [T, k]; `up` is gate and up, [2 I, H] in halves, and `down` is [H, I].
+// out, x [T, H]; chosen and weights [T, k]; `up` is gate and up, [2 I, H] in halves, and `down` is [H, I]. Adapters are those of
+// up and of down, an equal part of their slots for each expert, and adapter_rows [T] says which of these; null: there are none.
 struct Experts {
     Float32* out;
     const Float32* x;
     const int32_t* chosen;
     const Float32* weights;
     const Expert* table;
+    const int32_t* adapter_rows;
+    const Stacks* adapters;
     Float32* scratch;
     int64_t tokens, top_k, count, hidden, inner, activation;
     Matrix up, down;
 
     int64_t choices() const { return tokens * top_k; }
+    int64_t num_adapters() const { return adapters ? adapters[0].slots / count : 0; }
+    // Where a choice's adapter has what it adds; negative: nowhere.
+    int32_t slot(int64_t choice) const {
+        const int32_t adapter = adapters ? adapter_rows[choice / top_k] : -1;
+        return adapter < 0 ? -1 : static_cast<int32_t>(chosen[choice] * num_adapters()) + adapter;
+    }
+    bool is_adapted() const {
+        for (int64_t i = 0; i < choices(); ++i)
+            if (slot(i) >= 0 && (adapters[0].changes(slot(i)) || adapters[1].changes(slot(i)))) return true;
+        return false;
+    }
     Weight up_weight(int64_t expert) const {
         const ExpertMatrix& matrix = table[expert].up;
         return {matrix.data, matrix.scales, matrix.zeros, 2 * inner, hidden, 2, up.packing};
@@ -50,10 +66,11 @@ struct Experts {
 // Columns of the output that a thread adds to at a time.
 constexpr int64_t kColumns = 256;
 
-// The scratch memory: packed activations, what is between the two products, what is behind them, and the sorted choices.
+// The scratch memory: packed activations, what is between the two products, what is behind them, and the sorted choices; where
+// there are adapters, what is before activation, and what is theirs.
 struct ExpertMemory {
     int64_t row_floats;  // of packed activations
-    Float32 *packed, *between, *behind;
+    Float32 *packed, *between, *behind, *raw, *adapting;
     int32_t *order, *ends;
     int64_t floats;
 
@@ -66,13 +83,21 @@ struct ExpertMemory {
         behind = between + rows * call.inner;
         order = reinterpret_cast<int32_t*>(behind + rows * call.hidden);
         ends = order + call.choices();
+        raw = behind + rows * call.hidden + call.choices() + call.count;
+        adapting = raw + rows * 2 * call.inner;
         floats = rows * (row_floats + call.inner + call.hidden) + call.choices() + call.count;
+        if (!call.adapters) return;
+        const int64_t of_up = call.adapters[0].scratch(rows), of_down = call.adapters[1].scratch(rows);
+        floats += rows * 2 * call.inner + (of_up > of_down ? of_up : of_down);
     }
 };
 
 inline int64_t count_refused(const Experts& call) {
     int64_t refused = 0;
-    for (int64_t i = 0; i < call.choices(); ++i) refused += call.chosen[i] < 0 || call.chosen[i] >= call.count;
+    for (int64_t i = 0; i < call.choices(); ++i) {
+        const bool exists = call.chosen[i] >= 0 && call.chosen[i] < call.count;
+        refused += !exists || (call.adapters && call.adapter_rows[i / call.top_k] >= call.num_adapters());
+    }
     return refused;
 }
 
@@ -93,7 +118,10 @@ inline void sort_choices(const Experts& call, const ExpertMemory& memory) {
 struct Run {
     int64_t begin = 0, end = 0, blocks = 0;
     Block up[kBlockRows], down[kBlockRows];
-    int32_t tokens[kBlockRows];
+    int32_t tokens[kBlockRows], slots[kBlockRows];
+    bool adapts;  // whether what up makes is left as it is
+
+    explicit Run(bool adapts) : adapts(adapts) {}
 
     // Choices from `begin` on: those of whole experts, as many as there is room for, or some of one that has more.
     void fill(const Experts& call, const ExpertMemory& memory, int64_t first) {
@@ -109,17 +137,36 @@ struct Run {
 private:
     void add(const Experts& call, const ExpertMemory& memory, int64_t expert, int64_t rows) {
         const int64_t at = end - begin;
-        for (int64_t i = 0; i < rows; ++i) tokens[at + i] = static_cast<int32_t>(memory.order[end + i] / call.top_k);
-        Float32* between = memory.between + at * call.inner;
+        for (int64_t i = 0; i < rows; ++i) {
+            const int32_t choice = memory.order[end + i];
+            tokens[at + i] = static_cast<int32_t>(choice / call.top_k), slots[at + i] = call.slot(choice);
+        }
+        Float32 *between = memory.between + at * call.inner, *raw = memory.raw + at * 2 * call.inner;
         void* packed = memory.packed + at * memory.row_floats;
         const Expert& of = call.table[expert];
-        up[blocks].job =
-            contiguous(between, call.x, of.up.bias, packed, rows, call.activation, call.up_weight(expert), tokens + at);
+        up[blocks].job = contiguous(adapts ? raw : between, call.x, of.up.bias, packed, rows,
+                                    adapts ? static_cast<int64_t>(kNone) : call.activation, call.up_weight(expert), tokens + at);
         down[blocks].job = contiguous(memory.behind + at * call.hidden, between, of.down.bias, packed, rows, kNone,
                                       call.down_weight(expert));
         end += rows, ++blocks;
     }
 };
+
+// Adds to what up made what adapters do, and activates it.
+inline void adapt_up(const Experts& call, const ExpertMemory& memory, const Run& run) {
+    const int64_t rows = run.end - run.begin, n = call.inner;
+    add_adapters(call.adapters[0], {memory.raw, call.x, run.slots, rows, run.tokens}, memory.adapting);
+    share(rows, kElementWork * rows * n, [&](int64_t row) {
+        const Float32 *gate = memory.raw + row * 2 * n, *up = gate + n;
+        for_each_vector(n, [&](int64_t i, auto lanes) {
+            store(memory.between + row * n + i, gated(call.activation, load(gate + i, lanes), load(up + i, lanes)), lanes);
+        });
+    });
+}
+
+inline void adapt_down(const Experts& call, const ExpertMemory& memory, const Run& run) {
+    add_adapters(call.adapters[1], {memory.behind, memory.between, run.slots, run.end - run.begin}, memory.adapting);
+}
 
 // out += weight * what a choice's expert made, choice after choice.
 inline void add_run(const Experts& call, const ExpertMemory& memory, const Run& run) {
@@ -143,11 +190,13 @@ inline void run_experts(const Experts& call, const Multiply& multiply) {
     const ExpertMemory memory(call);
     for (int64_t i = 0; i < call.tokens * call.hidden; ++i) call.out[i].value = 0.0f;
     sort_choices(call, memory);
-    Run run;
+    Run run(call.is_adapted());
     for (int64_t next = 0; next < call.choices(); next = run.end) {
         run.fill(call, memory, next);
         multiply(call.up, run.up, run.blocks);
+        if (run.adapts) adapt_up(call, memory, run);
         multiply(call.down, run.down, run.blocks);
+        if (run.adapts) adapt_down(call, memory, run);
         add_run(call, memory, run);
     }
 }

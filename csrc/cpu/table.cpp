@@ -25,15 +25,13 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
                       int64_t group, int64_t scales_type, int64_t zeros_type, int64_t activation, int64_t fast,
                       int64_t format);
-int64_t lora_linear(void* out, const void* x, const int32_t* adapter_rows, const void* a, const void* b, const void* scales,
-                    const void* ranks, const void* affine, const void* factors, const void* offsets, const void* ends,
-                    void* shrunk, int64_t rows, int64_t slots, int64_t parts, int64_t inputs, int64_t outputs, int64_t most,
-                    int64_t dtype);
-int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
-                int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t hidden, int64_t inner,
-                int64_t activation, int64_t up_group, int64_t up_scales, int64_t up_zeros, int64_t up_fast,
-                int64_t up_format, int64_t down_group, int64_t down_scales, int64_t down_zeros, int64_t down_fast,
-                int64_t down_format);
+int64_t lora_linear(void* out, const void* x, const int32_t* adapter_rows, const void* adapters, void* scratch,
+                    int64_t scratch_bytes, int64_t rows);
+int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table,
+                const int32_t* adapter_rows, const void* adapters, void* scratch, int64_t scratch_bytes, int64_t tokens,
+                int64_t top_k, int64_t count, int64_t hidden, int64_t inner, int64_t activation, int64_t up_group,
+                int64_t up_scales, int64_t up_zeros, int64_t up_fast, int64_t up_format, int64_t down_group,
+                int64_t down_scales, int64_t down_zeros, int64_t down_fast, int64_t down_format);
 int64_t route(void* chosen, void* weights, const void* logits, const void* bias, int64_t rows, int64_t count,
               int64_t top_k, int64_t kind, int64_t groups, int64_t top_groups, int64_t group_members, int64_t normalized,
               float scale, float reach, int64_t dtype);

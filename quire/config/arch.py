@@ -133,6 +133,8 @@ class ExpertsArch:
     bias: bool = False
     """Whether both matrices of an expert have one."""
     router_bias: bool = False
+    alternates: bool = False
+    """Whether outputs of gate and up alternate in the parameter that transformers makes of them."""
     weighs_input: bool = False
     """Whether weights scale what the experts, one for each token, read, and not what they give."""
     correction_bias: str | None = None

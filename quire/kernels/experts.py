@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear import GatedActivation, PackedWeight
+from quire.kernels.lora import LoraStacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,19 @@ class ExpertWeights:
     def layout(self) -> str:
         """That of all matrices."""
         return self.gate_up[0].layout
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertAdapters:
+    """Slots for low-rank additions to the matrices of E experts; those of an expert are neighbours, S of each.
+
+    So adapter s adds to a product of expert e what slot e * S + s of its stacks says. Gate and up are two parts.
+    """
+
+    gate_up: LoraStacks
+    down: LoraStacks
+    native: Any = field(default=None, init=False, repr=False, compare=False)
+    """As that of `ExpertWeights`."""
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:

@@ -4,13 +4,15 @@ Invariant: memory is taken once, for as many adapters as may be in a step; loadi
 nothing, so what was recorded of a step goes on reading the right addresses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from quire.kernels.cpu.huge_pages import prefer_huge_pages
 
 RANK_UNIT = 16
 """Ranks that C++ kernels make together: a slot has room for a multiple of them."""
@@ -54,9 +56,14 @@ class LoraStacks:
         """Slots without adapters, for a matrix whose parts have so many outputs."""
         max_rank = -(-max_rank // RANK_UNIT) * RANK_UNIT
         ends = torch.tensor([0, *parts]).cumsum(0)
+        a = torch.zeros(num_slots, len(parts), inputs, max_rank, dtype=dtype, device=device)
+        b = torch.zeros(num_slots, max_rank, sum(parts), dtype=dtype, device=device)
+        if device.type == "cpu":
+            prefer_huge_pages(a)
+            prefer_huge_pages(b)
         return LoraStacks(
-            a=torch.zeros(num_slots, len(parts), inputs, max_rank, dtype=dtype, device=device),
-            b=torch.zeros(num_slots, max_rank, sum(parts), dtype=dtype, device=device),
+            a=a,
+            b=b,
             scales=torch.zeros(num_slots, len(parts), device=device),
             ranks=torch.zeros(num_slots, len(parts), dtype=torch.int32, device=device),
             affine=torch.zeros(num_slots, len(parts), dtype=torch.int32, device=device),
@@ -69,7 +76,36 @@ class LoraStacks:
         """Of N, those of each part."""
         return [slice(start, end) for start, end in pairwise(self.ends.tolist())]
 
+    def part(self, slots: slice) -> "LoraStacks":
+        """Some of the slots, in the same memory."""
+        return LoraStacks(
+            a=self.a[slots],
+            b=self.b[slots],
+            scales=self.scales[slots],
+            ranks=self.ranks[slots],
+            affine=self.affine[slots],
+            factors=self.factors[slots],
+            offsets=self.offsets[slots],
+            ends=self.ends,
+        )
+
     @property
     def nbytes(self) -> int:
         """Memory of all slots."""
         return sum(part.nbytes for part in (self.a, self.b, self.factors, self.offsets))
+
+
+class SharedStacks:
+    """Slots of several layers that are alike, in one memory, where a kernel finds those of a layer by its number."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.all: LoraStacks | None = None
+        """Those of the first layer, then those of the next; None: the engine serves no adapters."""
+
+    def of_layer(self, index: int, num_slots: int, make: Callable[[int], LoraStacks]) -> LoraStacks:
+        """Slots of a layer; `make` makes so many, for all, when the first layer asks."""
+        if index == 0:
+            self.all = make(self._count * num_slots)
+        assert self.all is not None, "layers ask in their order"
+        return self.all.part(slice(index * num_slots, (index + 1) * num_slots))

@@ -37,7 +37,7 @@ from quire.kernels import (
     triton,
 )
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
-from quire.kernels.experts import ExpertWeights
+from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
 from quire.kernels.linear import PANEL, GatedActivation, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import RANK_UNIT, LoraStacks
@@ -208,12 +208,16 @@ def _in_rows(_x: Any, weight: PackedWeight, *_args: Any, **_options: Any) -> boo
     return weight.layout == "rows"
 
 
-def _experts_in_panels(_x: Tensor, _chosen: Tensor, _weights: Tensor, of: ExpertWeights) -> bool:
+def _experts_in_panels(
+    _x: Tensor, _chosen: Tensor, _weights: Tensor, of: ExpertWeights, *_adapters: Any
+) -> bool:
     """Whether experts are packed in the layout of CPUs."""
     return of.layout == "panels"
 
 
-def _experts_in_rows(_x: Tensor, _chosen: Tensor, _weights: Tensor, of: ExpertWeights) -> bool:
+def _experts_in_rows(
+    _x: Tensor, _chosen: Tensor, _weights: Tensor, of: ExpertWeights, *_adapters: Any
+) -> bool:
     """Whether experts are packed in the layout of GPUs."""
     return of.layout == "rows"
 
@@ -710,14 +714,25 @@ def route(logits: Tensor, bias: Tensor | None, /, routing: Routing) -> tuple[Ten
 
 
 @op(_cpu("experts.experts", _experts_in_panels), _triton("experts.experts", _experts_in_rows))
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, /, of: ExpertWeights) -> Tensor:
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    /,
+    of: ExpertWeights,
+    adapter_rows: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
     """The weighted sum of what a token's experts make of it: x [T, H] -> [T, H] of x's dtype.
 
     chosen [T, k] int32, different in a row, and weights [T, k] float32 as `route` makes them; an id that is none is an
     IndexError. An expert is `down(activation(gate(x), up(x)))`, each product as in `packed_linear`; only those that are
     chosen are read. A token's experts are added up in float32 in the order of their ids, whoever else is in the step.
+
+    With adapters, of which `adapter_rows` [T] int32 says which a token has, each product has added what they make of
+    its input, as in `lora_linear`, gate and up before they are activated.
     """
-    return reference_experts.experts(x, chosen, weights, of)
+    return reference_experts.experts(x, chosen, weights, of, adapter_rows, adapters)
 
 
 # Latent attention (MLA; DeepSeek-V2, 2024, arXiv:2405.04434) in its absorbed form. A token is kept as one vector of

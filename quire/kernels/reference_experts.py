@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from quire.config.arch import Routing
-from quire.kernels.experts import ExpertWeights
-from quire.kernels.reference import packed_linear
+from quire.kernels.experts import ExpertAdapters, ExpertWeights
+from quire.kernels.reference import GATED, packed_linear
+from quire.kernels.reference_lora import lora_linear
 
 _LEAST_SUM = 1e-20
 """Added to the sum that weights are divided by: scores of sigmoids may all be 0."""
@@ -55,18 +56,50 @@ def _first(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    of: ExpertWeights,
+    adapter_rows: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
     outside = (chosen < 0) | (chosen >= len(of))
     if outside.any():
         raise IndexError(f"experts: {int(outside.sum())} choices are outside the {len(of)} experts")
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in torch.unique(chosen).tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
-        out.index_add_(0, rows, weights[rows, places, None] * _expert(x[rows].float(), of, expert))
+        if adapters is None or adapter_rows is None:
+            made = _expert(x[rows].float(), of, expert)
+        else:
+            made = _adapted_expert(x[rows].float(), of, expert, adapter_rows[rows], adapters)
+        out.index_add_(0, rows, weights[rows, places, None] * made)
     return out.to(x.dtype)
 
 
 def _expert(x: Tensor, of: ExpertWeights, expert: int) -> Tensor:
-    up_bias, down_bias = (bias[expert] if bias else None for bias in (of.gate_up_bias, of.down_bias))
+    up_bias, down_bias = _biases(of, expert)
     inner = packed_linear(x, of.gate_up[expert], up_bias, of.activation)
     return packed_linear(inner, of.down[expert], down_bias)
+
+
+def _adapted_expert(
+    x: Tensor, of: ExpertWeights, expert: int, adapter_rows: Tensor, adapters: ExpertAdapters
+) -> Tensor:
+    count = len(adapters.down.a) // len(of)
+    if (adapter_rows >= count).any():
+        raise IndexError(f"experts: a token's adapter is outside the {count} adapters")
+    slots = torch.where(adapter_rows < 0, -1, expert * count + adapter_rows)
+    up_bias, down_bias = _biases(of, expert)
+    both = packed_linear(x, of.gate_up[expert], up_bias)
+    lora_linear(both, x, slots, adapters.gate_up)
+    inner = GATED[of.activation](both)
+    out = packed_linear(inner, of.down[expert], down_bias)
+    lora_linear(out, inner, slots, adapters.down)
+    return out
+
+
+def _biases(of: ExpertWeights, expert: int) -> tuple[Tensor | None, Tensor | None]:
+    up, down = (bias[expert] if bias else None for bias in (of.gate_up_bias, of.down_bias))
+    return up, down

@@ -15,14 +15,16 @@ from quire.config.arch import ExpertsArch, ExpertStack
 from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.kernels.experts import ExpertWeights, lay_together
+from quire.kernels.experts import ExpertAdapters, ExpertWeights, lay_together
 from quire.kernels.linear import PackedWeight
+from quire.kernels.lora import SharedStacks
 from quire.layers.activation import FUSED
 from quire.layers.base import Module, activation_dtype, device_type, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Shard
 from quire.layers.slot import Slot
+from quire.layers.step import StepContext
 
 
 class _InStack(MatrixLayer):
@@ -85,7 +87,8 @@ class Expert(Module):
             transposed="down_proj" in transposed,
         )
         for layer in (self.gate_up_proj, self.down_proj):
-            layer.takes_adapters = False
+            layer.takes_adapters = False  # where it is, but where `Experts` multiplies
+            layer.expert = index
             if isinstance(layer, _InStack):
                 assert stack is not None, "a member of it"
                 layer.index, layer.count, layer.stack = index, experts.count, stack
@@ -100,18 +103,26 @@ class Experts(Module):
         for index in range(experts.count):
             name = f"{prefix}.{index}"
             self.add_module(str(index), Expert(config=config, experts=experts, index=index, prefix=name))
+        self._slots = SharedStacks(experts.count), SharedStacks(experts.count)
+        for member in self._members():
+            member.gate_up_proj.shared_adapters, member.down_proj.shared_adapters = self._slots
         self._activation = FUSED[experts.activation]
         self._device_type, self._dtype = device_type(config), activation_dtype(config)
         self._weights: ExpertWeights | None = None
+        self._adapters: ExpertAdapters | None = None
         self._adds_up_with: Group | None = None
 
     def take_share(self, shard: Shard) -> None:
         """Each rank has some features of every expert."""
         self._adds_up_with = shard.group
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, step: StepContext) -> Tensor:
         """x [T, H], as `Router` chose and weighted -> [T, H]."""
-        out = ops.experts(x, chosen, weights, self._of())
+        adapters = None if step.adapter_rows is None else self._of_adapters()
+        if adapters is None:
+            out = ops.experts(x, chosen, weights, self._of())
+        else:
+            out = ops.experts(x, chosen, weights, self._of(), step.adapter_rows, adapters)
         return out if self._adds_up_with is None else ops.all_reduce(out, self._adds_up_with)
 
     def why_not_captured(self) -> str | None:
@@ -125,9 +136,18 @@ class Experts(Module):
             self._weights = self._gathered()
         return self._weights
 
+    def _of_adapters(self) -> ExpertAdapters | None:
+        gate_up, down = (slots.all for slots in self._slots)
+        if self._adapters is None and gate_up is not None and down is not None:
+            self._adapters = ExpertAdapters(gate_up, down)
+        return self._adapters
+
+    def _members(self) -> list[Expert]:
+        return [member for member in self.children() if isinstance(member, Expert)]
+
     def _gathered(self) -> ExpertWeights:
         """Raises ConfigError: the experts are not kept alike."""
-        members = [member for member in self.children() if isinstance(member, Expert)]
+        members = self._members()
         gate_up, down = self._matrices(members)
         for matrices in (gate_up, down):
             if any(matrix.scheme != matrices[0].scheme for matrix in matrices):

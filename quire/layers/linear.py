@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.linear import QuantizedRows
-from quire.kernels.lora import LoraStacks
+from quire.kernels.lora import LoraStacks, SharedStacks
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer, Piece
@@ -54,6 +54,10 @@ class Linear(MatrixLayer):
         self._source: tuple[RowSource, ...] = ()
         self.adapters: LoraStacks | None = None
         """What a step's `adapter_rows` choose from; None: the engine serves no adapters."""
+        self.shared_adapters: SharedStacks | None = None
+        """Where the slots of all experts are that have such a layer, which is how adapters add to their products."""
+        self.expert = 0
+        """Of which of them it is."""
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method, shard)
@@ -203,7 +207,7 @@ class GateUpLinear(Linear):
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         if self.up_first and len(names) == 1:
-            return list(self._pieces_of(names[0], (1, 0)))
+            return list(self.pieces_of(names[0], (1, 0)))
         return super().pieces(names)
 
     def quantize_rows(self) -> None:

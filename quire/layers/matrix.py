@@ -123,9 +123,9 @@ class MatrixLayer(Layer):
         members: dict[str, list[int]] = {}
         for index, name in enumerate(sources):
             members.setdefault(name, []).append(index)
-        return [piece for name, spans in members.items() for piece in self._pieces_of(name, spans)]
+        return [piece for name, spans in members.items() for piece in self.pieces_of(name, spans)]
 
-    def _pieces_of(self, name: str, members: Sequence[int]) -> Iterator[Piece]:
+    def pieces_of(self, name: str, members: Sequence[int]) -> Iterator[Piece]:
         """What is taken of one module, of which these spans are parts."""
         starts = [0, *accumulate(map(length, self.rows))]
         num_rows, first = sum(self.spans[index].size for index in members), 0

@@ -28,7 +28,7 @@ class PlainExperts(Module):
             expert.up_proj.takes_adapters = expert.down_proj.takes_adapters = False
             self.add_module(str(index), expert)
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, _step: StepContext) -> Tensor:
         """x [T, H], as `Router` chose and weighted -> [T, H]."""
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in torch.unique(chosen).tolist():

@@ -55,7 +55,7 @@ class SparseMLP(Module):
         chosen, weights = self.gate.choose(x, step)
         if self.weighs_input:
             x, weights = x * weights.to(x.dtype), weights.clamp(1.0, 1.0)
-        out: Tensor = self.experts(x, chosen, weights)
+        out: Tensor = self.experts(x, chosen, weights, step)
         return out
 
     def _shared(self, x: Tensor, step: StepContext) -> Tensor:

@@ -55,9 +55,12 @@ class AdaptableLayer:
         """What it makes of the modules' outputs."""
         return self.layer.pieces(names)
 
-    def give(self, stacks: LoraStacks) -> None:
-        """Let it add what these have."""
-        self.layer.adapters = stacks
+    def make_room(
+        self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> LoraStacks:
+        """Slots for so many adapters, of which it adds what they have."""
+        self.layer.adapters = self.stacks(num_slots, max_rank, dtype, device)
+        return self.layer.adapters
 
     def give_rows(
         self, num_slots: int, max_rows: int, dtype: torch.dtype, device: torch.device
@@ -73,6 +76,27 @@ class AdaptableLayer:
         dtype = torch.float32 if isinstance(self.layer, VocabEmbedding) else stacks.b.dtype
         out, x = (row.new_zeros(1, size, dtype=dtype) for size in (stacks.b.shape[-1], stacks.a.shape[2]))
         ops.lora_linear(out, x, row, stacks)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptableExpert(AdaptableLayer):
+    """A matrix of an expert, of whose layer one call makes all products."""
+
+    layer: Linear
+
+    def make_room(
+        self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> LoraStacks:
+        """Slots beside those of the other experts."""
+        assert self.layer.shared_adapters is not None, "an expert's"
+        return self.layer.shared_adapters.of_layer(
+            self.layer.expert, num_slots, lambda count: self.stacks(count, max_rank, dtype, device)
+        )
+
+    def launch(self, stacks: LoraStacks, row: Tensor) -> None:
+        """The first one, for all, which have the same shapes."""
+        if self.layer.expert == 0:
+            AdaptableLayer.launch(self, stacks, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +132,13 @@ class AdaptableTable:
         everything = slice(0, self.layer.inputs)
         return [Piece(names[0], self.layer.inputs, everything, everything, everything)]
 
-    def give(self, stacks: LoraStacks) -> None:
-        """Let it add what these have."""
+    def make_room(
+        self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> LoraStacks:
+        """As that of `AdaptableLayer`."""
+        stacks = self.stacks(num_slots, max_rank, dtype, device)
         self.layer.table_adapters = TableAdapters(stacks)
+        return stacks
 
     def give_rows(self, num_slots: int, max_rows: int, dtype: torch.dtype, device: torch.device) -> OwnRows:
         """Let adapters have so many rows of their own."""
@@ -164,9 +192,13 @@ class AdaptableHeads:
         """One for each head."""
         return self.layer.pieces(names)
 
-    def give(self, stacks: LoraStacks) -> None:
-        """Let it add what these have."""
+    def make_room(
+        self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> LoraStacks:
+        """As that of `AdaptableLayer`."""
+        stacks = self.stacks(num_slots, max_rank, dtype, device)
         self.layer.adapters = HeadAdapters(stacks, self.blocks)
+        return stacks
 
     def give_rows(self, num_slots: int, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """It is no table."""
@@ -189,6 +221,8 @@ def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], Adaptable]]:
         if isinstance(layer, Linear) and layer.takes_adapters:
             parts = (layer.num_rows,) if len(names) == 1 else tuple(map(length, layer.rows))
             yield names, AdaptableLayer(layer, parts)
+        if isinstance(layer, Linear) and layer.shared_adapters is not None:
+            yield names, AdaptableExpert(layer, tuple(map(length, layer.rows)))
         if isinstance(layer, PerHeadLinear):
             yield names, AdaptableHeads(layer)
         is_looked_up = layer is not model.lm_head or model.config.arch.tie_word_embeddings

@@ -17,8 +17,9 @@ from quire.kernels import reference
 from quire.kernels.lora import LoraStacks
 from quire.layers.own_rows import TokenRows
 from quire.layers.slot import length
+from quire.lora.adapted import AdaptedModule, Kind
 from quire.lora.directory import WEIGHTS_NAME
-from quire.lora.modules import AdaptedModule, Kind, adapted_modules
+from quire.lora.modules import adapted_modules
 from quire.lora.own_rows import count_added, read_own_rows
 from quire.lora.peft_config import read_peft_config
 from quire.lora.targets import Place, Targets
@@ -105,7 +106,10 @@ class _LayerReader:
         stacks = self._own.stacks(1, rank, dtype, torch.device("cpu"))
         stacks.factors.fill_(1.0)
         for module in modules:
-            tensors = {kind: self._file.tensor(info).float() for kind, info in module.of_layers.items()}
+            tensors = {
+                kind: module.take(kind, self._file.tensor(info)).float()
+                for kind, info in module.of_layers.items()
+            }
             for place in module.target.places:
                 if place.layer == self._index:
                     self._fill(stacks, place, module, tensors)

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from quire.errors import ModelLoadError
 from quire.layers.slot import FLOATS
+from quire.lora.adapted import TABLES, AdaptedModule, Kind, wrong
+from quire.lora.expert_modules import expert_modules, experts_of
 from quire.lora.peft_config import PeftConfig
 from quire.lora.targets import Target, Targets
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
-
-Kind = Literal["a", "b", "magnitude", "expand_bias", "bias", "base_table", "table", "rows"]
-"""A module's tensors: the product b @ a, [outputs, r] and [r, inputs]; and, of [outputs] each, the lengths of the rows
-of weight and product together (S. Liu et al., 2024, arXiv:2402.09353), a bias of b, and one in place of the module's
-own. Of an embedding or the head, [V, H]: what the model had, and what was trained; and the rows of some tokens."""
-TABLES: tuple[Kind, ...] = ("base_table", "table", "rows")
-"""Those of embeddings and the head; what comes later counts, where two have a row."""
 
 _PREFIX = "base_model.model."
 _ENDS: Mapping[str, Kind] = {
@@ -45,24 +39,6 @@ _OF_TABLES = (".lora_embedding_A", ".lora_embedding_B")
 """Ends of the names of tensors of modules whose inputs are tokens, and of no others."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedModule:
-    """What the file has of a module: a product of a rank, which is scaled, biases, rows of tokens, or some of these."""
-
-    target: Target
-    tensors: Mapping[Kind, TensorInfo]
-    rank: int
-    """0: it has no product."""
-    scale: float
-    tokens: tuple[int, ...] = ()
-    """Those of which `rows` are."""
-
-    @property
-    def of_layers(self) -> Mapping[Kind, TensorInfo]:
-        """The tensors of what is added to what layers make."""
-        return {kind: info for kind, info in self.tensors.items() if kind not in TABLES}
-
-
 def adapted_modules(
     file: SafetensorsFile, config: PeftConfig, targets: Targets, max_rank: int, max_added: int = 0
 ) -> list[AdaptedModule]:
@@ -80,10 +56,14 @@ def adapted_modules(
         own[kind] = info
     if not modules:
         raise ModelLoadError(f"{file.path}: there is no tensor in it")
-    return [
-        _Checked(file, config, name, tensors, targets, max_added).module(max_rank)
-        for name, tensors in modules.items()
-    ]
+    found: list[AdaptedModule] = []
+    for name, tensors in modules.items():
+        experts = experts_of(name, targets)
+        if experts is None:
+            found.append(_Checked(file, config, name, tensors, targets, max_added).module(max_rank))
+        else:
+            found.extend(expert_modules(file, config, name, tensors, experts, max_rank))
+    return found
 
 
 def _module_of(file: SafetensorsFile, info: TensorInfo) -> tuple[str, Kind]:
@@ -203,8 +183,3 @@ def _shapes(target: Target, rank: int, num_tokens: int) -> dict[Kind, tuple[int,
         "table": (table, size),
         "rows": (num_tokens, size),
     }
-
-
-def wrong(file: SafetensorsFile, info: TensorInfo, problem: str) -> ModelLoadError:
-    """What is to be said of a tensor."""
-    return ModelLoadError(f"{file.path}: tensor {info.name!r} {problem}")

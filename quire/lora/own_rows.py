@@ -14,7 +14,7 @@ from quire.errors import ModelLoadError
 from quire.kernels import ops
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.own_rows import TokenRows
-from quire.lora.modules import TABLES, AdaptedModule, wrong
+from quire.lora.adapted import TABLES, AdaptedModule, wrong
 from quire.lora.targets import Target, Targets
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo

@@ -23,7 +23,8 @@ _OF_TRAINING = frozenset(
         "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
         "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
         "loftq_config", "lora_bias", "lora_dropout", "megatron_config", "megatron_core", "modules_to_save",
-        "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+        "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "target_parameters",
+        "task_type",
     }
 )  # fmt: skip
 """Keys that say how an adapter was trained, or where; what is adapted, its tensors say."""

@@ -43,18 +43,21 @@ class AdapterSlots:
         self._upload = upload
         self._layers = targets.layers
         self._stacks: list[LoraStacks] = []
+        self._filled: list[set[int]] = [
+            set() for _ in range(num_slots)
+        ]  # layers in which a slot has something
         self._rows: dict[int, OwnRows | OwnOutputs] = {}
         for index, own in enumerate(self._layers):
-            stacks = own.stacks(num_slots, max_rank, dtype, device)
-            own.give(stacks)
-            self._stacks.append(stacks)
+            self._stacks.append(own.make_room(num_slots, max_rank, dtype, device))
             rows = own.give_rows(num_slots, max_rows, dtype, device) if max_rows else None
             if rows is not None:
                 self._rows[index] = rows
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Let a slot be this adapter; whatever it was before is forgotten."""
-        for index, (own, stacks) in enumerate(zip(self._layers, self._stacks, strict=True)):
+        left, self._filled[slot] = self._filled[slot], {*adapter.layers}
+        for index in sorted(left | self._filled[slot]):
+            own, stacks = self._layers[index], self._stacks[index]
             source, blocks = adapter.layers.get(index), slice(slot * own.blocks, (slot + 1) * own.blocks)
             if source is None:
                 stacks.ranks[blocks] = 0

@@ -5,16 +5,20 @@ Invariant: a module is a target only if all of its outputs are made by layers th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from quire.config.arch import ExpertsArch
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import Piece
 from quire.layers.slot import length
-from quire.lora.adaptable import Adaptable, adaptable_layers
+from quire.lora.adaptable import Adaptable, AdaptableExpert, adaptable_layers
 from quire.models.base import CausalLM
 
 HEAD = "lm_head"
+_EXPERTS = re.compile(r".*?\.(\d+)\.(?:.*\.)?experts")
+"""What transformers calls the experts of a layer, and the layer's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,17 @@ class Target:
     """Whether what its outputs are multiplied by, and what is added to them, can be an adapter's."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """One matrix of each expert of a layer, gate above up, which transformers has as one parameter."""
+
+    targets: tuple[Target, ...]
+    interleaved: bool
+    """Whether the parameter's outputs of gate and up alternate."""
+    is_transposed: bool
+    """Whether the parameter's matrices are [inputs, outputs] where nothing says so."""
+
+
 class Targets:
     """What of a model can have adapters, in its order, and the modules that it stands for."""
 
@@ -58,6 +73,15 @@ class Targets:
             for name, of in places.items()
             if sum(length(place.piece.region) for place in of) == of[0].piece.num_rows
         }
+        self._experts = _expert_matrices(model.config.arch.experts, found)
+
+    def experts_of(self, module: str) -> Mapping[str, ExpertMatrices] | None:
+        """The matrices, by their names, of a layer's experts, by what transformers calls these; None if it is none.
+
+        A layer has them once, and what they are part of has had several names.
+        """
+        match = _EXPERTS.fullmatch(self.name_of(module))
+        return None if match is None else self._experts.get(match[1])
 
     def name_of(self, module: str) -> str:
         """What a module is called here, by its name in the whole model that the checkpoint is of.
@@ -86,3 +110,31 @@ def _places(index: int, names: Sequence[str], own: Adaptable) -> list[Place]:
         Place(index, max(part for part, start in enumerate(starts) if start <= piece.place.start), piece)
         for piece in own.pieces(names)
     ]
+
+
+def _expert_matrices(
+    arch: ExpertsArch | None, found: Sequence[tuple[list[str], Adaptable]]
+) -> Mapping[str, Mapping[str, ExpertMatrices]]:
+    """Those of each layer, by its number."""
+    targets: dict[str, dict[str, list[Target]]] = {}
+    for index, (_, own) in enumerate(found):
+        if isinstance(own, AdaptableExpert):
+            experts, _, matrix = own.layer.name.rsplit(".", 2)
+            match = _EXPERTS.fullmatch(experts)
+            assert match is not None, experts
+            pieces = own.layer.pieces_of(own.layer.name, range(len(own.parts)))
+            places = tuple(Place(index, part, piece) for part, piece in enumerate(pieces))
+            target = Target(places[0].piece.num_rows, own.inputs, places, False, False, True)
+            targets.setdefault(match[1], {}).setdefault(matrix, []).append(target)
+    alternates = arch is not None and arch.alternates
+    # Where they alternate, transformers says that they are transposed.
+    is_transposed = (
+        arch is not None and arch.stack is not None and bool(arch.stack.transposed) and not alternates
+    )
+    return {
+        layer: {
+            matrix: ExpertMatrices(tuple(of), alternates and matrix == "gate_up_proj", is_transposed)
+            for matrix, of in matrices.items()
+        }
+        for layer, matrices in targets.items()
+    }

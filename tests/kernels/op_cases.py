@@ -15,7 +15,7 @@ from quire.distributed.group import ALONE, Group
 from quire.distributed.shared_memory import share_memory
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
-from quire.kernels.experts import ExpertWeights
+from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.linear import FLOAT, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import LoraStacks
 from tests.kernels.state_batches import state_batch
@@ -321,6 +321,19 @@ def experts(dtype: torch.dtype) -> Iterator[Arguments]:
                     (3 * randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), bounded),
                     {},
                 )
+                if tokens and number % 3 == 0:
+                    adapter_rows = torch.randint(-1, 2, (tokens,), dtype=torch.int32)
+                    x, shares = randn(tokens, hidden, dtype=dtype), torch.rand(tokens, top_k)
+                    yield (x, chosen, shares, of, adapter_rows, expert_adapters(2, of)), {}
+
+
+def expert_adapters(num_adapters: int, of: ExpertWeights) -> ExpertAdapters:
+    """Random ones of experts."""
+    inner, hidden = of.down[0].inputs, of.down[0].outputs
+    return ExpertAdapters(
+        lora_stacks(num_adapters * len(of), [inner, inner], hidden, 16),
+        lora_stacks(num_adapters * len(of), [hidden], inner, 32),
+    )
 
 
 def random_experts(

@@ -14,7 +14,7 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import FLOAT, GatedActivation, WeightScheme
-from tests.kernels.op_cases import ROUTINGS, SCHEMES, random_experts
+from tests.kernels.op_cases import ROUTINGS, SCHEMES, expert_adapters, random_experts
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
@@ -73,6 +73,44 @@ def test_any_number_of_tokens_matches_linear_layers_and_each_token_alone(
         assert torch.equal(binding.experts(x[:tokens], chosen[:tokens], weights[:tokens], of), alone[:tokens])
     order = torch.randperm(len(x))
     assert torch.equal(binding.experts(x[order], chosen[order], weights[order], of), alone[order])
+
+
+@every_format
+@pytest.mark.parametrize("activation", ["silu_and_mul", "clamped_swiglu"])
+def test_adapters_add_to_each_product_and_to_nobody_else_s(
+    scheme: WeightScheme, dtype: torch.dtype, activation: GatedActivation
+) -> None:
+    """Rows in any company, and those without an adapter as if there were none."""
+    torch.manual_seed(0)
+    of = replace(random_experts(COUNT, HIDDEN, INNER, scheme, dtype, biased=True), activation=activation)
+    adapters, most = expert_adapters(3, of), 130
+    x, (chosen, weights), own = rows(most), choices(most), torch.randint(-1, 3, (most,), dtype=torch.int32)
+    together = binding.experts(x, chosen, weights, of, own, adapters)
+    assert together.isfinite().all()
+    plain = binding.experts(x, chosen, weights, of)
+    assert torch.equal((together == plain).all(1), own < 0)
+    assert torch.equal(binding.experts(x, chosen, weights, of, torch.full_like(own, -1), adapters), plain)
+    order = torch.randperm(most)
+    for some in (order, *order.split(50), order[:1], order[1:2], order[2:3]):
+        got = binding.experts(x[some], chosen[some], weights[some], of, own[some], adapters)
+        assert torch.equal(got, together[some])
+    if not scheme.fast:
+        want = ops.experts.oracle(x, chosen, weights, of, own, adapters)
+        torch.testing.assert_close(together, want, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_that_are_none_are_refused() -> None:
+    of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
+    adapters, (chosen, weights) = expert_adapters(2, of), choices(2)
+    with pytest.raises(
+        IndexError, match="experts: 3 choices are outside the 7 experts, and the adapters, 2,"
+    ):
+        binding.experts(rows(2), chosen, weights, of, torch.tensor([2, 1], dtype=torch.int32), adapters)
+    with pytest.raises(ValueError, match=r"adapter_rows must be contiguous int32 \[2\]"):
+        binding.experts(rows(2), chosen, weights, of, torch.tensor([0]), adapters)
+    other = expert_adapters(2, random_experts(COUNT, HIDDEN, INNER + 1, FLOAT, torch.float32))
+    with pytest.raises(ValueError, match="are not of 7 experts with 50 features of 90"):
+        binding.experts(rows(2), chosen, weights, of, torch.tensor([0, 1], dtype=torch.int32), other)
 
 
 @pytest.mark.more

@@ -15,7 +15,7 @@ from quire.kernels import ops, reference
 from quire.kernels.experts import ExpertWeights, lay_together, stacked
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.triton import experts, linear, product, route
-from tests.kernels.op_cases import ROUTINGS, close, randn
+from tests.kernels.op_cases import ROUTINGS, close, expert_adapters, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
 FLOAT = WeightScheme(fast=False)
@@ -98,6 +98,20 @@ def test_experts(scheme: WeightScheme, activation: str, dtype: torch.dtype) -> N
         got = experts.experts(x, chosen, weights, of)
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+def test_experts_with_adapters() -> None:
+    of = replace(weights_of(FLOAT, biased=True), activation="clamped_swiglu")
+    adapters, (chosen, weights), x = expert_adapters(2, of), choices(20), randn(20, HIDDEN)
+    own = torch.randint(-1, 3, (20,), dtype=torch.int32)  # of which 2 is none, and adds nothing
+    exact = replace(of, gate_up=in_floats(of.gate_up), down=in_floats(of.down))
+    got = experts.experts(x, chosen, weights, of, own, adapters)
+    want = ops.experts.oracle(x, chosen, weights, exact, own.where(own < 2, -1), adapters)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    plain = experts.experts(x, chosen, weights, of)
+    assert torch.equal((got == plain).all(1), (own < 0) | (own == 2))
+    alone = experts.experts(x[3:5], chosen[3:5], weights[3:5], of, own[3:5], adapters)
+    assert torch.equal(alone, got[3:5])
 
 
 def in_floats(matrices: tuple[PackedWeight, ...]) -> tuple[PackedWeight, ...]:

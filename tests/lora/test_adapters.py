@@ -202,17 +202,11 @@ def test_a_slot_forgets_what_it_was(tiny_model: Callable[[str], Path], tmp_path:
     assert torch.equal(logits_of(model, sequences, chunk_sizes=[4], adapters=[1])[0], fresh)
 
 
-@pytest.mark.parametrize(("name", "part"), [("mixtral", ".experts."), ("biogpt", "")])
-def test_what_multiplies_without_the_step_is_no_target(
-    name: str, part: str, tiny_model: Callable[[str], Path]
-) -> None:
-    """Experts and transformers' own code would pass over an adapter."""
-    model = load_tiny(tiny_model(name))
-    names = [
-        name for names, layer in model.checkpoint_layers() if isinstance(layer, MatrixLayer) for name in names
-    ]
-    assert any(part in name for name in names)
-    assert not any(part in name for name in Targets(model).modules)
+def test_what_multiplies_without_the_step_is_no_target(tiny_model: Callable[[str], Path]) -> None:
+    """Transformers' own code would pass over an adapter."""
+    model = load_tiny(tiny_model("biogpt"))
+    assert any(isinstance(layer, MatrixLayer) for _, layer in model.checkpoint_layers())
+    assert not Targets(model).modules
 
 
 def test_heads_take_products_only(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from quire.config.arch import Routing
 from quire.kernels.cpu.calls import NOTHING, call, empty
 from quire.kernels.cpu.checks import check_array, dtype_code, say
 from quire.kernels.cpu.linear import ACTIVATIONS, BLOCK_ROWS, SCRATCH, checked
-from quire.kernels.experts import ExpertWeights
+from quire.kernels.cpu.lora import NativeStacks, native_stacks
+from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.linear import Native, PackedWeight
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
@@ -29,6 +30,21 @@ class NativeExperts(NamedTuple):
     """Of both matrices: values of k that share a scale, the types of scales and zeros, whether fast, and the format."""
     row_floats: int
     """What a row of packed activations takes."""
+
+
+class NativeAdapters(NamedTuple):
+    """The adapters of a layer's experts as the C++ kernel is told of them."""
+
+    table: Tensor
+    """int64 [2, 14]: those of `NativeStacks`, of gate and up, and of down."""
+    up: NativeStacks
+    down: NativeStacks
+    raw: int
+    """Outputs of gate and up."""
+
+    def scratch(self, rows: int) -> int:
+        """What is theirs of scratch memory, in floats."""
+        return rows * self.raw + max(self.up.scratch(rows), self.down.scratch(rows))
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -52,7 +68,14 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     return chosen, weights
 
 
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    of: ExpertWeights,
+    adapter_rows: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
     dtype_code("experts", "x", x)
     native: NativeExperts = of.native or _checked(of)
     count, hidden, inner = native.sizes
@@ -64,12 +87,38 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Te
     wide = x.float().contiguous()
     out = empty(wide, tokens, hidden)
     rows = min(tokens * top_k, BLOCK_ROWS)
-    scratch = SCRATCH.of(rows * (native.row_floats + inner + hidden) + tokens * top_k + count)
+    floats, own_rows, own_table = (
+        rows * (native.row_floats + inner + hidden) + tokens * top_k + count,
+        NOTHING,
+        NOTHING,
+    )
+    if adapters is not None and adapter_rows is not None:
+        check_array("experts", "adapter_rows", adapter_rows, torch.int32, (tokens,))
+        own = adapters.native or _checked_adapters(adapters, native)
+        floats, own_rows, own_table = floats + own.scratch(rows), adapter_rows, own.table
+    scratch = SCRATCH.of(floats)
     sizes = (tokens, top_k, *native.sizes, ACTIVATIONS[of.activation], *native.formats)
-    refused = call("experts", (out, wide, chosen, weights, native.table, scratch), scratch.nbytes, *sizes)
+    tensors = (out, wide, chosen, weights, native.table, own_rows, own_table, scratch)
+    refused = call("experts", tensors, scratch.nbytes, *sizes)
     if refused:
-        raise IndexError(f"experts: {refused} choices are outside the {count} experts")
+        limit = "" if adapters is None else f", and the adapters, {len(adapters.down.a) // count},"
+        raise IndexError(f"experts: {refused} choices are outside the {count} experts{limit}")
     return out if x.dtype is torch.float32 else out.to(x.dtype)
+
+
+def _checked_adapters(adapters: ExpertAdapters, of: NativeExperts) -> NativeAdapters:
+    """As `_checked`, of slots."""
+    count, hidden, inner = of.sizes
+    up, down = (native_stacks("experts", stacks) for stacks in (adapters.gate_up, adapters.down))
+    sizes = (up.slots, up.inputs, up.outputs, down.inputs, down.outputs)
+    if sizes != (down.slots, hidden, 2 * inner, inner, hidden) or up.slots % count:
+        raise ValueError(
+            f"experts: adapters {sizes} are not of {count} experts with {inner} features of {hidden}"
+        )
+    table = torch.from_numpy(np.concatenate((up.table.numpy(), down.table.numpy())))
+    native = NativeAdapters(table, up, down, 2 * inner)
+    object.__setattr__(adapters, "native", native)
+    return native
 
 
 def _check_routing(routing: Routing, count: int) -> None:

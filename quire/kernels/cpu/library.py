@@ -23,7 +23,7 @@ from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 10, "panels-6"
+ABI_VERSION, WEIGHT_LAYOUT = 11, "panels-6"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -40,8 +40,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "rotary_embedding": ("q k positions cos_sin_cache", "qqqqqqqqqqq"),
     "pack_weight": ("data scales zeros weight", "qqqqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqqqq"),
-    "lora_linear": ("out x adapter_rows a b scales ranks affine factors offsets ends shrunk", "qqqqqqq"),
-    "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqqqqqqq"),
+    "lora_linear": ("out x adapter_rows adapters scratch", "qq"),
+    "experts": ("out x chosen weights table adapter_rows adapters scratch", "qqqqqqqqqqqqqqqqq"),
     "route": ("chosen weights logits bias", "qqqqqqqqddq"),
     "causal_conv": ("out x weight bias states query_start_loc seq_lens kept_lens block_tables", "qqqqqqqqqq"),
     "selective_scan": (

@@ -1,55 +1,89 @@
 """Low-rank adapters as a function on tensors, with every check."""
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.calls import call, empty
+from quire.kernels.cpu.calls import call
 from quire.kernels.cpu.checks import check_array, dtype_code, say
 from quire.kernels.cpu.library import DTYPE_CODES
+from quire.kernels.cpu.linear import SCRATCH
 from quire.kernels.lora import LoraStacks
+
+
+class NativeStacks(NamedTuple):
+    """Slots for adapters as the C++ kernels are told of them."""
+
+    table: Tensor
+    """int64 [14]: where their tensors lie, in the order of `LoraStacks`, then the sizes and the code of the dtype."""
+    slots: int
+    inputs: int
+    outputs: int
+    row_floats: int
+    """What a row takes of scratch memory."""
+
+    def scratch(self, rows: int) -> int:
+        """What all rows take, in floats; as `Stacks::scratch` in csrc/cpu/lora.h."""
+        return rows * self.row_floats + self.slots + 1
 
 
 def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks) -> None:
     dtype_code("lora_linear", "x", x)
-    slots, parts, inputs, most, outputs = _checked(adapters)
-    if x.dim() != 2 or x.shape[1] != inputs:
-        raise ValueError(f"lora_linear: x must be [T, {inputs}]; it is {say(x)}")
+    native = native_stacks("lora_linear", adapters)
+    if x.dim() != 2 or x.shape[1] != native.inputs:
+        raise ValueError(f"lora_linear: x must be [T, {native.inputs}]; it is {say(x)}")
     rows = len(x)
-    check_array("lora_linear", "out", out, torch.float32, (rows, outputs))
+    check_array("lora_linear", "out", out, torch.float32, (rows, native.outputs))
     check_array("lora_linear", "adapter_rows", adapter_rows, torch.int32, (rows,))
-    wide = x.float().contiguous()
-    shrunk = empty(wide, rows, parts, most)
-    weights = (adapters.a, adapters.b, adapters.scales, adapters.ranks)
-    affine = (adapters.affine, adapters.factors, adapters.offsets)
-    sizes = (rows, slots, parts, inputs, outputs, most, DTYPE_CODES[adapters.a.dtype])
-    tensors = (out, wide, adapter_rows, *weights, *affine, adapters.ends, shrunk)
-    refused = call("lora_linear", tensors, *sizes)
+    scratch = SCRATCH.of(native.scratch(rows))
+    tensors = (out, x.float().contiguous(), adapter_rows, native.table, scratch)
+    refused = call("lora_linear", tensors, scratch.nbytes, rows)
     if refused:
-        raise IndexError(f"lora_linear: the adapters of {refused} rows are outside the {slots} slots")
+        raise IndexError(f"lora_linear: the adapters of {refused} rows are outside the {native.slots} slots")
 
 
-def _checked(adapters: LoraStacks) -> tuple[int, int, int, int, int]:
-    """Slots, parts, inputs, ranks and outputs: shapes and places never change, so they are checked once."""
-    if adapters.native is not None:
-        return adapters.native
+def native_stacks(op: str, adapters: LoraStacks) -> NativeStacks:
+    """What kernels are told of slots: shapes and places never change, so they are checked once."""
+    if adapters.native is None:
+        object.__setattr__(adapters, "native", _checked(op, adapters))
+    native: NativeStacks = adapters.native
+    return native
+
+
+def _checked(op: str, adapters: LoraStacks) -> NativeStacks:
     a, b = adapters.a, adapters.b
-    dtype_code("lora_linear", "a", a)
+    dtype_code(op, "a", a)
     if a.dim() != 4 or b.dim() != 3:
-        raise ValueError(
-            f"lora_linear: a must be [S, P, K, R] and b [S, R, N]; they are {say(a)} and {say(b)}"
-        )
+        raise ValueError(f"{op}: a must be [S, P, K, R] and b [S, R, N]; they are {say(a)} and {say(b)}")
     (slots, parts, inputs, most), outputs = a.shape, b.shape[-1]
-    check_array("lora_linear", "a", a, a.dtype, (slots, parts, inputs, most))
-    check_array("lora_linear", "b", b, a.dtype, (slots, most, outputs))
-    check_array("lora_linear", "scales", adapters.scales, torch.float32, (slots, parts))
-    check_array("lora_linear", "ranks", adapters.ranks, torch.int32, (slots, parts))
-    check_array("lora_linear", "affine", adapters.affine, torch.int32, (slots, parts))
-    check_array("lora_linear", "factors", adapters.factors, torch.float32, (slots, outputs))
-    check_array("lora_linear", "offsets", adapters.offsets, torch.float32, (slots, outputs))
-    check_array("lora_linear", "ends", adapters.ends, torch.int64, (parts + 1,))
+    check_array(op, "a", a, a.dtype, (slots, parts, inputs, most))
+    check_array(op, "b", b, a.dtype, (slots, most, outputs))
+    check_array(op, "scales", adapters.scales, torch.float32, (slots, parts))
+    check_array(op, "ranks", adapters.ranks, torch.int32, (slots, parts))
+    check_array(op, "affine", adapters.affine, torch.int32, (slots, parts))
+    check_array(op, "factors", adapters.factors, torch.float32, (slots, outputs))
+    check_array(op, "offsets", adapters.offsets, torch.float32, (slots, outputs))
+    check_array(op, "ends", adapters.ends, torch.int64, (parts + 1,))
     ends = adapters.ends.tolist()
     if ends != sorted(ends) or (ends[0], ends[-1]) != (0, outputs):
-        raise ValueError(f"lora_linear: ends must go from 0 to {outputs}; they are {ends}")
-    sizes = slots, parts, inputs, most, outputs
-    object.__setattr__(adapters, "native", sizes)
-    return sizes
+        raise ValueError(f"{op}: ends must go from 0 to {outputs}; they are {ends}")
+    tensors = {
+        "a": a,
+        "b": b,
+        "scales": adapters.scales,
+        "ranks": adapters.ranks,
+        "affine": adapters.affine,
+        "factors": adapters.factors,
+        "offsets": adapters.offsets,
+        "ends": adapters.ends,
+    }
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % tensor.itemsize:
+            shape = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{op}: {name}, {shape}, must begin at a multiple of {tensor.itemsize} bytes")
+    places = [tensor.data_ptr() for tensor in tensors.values()]
+    sizes = [slots, parts, inputs, outputs, most, DTYPE_CODES[a.dtype]]
+    table = torch.from_numpy(np.array(places + sizes, dtype=np.int64))
+    return NativeStacks(table, slots, inputs, outputs, parts * most + 2)

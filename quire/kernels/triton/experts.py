@@ -4,6 +4,9 @@ Four launches serve any step: choices are sorted; gate and up multiply gathered 
 rows at the places of the choices; and a token's are added up. How many programs there are depends on the number of
 tokens and experts, and not on what was chosen, so that a step can be recorded and replayed; others have nothing to do.
 
+With adapters gate and up come back as they are, at the places of the choices, have added what adapters do, and are
+activated by a launch of their own, with the same bits.
+
 Invariant: a row is multiplied in a tile of fixed size and a token's experts are added up in the order of their ids; so
 no bit depends on who else is in the step. Of experts that nobody chose nothing is read.
 """
@@ -17,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.experts import ExpertWeights, stacked
+from quire.kernels.experts import ExpertAdapters, ExpertWeights, stacked
 from quire.kernels.linear import PackedWeight
 from quire.kernels.triton.codes import book_of
 from quire.kernels.triton.launch import next_power_of_2
+from quire.kernels.triton.lora import lora_linear
 from quire.kernels.triton.product import BLOCK_M, BLOCK_N, as_multiplied, format_options, product_tile
 
 SORT_TILE = 1024
@@ -107,6 +111,11 @@ def _gate_up(
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
+    if ACTIVATION == "none":
+        choice = tl.load(order + place, mask=used, other=0).to(tl.int64)
+        target = out + (choice * 2 * inner)[:, None] + (column % 2 * inner + column // 2)[None, :]
+        tl.store(target, sums, mask=used[:, None] & column_used[None, :])
+        return
     HALF: tl.constexpr = BLOCK_N // 2
     gate, up = tl.split(tl.reshape(sums, [BLOCK_M, HALF, 2]))
     result = _activated(gate, up, ACTIVATION).to(out.dtype.element_ty)
@@ -116,9 +125,21 @@ def _gate_up(
 
 
 @triton.jit
+def _activate(out, raw, inner, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < inner
+    gate = tl.load(raw + row * 2 * inner + column, mask=inside, other=0.0)
+    up = tl.load(raw + row * 2 * inner + inner + column, mask=inside, other=0.0)
+    tl.store(
+        out + row * inner + column, _activated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside
+    )
+
+
+@triton.jit
 def _down(
     out, x, x_scales, chosen, order, starts, data, scales, zeros, book, bias, count, hidden, inner,
-    HAS_BIAS: tl.constexpr, BY_CHOICE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BY_CHOICE: tl.constexpr, SORTED: tl.constexpr,
     OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -130,14 +151,14 @@ def _down(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_used = column < hidden
     output = expert.to(tl.int64) * hidden + column
+    choice = tl.load(order + place, mask=used, other=0)
     sums = product_tile(
-        x, x_scales, place, inner, used, data, scales, zeros, book, output, column_used, inner,
+        x, x_scales, place if SORTED else choice, inner, used, data, scales, zeros, book, output, column_used, inner,
         OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
-    choice = tl.load(order + place, mask=used, other=0).to(tl.int64)
-    target = out + (choice * hidden)[:, None] + column[None, :]
+    target = out + (choice.to(tl.int64) * hidden)[:, None] + column[None, :]
     tl.store(target, sums, mask=used[:, None] & column_used[None, :])
 
 
@@ -187,7 +208,14 @@ def _both(of: ExpertWeights) -> tuple[_Matrices, _Matrices]:
     return of.native
 
 
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    of: ExpertWeights,
+    adapter_rows: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
     """See `ops.experts`; a choice of no expert adds nothing, and nobody waits to see whether there is one."""
     (tokens, top_k), count, device = chosen.shape, len(of), x.device
     up, down = _both(of)
@@ -201,20 +229,41 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Te
     _sort[(count + 1,)](order, starts, chosen, choices, TILE=SORT_TILE)
     most = choices // BLOCK_M + count
     tiles, by_choice = min(most, choices), choices <= most
+    slots = None
+    if adapter_rows is not None and adapters is not None:
+        slots = _slots(chosen, adapter_rows, count, len(adapters.down.a))
 
     rows, row_scales = as_multiplied(x, up.one)
     between = torch.empty(choices, inner, dtype=x.dtype, device=device)
+    raw = between if slots is None else torch.empty(choices, 2 * inner, dtype=torch.float32, device=device)
     _gate_up[(tiles, triton.cdiv(2 * inner, BLOCK_N))](
-        between, rows, row_scales, rows.stride(0), chosen, order, starts, *up.tensors(), count, top_k, hidden, inner,
-        ACTIVATION=of.activation, HAS_BIAS=up.bias is not None, BY_CHOICE=by_choice, **format_options(up.one),
+        raw, rows, row_scales, rows.stride(0), chosen, order, starts, *up.tensors(), count, top_k, hidden, inner,
+        ACTIVATION=of.activation if slots is None else "none", HAS_BIAS=up.bias is not None, BY_CHOICE=by_choice,
+        **format_options(up.one),
     )  # fmt: skip
+    if slots is not None and adapters is not None:
+        each = x[:, None].expand(-1, top_k, -1).reshape(choices, hidden)
+        lora_linear(raw, each, slots, adapters.gate_up)
+        _activate[(choices, triton.cdiv(inner, COLUMNS))](
+            between, raw, inner, ACTIVATION=of.activation, TILE=COLUMNS
+        )
     rows, row_scales = as_multiplied(between, down.one)
     made = torch.empty(choices, hidden, dtype=torch.float32, device=device)
     _down[(tiles, triton.cdiv(hidden, BLOCK_N))](
         made, rows, row_scales, chosen, order, starts, *down.tensors(), count, hidden, inner,
-        HAS_BIAS=down.bias is not None, BY_CHOICE=by_choice, **format_options(down.one),
+        HAS_BIAS=down.bias is not None, BY_CHOICE=by_choice, SORTED=slots is None, **format_options(down.one),
     )  # fmt: skip
+    if slots is not None and adapters is not None:
+        lora_linear(made, between, slots, adapters.down)
     _add_up[(tokens, triton.cdiv(hidden, COLUMNS))](
         out, made, chosen, weights, count, top_k, hidden, TOP_TILE=next_power_of_2(top_k), TILE=COLUMNS
     )
     return out
+
+
+def _slots(chosen: Tensor, adapter_rows: Tensor, count: int, num_slots: int) -> Tensor:
+    """Where the adapter of each choice has what it adds; negative: nowhere."""
+    each = num_slots // count
+    adapter, exists = adapter_rows[:, None], (chosen >= 0) & (chosen < count)
+    slots = torch.where(exists & (adapter >= 0) & (adapter < each), chosen * each + adapter, -1)
+    return slots.flatten()

@@ -25,6 +25,7 @@ def read_gpt_oss(architecture: str, config: JsonObject) -> ModelArch:
         routing={"default_top_k": 4, "normalized": True},
         stack=_stack(config),
         activation="clamped_swiglu",
+        alternates=True,
         bias=True,
         router_bias=True,
     )
