@@ -269,19 +269,22 @@ def _choose_executor(config: EngineConfig) -> Choice | None:
 
 def _choose_loop(config: EngineConfig) -> list[Choice]:
     overlapped, asked = config.scheduler.async_scheduling, config.scheduler.max_steps_in_flight
-    choices = []
+    num_stages, choices = config.parallel.pipeline_parallel_size, []
     if overlapped is None:
-        overlapped = config.device.device != "cpu"
-        reason = (
-            "a GPU works while the host plans" if overlapped else "on a CPU, planning takes from computing"
-        )
+        overlapped, reason = False, "on a CPU, planning takes from computing"
+        if num_stages > 1:
+            overlapped, reason = True, "each stage works at another step"
+        elif config.device.device != "cpu":
+            overlapped, reason = True, "a GPU works while the host plans"
         choices.append(Choice("async_scheduling", overlapped, reason))
     if asked > 1 and not overlapped:
         raise ConfigError(f"--max-steps-in-flight is {asked}, which needs --async-scheduling")
     if not asked:
-        steps, reason = (
-            (2, "one runs while the next is planned") if overlapped else (1, "one after the other")
-        )
+        steps, reason = 1, "one after the other"
+        if overlapped:
+            steps, reason = 2, "one runs while the next is planned"
+        if overlapped and num_stages > 1:
+            steps, reason = num_stages, "one for each stage"
         choices.append(Choice("max_steps_in_flight", steps, reason))
     return choices
 
