@@ -82,7 +82,9 @@ def test_stages_of_every_family_have_the_bits_of_the_whole(
         with pytest.raises(ConfigError, match="hands more than one stream from layer to layer"):
             without_weights(config, stage=Stage(0, 2))
         return
-    assert torch.equal(logits(InARow(config, 2)), logits(load_model(config)))
+    whole = logits(load_model(config))
+    for num in range(2, min(3, config.arch.num_layers) + 1):
+        assert torch.equal(logits(InARow(config, num)), whole)
 
 
 def test_stages_of_a_tied_model_have_its_bits(tiny_model: Callable[[str], Path]) -> None:
