@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
 
 class Row:
-    """Stages on made-up time, in the place of an executor's two verbs: each takes its part of a step, one after another."""
+    """Stages on made-up time, in the place of an executor's two verbs: each takes its part of a step in turn."""
 
     def __init__(self, core: EngineCore, clock: Clock, num_stages: int, costs: CostModel) -> None:
         self._executor, self._clock, self._costs = core.executor, clock, costs

@@ -74,8 +74,8 @@ class EngineConfig:
 
     @property
     def num_disjoint_steps(self) -> int:
-        """How many steps in flight are of different requests, since stages compute them at the same time; 1: all steps may
-        be of the same.
+        """Steps in flight that are of different requests, as stages compute them at the same time; 1: all may be of the
+        same.
         """
         return self.scheduler.max_steps_in_flight if self.parallel.pipeline_parallel_size > 1 else 1
 

@@ -67,7 +67,10 @@ class SchedulerConfig(Config):
         None, "Plan and publish steps while others are computed; default: on a GPU, and with stages."
     )
     max_steps_in_flight: int = option(
-        0, "Most steps planned before their results are in; 0: with --async-scheduling 2, or the number of stages, else 1.", ge=0
+        0,
+        "Most steps planned before their results are in; 0: 2 with --async-scheduling, one for each of several stages, "
+        "else 1.",
+        ge=0,
     )
 
     def __post_init__(self) -> None:

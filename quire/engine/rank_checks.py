@@ -31,7 +31,11 @@ def check_ranks(config: EngineConfig, *, serves: bool) -> None:
         _check_launched(config, serves=serves)
     for option, size, executors in (
         ("--tensor-parallel-size", parallel.tensor_parallel_size, EXECUTORS),
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size, ("uni",)),  # to "null" plans are all there is
+        (
+            "--pipeline-parallel-size",
+            parallel.pipeline_parallel_size,
+            ("uni",),
+        ),  # to "null" plans are all there is
     ):
         if size > 1:
             _require(_wants_of_ranks(config, executors), f"{option} is {size}")
@@ -103,7 +107,8 @@ def check_hosts(config: EngineConfig, *, headless: bool) -> None:
     """
     parallel = config.parallel
     num, node = parallel.nnodes, parallel.node_rank
-    if num == 1 and not node and not headless:
+    brings_replicas = headless and parallel.data_parallel_size > 1
+    if num == 1 and not node and headless == brings_replicas:
         return
     size, executor = parallel.num_ranks, parallel.distributed_executor_backend
     wants = {

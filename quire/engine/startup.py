@@ -105,7 +105,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.lora.check()
     check_hosts(config, headless=usage == "headless")
     check_ranks(config, serves=usage == "server")
-    check_replicas(config)
+    check_replicas(config, usage=usage)
     config.kv_events.check(
         enable_prefix_caching=config.cache.enable_prefix_caching, replicas=config.parallel.replicas
     )
@@ -337,8 +337,11 @@ def _why_one_replica(config: EngineConfig) -> str | None:
     return "there is one replica here" if config.parallel.num_replicas == 1 else None
 
 
-def _why_no_address(config: EngineConfig) -> str:
-    return "replicas do not have to find each other"
+def _why_no_address(config: EngineConfig) -> str | None:
+    parallel = config.parallel
+    elsewhere = parallel.data_parallel_rank is not None or parallel.data_parallel_hybrid_lb
+    joins = parallel.guests or (parallel.first_replica and not elsewhere)
+    return None if joins else "no replica has to find a server on another host"
 
 
 def _unless_policy(name: str) -> Callable[[EngineConfig], str | None]:
