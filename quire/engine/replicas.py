@@ -129,7 +129,7 @@ def _check_numbers(config: EngineConfig, usage: str) -> None:
             f"replicas {first} to {first + num - 1} are to run here (--data-parallel-start-rank, "
             f"--data-parallel-size-local), and --data-parallel-size is {size}"
         )
-    if num < size and not parallel.data_parallel_hybrid_lb:
+    if (num < size and not parallel.data_parallel_hybrid_lb) or (size > 1 and usage == "headless"):
         _check_parts(parallel, usage)
 
 

@@ -66,20 +66,14 @@ class Supervisor:
         self, core: int, in_flight: Set[str], in_work: Set[str], elsewhere: Set[str] = frozenset()
     ) -> Verdict:
         """A core has died that had these requests in flight, and of them these in work; others are `elsewhere`."""
-        if self.dies_too_often(core):
-            return Verdict(None)
-        return Verdict(
-            BACKOFF_S[len(self._deaths[core]) - 1], self._blame.failed(in_flight, in_work, elsewhere)
-        )
-
-    def left(self, in_flight: Set[str], in_work: Set[str], elsewhere: Set[str] = frozenset()) -> Verdict:
-        """The same of a core whose host starts it again: it may come back at any time."""
-        return Verdict(0.0, self._blame.failed(in_flight, in_work, elsewhere))
-
-    def dies_too_often(self, core: int) -> bool:
-        """Count a death, and say whether it is one too many."""
         now, deaths = self._clock(), self._deaths[core]
         while deaths and deaths[0] <= now - WINDOW_S:
             deaths.popleft()
         deaths.append(now)
-        return len(deaths) > MAX_DEATHS
+        if len(deaths) > MAX_DEATHS:
+            return Verdict(None)
+        return Verdict(BACKOFF_S[len(deaths) - 1], self._blame.failed(in_flight, in_work, elsewhere))
+
+    def left(self, in_flight: Set[str], in_work: Set[str], elsewhere: Set[str] = frozenset()) -> Verdict:
+        """The same of a core whose host starts it again: it may come back at any time."""
+        return Verdict(0.0, self._blame.failed(in_flight, in_work, elsewhere))
