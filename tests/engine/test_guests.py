@@ -138,12 +138,12 @@ def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
         with pytest.raises(StartupError, match="--data-parallel-address and --data-parallel-rpc-port"):
             Guests(config)
         for stranger in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64):
-            with opened(config.parallel.join_place, "a stranger", 5.0) as way:
-                with suppress(OSError):  # it is left before all of it is read
-                    way.sendall(stranger)
-                    way.shutdown(socket.SHUT_WR)
-                    while way.recv(4096):
-                        pass
+            way = opened(config.parallel.join_place, "a stranger", 5.0)
+            with way, suppress(OSError):  # it is left before all of it is read
+                way.sendall(stranger)
+                way.shutdown(socket.SHUT_WR)
+                while way.recv(4096):
+                    pass
         for words, hello in wrong.items():
             with pytest.raises(StartupError, match=words):
                 join(config, hello)
