@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -65,14 +66,16 @@ def answered(guest: socket.socket, problem: str) -> bool:
     return True
 
 
-def opened(place: Place, who: str, join_s: float) -> socket.socket:
-    """A connection to a host that may be yet to come.
+def opened(
+    place: Place, who: str, join_s: float, stopped: threading.Event | None = None
+) -> socket.socket | None:
+    """A connection to a host that may be yet to come; None if `stopped` was set before.
 
     Raises:
         StartupError: there is none within `join_s`; says who has waited.
     """
-    until = time.monotonic() + join_s
-    while True:
+    until, stopped = time.monotonic() + join_s, stopped or threading.Event()
+    while not stopped.is_set():
         try:
             return watched(socket.create_connection(place, timeout=HELLO_S))
         except OSError as error:
@@ -80,7 +83,8 @@ def opened(place: Place, who: str, join_s: float) -> socket.socket:
                 raise StartupError(
                     f"{who} has waited {join_s:g} s for the first host, at {place[0]}:{place[1]}: {error}"
                 ) from error
-            time.sleep(RETRY_S)
+            stopped.wait(RETRY_S)
+    return None
 
 
 def introduced(way: socket.socket, hello: msgspec.Struct, place: Place) -> socket.socket:

@@ -72,8 +72,8 @@ class GuestHost:
 
     def run(self) -> None:
         """Until the server has no more use for it."""
-        while not self._stopped.is_set():
-            self._relay = relay = Relay(self._config, self._join())
+        while (wire := self._joined()) is not None:
+            self._relay = relay = Relay(self._config, wire)
             if self._stopped.is_set():
                 relay.end()
             death = relay.run()
@@ -89,9 +89,12 @@ class GuestHost:
         if self._relay is not None:
             self._relay.end()
 
-    def _join(self) -> Wire:
+    def _joined(self) -> Wire | None:
+        """None: this was stopped before the server was there."""
         place = self._config.parallel.join_place
-        way = opened(place, f"replica {self._replica}", JOIN_S)
+        way = opened(place, f"replica {self._replica}", JOIN_S, self._stopped)
+        if way is None:
+            return None
         hello = ReplicaHello(self._replica, time.monotonic(), self._facts)
         wire = Wire(introduced(way, hello, place))
         logger.info("replica %d has joined the server at %s:%d", self._replica, *place)

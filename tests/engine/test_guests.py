@@ -115,8 +115,17 @@ def open_guests(config: EngineConfig) -> Iterator[Guests]:
 
 
 def join(config: EngineConfig, hello: ReplicaHello) -> socket.socket:
-    place = config.parallel.join_place
-    return introduced(opened(place, "replica 1", 5.0), hello, place)
+    return introduced(reached(config), hello, config.parallel.join_place)
+
+
+def reached(config: EngineConfig) -> socket.socket:
+    way = opened(config.parallel.join_place, "replica 1", 5.0)
+    assert way is not None
+    return way
+
+
+def test_a_host_that_waits_for_its_server_can_be_stopped(null_model_dir: Path) -> None:
+    OtherHost(null_model_dir, free_port()).go()
 
 
 def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
@@ -138,8 +147,7 @@ def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
         with pytest.raises(StartupError, match="--data-parallel-address and --data-parallel-rpc-port"):
             Guests(config)
         for stranger in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64):
-            way = opened(config.parallel.join_place, "a stranger", 5.0)
-            with way, suppress(OSError):  # it is left before all of it is read
+            with reached(config) as way, suppress(OSError):  # it is left before all of it is read
                 way.sendall(stranger)
                 way.shutdown(socket.SHUT_WR)
                 while way.recv(4096):
