@@ -66,6 +66,7 @@ class Guests:
         self._facts = facts_of(config)
         self._arrived = {replica: SimpleQueue[Joined]() for replica in config.parallel.guests}
         self._inside: set[int] = set()
+        self._lock = threading.Lock()
         place = config.parallel.join_place
         self._listener = listening(place, "--data-parallel-address and --data-parallel-rpc-port")
         threading.Thread(target=self._let_in, name="quire-guests", daemon=True).start()
@@ -100,25 +101,36 @@ class Guests:
                 arrived.get().wire.release()
 
     def _let_in(self) -> None:
+        """Runs in a thread; who comes is heard in another, so that one who says nothing keeps nobody waiting."""
         while True:
             try:
                 guest, peer = self._listener.accept()
             except OSError:  # closed
                 return
-            self._welcome(guest, peer[0])
+            threading.Thread(target=self._welcome, args=(guest, peer[0]), daemon=True).start()
 
     def _welcome(self, guest: socket.socket, address: str) -> None:
         hello = heard(guest, ReplicaHello)
         ahead_s = time.monotonic() - hello.now if hello else 0.0
-        problem = "this is no replica of quire" if hello is None else self._problem(hello)
+        problem = "this is no replica of quire" if hello is None else self._took(hello)
+        is_told = answered(guest, problem)
         if hello is None or problem:
             logger.warning("a connection from %s is refused: %s", address, problem)
-            answered(guest, problem)
             guest.close()
-        elif answered(guest, ""):
+        elif is_told:
             logger.info("replica %d has joined from %s", hello.replica, address)
-            self._inside.add(hello.replica)
             self._arrived[hello.replica].put(Joined(Wire(guest), ahead_s))
+        else:
+            guest.close()
+            self.left(hello.replica)
+
+    def _took(self, hello: ReplicaHello) -> str:
+        """Why one cannot join; empty: it has its place."""
+        with self._lock:
+            problem = self._problem(hello)
+            if not problem:
+                self._inside.add(hello.replica)
+            return problem
 
     def _problem(self, hello: ReplicaHello) -> str:
         """Why one cannot join, for its operator; empty: it can."""

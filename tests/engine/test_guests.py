@@ -157,7 +157,7 @@ def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
                 join(config, hello)
         assert caplog.text.count("this is no replica of quire") == 2
         assert client.stalls
-        with join(config, right) as way:
+        with reached(config), join(config, right) as way:  # while somebody else says nothing
             with pytest.raises(StartupError, match="replica 1 has joined before"):
                 join(config, right)
             way.sendall(b"\0\0\0\1x")  # a frame that is no message
