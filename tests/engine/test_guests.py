@@ -17,8 +17,17 @@ from quire.config import EngineConfig
 from quire.engine.client import ProcessClient
 from quire.engine.guest_host import GuestHost
 from quire.engine.guests import Guests
-from quire.engine.messages import AddRequest, EngineCoreOutputs, EngineCoreRequest
-from quire.engine.replica_wire import ReplicaHello, facts_of, heard_from, sent_to
+from quire.engine.messages import AddRequest, CoreReady, EngineCoreOutputs, EngineCoreRequest
+from quire.engine.progress import Progress
+from quire.engine.replica_wire import (
+    Alive,
+    CoreLost,
+    ReplicaHello,
+    Wire,
+    facts_of,
+    heard_from,
+    sent_to,
+)
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, EngineDeadError, StartupError
 from quire.joining import introduced, opened
@@ -26,9 +35,12 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate
 from tests.end_to_end.server import free_port
 from tests.engine.slow_schedulers import Slow
+from tests.engine.test_progress import plan
 from tests.engine.test_replica_processes import all_up, check_verbs
 from tests.engine.test_restart import expected, run_all, started
 from tests.fixtures.quick import quick
+
+SLOW = f"{Slow.__module__}:{Slow.__name__}"
 
 
 def args_of(port: int, **args: Any) -> dict[str, Any]:
@@ -45,10 +57,7 @@ class OtherHost:
     """A host with replica 1, as a thread."""
 
     def __init__(self, model: Path, port: int) -> None:
-        scheduler = f"{Slow.__module__}:{Slow.__name__}"
-        config = prepare(
-            config_of(model, port, data_parallel_start_rank=1, scheduler_cls=scheduler), "headless"
-        )
+        config = prepare(config_of(model, port, data_parallel_start_rank=1, scheduler_cls=SLOW), "headless")
         self.host = GuestHost(config, facts_of(config))
         self.thread = threading.Thread(target=self.host.run)
         self.thread.start()
@@ -174,6 +183,52 @@ def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
             StartupError, match=r"replica 1 has not joined within 0.1 s; start there, .*--headless"
         ):
             client.receive()
+
+
+def test_what_a_host_says_of_its_core_counts_as_if_it_were_here(
+    null_model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That it stalls, what it was working on when it died, and that it says nothing at all."""
+    config = prepare(config_of(null_model_dir, free_port()), "server")
+    hello = ReplicaHello(1, time.monotonic(), facts_of(config))
+    progress = Progress.create(tmp_path / "progress", 2)
+    progress.begin(plan(["0.1-0"], []))
+    with open_guests(config) as guests:
+        client, wire = guests.client(1), Wire(join(config, hello))
+        for message in (Alive(stalls=True), EngineCoreOutputs([])):
+            wire.send(message)
+        assert client.receive() == [EngineCoreOutputs([], timestamp=pytest.approx(0.0, abs=5.0))]
+        assert client.stalls
+        wire.send(CoreLost("it was killed", sorted(progress.digests())))
+        with pytest.raises(EngineDeadError, match=r"replica 1 .* is gone: it was killed"):
+            client.receive()
+        assert client.in_work(["0.0-0", "0.1-0"]) == {"0.1-0"}
+        wire.release()
+        monkeypatch.setattr("quire.engine.guests.SILENCE_S", 0.3)
+        client, wire = guests.client(1), Wire(join(config, hello))
+        with pytest.raises(EngineDeadError, match=r"is gone: its host is silent for 0\.3 s"):
+            client.receive()
+        wire.release()
+
+
+@pytest.mark.more
+def test_a_host_waits_for_a_server_that_is_gone_without_a_word(null_model_dir: Path) -> None:
+    port = free_port()
+    config = prepare(config_of(null_model_dir, port, scheduler_cls=SLOW), "server")
+    other = OtherHost(null_model_dir, port)
+    for is_last in (False, True):
+        with open_guests(config) as guests:
+            client = guests.client(1)
+            (ready,) = client.receive()
+            assert isinstance(ready, CoreReady)
+            if is_last:
+                client.close()
+                assert client.receive() == []
+            else:
+                assert client._joined is not None
+                client._joined.wire.release()
+    other.thread.join(10)
+    assert not other.thread.is_alive()
 
 
 def replace_facts(hello: ReplicaHello, facts: dict[str, bytes]) -> ReplicaHello:
