@@ -120,10 +120,11 @@ class ParallelConfig(Config):
         "mp", "How replicas are started: mp: as processes of this host.", choices=("mp", "ray")
     )
     data_parallel_address: str | None = option(
-        None, "Taken, and of no effect: replicas do not have to find each other."
+        None,
+        "Address of the host with the server, at which replicas of other hosts join it. Default: 127.0.0.1.",
     )
     data_parallel_rpc_port: int | None = option(
-        None, "Taken, and of no effect: replicas do not have to find each other.", ge=1, le=65535
+        None, "Port of that host, at which they do. Default: 29550.", ge=1, le=65535
     )
 
     @property
@@ -160,6 +161,22 @@ class ParallelConfig(Config):
     def replicas(self) -> range:
         """The numbers of those that run here."""
         return range(self.first_replica, self.first_replica + self.num_replicas)
+
+    @property
+    def guests(self) -> range:
+        """The numbers of those that other hosts bring to the server here."""
+        is_apart = self.data_parallel_rank is not None or self.data_parallel_hybrid_lb
+        return range(self.data_parallel_size if is_apart else self.replicas.stop, self.data_parallel_size)
+
+    @property
+    def num_served(self) -> int:
+        """Replicas behind a server here."""
+        return self.num_replicas + len(self.guests)
+
+    @property
+    def join_place(self) -> tuple[str, int]:
+        """Where replicas of other hosts join the server."""
+        return self.data_parallel_address or "127.0.0.1", self.data_parallel_rpc_port or 29550
 
 
 @dataclass(frozen=True)

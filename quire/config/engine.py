@@ -72,6 +72,18 @@ class EngineConfig:
         knows_all = self.draft is None and self.pooling is None
         return self.lora.lora_extra_vocab_size if self.lora.enable_lora and knows_all else 0
 
+    @property
+    def num_disjoint_steps(self) -> int:
+        """Steps in flight that are of different requests, as stages compute them at the same time; 1: all may be of the
+        same.
+        """
+        return self.scheduler.max_steps_in_flight if self.parallel.pipeline_parallel_size > 1 else 1
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Most tokens of a request with which steps are planned before anybody knows them."""
+        return 0 if self.num_disjoint_steps > 1 else self.scheduler.max_steps_in_flight - 1
+
     @staticmethod
     def from_args(**args: Any) -> EngineConfig:
         """Build a config from flat names, as `LLM(...)` and the command line give them; None means the default.

@@ -64,10 +64,13 @@ class SchedulerConfig(Config):
     )
     stream_interval: int = option(1, "Tokens that a stream gathers before it sends a chunk.", ge=1)
     async_scheduling: bool | None = option(
-        None, "Plan and publish steps while others are computed; default: on a GPU."
+        None, "Plan and publish steps while others are computed; default: on a GPU, and with stages."
     )
     max_steps_in_flight: int = option(
-        0, "Most steps planned before their results are in; 0: 2 with --async-scheduling, else 1.", ge=0
+        0,
+        "Most steps planned before their results are in; 0: 2 with --async-scheduling, one for each of several stages, "
+        "else 1.",
+        ge=0,
     )
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ called. A core that cannot start or dies surfaces as an exception from `receive`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from quire.engine.messages import CoreMessage, CoreRequest
 
@@ -18,6 +19,10 @@ class CoreClient(ABC):
     def stalls(self) -> bool:
         """Whether the core seems to hang; `receive` finds out."""
         return False
+
+    def in_work(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of these requests on which the core works, or worked when it died, if that can be told."""
+        return set()
 
     @abstractmethod
     def send(self, message: CoreRequest) -> None:

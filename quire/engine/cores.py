@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
@@ -18,7 +19,8 @@ from quire.config import EngineConfig
 from quire.engine.attached import AttachedClient, NoCore
 from quire.engine.client import ProcessClient, make_clients
 from quire.engine.core_client import CoreClient
-from quire.engine.remote import CoreAddress, RemoteClient
+from quire.engine.guests import JOIN_S, GuestClient, Guests
+from quire.engine.remote import CoreAddress
 from quire.engine.replicas import configs_of_replicas
 from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Blame, Supervisor, Verdict
 from quire.errors import EngineDeadError, QuireError, StartupError
@@ -79,8 +81,6 @@ class Cores(ABC):
 
 def names_in_work(client: CoreClient, flights: Flights) -> set[str]:
     """Which of these requests the core was working on."""
-    if not isinstance(client, RemoteClient):
-        return set()
     in_work = client.in_work(core_id for core_ids in flights.values() for core_id in core_ids)
     return {name for name, core_ids in flights.items() if in_work.intersection(core_ids)}
 
@@ -94,12 +94,19 @@ class OwnCores(Cores):
         self._watcher: CoreWatcher | None = None
         self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
         self._stopped = asyncio.Event()
-        self.clients = make_clients(self._configs, in_process=in_process)  # they load while this goes on
+        self._guests = Guests(config) if config.parallel.guests else None
+        self._was_ready = False
+        # They load while this goes on.
+        self.clients = [*make_clients(self._configs, in_process=in_process), *self._guest_clients()]
 
     def lost(
         self, core: int, flights: Flights, elsewhere: Set[str], error: QuireError, *, was_ready: bool
     ) -> Verdict:
         client = self.clients[core]
+        self._was_ready = was_ready
+        if isinstance(client, GuestClient) and not isinstance(error, StartupError):
+            logger.error("%s; %d requests go on elsewhere, or when it is back", error, len(flights))
+            return self._supervisor.left(flights.keys(), names_in_work(client, flights), elsewhere)
         cannot_start = isinstance(error, StartupError) and not was_ready
         if cannot_start and (which := self._which(core)):
             raise StartupError(f"{which}{error}")
@@ -126,6 +133,10 @@ class OwnCores(Cores):
                 await self._stopped.wait()
         if self._stopped.is_set():
             return False
+        if self._guests is not None and core >= len(self._configs):
+            patience_s = math.inf if self._was_ready else JOIN_S
+            self.clients[core] = self._guests.client(self._number(core), patience_s)
+            return True
         self.clients[core] = client = await asyncio.to_thread(ProcessClient, self._configs[core])
         if self._watcher is not None and not self._stopped.is_set():
             self._watcher.core_started(core, client.address)
@@ -133,10 +144,22 @@ class OwnCores(Cores):
 
     def stop(self) -> None:
         self._stopped.set()
+        if self._guests is not None:
+            self._guests.close()
+
+    def _guest_clients(self) -> list[CoreClient]:
+        return (
+            []
+            if self._guests is None
+            else [self._guests.client(number) for number in self.config.parallel.guests]
+        )
+
+    def _number(self, core: int) -> int:
+        return self.config.parallel.first_replica + core
 
     def _which(self, core: int) -> str:
         """In front of a message about a core, where there are several."""
-        return f"replica {self.config.parallel.first_replica + core}: " if len(self.clients) > 1 else ""
+        return f"replica {self._number(core)}: " if len(self.clients) > 1 else ""
 
     def watch(self, watcher: CoreWatcher) -> None:
         self._watcher = watcher

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -73,13 +73,21 @@ class Progress:
 
     def in_work(self, request_ids: Iterable[str]) -> set[str]:
         """Those of these requests on which the core works, or worked when it ended."""
+        return named_in(self.digests(), request_ids)
+
+    def digests(self) -> set[bytes]:
+        """What stands for the requests on which the core works, or worked when it ended; see `named_in`."""
         end = _ROWS + self._word(_NUM_ROWS) * _WORD.size
-        digests = {self._memory[place : place + _WORD.size] for place in range(_ROWS, end, _WORD.size)}
-        return {request_id for request_id in request_ids if _digest(request_id) in digests}
+        return {self._memory[place : place + _WORD.size] for place in range(_ROWS, end, _WORD.size)}
 
     def _word(self, place: int) -> int:
         (value,) = _WORD.unpack_from(self._memory, place)
         return int(value)
+
+
+def named_in(digests: Set[bytes], request_ids: Iterable[str]) -> set[str]:
+    """Those of these requests for which one of the digests stands."""
+    return {request_id for request_id in request_ids if _digest(request_id) in digests}
 
 
 def _digest(request_id: str) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from quire.config import EngineConfig, ModelArch
 from quire.errors import ConfigError
@@ -29,21 +29,25 @@ def check_ranks(config: EngineConfig, *, serves: bool) -> None:
         )
     if parallel.distributed_executor_backend == LAUNCHED:
         _check_launched(config, serves=serves)
-    for option, size in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+    for option, size, executors in (
+        ("--tensor-parallel-size", parallel.tensor_parallel_size, EXECUTORS),
+        (
+            "--pipeline-parallel-size",
+            parallel.pipeline_parallel_size,
+            ("uni",),
+        ),  # to "null" plans are all there is
     ):
         if size > 1:
-            _require(_wants_of_ranks(config), f"{option} is {size}")
+            _require(_wants_of_ranks(config, executors), f"{option} is {size}")
     _check_stages(config)
     _check_shares(config.arch, parallel.tensor_parallel_size)
 
 
-def _wants_of_ranks(config: EngineConfig) -> dict[str, bool]:
-    """What several ranks want -> whether it is not so."""
+def _wants_of_ranks(config: EngineConfig, executors: Collection[str]) -> dict[str, bool]:
+    """What several ranks want -> whether it is not so; these executors have one only."""
     executor = config.parallel.distributed_executor_backend
     return {
-        f"--distributed-executor-backend mp, not {executor}": executor in EXECUTORS,
+        f"--distributed-executor-backend mp, not {executor}": executor in executors,
         f"--device cpu, not {config.device.device}": config.device.device != "cpu",
         "no --enable-lora": config.lora.enable_lora,
         "no --cpu-pin-threads, which would pin all ranks to the same cores": config.device.cpu_pin_threads,
@@ -103,7 +107,8 @@ def check_hosts(config: EngineConfig, *, headless: bool) -> None:
     """
     parallel = config.parallel
     num, node = parallel.nnodes, parallel.node_rank
-    if num == 1 and not node and not headless:
+    brings_replicas = headless and parallel.data_parallel_size > 1
+    if num == 1 and not node and headless == brings_replicas:
         return
     size, executor = parallel.num_ranks, parallel.distributed_executor_backend
     wants = {

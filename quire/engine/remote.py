@@ -120,6 +120,10 @@ class RemoteClient(CoreClient):
         """Those of these requests on which the core works, or worked when it died; none once it was closed."""
         return set() if self._closed.is_set() else self._progress.in_work(request_ids)
 
+    def digests_in_work(self) -> set[bytes]:
+        """The same for whoever knows the requests (`progress.named_in`)."""
+        return set() if self._closed.is_set() else self._progress.digests()
+
     def _accept(self, message: CoreMessage) -> CoreMessage:
         if isinstance(message, CoreFailed):
             self._failure = message

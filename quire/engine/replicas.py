@@ -10,7 +10,7 @@ import os
 from dataclasses import replace
 
 from quire.config import EngineConfig
-from quire.config.device import HostShare
+from quire.config.device import HostShare, ParallelConfig
 from quire.engine.placement import Core, divided, nodes_of, shown
 from quire.errors import ConfigError
 from quire.platforms import Host
@@ -62,8 +62,11 @@ def _with_share(config: EngineConfig, share: HostShare, num_threads: int) -> Eng
     return config.evolve(cpu_threads=max(num_threads // config.parallel.num_ranks, 1))
 
 
-def check_replicas(config: EngineConfig, host: Host | None = None) -> None:
-    """Replicas are for this host, and for what can be divided among them.
+def check_replicas(config: EngineConfig, host: Host | None = None, *, usage: str = "server") -> None:
+    """Replicas are for what can be divided among them, and those of other hosts for a server.
+
+    Args:
+        usage: of the engine: "server", "headless" or "offline".
 
     Raises:
         ConfigError: names the option, and says what to do.
@@ -71,10 +74,10 @@ def check_replicas(config: EngineConfig, host: Host | None = None) -> None:
     parallel = config.parallel
     if parallel.data_parallel_backend != "mp":
         raise ConfigError(
-            "--data-parallel-backend ray would start replicas on other hosts, which is not there yet; start a server "
-            "on each host with --data-parallel-hybrid-lb"
+            "--data-parallel-backend ray would start replicas on other hosts, which is not there yet; start them there "
+            "with --headless"
         )
-    _check_numbers(config)
+    _check_numbers(config, usage)
     num = parallel.num_replicas
     if num == 1:
         return
@@ -91,7 +94,7 @@ def check_replicas(config: EngineConfig, host: Host | None = None) -> None:
         )
 
 
-def _check_numbers(config: EngineConfig) -> None:
+def _check_numbers(config: EngineConfig, usage: str) -> None:
     """Which of the replicas run here must be said without a doubt."""
     parallel = config.parallel
     size, local, rank = (
@@ -126,8 +129,21 @@ def _check_numbers(config: EngineConfig) -> None:
             f"replicas {first} to {first + num - 1} are to run here (--data-parallel-start-rank, "
             f"--data-parallel-size-local), and --data-parallel-size is {size}"
         )
-    if num < size and not parallel.data_parallel_hybrid_lb:
+    if (num < size and not parallel.data_parallel_hybrid_lb) or (size > 1 and usage == "headless"):
+        _check_parts(parallel, usage)
+
+
+def _check_parts(parallel: ParallelConfig, usage: str) -> None:
+    """Of replicas behind one server the first run beside it, and the others on hosts that have none."""
+    num, first = parallel.num_replicas, parallel.first_replica
+    what = f"replicas {first} to {first + num - 1} of {parallel.data_parallel_size}"
+    if usage == "offline":
         raise ConfigError(
-            f"--data-parallel-size-local is {num} of {size}: one server does not reach replicas of other hosts yet; "
-            "start one on each with --data-parallel-hybrid-lb, and a load balancer before them"
+            f"--data-parallel-size-local is {num} of {parallel.data_parallel_size}: LLM(...) has replicas of its own "
+            "host only, a server those of others as well"
+        )
+    if (usage == "headless") != (first > 0):
+        raise ConfigError(
+            f"{what} (--data-parallel-size-local, --data-parallel-start-rank) want --headless on all hosts but that of "
+            "replica 0, or --data-parallel-hybrid-lb and a load balancer before all"
         )

@@ -105,7 +105,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.lora.check()
     check_hosts(config, headless=usage == "headless")
     check_ranks(config, serves=usage == "server")
-    check_replicas(config)
+    check_replicas(config, usage=usage)
     config.kv_events.check(
         enable_prefix_caching=config.cache.enable_prefix_caching, replicas=config.parallel.replicas
     )
@@ -269,19 +269,22 @@ def _choose_executor(config: EngineConfig) -> Choice | None:
 
 def _choose_loop(config: EngineConfig) -> list[Choice]:
     overlapped, asked = config.scheduler.async_scheduling, config.scheduler.max_steps_in_flight
-    choices = []
+    num_stages, choices = config.parallel.pipeline_parallel_size, []
     if overlapped is None:
-        overlapped = config.device.device != "cpu"
-        reason = (
-            "a GPU works while the host plans" if overlapped else "on a CPU, planning takes from computing"
-        )
+        overlapped, reason = False, "on a CPU, planning takes from computing"
+        if num_stages > 1:
+            overlapped, reason = True, "each stage works at another step"
+        elif config.device.device != "cpu":
+            overlapped, reason = True, "a GPU works while the host plans"
         choices.append(Choice("async_scheduling", overlapped, reason))
     if asked > 1 and not overlapped:
         raise ConfigError(f"--max-steps-in-flight is {asked}, which needs --async-scheduling")
     if not asked:
-        steps, reason = (
-            (2, "one runs while the next is planned") if overlapped else (1, "one after the other")
-        )
+        steps, reason = 1, "one after the other"
+        if overlapped:
+            steps, reason = 2, "one runs while the next is planned"
+        if overlapped and num_stages > 1:
+            steps, reason = num_stages, "one for each stage"
         choices.append(Choice("max_steps_in_flight", steps, reason))
     return choices
 
@@ -334,8 +337,11 @@ def _why_one_replica(config: EngineConfig) -> str | None:
     return "there is one replica here" if config.parallel.num_replicas == 1 else None
 
 
-def _why_no_address(config: EngineConfig) -> str:
-    return "replicas do not have to find each other"
+def _why_no_address(config: EngineConfig) -> str | None:
+    parallel = config.parallel
+    elsewhere = parallel.data_parallel_rank is not None or parallel.data_parallel_hybrid_lb
+    joins = parallel.guests or (parallel.first_replica and not elsewhere)
+    return None if joins else "no replica has to find a server on another host"
 
 
 def _unless_policy(name: str) -> Callable[[EngineConfig], str | None]:

@@ -73,3 +73,7 @@ class Supervisor:
         if len(deaths) > MAX_DEATHS:
             return Verdict(None)
         return Verdict(BACKOFF_S[len(deaths) - 1], self._blame.failed(in_flight, in_work, elsewhere))
+
+    def left(self, in_flight: Set[str], in_work: Set[str], elsewhere: Set[str] = frozenset()) -> Verdict:
+        """The same of a core whose host starts it again: it may come back at any time."""
+        return Verdict(0.0, self._blame.failed(in_flight, in_work, elsewhere))

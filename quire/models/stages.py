@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
+from math import inf
 
 from torch import Tensor
 
@@ -72,7 +73,8 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
             f"{OPTION}: {type(model).__name__} hands more than one stream from layer to layer, and cannot be cut into "
             "stages; --tensor-parallel-size may share out its layers"
         )
-    counts = model.config.parallel.stage_sizes or balanced(_layer_bytes(model), stage.of)
+    keep = [next(cache_users(layer), None) is not None for layer in model.model.layers]
+    counts = model.config.parallel.stage_sizes or balanced(_layer_bytes(model), stage.of, keep)
     first, end = list(pairwise([0, *accumulate(counts)]))[stage.index]
     logger.info("stage %d of %d: layers %d to %d of %d", stage.index, stage.of, first, end - 1, sum(counts))
     names = model.checkpoint_slots().keys()
@@ -88,17 +90,23 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
     model.elsewhere = frozenset(names - model.checkpoint_slots().keys())
 
 
-def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """How many neighbours each stage gets, at least one, so that the largest sum of costs is as small as can be."""
-    sums = [0, *accumulate(costs)]
+def balanced(costs: Sequence[int], num_stages: int, keep: Sequence[bool] = ()) -> tuple[int, ...]:
+    """How many neighbours each stage gets, at least one, so that the largest sum of costs is as small as can be.
+
+    And, if it can be, at least one of those that `keep` says to keep something of a request; by default all do.
+    """
+    sums, kept = [0, *accumulate(costs)], [0, *accumulate(keep or [True] * len(costs))]
+
+    def cost(first: int, end: int) -> float:
+        return sums[end] - sums[first] if kept[first] < kept[end] else inf
 
     @cache
-    def least(first: int, stages: int) -> tuple[int, tuple[int, ...]]:
+    def least(first: int, stages: int) -> tuple[float, tuple[int, ...]]:
         """Of the costs from `first` on: the largest sum, and the counts."""
         if stages == 1:
-            return sums[-1] - sums[first], (len(costs) - first,)
+            return cost(first, len(costs)), (len(costs) - first,)
         return min(
-            (max(sums[end] - sums[first], most), (end - first, *counts))
+            (max(cost(first, end), most), (end - first, *counts))
             for end in range(first + 1, len(costs) - stages + 2)
             for most, counts in [least(end, stages - 1)]
         )

@@ -31,9 +31,11 @@ class Planner:
         queues: RequestQueues,
         max_adapters: int = 0,
         num_lookahead_tokens: int = 0,
+        num_disjoint_steps: int = 1,
     ) -> None:
         self._limits = limits
         self._num_lookahead = num_lookahead_tokens
+        self._num_disjoint = num_disjoint_steps
         self._max_adapters = max_adapters
         self._max_model_len = max_model_len
         self._kv = kv
@@ -62,10 +64,10 @@ class Planner:
             if preempts and request.status is RequestStatus.RUNNING:
                 step.next_running = request
                 self._start_waiting(step, now)
-            if step.budget == 0 or request.status is not RequestStatus.RUNNING:
+            if self._is_full(step) or request.status is not RequestStatus.RUNNING:
                 break
-            num_missing = room = num_new_tokens = request.num_missing_tokens(self._max_model_len)
-            if num_missing == 0:  # all that it may still have is in flight
+            num_missing = room = num_new_tokens = self._num_missing(request)
+            if num_missing == 0:  # all that it may still have is in flight, or what it goes on from
                 step.num_satisfied += 1
                 continue
             if num_missing > 1:
@@ -82,9 +84,27 @@ class Planner:
                 if num_new_tokens < num_missing:
                     self._leave_rest(request, step, is_capped=num_new_tokens < room)
 
+    def _num_missing(self, request: Request) -> int:
+        """Tokens of a running request to compute next. Steps of different requests wait for what it samples."""
+        if self._num_disjoint > 1 and request.num_placeholder_tokens:
+            return 0
+        return request.num_missing_tokens(self._max_model_len)
+
+    def _is_full(self, step: StepPlan) -> bool:
+        """Whether a step takes no more running requests."""
+        return step.budget == 0 or len(step.chunks) >= self._share(len(self._queues.running))
+
+    def _share(self, num_requests: int) -> int:
+        """How many of some requests one step has, where others in flight have the rest.
+
+        So nobody is left behind for more than the others' steps: what these leave over is no more than one may have.
+        """
+        return -(-num_requests // self._num_disjoint)
+
     def _num_unplanned(self, step: StepPlan) -> int:
         """Running requests that have yet to get their tokens of a step, of which each will want one."""
-        return len(self._queues.running) - len(step.chunks) - step.num_satisfied
+        num = len(self._queues.running)
+        return max(min(num - step.num_satisfied, self._share(num)) - len(step.chunks), 0)
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int, now: float) -> BlockIds | None:
         """Blocks for a running request, taken from the last ones if need be; None if it was itself the last.
@@ -168,6 +188,9 @@ class Planner:
             return Blocked(request, Cause.TOKEN_BUDGET)
         if len(self._queues.running) >= self._limits.max_num_seqs and not self._outranks_last(request, step):
             return Blocked(request, Cause.SEQUENCE_CAP)
+        num_others = min(len(self._queues.running) + len(self._queues.policy), self._limits.max_num_seqs)
+        if self._num_disjoint > 1 and len(step.chunks) >= self._share(num_others):
+            return Blocked(request, Cause.NEXT_STEP)
         hit = self._find_prefix(request, step)
         if self._first_chunk(request, hit, step) == 0:
             return Blocked(request, Cause.TOKEN_BUDGET)

@@ -75,6 +75,7 @@ class Scheduler:
             self._queues,
             self._max_adapters,
             config.speculative.settings.num_lookahead_tokens,
+            config.num_disjoint_steps,
         )
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0

@@ -74,7 +74,7 @@ def make_speculation(
         drafters,
         most=settings.most_drafts,
         adaptive=settings.adaptive and settings.method is not None,
-        num_ahead=config.scheduler.max_steps_in_flight - 1,
+        num_ahead=config.num_tokens_ahead,
         allowed=num_allowed,
     )
 

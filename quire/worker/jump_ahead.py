@@ -30,13 +30,13 @@ def jump_ahead(
 ) -> JumpAhead | None:
     """Who guesses for this engine.
 
-    Nobody does where steps overlap, as the next step is planned before its guesses are known, or where right guesses
-    are computed again, because a layer keeps a state.
+    Nobody does where the next step is planned before its guesses are known, or where right guesses are computed again,
+    because a layer keeps a state.
     """
     most = config.structured_outputs.settings.jump_ahead
     if most is None:
         most = MOST if config.arch.num_layers * config.arch.hidden_size >= MIN_LAYER_WIDTHS else 0
-    useless = config.scheduler.async_scheduling or not kv_config.rolls_back
+    useless = config.num_tokens_ahead > 0 or not kv_config.rolls_back
     return JumpAhead(batch, grammars, most) if most and not useless else None
 
 

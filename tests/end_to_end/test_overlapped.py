@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
 
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, ThinkingMarkers
+from tests.fixtures.thread_ranks import ThreadRanks
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
 STEPS_IN_FLIGHT = (1, 2, 4)
@@ -122,6 +126,33 @@ def test_all_parameters_with_aborts_and_preemption(
         assert facts(outputs) == facts(expected), f"{steps} steps in flight"
         assert stats["num_preemptions"] > 0
         assert stats["prefix_cache_hits"] > 0
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("speculation", [None, {"method": "ngram"}])
+def test_stages_that_work_at_once_change_nothing(
+    stages: int,
+    speculation: dict[str, Any] | None,
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    restore_threads: None,
+) -> None:
+    """Steps in flight are of different requests; aborts, stops and preemptions come while others are computed."""
+    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    args = {"model": str(tiny_model("llama-tied-bias")), "max_model_len": 96, "max_num_batched_tokens": 24}
+    args |= {"max_num_seqs": 8, "num_gpu_blocks_override": 16, "speculative_config": speculation}
+    jobs = jobs_of_all_kinds()
+    if (
+        speculation is not None
+    ):  # how many tokens come at once, when a caller has had enough, is then a matter of guesses
+        jobs = [job._replace(abort_after=None) for job in jobs]
+    expected, _ = serve(jobs, **args)
+    outputs, stats = serve(jobs, **args, pipeline_parallel_size=stages)
+    assert facts(outputs) == facts(expected)
+    assert stats["num_preemptions"] > 0
+    assert stats["prefix_cache_hits"] > 0
 
 
 def test_stop_strings_cut_at_every_place(restore_threads: None) -> None:

@@ -173,12 +173,8 @@ SIZE = "--data-parallel-size is"
     [
         ({"data_parallel_size": 5}, f"{SIZE} 5, and there are cores for 4 replicas"),
         ({"data_parallel_size": 2, "device": "cuda"}, f"{SIZE} 2, which wants --device cpu, not cuda"),
-        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "start a server on each host"),
+        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "start them there with --headless"),
         ({"data_parallel_size": 2, "data_parallel_size_local": 3}, f"replicas 0 to 2 .*{SIZE} 2"),
-        (
-            {"data_parallel_size": 4, "data_parallel_size_local": 2},
-            "2 of 4: .* with --data-parallel-hybrid-lb",
-        ),
         ({"data_parallel_size": 4, "data_parallel_start_rank": 2}, f"replicas 2 to 5 .*{SIZE} 4"),
         (
             {"data_parallel_size": 2, "data_parallel_rank": 2},

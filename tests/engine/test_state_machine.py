@@ -74,7 +74,11 @@ Wanted = SamplingParams | None
 wanted = st.integers(0, 3).flatmap(lambda share: parameters() if share else st.none())
 
 loops = st.sampled_from(
-    [{}, *({"async_scheduling": True, "max_steps_in_flight": steps} for steps in (1, 2, 2, 4, 4))]
+    [
+        {},
+        *({"async_scheduling": True, "max_steps_in_flight": steps} for steps in (1, 2, 2, 4, 4)),
+        *({"pipeline_parallel_size": 2, "max_steps_in_flight": steps} for steps in (0, 0, 3)),
+    ]
 )
 host_tiers = st.sampled_from(
     [
@@ -132,6 +136,8 @@ class EngineMachine(RuleBasedStateMachine):
         if not fields["enable_chunked_prefill"]:  # then a step must hold every prompt
             fields["max_num_batched_tokens"] = max(fields["max_num_batched_tokens"], 24)
             fields["long_prefill_token_threshold"] = 0
+        if "pipeline_parallel_size" in loop:  # which wants two layers
+            window = WINDOW
         needed = blocks_per_request(window, block_size, fields["max_num_batched_tokens"])
         fields |= loop | {"scheduling_policy": policy, "block_size": block_size, "window": window}
         if self.swaps_always:

@@ -14,8 +14,12 @@ import pytest
 
 from quire.errors import EngineError
 from tests.executor.test_multiproc import PARAMS, executor_of, is_gone, numbers, run, said, started
-from tests.fixtures.quick import quick
+from tests.fixtures.quick import quick, quick_models
 from tests.fixtures.thread_ranks import ThreadRanks
+from tests.models.harness import prepared_config
+from tests.models.test_stages import EVERY_FAMILY, REFUSED
+
+UNCONSTRAINED = PARAMS[:3]
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two": ({"pipeline_parallel_size": 2}, {}),
@@ -47,6 +51,24 @@ def test_stages_have_the_bits_of_one_process(
         engine.sleep(1, "wait")
         engine.wake_up()
     engine.shutdown()
+
+
+@pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY - REFUSED), ()))
+def test_stages_of_every_family_have_the_bits_of_one_process(
+    name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice: the second time prefixes are found, and with them states of layers that keep one."""
+    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
+    limits: dict[str, Any] = {"max_num_batched_tokens": 12, "num_gpu_blocks_override": 60, "block_size": 4}
+    num_layers = prepared_config(tiny_model(name)).arch.num_layers
+    found = []
+    for num_stages in range(1, min(3, num_layers) + 1):
+        engine = started(tiny_model(name), pipeline_parallel_size=num_stages, **limits)
+        for _ in range(2):
+            outputs = run(engine, UNCONSTRAINED)
+            found.append((said(outputs), numbers(outputs)))
+        engine.shutdown()
+    assert all(one == found[0] for one in found)
 
 
 def test_stages_that_are_processes_until_one_is_killed(tiny_model: Callable[[str], Path]) -> None:

@@ -4,6 +4,7 @@ That any mixture of them changes no output is the business of tests/engine/test_
 """
 
 from collections import deque
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -278,3 +279,45 @@ def test_integrity_covers_the_steps_in_flight():
     engine.add("a", [1]).num_steps_in_flight += 1
     with pytest.raises(IntegrityError, match="miscounts its steps in flight"):
         engine.scheduler.check_integrity()
+
+
+def two_parts(**fields):
+    return make_config(pipeline_parallel_size=2, max_steps_in_flight=2, **fields)
+
+
+def test_steps_of_stages_have_half_of_the_requests_each():
+    """Of those that wait, too; a request whose token is in flight is in no other step, whatever there is room for."""
+    engine = Pipeline(two_parts())
+    for name in "abcd":
+        engine.add(name, range(3))
+    plans = [scheduled(engine.launch()) for _ in range(3)]
+    assert plans == [{"a": 3, "b": 3}, {"c": 3, "d": 3}, {}]
+    for expected in ({"a": 1, "b": 1}, {"c": 1, "d": 1}) * 2:
+        engine.land()
+        assert scheduled(engine.launch()) == expected
+    engine.scheduler.finish_requests(["b", "d"], "abort", engine.now)
+    engine.land()
+    assert scheduled(engine.launch()) == {"a": 1}
+    engine.land()
+    assert scheduled(engine.launch()) == {"c": 1}
+    engine.drain()
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_stages():
+    engine = Pipeline(two_parts(max_num_batched_tokens=5))
+    engine.add("a", range(12))
+    assert [scheduled(engine.launch()) for _ in range(4)] == [{"a": 5}, {"a": 5}, {"a": 2}, {}]
+    engine.land_all()
+    assert scheduled(engine.launch()) == {"a": 1}
+
+
+def test_nobody_is_left_behind_where_steps_have_become_uneven():
+    engine = Pipeline(two_parts(max_num_seqs=9))
+    for name in "abcdef":
+        engine.add(name, range(2), max_tokens=2 if name in "abc" else 8)
+    engine.launch(), engine.launch()
+    sizes = []
+    while engine.in_flight:
+        engine.land()
+        sizes.append(len(scheduled(engine.launch())))
+    assert all(one + other == 3 for one, other in pairwise(sizes[3:-4])), sizes

@@ -8,7 +8,7 @@ import click
 
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.cli.options import EngineCommand, engine_config, server_config
-from quire.errors import StartupError
+from quire.errors import EngineDeadError, StartupError
 from quire.logging_setup import say_error
 
 
@@ -23,21 +23,23 @@ def serve(ctx: click.Context, /, model_argument: str | None, **params: Any) -> i
     params["model"] = _one_model(ctx, model_argument, params["model"])
     engine, server = engine_config(params), server_config(params)
     if server.headless:
-        return _bring_ranks(engine)
+        return _help_another(engine)
 
     from quire.entrypoints.openai.api_server import run_server
 
     return run_server(engine, server)
 
 
-def _bring_ranks(config: EngineConfig) -> int:
-    """Serve nothing over HTTP, and give this host's ranks to the server of another one."""
+def _help_another(config: EngineConfig) -> int:
+    """Serve nothing over HTTP, and give this host's replicas, or ranks, to the server of another one."""
+    from quire.engine.guest_host import run_guests
     from quire.engine.startup import prepare
     from quire.executor.headless import run_headless
 
     try:
-        return run_headless(prepare(config, "headless"))
-    except StartupError as error:
+        prepared = prepare(config, "headless")
+        return run_guests(prepared) if prepared.parallel.data_parallel_size > 1 else run_headless(prepared)
+    except (StartupError, EngineDeadError) as error:
         say_error(f"error: {error}")
         return 1
 

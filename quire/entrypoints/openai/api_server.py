@@ -68,6 +68,11 @@ async def _serve(
     from quire.engine.async_llm import AsyncLLM
     from quire.entrypoints.openai.keys import make_keyring
 
+    if server_config.api_server_count > 1 and engine_config.parallel.guests:
+        raise ConfigError(
+            f"--api-server-count is {server_config.api_server_count}, which wants all replicas on this host: "
+            "--data-parallel-size-local is less than --data-parallel-size"
+        )
     engine_config = make_keyring((), server_config.api_key_file).weighted(engine_config)
     engine = AsyncLLM.start(engine_config)
     try:

@@ -162,7 +162,7 @@ def _prometheus(state: ServerState) -> PrometheusStatLogger:
         engine.model.max_model_len,
         registry=state.registry,
         first_engine=engine.parallel.first_replica,
-        num_engines=engine.parallel.num_replicas,
+        num_engines=engine.parallel.num_served,
     )
 
 
