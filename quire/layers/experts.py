@@ -85,7 +85,7 @@ class Expert(Module):
             transposed="down_proj" in transposed,
         )
         for layer in (self.gate_up_proj, self.down_proj):
-            layer.takes_adapters = False
+            layer.takes_adapters = layer.makes_products = False
             if isinstance(layer, _InStack):
                 assert stack is not None, "a member of it"
                 layer.index, layer.count, layer.stack = index, experts.count, stack

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quire.distributed.group import Group
 from quire.errors import ConfigError
+from quire.kernels import reference
 from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Layer, parameter
 from quire.layers.quantization import FLOATS, TABLE, QuantMethod
@@ -47,6 +48,9 @@ class MatrixLayer(Layer):
     method.
     """
 
+    makes_products = False
+    """Whether all products of its matrix are made by itself, so that it can bring what it reads into another order."""
+
     def __init__(
         self,
         spans: Sequence[Span],
@@ -79,6 +83,8 @@ class MatrixLayer(Layer):
         self.columns = self._columns(shard if self.cut == "input" else WHOLE)
         self.weight: nn.Parameter | None = None
         self.packed: PackedWeight | None = None
+        self.input_order: nn.Parameter | None = None
+        """int64 [K]: column j of `packed` is that of input input_order[j]; None: as they come."""
         self.method.create(self)
         crosses = shard.group.size > 1 and self.cut != "whole"
         self.group: Group | None = shard.group if crosses else None
@@ -176,6 +182,11 @@ class MatrixLayer(Layer):
         assert self.weight is not None, "a layer is loaded before it is used"
         outputs, inputs = self.weight.shape
         return PackedWeight(FLOAT, self.weight.data, None, None, outputs, inputs, self.halves(), "rows")
+
+    def unpacked(self) -> Tensor:
+        """What the finished matrix stands for [N, K], its columns as inputs come."""
+        weight = reference.unpack_weight(self.matrix()).detach()
+        return weight if self.input_order is None else weight[:, self.input_order.argsort()]
 
     def adopt(self, weight: Tensor) -> None:
         """Make this tensor the weight."""

@@ -25,7 +25,7 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import Float, QuantMethod, method_of
 from quire.layers.quantized.codec import Codec
 from quire.layers.quantized.merged import merged_scheme
-from quire.layers.quantized.method import Encoded, EncodedModule
+from quire.layers.quantized.method import Encoded, EncodedModule, Packed
 from quire.layers.quantized.table import codec_of
 from quire.layers.slot import FLOATS
 from quire.models.base import CausalLM
@@ -114,10 +114,12 @@ class _Encodings:
         self._says = config.arch.quantization
         self._scheme = scheme
         self._stored: Mapping[str, Mapping[str, Tensor]] = {}
+        self._files: Sequence[TensorFile] = ()
         for note in self._says.notes if self._says is not None else ():
             logger.info("%s", note)
         if self._says is not None and config.load.load_format != "dummy":
-            self._stored = _by_module(open_files(Path(config.model_dir), part_of=config.arch.part_of))
+            self._files = open_files(Path(config.model_dir), part_of=config.arch.part_of)
+            self._stored = _by_module(self._files)
 
     def method(self, layer: Layer, names: Sequence[str], kept: QuantMethod) -> QuantMethod:
         """That of a layer which holds the checkpoint's modules `names`, and keeps floats as `kept` does."""
@@ -131,12 +133,32 @@ class _Encodings:
         ]
         return Encoded(modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None)
 
-    def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> WeightScheme | None:
-        """A scheme that holds the numbers of all modules; None where there is none."""
+    def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> Packed | None:
+        """How a layer holds the numbers of all modules; None where that cannot be."""
         whole = merged_scheme([module.scheme(layer.inputs) for module in modules])
         if whole is None or layer.rearranges:
             return None
-        return replace(self._scheme, kind=whole.kind, group_size=whole.group_size, symmetric=whole.symmetric)
+        scheme = replace(
+            self._scheme, kind=whole.kind, group_size=whole.group_size, symmetric=whole.symmetric
+        )
+        if all(module.codec.group_tensor is None for module in modules):
+            return Packed(scheme)
+        if not layer.makes_products:
+            return None
+        as_they_come = torch.arange(layer.inputs, device="cpu")
+        order, *others = [self._order(module, as_they_come) for module in modules]
+        if order is None or not all(other is not None and torch.equal(other, order) for other in others):
+            return None
+        return Packed(scheme, None if torch.equal(order, as_they_come) else order)
+
+    def _order(self, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
+        """The inputs of a module group after group; None: its groups are of no size that all have."""
+        name = f"{module.name}.{module.codec.group_tensor}"
+        for file in self._files if module.codec.group_tensor is not None else ():
+            if name in file.tensors:
+                info = file.tensors[name]
+                return module.codec.order(file.part(info, tuple(slice(0, size) for size in info.shape)))
+        return as_they_come
 
     def _encoding(self, layer: Layer, name: str) -> Encoding | None:
         # A tied head is a table, which no method quantises but where its files say so.

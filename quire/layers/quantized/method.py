@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import ops
@@ -60,6 +60,14 @@ def scheme_kept(codec: Codec, num_inputs: int, present: Collection[str]) -> Weig
     return scheme if isinstance(kept, GroupedFormat) and scheme.group_size in kept.groups else None
 
 
+@dataclass(frozen=True)
+class Packed:
+    """How numbers stay what they are: in a scheme, and in an order of inputs, int64 [K], if they come in another."""
+
+    scheme: WeightScheme
+    order: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Take:
     """Rows that are read of a module's matrix, in the region that all ranks read, and where in the layer they go."""
@@ -95,15 +103,15 @@ class _Source:
 class Encoded(QuantMethod):
     """Reads `modules`, which are merged in a layer in this order, and keeps the weight as `kept` keeps floats.
 
-    With `packed`, a scheme that holds those of all of them, their numbers stay what they are.
+    With `packed`, which holds those of all of them, their numbers stay what they are.
     """
 
     name = "encoded"
 
     def __init__(
-        self, modules: Sequence[EncodedModule], kept: QuantMethod, packed: WeightScheme | None = None
+        self, modules: Sequence[EncodedModule], kept: QuantMethod, packed: Packed | None = None
     ) -> None:
-        super().__init__(packed or kept.scheme)
+        super().__init__(kept.scheme if packed is None else packed.scheme)
         self._modules = modules
         self._kept = kept
         self._packed = packed
@@ -118,6 +126,10 @@ class Encoded(QuantMethod):
         return Encoded(self._modules, self._kept.unrounded())
 
     def create(self, layer: MatrixLayer) -> None:
+        reorders = self._packed is not None and self._packed.order is not None
+        if reorders and length(layer.columns) < layer.inputs:
+            # A rank has some inputs of any group.
+            self._packed, self.scheme = None, self._kept.scheme
         layer.weight = None
         for source, name, stored in self._tensors(layer):
             _check_cut(layer, source, name, stored)
@@ -140,6 +152,8 @@ class Encoded(QuantMethod):
             numbers = merged_numbers(layer.num_rows, modules, self.scheme)
             layout: Layout = "panels" if device.type == "cpu" else "rows"
             layer.packed = format_of(self.scheme).from_numbers(numbers, self.scheme, layer.halves(), layout)
+            if self._packed.order is not None:
+                layer.input_order = nn.Parameter(self._packed.order.to(device), requires_grad=False)
             return
         weight = torch.empty(layer.num_rows, length(self.read(layer)), dtype=layer.dtype, device=device)
         for source, each in decoded:

@@ -73,7 +73,7 @@ def _packed(weights: JsonObject, bits: int) -> Encoding:
         "bits": bits,
         "group_size": weights.integer("group_size") if strategy == "group" else 0,
         "symmetric": weights.flag("symmetric", True),
-        "reordered": weights.get("actorder") in ("group", True),
+        "reordered": strategy == "group" and weights.get("actorder") in ("group", True),
     }
     return Encoding("packed_integers", options)
 
