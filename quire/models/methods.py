@@ -128,8 +128,10 @@ class _Encodings:
             return kept
         assert isinstance(layer, MatrixLayer), "nothing else has an encoding"
         modules = [
-            EncodedModule(name, codec_of(encoding or _FLOATS), self._stored.get(name, {}))
-            for name, encoding in zip(names, encodings, strict=True)
+            EncodedModule(name, codec_of(encoding), self._stored.get(name, {}), encoding.weight_only)
+            for name, encoding in (
+                (name, each or _FLOATS) for name, each in zip(names, encodings, strict=True)
+            )
         ]
         return Encoded(modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None)
 
@@ -138,8 +140,14 @@ class _Encodings:
         whole = merged_scheme([module.scheme(layer.inputs) for module in modules])
         if whole is None or layer.rearranges:
             return None
+        # A GPU rounds what meets E4M3, where the checkpoint wants that.
+        fast = self._scheme.fast and not (whole.kind == "fp8" and any(each.weight_only for each in modules))
         scheme = replace(
-            self._scheme, kind=whole.kind, group_size=whole.group_size, symmetric=whole.symmetric
+            self._scheme,
+            kind=whole.kind,
+            group_size=whole.group_size,
+            symmetric=whole.symmetric,
+            fast=fast,
         )
         if all(module.codec.group_tensor is None for module in modules):
             return Packed(scheme)

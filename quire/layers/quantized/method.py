@@ -36,6 +36,8 @@ class EncodedModule:
     name: str
     codec: Codec
     in_files: Mapping[str, Tensor]
+    weight_only: bool = False
+    """Whether activations are not to be rounded."""
 
     def tensors(self, num_outputs: int, num_inputs: int) -> dict[str, Stored]:
         """What is there, or has to be."""
