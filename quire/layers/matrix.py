@@ -5,7 +5,7 @@ the form that the device's kernels read; where there are none, `weight` stays, a
 stand for.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -104,6 +104,19 @@ class MatrixLayer(Layer):
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
         return None if self.group is None else self.group.why_not_captured()
+
+    def stored_modules(self, names: Sequence[str]) -> list[str]:
+        """The modules that files have, of those that the layer holds."""
+        return list(names)
+
+    def stored_name(self, module: str, tensor: str) -> str:
+        """What files call a tensor of a module."""
+        return f"{module}.{tensor}"
+
+    def in_files(self, module: str, tensors: Iterable[str], files: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of a module's tensors that are in `files`."""
+        at = {tensor: self.stored_name(module, tensor) for tensor in tensors}
+        return {tensor: files[name] for tensor, name in at.items() if name in files}
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield from self.method.slots(self, names)

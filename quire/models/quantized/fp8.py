@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.config.encoding import CheckpointQuantization, Encoding
+from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.models.json_object import JsonObject
 from quire.models.quantized.rules import all_but_head, block_shape, containing, has_cache_scales, names, notes
 
@@ -28,12 +28,18 @@ def read_fp8(config: JsonObject) -> CheckpointQuantization:
 
 
 def read_fbgemm_fp8(config: JsonObject) -> CheckpointQuantization:
-    """A scale for each output."""
-    return _quantization("fbgemm_fp8", config, Encoding("fp8", {"grid_outputs": 1}))
+    """A scale for each output; stacks of experts, those of Llama 4, are transposed."""
+    by_output = {"grid_outputs": 1}
+    stacks = EncodingRule(
+        r".*\.experts\.(gate_up|down)_proj", Encoding("fp8", by_output | {"transposed": True})
+    )
+    return _quantization("fbgemm_fp8", config, Encoding("fp8", by_output), stacks)
 
 
-def _quantization(method: str, config: JsonObject, encoding: Encoding) -> CheckpointQuantization:
+def _quantization(
+    method: str, config: JsonObject, encoding: Encoding, *before: EncodingRule
+) -> CheckpointQuantization:
     left = containing(names(config, "modules_to_not_convert", "ignored_layers"))
     otherwise = notes(config, "activation_scheme", "kv_cache_scheme")
-    rules = (*left, *all_but_head(encoding))
+    rules = (*left, *before, *all_but_head(encoding))
     return CheckpointQuantization(method, rules, UNREAD, has_cache_scales(config), otherwise)
