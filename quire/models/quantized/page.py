@@ -75,8 +75,8 @@ A checkpoint may say that activations are to be rounded as well. What is done in
 | 4 bits (NVFP4, MXFP4) | 8 bits, 64 values a scale; "precise": not rounded | not rounded |
 | not at all | integers, 4-bit floats: 8 bits, 64 values a scale; "precise": not rounded | not rounded |
 
-So there is no option to follow it to the letter: it would take the same time on a CPU, or more, for a larger error. Of the
-logits of the model in the box, its weights floats, by `python -m benchmarks.activations`:
+So there is no option to follow it to the letter: it would take the same time on a CPU, or more, for a larger error.
+Of the logits of the model in the box, its weights floats, by `python -m benchmarks.activations`:
 
 | rounding | relative error |
 |---|---|
@@ -89,17 +89,17 @@ logits of the model in the box, its weights floats, by `python -m benchmarks.act
 
 ## Keys and values
 
-With `--kv-cache-dtype fp8` (GPU) keys and values are kept as the checkpoint says: divided by its scales, of a layer or of
-each head, and rounded to E4M3. They are `k_scale` and `v_scale` of the attention block, of `k_proj` and `v_proj`, or
+With `--kv-cache-dtype fp8` (GPU) keys and values are kept as the checkpoint says: divided by its scales, of a layer or
+of each head, and rounded to E4M3. They are `k_scale` and `v_scale` of the attention block, of `k_proj` and `v_proj`, or
 `output_scale` of these; a layer without has 1. int8 (CPU) has a scale for each vector, which it finds itself, and does
 not read those of the files. Where a config asks for rounded activations, keys or values, the log says so by the name of
 the key.
 
 ## Limits
 
-- Refused, by name: sparse weights, transforms and keys that are unknown (compressed-tensors), GPTQ's marlin layout, AWQ's
-  gemv layout, bits that the table does not have, quantised scales (HQQ), torchao's int4 classes that are laid out for one
-  GPU.
+- Refused, by name: sparse weights, transforms and keys that are unknown (compressed-tensors), GPTQ's marlin layout,
+  AWQ's gemv layout, bits that the table does not have, quantised scales (HQQ), torchao's int4 classes that are laid out
+  for one GPU.
 - Latent attention (DeepSeek) has no cache in fp8, so scales for one are left out.
 - A file that disagrees with its config (shapes, group sizes, `sym`, `g_idx`) is an error at start-up that names file,
   tensor and both values.
