@@ -155,7 +155,7 @@ class _Encodings:
         order, *others = [self._order(module, as_they_come) for module in modules]
         if order is None or not all(other is not None and torch.equal(other, order) for other in others):
             return None
-        return Packed(scheme, None if torch.equal(order, as_they_come) else order)
+        return Packed(scheme, order)
 
     def _order(self, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
         """The inputs of a module group after group; None: its groups are of no size that all have."""

@@ -64,7 +64,7 @@ def scheme_kept(codec: Codec, num_inputs: int, present: Collection[str]) -> Weig
 
 @dataclass(frozen=True)
 class Packed:
-    """How numbers stay what they are: in a scheme, and in an order of inputs, int64 [K], if they come in another."""
+    """How numbers stay what they are: in a scheme, and in an order of inputs, int64 [K], if the files say one."""
 
     scheme: WeightScheme
     order: Tensor | None = None
@@ -154,8 +154,9 @@ class Encoded(QuantMethod):
             numbers = merged_numbers(layer.num_rows, modules, self.scheme)
             layout: Layout = "panels" if device.type == "cpu" else "rows"
             layer.packed = format_of(self.scheme).from_numbers(numbers, self.scheme, layer.halves(), layout)
-            if self._packed.order is not None:
-                layer.input_order = nn.Parameter(self._packed.order.to(device), requires_grad=False)
+            order = self._packed.order
+            if order is not None and not torch.equal(order, torch.arange(len(order))):
+                layer.input_order = nn.Parameter(order.to(device), requires_grad=False)
             return
         weight = torch.empty(layer.num_rows, length(self.read(layer)), dtype=layer.dtype, device=device)
         for source, each in decoded:

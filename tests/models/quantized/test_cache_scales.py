@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,14 @@ def test_a_cache_of_another_type_leaves_them_out(llama: Path, tmp_path: Path) ->
     path, _ = checkpoint(llama, tmp_path, "compressed-tensors", SCALES)
     model = load_tiny(path, kv_cache_dtype="int8")
     assert all(each.cache_scales is None for each in model.modules() if isinstance(each, Attention))
+
+
+@pytest.mark.usefixtures("fp8_cache")
+@pytest.mark.parametrize("family", ["qwen3", "gptneox", "bloom"])
+def test_scales_of_1_change_nothing(family: str, tiny_model: Callable[[str], Path]) -> None:
+    """With norms of heads, part of a head rotated, or nothing: the bits of the kernel that does it all at once."""
+    without, scaled = (load_tiny(tiny_model(family)) for _ in range(2))
+    for layer in scaled.modules():
+        if isinstance(layer, Attention):
+            layer.cache_scales = CacheScales(*(torch.ones(layer.num_kv_heads) for _ in range(2)))
+    assert torch.equal(logits(scaled), logits(without))

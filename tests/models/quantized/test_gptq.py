@@ -30,10 +30,18 @@ class Writer:
     """Random numbers, scales and zero points in the given form."""
 
     def __init__(
-        self, bits: int, group: int, *, symmetric: bool = False, reordered: bool = False, version: int = 1
+        self,
+        bits: int,
+        group: int,
+        *,
+        symmetric: bool = False,
+        reordered: bool = False,
+        shuffled: bool = True,
+        version: int = 1,
     ) -> None:
+        """`reordered` but not `shuffled`: in an order that could be any, and is not."""
         self.bits, self.group, self.symmetric = bits, group, symmetric
-        self.reordered, self.version = reordered, version
+        self.reordered, self.shuffled, self.version = reordered, shuffled, version
 
     def config(self, **more: Any) -> dict[str, Any]:
         return {
@@ -56,7 +64,9 @@ class Writer:
             zeros.fill_(top // 2)
         scales = (torch.rand(count, outputs, generator=random) * 0.2 / top + 0.01 / top).half()
         g_idx = torch.arange(inputs) // size
-        if self.reordered:  # by what inputs are, so modules that read the same have the same order
+        if (
+            self.reordered and self.shuffled
+        ):  # by what inputs are, so modules that read the same have the same order
             g_idx = g_idx[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
         stored = (zeros - 1) % top if self.version == 1 else zeros
         tensors = {
@@ -114,9 +124,9 @@ def test_reordered_numbers_stay_packed_where_modules_agree(apart: bool, llama: P
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("reordered", [False, True])
-def test_two_ranks_share_it(reordered: bool, rank: int, llama: Path, tmp_path: Path) -> None:
-    writer = Writer(4, 32, reordered=reordered)
+@pytest.mark.parametrize(("reordered", "shuffled"), [(False, False), (True, True), (True, False)])
+def test_two_ranks_share_it(reordered: bool, shuffled: bool, rank: int, llama: Path, tmp_path: Path) -> None:
+    writer = Writer(4, 32, reordered=reordered, shuffled=shuffled)
     paths = write(llama, tmp_path, writer.config(), writer, lambda name: "lm_head" not in name)
     same(*(load_model(prepared_config(path), Shard(rank, 2)) for path in paths))
 
