@@ -1,12 +1,15 @@
 """How far our logits are from float32, for every way of keeping weights and cache.
 
-    python benchmarks/accuracy.py [MODEL] [--also DIR ...] [--num-sequences 8] [--num-tokens 64] [--json FILE]
+    python benchmarks/accuracy.py [MODEL] [--modes MODE ...] [--methods rtn gptq awq] [--also DIR ...]
+                                  [--num-sequences 8] [--num-tokens 64] [--json FILE]
 
 The reference is transformers in float32, with the weights that bfloat16 holds; the text is drawn from it, so that it is
 such as the model knows. Printed are, over all positions, the relative error of the logits,
 ||ours - reference|| / ||reference||, the mean distance of the logprob of the token that comes next, and how often the
 likeliest token is the same, and the perplexity. `--also` names checkpoints of the same model, as `quire quantize`
-writes them, which are held against the reference as well.
+writes them, which are held against the reference as well; `--methods` has such written first, of `--bits` in groups of
+`--group-size`, calibrated by the first `--calibration-sequences` texts in the box. A model of random weights in the
+shape of half a billion parameters is made by `python -m benchmarks.compare.checkpoint DIR`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -32,6 +36,9 @@ from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.checkpoint import resolve_model_dir
 from quire.models.loader import load_model
+from quire.quantize.grid import Grid
+from quire.quantize.recipe import METHODS, Recipe
+from quire.quantize.run import quantize_checkpoint
 
 PRECISE = {"quantization_config": {"mode": "precise"}}
 MODES: Mapping[str, Mapping[str, Any]] = {
@@ -130,15 +137,32 @@ def measure(
     return own + [compare(path.name, str(path), {}, ids, expected) for path in also]
 
 
+def quantized(model: str, methods: Sequence[str], grid: Grid, num_sequences: int, into: Path) -> list[Path]:
+    """The model as `quire quantize` writes it by each method."""
+    for method in methods:
+        texts = {} if method == "rtn" else {"num_sequences": num_sequences}
+        config = EngineConfig.from_args(model=model, device="cpu")
+        quantize_checkpoint(config, Recipe(method, grid, **texts), into / method)
+    return [into / method for method in methods]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", nargs="?", default=DEMO_MODEL)
     parser.add_argument("--num-sequences", type=int, default=8)
     parser.add_argument("--num-tokens", type=int, default=64, help="of each sequence")
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=[], help="of quire quantize")
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
+    parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64)
+    parser.add_argument("--calibration-sequences", type=int, default=128)
     parser.add_argument("--also", type=Path, nargs="*", default=[], help="checkpoints of the same model")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results = measure(args.model, list(MODES), args.num_sequences, args.num_tokens, args.also)
+    with TemporaryDirectory() as written:
+        grid = Grid(args.bits, args.group_size)
+        also = quantized(args.model, args.methods, grid, args.calibration_sequences, Path(written))
+        results = measure(args.model, args.modes, args.num_sequences, args.num_tokens, also + args.also)
     print(f"{'mode':24}{'relative error':>16} {'mean |d logprob|':>18} {'same top-1':>12} {'perplexity':>12}")
     for result in results:
         print(result.line())

@@ -32,8 +32,26 @@ GOALS = (
 )
 """Set so that each also beats ik_llama.cpp and OpenVINO where they were first measured. vLLM: its best type counts."""
 
+FILES = {
+    "GPTQ g128": ("quire", "int4"),
+    "AWQ g128": ("quire", "int4"),
+    "Q8_0": ("llama.cpp", "Q8_0"),
+    "Q4_0": ("llama.cpp", "Q4_0"),
+    "Q4_K_M": ("llama.cpp", "Q4_K_M"),
+}
+"""A file that is quantised already -> the engine and the weights that quire is compared with when it serves it."""
+_SAME_FILE = {"batch": 2.0, "decode-1": 1.0}
+_AS_OWN_INT4 = 0.95
+
 PROBE_SHARES = {"bf16": 0.92, "int8": 0.90, "int4": 0.88}
 """Of what a probe reads beside it, for decoding one request with weights of a format."""
+
+
+def file_goal(precision: str, case: str) -> Goal | None:
+    """The goal for serving a file, if there is one."""
+    peer, _ = FILES[precision]
+    ratio = _SAME_FILE.get(case) if peer == "llama.cpp" else _AS_OWN_INT4
+    return None if ratio is None else Goal(peer, case, 8 if precision == "Q8_0" else 4, ratio)
 
 
 def goal(peer: str, case: str, bits: int) -> Goal | None:

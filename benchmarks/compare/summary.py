@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from benchmarks.compare.cases import CASES
 from benchmarks.compare.engines.base import Engine
-from benchmarks.compare.goals import Goal, goal
+from benchmarks.compare.goals import FILES, Goal, file_goal, goal
 from benchmarks.compare.records import Record
 
-OWN, BESIDE_PROBE = "quire", "beside probe"
+OWN, OWN_FILES, BESIDE_PROBE = "quire", "quire, files", "beside probe"
 _FULL_PRECISION = 16
 """Peers without a 16-bit or smaller type of their own are compared with quire's 16-bit weights by their best type."""
 
@@ -55,12 +55,22 @@ def ratios(rates: Medians, engines: Mapping[str, Engine]) -> Iterator[Ratio]:
     for name, peer in engines.items():
         for precision, bits in own.precisions.items():
             rivals = _rivals(peer, bits)
-            for case in CASES if name != OWN else ():
+            for case in CASES if name not in (OWN, OWN_FILES) else ():
                 measured = {p: rates[name, p, case] for p in rivals if (name, p, case) in rates}
                 if measured and (OWN, precision, case) in rates:
                     best = max(measured, key=lambda p: measured[p])
                     ratio = rates[OWN, precision, case] / measured[best]
                     yield Ratio(name, best, precision, case, ratio, goal(name, case, bits))
+    yield from _file_ratios(rates)
+
+
+def _file_ratios(rates: Medians) -> Iterator[Ratio]:
+    """quire serving files that are quantised already, against who does the same."""
+    for precision, (peer, its_precision) in FILES.items():
+        for case in CASES:
+            own, its = rates.get((OWN_FILES, precision, case)), rates.get((peer, its_precision, case))
+            if own is not None and its is not None:
+                yield Ratio(peer, its_precision, precision, case, own / its, file_goal(precision, case))
 
 
 def _rivals(peer: Engine, bits: int) -> list[str]:

@@ -113,6 +113,12 @@ class ExpertStack:
     """What is behind the layer's name; nothing, in many."""
     bias: str = ".bias"
 
+    def suffix(self, tensor: str) -> str:
+        """What is behind the layer's name where a module that is no stack has this tensor."""
+        named = {"weight": self.weight, "bias": self.bias}
+        others = f".{tensor}" if self.weight else f"_{tensor.removeprefix('weight_')}"
+        return named.get(tensor, others)
+
 
 @dataclass(frozen=True)
 class ExpertsArch:

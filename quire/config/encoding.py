@@ -19,6 +19,8 @@ class Encoding:
 
     kind: str
     options: Mapping[str, Option] = field(default_factory=dict)
+    weight_only: bool = False
+    """Whether the checkpoint says that activations are not rounded."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class CheckpointQuantization:
     """The first that matches a module decides; where none does, it is floats."""
     unread: tuple[str, ...] = ()
     """Patterns of tensors that are knowingly left out."""
+    cache_scales: bool = False
+    """Whether its files may have scales for keys and values that are kept in E4M3."""
     notes: tuple[str, ...] = ()
     """What it asks for that is done in another way, a sentence each, for the log."""
 

@@ -30,9 +30,9 @@ class WeightScheme:
 
     "float": as it is. "int8" and "int4": a scale, and without `symmetric` a zero point or a minimum, per output and
     `group_size` values of k; 0: one for all of an output. "fp8" (E4M3, on GPUs): a scale per output or, `per_tensor`,
-    one for all; activations are rounded to E4M3 too, with a scale per token.
+    one for all; activations are rounded to E4M3 too, with a scale per token, if `fast`.
 
-    `fast` is for CPUs: integers are multiplied by activations rounded to 8 bits, with a scale per token and 64
+    On CPUs with `fast` integers are multiplied by activations rounded to 8 bits, with a scale per token and 64
     values of k (see `ops.packed_linear`), and bfloat16 by activations rounded to bfloat16; otherwise weights are
     widened and activations stay float32. `vendor` and `invariant` are for GPUs: fp8 products may be the
     vendor's library's; a row's products have the same bits in every batch, which on a CPU is always so.

@@ -334,7 +334,7 @@ def seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
     if isinstance(x, QuantizedRows):
         return x.float()
     if scheme.kind == "fp8":
-        rounds = weight.layout == "rows" and not scheme.group_size
+        rounds = weight.layout == "rows" and not scheme.group_size and scheme.fast
         return (quantize_rows(x) if rounds else x).float()
     if not scheme.fast:
         return x.float()

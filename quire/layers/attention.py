@@ -22,6 +22,7 @@ from quire.kv_cache.spec import (
 )
 from quire.layers.alibi import slopes
 from quire.layers.base import DTYPES, Module, activation_dtype, device_type
+from quire.layers.cache_scales import CacheScales
 from quire.layers.kv_cache import cache_planes, cache_users
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
@@ -93,6 +94,8 @@ class Attention(Module):
         self.register_buffer(
             "alibi_slopes", None if alibi is None else alibi * slopes(num_heads), persistent=False
         )
+        self.cache_scales: CacheScales | None = None
+        """What keys and values are divided by in the cache, if the checkpoint says so."""
         self.k_cache = self.v_cache = torch.empty(0)
         self.group_id = 0
 
@@ -116,7 +119,7 @@ class Attention(Module):
         """q [T, Hq, D], normed and rotated -> [T, Hq * D], over keys and values that are in the cache already."""
         own = step.metadata(self.group_id, AttentionMetadata)
         out = self._attend(
-            q,
+            q if self.cache_scales is None else self.cache_scales.of_queries(q),
             self.k_cache,
             self.v_cache,
             own,
@@ -127,10 +130,13 @@ class Attention(Module):
             alibi_slopes=self.alibi_slopes,
             sinks=None if self.sinks is None else self.sinks.weight,
         )
-        return out.flatten(1)
+        return (out if self.cache_scales is None else self.cache_scales.of_outputs(out)).flatten(1)
 
     def _write(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> None:
-        if self.rotary is None:
+        if self.cache_scales is not None:
+            self._turn(q, k, positions)
+            k, v = self.cache_scales.stored(k, v)
+        if self.cache_scales is not None or self.rotary is None:
             ops.write_kv(k, v, self.k_cache, self.v_cache, slots)
             return
         assert positions.dim() == 1, f"this rotary embedding takes positions [T], not {[*positions.shape]}"
@@ -143,6 +149,14 @@ class Attention(Module):
             ops.rotary_and_write_kv(
                 *args, interleaved, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps
             )
+
+    def _turn(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
+        """Norm and rotate q and k in place, as the kernel that writes them, too, does."""
+        if self.qk_norm is not None:
+            for heads, norm in zip((q, k), self.qk_norm, strict=True):
+                heads.copy_(norm(heads))
+        if self.rotary is not None:
+            ops.rotary_embedding(positions, q, k, self.rotary.cos_sin_cache, self.rotary.interleaved)
 
     def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
         """See `CacheUser`; the first plane of a block holds keys, the second values."""

@@ -5,7 +5,7 @@ Shapes: T tokens of the step, H hidden size, I intermediate size of an expert, k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,21 @@ class _InStack(MatrixLayer):
     count: int
     stack = ExpertStack()
 
+    def stored_modules(self, names: Sequence[str]) -> list[str]:
+        return [".".join(name.rsplit(f".{self.index}.", 1)) for name in names]
+
+    def stored_name(self, module: str, tensor: str) -> str:
+        return module + self.stack.suffix(tensor)
+
+    def in_files(self, module: str, tensors: Iterable[str], files: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of this member."""
+        found = super().in_files(module, tensors, files)
+        return {name: stack if self.stack.flat else stack[0] for name, stack in found.items() if stack.dim()}
+
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        suffixes = {"weight": self.stack.weight, "bias": self.stack.bias}
-        for name, slot in super().slots(names):
-            path, leaf = ".".join(name.rsplit(f".{self.index}.", 1)).rsplit(".", 1)
+        for name, slot in super().slots(self.stored_modules(names)):
             stacked = slot.of_stack(self.index, self.count)
-            yield path + suffixes.get(leaf, f"_{leaf}"), stacked.merging(0) if self.stack.flat else stacked
+            yield self.stored_name(*name.rsplit(".", 1)), stacked.merging(0) if self.stack.flat else stacked
 
 
 class _LinearInStack(_InStack, Linear):
@@ -47,13 +56,21 @@ class _LinearInStack(_InStack, Linear):
 
 
 class _GateUpInStack(_InStack, GateUpLinear):
+    def stored_modules(self, names: Sequence[str]) -> list[str]:
+        stacks = super().stored_modules(names)
+        if self.stack.gate_up is None:
+            return stacks
+        merged = f"{stacks[0].rpartition('.')[0]}.{self.stack.gate_up}"
+        return [f"{merged}:{half}" for half in (0, 1)] if self.stack.interleaved else [merged]
+
+    def in_files(self, module: str, tensors: Iterable[str], files: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return super().in_files(module.partition(":")[0], tensors, files)
+
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        if self.stack.gate_up is not None:
-            names = [f"{names[0].rpartition('.')[0]}.{self.stack.gate_up}"]
         if not self.stack.interleaved:
             yield from super().slots(names)
             return
-        for name, slot in super().slots([f"{names[0]}:{half}" for half in range(len(self.spans))]):
+        for name, slot in super().slots(names):
             path, _, rest = name.partition(":")
             half, suffix = int(rest[0]), rest[1:]
             outputs = 2 if self.transposed and slot.source.shape[2:] else 1
@@ -87,7 +104,7 @@ class Expert(Module):
             transposed="down_proj" in transposed,
         )
         for layer in (self.gate_up_proj, self.down_proj):
-            layer.takes_adapters = False  # where it is, but where `Experts` multiplies
+            layer.takes_adapters = layer.makes_products = False  # `Experts` does both
             layer.expert = index
             if isinstance(layer, _InStack):
                 assert stack is not None, "a member of it"

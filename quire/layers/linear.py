@@ -29,6 +29,7 @@ class Linear(MatrixLayer):
     checkpoint stores [K, N], as GPT-2's Conv1D does.
     """
 
+    makes_products = True
     takes_adapters = True
     """Whether all products of its matrix are made here, with the step at hand, so that adapters can add to them."""
 
@@ -85,10 +86,17 @@ class Linear(MatrixLayer):
 
     def _product(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.packed is not None:
-            return ops.packed_linear(x, self.packed, self.bias)
+            return ops.packed_linear(self._in_order(x), self.packed, self.bias)
         assert self.weight is not None
         assert isinstance(x, Tensor), "only a packed weight has its x quantised"
         return ops.linear(x, self.weight, self.bias)
+
+    def _in_order(self, x: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
+        """x, its columns as the packed matrix has them."""
+        if self.input_order is None:
+            return x
+        assert isinstance(x, Tensor), "rows in fp8 meet a matrix in fp8, which is in no other order"
+        return x.index_select(-1, self.input_order)
 
     def finish_loading(self) -> None:
         super().finish_loading()
@@ -197,7 +205,7 @@ class GateUpLinear(Linear):
         adapts = self.adapters is not None and step.adapter_rows is not None
         if self.packed is None or self._fused is None or adapts:
             return self._gate(self._prepared(super().forward(x, step)))
-        return ops.packed_linear(x, self.packed, self.bias, self._fused)
+        return ops.packed_linear(self._in_order(x), self.packed, self.bias, self._fused)
 
     def _prepared(self, rows: Tensor) -> Tensor:
         if self._prepare is None:

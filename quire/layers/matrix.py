@@ -5,7 +5,7 @@ the form that the device's kernels read; where there are none, `weight` stays, a
 stand for.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quire.distributed.group import Group
 from quire.errors import ConfigError
+from quire.kernels import reference
 from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Layer, parameter
 from quire.layers.quantization import FLOATS, TABLE, QuantMethod
@@ -47,6 +48,9 @@ class MatrixLayer(Layer):
     method.
     """
 
+    makes_products = False
+    """Whether all products of its matrix are made by itself, so that it can bring what it reads into another order."""
+
     def __init__(
         self,
         spans: Sequence[Span],
@@ -79,6 +83,8 @@ class MatrixLayer(Layer):
         self.columns = self._columns(shard if self.cut == "input" else WHOLE)
         self.weight: nn.Parameter | None = None
         self.packed: PackedWeight | None = None
+        self.input_order: nn.Parameter | None = None
+        """int64 [K]: column j of `packed` is that of input input_order[j]; None: as they come."""
         self.method.create(self)
         crosses = shard.group.size > 1 and self.cut != "whole"
         self.group: Group | None = shard.group if crosses else None
@@ -98,6 +104,19 @@ class MatrixLayer(Layer):
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
         return None if self.group is None else self.group.why_not_captured()
+
+    def stored_modules(self, names: Sequence[str]) -> list[str]:
+        """The modules that files have, of those that the layer holds."""
+        return list(names)
+
+    def stored_name(self, module: str, tensor: str) -> str:
+        """What files call a tensor of a module."""
+        return f"{module}.{tensor}"
+
+    def in_files(self, module: str, tensors: Iterable[str], files: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of a module's tensors that are in `files`."""
+        at = {tensor: self.stored_name(module, tensor) for tensor in tensors}
+        return {tensor: files[name] for tensor, name in at.items() if name in files}
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield from self.method.slots(self, names)
@@ -176,6 +195,11 @@ class MatrixLayer(Layer):
         assert self.weight is not None, "a layer is loaded before it is used"
         outputs, inputs = self.weight.shape
         return PackedWeight(FLOAT, self.weight.data, None, None, outputs, inputs, self.halves(), "rows")
+
+    def unpacked(self) -> Tensor:
+        """What the finished matrix stands for [N, K], its columns as inputs come."""
+        weight = reference.unpack_weight(self.matrix()).detach()
+        return weight if self.input_order is None else weight[:, self.input_order.argsort()]
 
     def adopt(self, weight: Tensor) -> None:
         """Make this tensor the weight."""

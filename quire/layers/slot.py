@@ -67,7 +67,7 @@ class Part:
         side = slice(index, index + 1)
         shape = (*self.shape[:dim], count, *self.shape[dim:])
         region, box = ((*sides[:dim], side, *sides[dim:]) for sides in (self.region, self.box))
-        return Part(shape, region, box)
+        return Part(shape, region, box, None if self.stored is None else (count, *self.stored))
 
     def narrow(self, dim: int, start: int, stop: int) -> "Part":
         """From `start` to `stop` of the box along a dimension."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels import reference
 from quire.kernels.lora import LoraStacks
 from quire.layers.own_rows import TokenRows
 from quire.layers.slot import length
@@ -160,6 +159,6 @@ class _LayerReader:
                 f"{self._file.path}: DoRA needs all inputs of {place.piece.name} on one rank"
             )
         if self._weight is None:
-            self._weight = reference.unpack_weight(self._layer.matrix()).detach()
+            self._weight = self._layer.unpacked()
         lengths: Tensor = (self._weight[place.piece.place].float().cpu() + product).norm(dim=1)
         return lengths.clamp(min=_LEAST)

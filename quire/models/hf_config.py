@@ -17,6 +17,7 @@ from quire.models.generation_config import generation_file, read_generation_conf
 from quire.models.json_object import JsonObject, read_json_object
 from quire.models.multimodal import language_model_of
 from quire.models.pooling.architectures import made_for
+from quire.models.quantized.experts import as_stored
 from quire.models.quantized.reader import read_quantization
 from quire.models.registry import ModelRegistry
 
@@ -63,13 +64,14 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
     quantization = read_quantization(config, model_dir)
     arch = read_config(config, model_impl)
     more = token_ids(generation_file(model_dir), "eos_token_id", arch.vocab_size)
-    return replace(
+    arch = replace(
         arch,
         eos_token_ids=tuple(dict.fromkeys(arch.eos_token_ids + more)),
         generation=read_generation_config(model_dir),
         quantization=quantization,
         part_of=part_of,
     )
+    return as_stored(arch, model_dir)
 
 
 def read_config(config: JsonObject, model_impl: str) -> ModelArch:

@@ -98,6 +98,11 @@ class JsonObject:
         if key in self and self.get(key) not in values:
             self.refuse(key, " or ".join(["absent", *map(_shown, values)]))
 
+    def knows(self, *keys: str) -> None:
+        """Refuse keys beside these: they may say something that quire does not do."""
+        for key in sorted(self.values.keys() - set(keys)):
+            self.only(key)
+
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of finite numbers."""
         items = self._checked(key, _REQUIRED, list, "a list of numbers")

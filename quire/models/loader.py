@@ -21,6 +21,7 @@ from quire.layers.base import Layer, device_type, model_dtype
 from quire.layers.shard import WHOLE, Shard
 from quire.layers.sliced_linear import slice_sums
 from quire.models.base import CausalLM
+from quire.models.cache_scales import take_cache_scales
 from quire.models.construction import construct
 from quire.models.methods import quant_methods
 from quire.models.packed_cache import PackedCache, packed_key
@@ -60,6 +61,7 @@ def load_model(
             cache.write(_final_tensors(model))
     else:
         _restore(model, tensors)
+    take_cache_scales(model, shard)
     model.eval().loaded()
     return model
 

@@ -4,7 +4,6 @@ Invariant: decided for all layers before one has memory, from the config and the
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -23,13 +22,12 @@ from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import Float, QuantMethod, method_of
-from quire.layers.quantized.codec import Codec
 from quire.layers.quantized.merged import merged_scheme
-from quire.layers.quantized.method import Encoded, EncodedModule
+from quire.layers.quantized.method import Encoded, EncodedModule, Packed
 from quire.layers.quantized.table import codec_of
 from quire.layers.slot import FLOATS
 from quire.models.base import CausalLM
-from quire.models.tensor_file import TensorFile
+from quire.models.tensor_file import TensorFile, TensorInfo
 from quire.models.weights import open_files
 
 logger = logging.getLogger(__name__)
@@ -113,54 +111,77 @@ class _Encodings:
     def __init__(self, config: EngineConfig, scheme: WeightScheme) -> None:
         self._says = config.arch.quantization
         self._scheme = scheme
-        self._stored: Mapping[str, Mapping[str, Tensor]] = {}
+        self._files: Mapping[str, TensorFile] = {}
+        self._tensors: Mapping[str, Tensor] = {}
         for note in self._says.notes if self._says is not None else ():
             logger.info("%s", note)
         if self._says is not None and config.load.load_format != "dummy":
-            self._stored = _by_module(open_files(Path(config.model_dir), part_of=config.arch.part_of))
+            files = open_files(Path(config.model_dir), part_of=config.arch.part_of)
+            self._files = {name: file for file in files for name in file.tensors}
+            self._tensors = {name: _without_data(file.tensors[name]) for name, file in self._files.items()}
 
     def method(self, layer: Layer, names: Sequence[str], kept: QuantMethod) -> QuantMethod:
         """That of a layer which holds the checkpoint's modules `names`, and keeps floats as `kept` does."""
+        if not isinstance(layer, MatrixLayer):
+            return kept
+        names = layer.stored_modules(names)
         encodings = [self._encoding(layer, name) for name in names]
         if not any(encodings):
             return kept
-        assert isinstance(layer, MatrixLayer), "nothing else has an encoding"
         modules = [
-            EncodedModule(name, codec_of(encoding or _FLOATS), self._stored.get(name, {}))
-            for name, encoding in zip(names, encodings, strict=True)
+            self._module(layer, name, each or _FLOATS) for name, each in zip(names, encodings, strict=True)
         ]
         return Encoded(modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None)
 
-    def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> WeightScheme | None:
-        """A scheme that holds the numbers of all modules; None where there is none."""
+    def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> Packed | None:
+        """How a layer holds the numbers of all modules; None where that cannot be."""
         whole = merged_scheme([module.scheme(layer.inputs) for module in modules])
         if whole is None or layer.rearranges:
             return None
-        return replace(self._scheme, kind=whole.kind, group_size=whole.group_size, symmetric=whole.symmetric)
-
-    def _encoding(self, layer: Layer, name: str) -> Encoding | None:
-        # A tied head is a table, which no method quantises but where its files say so.
-        is_head = isinstance(layer, VocabEmbedding) and not layer.only_looked_up and name in self._stored
-        multiplied = isinstance(layer, MatrixLayer) and (is_head or not isinstance(layer, VocabEmbedding))
-        encoding = self._says.encoding_of(name) if self._says is not None and multiplied else None
-        if encoding is None or self._is_float(name, codec_of(encoding)):
+        # A GPU rounds what meets E4M3, where the checkpoint wants that.
+        fast = self._scheme.fast and not (whole.kind == "fp8" and any(each.weight_only for each in modules))
+        scheme = replace(
+            self._scheme,
+            kind=whole.kind,
+            group_size=whole.group_size,
+            symmetric=whole.symmetric,
+            fast=fast,
+        )
+        if all(module.codec.group_tensor is None for module in modules):
+            return Packed(scheme)
+        if not layer.makes_products:
             return None
-        return encoding
+        as_they_come = torch.arange(layer.inputs, device="cpu")
+        order, *others = [self._order(module, as_they_come) for module in modules]
+        if order is None or not all(other is not None and torch.equal(other, order) for other in others):
+            return None
+        return Packed(scheme, order)
 
-    def _is_float(self, name: str, codec: Codec) -> bool:
-        """Whether the files have a float weight, and nothing else that the codec would read."""
-        stored = self._stored.get(name, {})
-        others = codec.tensors(1, 1).keys() - {"weight"}
-        return "weight" in stored and stored["weight"].dtype in FLOATS and not others & stored.keys()
+    def _order(self, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
+        """The inputs of a module group after group; None: its groups are of no size that all have."""
+        name = f"{module.name}.{module.codec.group_tensor}"
+        if name not in self._files:
+            return as_they_come
+        info = self._files[name].tensors[name]
+        return module.codec.order(self._files[name].part(info, tuple(slice(0, size) for size in info.shape)))
+
+    def _module(self, layer: MatrixLayer, name: str, encoding: Encoding) -> EncodedModule:
+        codec = codec_of(encoding)
+        in_files = layer.in_files(name, codec.tensors(1, 1), self._tensors)
+        return EncodedModule(name, codec, in_files, encoding.weight_only)
+
+    def _encoding(self, layer: MatrixLayer, name: str) -> Encoding | None:
+        encoding = self._says.encoding_of(name) if self._says is not None else None
+        if encoding is None or (isinstance(layer, VocabEmbedding) and layer.only_looked_up):
+            return None
+        codec = codec_of(encoding)
+        in_files = layer.in_files(name, {"weight", *codec.tensors(1, 1)}, self._tensors)
+        # A tied head is a table, which no method quantises but where its files say so.
+        if isinstance(layer, VocabEmbedding) and not in_files:
+            return None
+        is_float = in_files.keys() == {"weight"} and in_files["weight"].dtype in FLOATS
+        return None if is_float else encoding
 
 
-def _by_module(files: Sequence[TensorFile]) -> Mapping[str, Mapping[str, Tensor]]:
-    """Module -> what is behind its name -> the tensor, on the meta device; that may be several parts of a name."""
-    modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for file in files:
-        for name, info in file.tensors.items():
-            tensor = torch.empty(info.shape, dtype=info.dtype, device="meta")
-            parts = name.split(".")
-            for end in range(max(1, len(parts) - 3), len(parts)):
-                modules[".".join(parts[:end])][".".join(parts[end:])] = tensor
-    return modules
+def _without_data(info: TensorInfo) -> Tensor:
+    return torch.empty(info.shape, dtype=info.dtype, device="meta")

@@ -24,6 +24,7 @@ CODES = [
     *(WeightScheme("int8", group, symmetric) for group, symmetric in ((32, True), (16, False), (0, False))),
     *(WeightScheme("int4", group, symmetric) for group, symmetric in ((16, True), (0, False))),
     *(WeightScheme(kind, group) for kind, group in (("e2m1", 16), ("iq4_nl", 32), ("nf4", 0), ("fp8", 128))),
+    WeightScheme("fp8", fast=False),
 ]
 """What is multiplied as the floats that codes stand for."""
 FP8 = [WeightScheme("fp8", per_tensor=per_tensor) for per_tensor in (False, True)]

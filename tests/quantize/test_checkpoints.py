@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.kernels import reference
+from quire.kernels.formats.search import Steps
 from quire.kernels.linear import WeightScheme
 from quire.quantize import files
 from quire.quantize.grid import Grid
@@ -84,6 +85,27 @@ def test_rounding_to_nearest_writes_what_loading_in_int4_makes(
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "compressed-tensors"
     assert "lm_head" in config["ignore"]
+
+
+def test_words_are_those_of_compressed_tensors() -> None:
+    """Recorded of `pack_to_int32` of its version 0.20.0, along inputs, and of zero points along outputs."""
+    codes = ((torch.arange(80).reshape(10, 8) * 7 + 3) % 16).to(torch.uint8)
+    written = Grid(4, 1, False).tensors(codes, Steps(torch.ones(10, 8), codes.float()), torch.float32)
+    assert written["weight_packed"].tolist() == [[1299153315], [-974714581]] * 5
+    assert written["weight_zero_point"].tolist() == [
+        [-1280068685, 707406378, -1852730991, 134744072, 2139062143, -421075226, 1566399837, -993737532],
+        [179, 42, 145, 8, 127, 230, 93, 196],
+    ]
+    codes = ((torch.arange(24).reshape(3, 8) * 37 + 11) % 256).to(torch.uint8)
+    written = Grid(8, 1, False).tensors(codes, Steps(torch.ones(3, 8), codes.float()), torch.float32)
+    assert written["weight_packed"].tolist() == [
+        [2052403211, 250201247],
+        [-1568843725, 907144391],
+        [-895123365, 1580799215],
+    ]
+    assert written["weight_zero_point"].tolist() == [
+        [5976843, 8411184, 10845525, 13279866, 15714207, 1371332, 3740137, 6174222]
+    ]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.compare.engines.base import Engine
 from benchmarks.compare.engines.llama_cpp import LlamaCpp
 from benchmarks.compare.engines.openvino import OpenVino
-from benchmarks.compare.engines.quire import BesideProbe, Machine, Quire
+from benchmarks.compare.engines.quire import BesideProbe, Machine, Quire, QuireFiles
 from benchmarks.compare.engines.transformers import Transformers
 from benchmarks.compare.engines.vllm import Vllm
 
@@ -17,6 +17,7 @@ _ENGINES: dict[str, Callable[[Path], Engine]] = {
     "quire": Quire,
     "beside probe": BesideProbe,
     "llama.cpp": LlamaCpp,
+    "quire, files": QuireFiles,
     "openvino": OpenVino,
     "vllm": Vllm,
     "transformers": Transformers,

@@ -21,6 +21,8 @@ _CMAKE = (
     *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "SERVER", "APP")),
 )
 _BUILD_JOBS = 2
+_MIXES = ("Q4_K_M",)
+"""Of several types: most tensors in four bits, those that matter more in six."""
 _CONTEXT = 256
 """Positions of a sequence: the least that llama.cpp rounds to, and enough for every case of many requests."""
 
@@ -29,12 +31,13 @@ class LlamaCpp:
     """One build per instruction set; one GGUF file per precision."""
 
     name = "llama.cpp"
-    precisions: ClassVar[Mapping[str, int]] = {"BF16": 16, "Q8_0": 8, "Q4_0": 4}
+    precisions: ClassVar[Mapping[str, int]] = {"BF16": 16, "Q8_0": 8, "Q4_0": 4, "Q4_K_M": 4}
     cases: ClassVar[Sequence[str]] = tuple(CASES)
     notes = (
         f"vendored in llama-cpp-python {VERSION}, cmake {' '.join(_CMAKE)}; prefill and B=1 by llama-bench (from an "
         "empty context, without sampling), the others by llama-batched-bench (without sampling); quantised by "
-        "`llama-quantize --pure`, so the head is in the same format as everything else; KV cache f16, as by default."
+        "`llama-quantize --pure`, so the head is in the same format as everything else, but for Q4_K_M; KV cache f16, "
+        "as by default."
     )
 
     def __init__(self, folder: Path) -> None:
@@ -51,13 +54,13 @@ class LlamaCpp:
         self._isa = isa
 
     def prepare(self, checkpoint: Path, precision: str) -> None:
-        full = self._model("BF16")
+        full = self.model("BF16")
         if not full.exists():
             unfinished = full.with_suffix(".unfinished")
             worker = "benchmarks.compare.workers.gguf_file"
             processes.run([self._environment.python, "-m", worker, checkpoint, unfinished], SET_UP_LIMIT_S)
             unfinished.rename(full)
-        if not self._model(precision).exists():
+        if not self.model(precision).exists():
             self._quantise(full, precision)
 
     def measure(self, task: Task) -> Iterator[Rate]:
@@ -92,17 +95,18 @@ class LlamaCpp:
         return unpacked
 
     def _quantise(self, full: Path, precision: str) -> None:
-        target = self._model(precision)
+        target = self.model(precision)
         unfinished = target.with_suffix(".unfinished")
         quantise = self._tool("llama-quantize")
-        processes.run([quantise, "--pure", full, unfinished, precision, str(NUM_THREADS)], SET_UP_LIMIT_S)
+        pure = [] if precision in _MIXES else ["--pure"]
+        processes.run([quantise, *pure, full, unfinished, precision, str(NUM_THREADS)], SET_UP_LIMIT_S)
         unfinished.rename(target)
 
     def _bench(self, cases: Iterable[Case], task: Task) -> list[str | Path]:
         lengths = {Phase.PREFILL: 0, Phase.DECODE: 0} | {case.phase: case.num_tokens for case in cases}
         prompt, output = str(lengths[Phase.PREFILL]), str(lengths[Phase.DECODE])
         options = ["-p", prompt, "-n", output, "-r", "1", "-t", str(NUM_THREADS), "-o", "json"]
-        return [self._tool("llama-bench"), "-m", self._model(task.precision), *options]
+        return [self._tool("llama-bench"), "-m", self.model(task.precision), *options]
 
     def _batched_bench(self, cases: Iterable[Case], task: Task) -> list[str | Path]:
         prompts = ",".join(str(case.input_len) for case in cases)
@@ -118,13 +122,14 @@ class LlamaCpp:
             str(_CONTEXT * MAX_NUM_SEQS),
         ]
         options = ["-t", str(NUM_THREADS), "--output-format", "jsonl"]
-        return [self._tool("llama-batched-bench"), "-m", self._model(task.precision), *sizes, *options]
+        return [self._tool("llama-batched-bench"), "-m", self.model(task.precision), *sizes, *options]
 
     def _tool(self, name: str) -> Path:
         assert self._isa is not None, "set_up comes first"
         return self._folder / f"build-{self._isa.name}" / "bin" / name
 
-    def _model(self, precision: str) -> Path:
+    def model(self, precision: str) -> Path:
+        """The file of a precision."""
         return self._folder / f"{precision}.gguf"
 
 

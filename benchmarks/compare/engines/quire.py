@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.compare import processes
-from benchmarks.compare.engines.base import Rate, Task
+from benchmarks.compare.engines.base import SET_UP_LIMIT_S, Rate, Task
+from benchmarks.compare.engines.llama_cpp import LlamaCpp
 from benchmarks.compare.engines.python_engine import PythonEngine, rates
 from benchmarks.compare.isa import Isa
 
@@ -38,6 +39,46 @@ class Quire(PythonEngine):
 
     def set_up(self, isa: Isa) -> None:
         """It is installed, or this program would not run."""
+
+
+class QuireFiles(Quire):
+    """The tree that this file belongs to, with files that are quantised already."""
+
+    name = "quire, files"
+    precisions: ClassVar[Mapping[str, int]] = {
+        "GPTQ g128": 4,
+        "AWQ g128": 4,
+        "Q8_0": 8,
+        "Q4_0": 4,
+        "Q4_K_M": 4,
+    }
+    notes = (
+        "GPTQ and AWQ: the same shape with random integers in groups of 128, and the head, which such files have in "
+        "floats, in int8, as quire's int4 has it; GGUF: the very file that llama.cpp has."
+    )
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._llama_cpp = LlamaCpp(folder.parent / "llama.cpp")
+        self._isa: Isa | None = None
+
+    def set_up(self, isa: Isa) -> None:
+        self._isa = isa
+
+    def prepare(self, checkpoint: Path, precision: str) -> None:
+        path, method = self._model(precision), precision.partition(" ")[0].lower()
+        if path.suffix == ".gguf":
+            assert self._isa is not None, "set_up comes first"
+            self._llama_cpp.set_up(self._isa)
+            self._llama_cpp.prepare(checkpoint, precision)
+        elif not (path / "model.safetensors").exists():
+            worker = "benchmarks.compare.workers.quantized_checkpoint"
+            processes.run([sys.executable, "-m", worker, checkpoint, path, method], SET_UP_LIMIT_S)
+
+    def _model(self, precision: str) -> Path:
+        if precision.startswith("Q"):
+            return self._llama_cpp.model(precision)
+        return self._folder / precision.partition(" ")[0].lower()
 
 
 class Machine:

@@ -16,6 +16,11 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "int4, int4 head": {"quantization": "int4", "quantization_config": {"head": "int4"}},
+    "GPTQ g128": {"quantization_config": {"head": "int8"}},
+    "AWQ g128": {"quantization_config": {"head": "int8"}},
+    "Q8_0": {},
+    "Q4_0": {},
+    "Q4_K_M": {},
 }
 """Name of a weight format -> arguments of the engine."""
 

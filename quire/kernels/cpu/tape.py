@@ -210,6 +210,7 @@ _IN_PLACE: Mapping[Any, Callable[..., Tensor]] = {
     torch.ops.aten.neg.default: torch.neg,
     torch.ops.aten.cat.default: torch.cat,
     torch.ops.aten.clamp.default: torch.clamp,
+    torch.ops.aten.index_select.default: torch.index_select,
     torch.ops.aten.expm1.default: torch.expm1,
 }
 """What often stands between kernels, as the function that writes to where a tape wants its result."""

@@ -94,7 +94,7 @@ def has_own_product(weight: PackedWeight) -> bool:
     own = {
         "float": True,
         "int8": not group and not zeros,
-        "fp8": not group,
+        "fp8": not group and weight.scheme.fast,
         "int4": group >= _LEAST_GROUP and zeros < 2,
     }
     return own.get(kind, False)

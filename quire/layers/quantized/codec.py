@@ -100,10 +100,14 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A matrix [N, K] as numbers of a packed format, of which `group` values of k share a scale; 0: all."""
+    """A matrix [N, K] as numbers of a packed format, of which `group` values of k share a scale; 0: all.
+
+    With an `order`, int64 [K], column j is that of input order[j].
+    """
 
     scheme: WeightScheme
     numbers: Numbers
+    order: Tensor | None = None
 
     @staticmethod
     def of(
@@ -124,7 +128,8 @@ class Coded:
             each.float() if isinstance(each, BlockScales) else each
             for each in (self.numbers.scales, self.numbers.zeros)
         )
-        return kept.widened(kept.codes(data), self.scheme, scales, zeros)[:, : data.shape[1]]
+        columns = kept.widened(kept.codes(data), self.scheme, scales, zeros)[:, : data.shape[1]]
+        return columns if self.order is None else columns[:, self.order.argsort()]
 
     def narrowed(self, inputs: slice) -> Coded:
         """Those of some inputs, which begin at a whole group."""
@@ -133,6 +138,7 @@ class Coded:
         data, *streams = self.numbers
         if inputs == slice(0, data.shape[1]):
             return self
+        assert self.order is None, "what is in another order is read whole, or cut as it is read"
         cut = (each[:, groups] if isinstance(each, Tensor) else each for each in streams)
         return Coded(self.scheme, Numbers(data[:, inputs], *cut))
 
@@ -156,6 +162,15 @@ class Codec:
 
     def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
         """Of what is decoded, if kernels can multiply by it as it is; of optional tensors some are `present`."""
+        return None
+
+    @property
+    def group_tensor(self) -> str | None:
+        """The tensor that says in which group each input is, if only it does."""
+        return None
+
+    def order(self, groups: Tensor) -> Tensor | None:
+        """The inputs group after group, by what the `group_tensor` holds; None: groups are not of one size."""
         return None
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:

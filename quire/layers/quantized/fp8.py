@@ -20,6 +20,8 @@ class Fp8(Codec):
     grid_inputs: int = 0
     scale: str = "weight_scale"
     """What scales are called; weights are multiplied by them, whatever that says."""
+    transposed: bool = False
+    """Whether weight is [K, N]."""
 
     @property
     def _grid(self) -> Grid:
@@ -29,11 +31,12 @@ class Fp8(Codec):
         return scheme_of("fp8", self.grid_inputs)
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        axes = outputs(), inputs()
         return {
-            "weight": Stored((outputs(), inputs()), (torch.float8_e4m3fn,)),
+            "weight": Stored(axes[::-1] if self.transposed else axes, (torch.float8_e4m3fn,)),
             self.scale: Stored(self._grid.axes, flat=True),
         }
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        data, grid = tensors["weight"], self._grid
+        data, grid = tensors["weight"].t() if self.transposed else tensors["weight"], self._grid
         return Coded.of("fp8", grid.inputs, data, grid.by_row(tensors[self.scale], len(data)))

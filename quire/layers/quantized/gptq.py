@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.kernels.linear import WeightScheme
 from quire.layers.quantized.bits import unpacked, words_of
 from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
-from quire.layers.quantized.integers import group_indices, kind_of, unsigned
+from quire.layers.quantized.integers import by_group, group_indices, kind_of, reordered, unsigned
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,14 @@ class Gptq(Codec):
     reordered: bool = False
 
     def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
-        group, shifted = max(self.group_size, 0), not self.symmetric
-        return None if self.reordered else scheme_of(kind_of(self.bits), group, shifted=shifted)
+        return scheme_of(kind_of(self.bits), max(self.group_size, 0), shifted=not self.symmetric)
+
+    @property
+    def group_tensor(self) -> str | None:
+        return "g_idx" if self.reordered and self.group_size > 0 else None
+
+    def order(self, groups: Tensor) -> Tensor | None:
+        return by_group(groups, max(self.group_size, 0))
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         run, words = words_of(self.bits)
@@ -51,14 +57,13 @@ class Gptq(Codec):
         zeros = unpacked(tensors["qzeros"], self.bits, 1)[:, : len(scales)].t()
         if self.first_version:
             zeros = (zeros + 1) & ((1 << self.bits) - 1)
-        if self.reordered:
-            groups = group_indices("g_idx", tensors["g_idx"], scales.shape[1])
-            return unsigned(self.bits, 1, data, scales[:, groups], zeros[:, groups])
-        if not self.symmetric:
-            return unsigned(self.bits, max(self.group_size, 0), data, scales, zeros)
-        if (zeros != 1 << (self.bits - 1)).any():
+        if self.symmetric and (zeros != 1 << (self.bits - 1)).any():
             raise ValueError(f"sym is true, but qzeros are not all {1 << (self.bits - 1)}")
-        return unsigned(self.bits, max(self.group_size, 0), data, scales)
+        size, points = max(self.group_size, 0), None if self.symmetric else zeros
+        if not self.reordered:
+            return unsigned(self.bits, size, data, scales, points)
+        groups = group_indices("g_idx", tensors["g_idx"], scales.shape[1])
+        return reordered(self.bits, size, groups, data, scales, points)
 
     def _group(self, num_inputs: int) -> int:
         return num_inputs if self.group_size < 0 else self.group_size

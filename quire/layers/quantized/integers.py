@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,9 +55,15 @@ class PackedIntegers(Codec):
     symmetric: bool = True
     reordered: bool = False
 
+    @property
+    def group_tensor(self) -> str | None:
+        return "weight_g_idx" if self.reordered else None
+
+    def order(self, groups: Tensor) -> Tensor | None:
+        return by_group(groups, self.group_size)
+
     def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
-        shifted = not self.symmetric
-        return None if self.reordered else scheme_of(kind_of(self.bits), self.group_size, shifted=shifted)
+        return scheme_of(kind_of(self.bits), self.group_size, shifted=not self.symmetric)
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
         run, words = words_of(self.bits)
@@ -80,13 +86,7 @@ class PackedIntegers(Codec):
         if not self.reordered:
             return unsigned(self.bits, self.group_size, data, scales, zeros)
         groups = group_indices("weight_g_idx", tensors["weight_g_idx"], scales.shape[1])
-        return unsigned(
-            self.bits,
-            1,
-            data[:, : len(groups)],
-            scales[:, groups],
-            None if zeros is None else zeros[:, groups],
-        )
+        return reordered(self.bits, self.group_size, groups, data[:, : len(groups)], scales, zeros)
 
 
 def kind_of(bits: int) -> str:
@@ -103,6 +103,23 @@ def unsigned(bits: int, group: int, data: Tensor, scales: Tensor, zeros: Tensor 
     return Coded.of(
         kind_of(bits), group, (centred ^ INT8_ZERO).view(torch.int8) if bits > 4 else centred, scales
     )
+
+
+def reordered(
+    bits: int, group: int, groups: Tensor, data: Tensor, scales: Tensor, zeros: Tensor | None
+) -> Coded:
+    """As `unsigned`, of inputs in such groups: those of a group together, or else each with its own scale."""
+    order = by_group(groups, group)
+    if order is None or len(torch.unique(groups)) != scales.shape[1]:
+        return unsigned(bits, 1, data, scales[:, groups], None if zeros is None else zeros[:, groups])
+    return replace(unsigned(bits, group, data[:, order], scales, zeros), order=order)
+
+
+def by_group(groups: Tensor, size: int) -> Tensor | None:
+    """The inputs group after group, int64 [K]; None: a group but the last has more or less than `size` (0: all)."""
+    order = torch.argsort(groups, stable=True)
+    whole = torch.arange(len(groups), device=groups.device) // (size or len(groups))
+    return order if torch.equal(groups[order].long(), whole) else None
 
 
 def with_sign(grid: Grid, data: Tensor, scales: Tensor, zeros: Tensor | None) -> Coded:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import ops
@@ -36,6 +36,8 @@ class EncodedModule:
     name: str
     codec: Codec
     in_files: Mapping[str, Tensor]
+    weight_only: bool = False
+    """Whether activations are not to be rounded."""
 
     def tensors(self, num_outputs: int, num_inputs: int) -> dict[str, Stored]:
         """What is there, or has to be."""
@@ -58,6 +60,14 @@ def scheme_kept(codec: Codec, num_inputs: int, present: Collection[str]) -> Weig
         return None
     kept = format_of(scheme)
     return scheme if isinstance(kept, GroupedFormat) and scheme.group_size in kept.groups else None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How numbers stay what they are: in a scheme, and in an order of inputs, int64 [K], if the files say one."""
+
+    scheme: WeightScheme
+    order: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +105,15 @@ class _Source:
 class Encoded(QuantMethod):
     """Reads `modules`, which are merged in a layer in this order, and keeps the weight as `kept` keeps floats.
 
-    With `packed`, a scheme that holds those of all of them, their numbers stay what they are.
+    With `packed`, which holds those of all of them, their numbers stay what they are.
     """
 
     name = "encoded"
 
     def __init__(
-        self, modules: Sequence[EncodedModule], kept: QuantMethod, packed: WeightScheme | None = None
+        self, modules: Sequence[EncodedModule], kept: QuantMethod, packed: Packed | None = None
     ) -> None:
-        super().__init__(packed or kept.scheme)
+        super().__init__(kept.scheme if packed is None else packed.scheme)
         self._modules = modules
         self._kept = kept
         self._packed = packed
@@ -118,6 +128,10 @@ class Encoded(QuantMethod):
         return Encoded(self._modules, self._kept.unrounded())
 
     def create(self, layer: MatrixLayer) -> None:
+        reorders = self._packed is not None and self._packed.order is not None
+        if reorders and length(layer.columns) < layer.inputs:
+            # A rank has some inputs of any group.
+            self._packed, self.scheme = None, self._kept.scheme
         layer.weight = None
         for source, name, stored in self._tensors(layer):
             _check_cut(layer, source, name, stored)
@@ -140,6 +154,9 @@ class Encoded(QuantMethod):
             numbers = merged_numbers(layer.num_rows, modules, self.scheme)
             layout: Layout = "panels" if device.type == "cpu" else "rows"
             layer.packed = format_of(self.scheme).from_numbers(numbers, self.scheme, layer.halves(), layout)
+            order = self._packed.order
+            if order is not None and not torch.equal(order, torch.arange(len(order))):
+                layer.input_order = nn.Parameter(order.to(device), requires_grad=False)
             return
         weight = torch.empty(layer.num_rows, length(self.read(layer)), dtype=layer.dtype, device=device)
         for source, each in decoded:

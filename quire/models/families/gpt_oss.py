@@ -46,7 +46,6 @@ def read_gpt_oss(architecture: str, config: JsonObject) -> ModelArch:
 
 def _stack(config: JsonObject) -> ExpertStack:
     """As OpenAI publishes them, experts are in MXFP4; once they are floats they are also transposed."""
-    if "quantization_config" in config:
-        config.child("quantization_config").choice("quant_method", ("mxfp4",))
+    if config.child("quantization_config").get("quant_method") == "mxfp4":
         return _STACK
     return replace(_STACK, transposed=("gate_up_proj", "down_proj"))

@@ -143,7 +143,7 @@ def _encodings(model: GgufModel, row: GgufArchitecture) -> CheckpointQuantizatio
     for name, (_, entry) in model.tensors.items():
         if entry.type.is_quantized:
             module = re.escape(place_of(name, row.places).name.removesuffix(".weight"))
-            modules[entry.type.name].append(module.replace(r"\.experts\.", r"\.experts\.\d+\."))
+            modules[entry.type.name].append(module)
     rules = tuple(
         EncodingRule("|".join(names), Encoding("ggml", {"type": kind})) for kind, names in modules.items()
     )

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.errors import UnsupportedModelError
 from quire.models.json_object import JsonObject
 from quire.models.quantized.fp8 import UNREAD
-from quire.models.quantized.rules import EVERYTHING, beginning, block_shape, names, notes
+from quire.models.quantized.rules import EVERYTHING, beginning, block_shape, has_cache_scales, names, notes
 
 _CLASSES = ("Linear", "LinearBase", "ParallelLMHead")
 _UNREAD = (*UNREAD, r"\.(weight_shape|input_zero_point|input_global_scale|output_zero_point)$")
+_KEYS = (
+    *("quant_method", "version", "format", "config_groups", "ignore", "kv_cache_scheme", "sparsity_config"),
+    *("transform_config", "moe_sparsity_config", "quantization_status", "global_compression_ratio"),
+    *("run_compressed", "dequantize"),  # how transformers is to load it
+)
+_GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
+_ARGUMENTS = (
+    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder"),
+    *("scale_dtype", "zp_dtype"),  # the files say the same
+    *("observer", "observer_kwargs"),  # how scales were found
+)
+"""What is known of a config: everything else is refused, since it may change what numbers stand for."""
 _PACKED_BITS = (2, 3, 4, 8)
 _INTEGERS, _PACKED = ("int-quantized", "naive-quantized"), "pack-quantized"
 _FLOATS = ("float-quantized", "naive-quantized")
@@ -20,21 +33,29 @@ _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 
 def read_compressed_tensors(config: JsonObject) -> CheckpointQuantization:
     """`ignore` and `targets` name modules, classes of modules, or, after "re:", the beginnings of names."""
-    config.only("transform_config", {})
-    sparsity = config.child("sparsity_config")
-    sparsity.only("format", "dense")
+    config.knows(*_KEYS)
+    for key in ("transform_config", "moe_sparsity_config"):
+        config.only(key, {})
+    config.child("sparsity_config").only("format", "dense")
     rules = [EncodingRule(_pattern(config, "ignore", name), None) for name in names(config, "ignore")]
     groups, otherwise = config.child("config_groups"), notes(config, "kv_cache_scheme")
     for name in groups.values:
         group = groups.child(name)
+        group.knows(*_GROUP_KEYS)
+        group.only("output_activations")
         otherwise += notes(group, "input_activations")
+        if "weights" not in group:  # what attention, or the cache, reads
+            continue
         encoding = _encoding(group, group.text("format", config.text("format", "dense")))
         rules += [
             EncodingRule(_pattern(group, "targets", target), encoding) for target in group.texts("targets")
         ]
     # Names that are spelt out come before classes of modules.
     rules.sort(key=lambda rule: rule.encoding is not None and rule.pattern == EVERYTHING)
-    return CheckpointQuantization("compressed-tensors", tuple(rules), _UNREAD, otherwise)
+    otherwise = tuple(dict.fromkeys(otherwise))
+    return CheckpointQuantization(
+        "compressed-tensors", tuple(rules), _UNREAD, has_cache_scales(config), otherwise
+    )
 
 
 def _pattern(config: JsonObject, key: str, name: str) -> str:
@@ -47,8 +68,17 @@ def _pattern(config: JsonObject, key: str, name: str) -> str:
 
 def _encoding(group: JsonObject, form: str) -> Encoding:
     """That of a group's weights."""
-    group.only("output_activations")
     weights = group.child("weights")
+    weights.knows(*_ARGUMENTS)
+    found = _of_weights(weights, form)
+    if found is None:
+        said = f"{weights.get('num_bits')} bits of type {weights.get('type')}"
+        raise UnsupportedModelError(f"{group.where}: format = {form!r} with {said} is not supported")
+    return replace(found, weight_only="input_activations" not in group)
+
+
+def _of_weights(weights: JsonObject, form: str) -> Encoding | None:
+    """None: there is no such form."""
     bits, kind = weights.integer("num_bits"), weights.choice("type", ("int", "float"), "int")
     if weights.flag("dynamic", False):
         raise weights.unsupported("dynamic", "false")
@@ -60,9 +90,7 @@ def _encoding(group: JsonObject, form: str) -> Encoding:
         return Encoding("fp8", _grid(weights))
     if form in (_NVFP4, _MXFP4) and kind == "float" and bits == 4:
         return Encoding("nvfp4" if form == _NVFP4 else "mxfp4")
-    raise UnsupportedModelError(
-        f"{group.where}: format = {form!r} with {bits} bits of type {kind} is not supported"
-    )
+    return None
 
 
 def _packed(weights: JsonObject, bits: int) -> Encoding:
@@ -73,7 +101,7 @@ def _packed(weights: JsonObject, bits: int) -> Encoding:
         "bits": bits,
         "group_size": weights.integer("group_size") if strategy == "group" else 0,
         "symmetric": weights.flag("symmetric", True),
-        "reordered": weights.get("actorder") in ("group", True),
+        "reordered": strategy == "group" and weights.get("actorder") in ("group", "dynamic", True),
     }
     return Encoding("packed_integers", options)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from quire.config.encoding import CheckpointQuantization, Encoding
+from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.models.json_object import JsonObject
-from quire.models.quantized.rules import all_but_head, block_shape, containing, names, notes
+from quire.models.quantized.rules import all_but_head, block_shape, containing, has_cache_scales, names, notes
 
 UNREAD = (
     r"\.(input_scale|input_scale_ub|activation_scale)$",  # activations are rounded, if at all, by what they are
     r"\.(k|v|q|kv|prob)_scale$",
     r"\.[kv]_proj\.(k|v|output)_scale$",
 )
-"""Scales of activations and of keys and values, for which a cache of ours finds its own."""
+"""Scales of activations, and those of keys and values, which no matrix has."""
 
 
 def read_fp8(config: JsonObject) -> CheckpointQuantization:
@@ -28,11 +28,18 @@ def read_fp8(config: JsonObject) -> CheckpointQuantization:
 
 
 def read_fbgemm_fp8(config: JsonObject) -> CheckpointQuantization:
-    """A scale for each output."""
-    return _quantization("fbgemm_fp8", config, Encoding("fp8", {"grid_outputs": 1}))
+    """A scale for each output; stacks of experts, those of Llama 4, are transposed."""
+    by_output = {"grid_outputs": 1}
+    stacks = EncodingRule(
+        r".*\.experts\.(gate_up|down)_proj", Encoding("fp8", by_output | {"transposed": True})
+    )
+    return _quantization("fbgemm_fp8", config, Encoding("fp8", by_output), stacks)
 
 
-def _quantization(method: str, config: JsonObject, encoding: Encoding) -> CheckpointQuantization:
+def _quantization(
+    method: str, config: JsonObject, encoding: Encoding, *before: EncodingRule
+) -> CheckpointQuantization:
     left = containing(names(config, "modules_to_not_convert", "ignored_layers"))
     otherwise = notes(config, "activation_scheme", "kv_cache_scheme")
-    return CheckpointQuantization(method, (*left, *all_but_head(encoding)), UNREAD, otherwise)
+    rules = (*left, *before, *all_but_head(encoding))
+    return CheckpointQuantization(method, rules, UNREAD, has_cache_scales(config), otherwise)

@@ -7,7 +7,7 @@ from fnmatch import translate
 from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.models.json_object import JsonObject
 from quire.models.quantized.fp8 import UNREAD
-from quire.models.quantized.rules import all_but_head, names, notes
+from quire.models.quantized.rules import all_but_head, has_cache_scales, names, notes
 
 _ENCODINGS = {
     "FP8": Encoding("fp8", {"grid_outputs": 0}),
@@ -27,4 +27,5 @@ def read_modelopt(config: JsonObject) -> CheckpointQuantization:
         for pattern in (translate(name), translate(f"{name}.*"))
     ]
     rules = (*left, *all_but_head(_ENCODINGS[algorithm]))
-    return CheckpointQuantization("modelopt", rules, UNREAD, notes(config, "kv_cache_quant_algo"))
+    said = notes(config, "kv_cache_quant_algo", "kv_cache_scheme")
+    return CheckpointQuantization("modelopt", rules, UNREAD, has_cache_scales(config), said)

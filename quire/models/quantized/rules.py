@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from quire.config.encoding import Encoding, EncodingRule
 from quire.models.json_object import JsonObject
 
-_ACTIVATIONS = "activations are rounded as for all such weights, and not as the checkpoint says"
-_CACHE = "keys and values are kept as --kv-cache-dtype says; the checkpoint's scales of them are left out"
+_ACTIVATIONS = (
+    "activations are rounded as docs/quantized_checkpoints.md says, most often less than the checkpoint does"
+)
+_CACHE = "keys and values are kept as --kv-cache-dtype says; the checkpoint's scales are for fp8 alone"
 _OTHERWISE = {
     "input_activations": _ACTIVATIONS,
     "activation_scheme": _ACTIVATIONS,
@@ -26,6 +28,16 @@ def notes(config: JsonObject, *keys: str) -> tuple[str, ...]:
     return tuple(
         f"{config.where}: {key}: {_OTHERWISE[key]}" for key in keys if config.get(key) not in (None, {})
     )
+
+
+def has_cache_scales(config: JsonObject) -> bool:
+    """Whether keys and values have scales in the files, for E4M3."""
+    scheme = config.get("kv_cache_scheme")
+    if not isinstance(scheme, dict):
+        return scheme == "static" or config.get("kv_cache_quant_algo") == "FP8"
+    said = config.child("kv_cache_scheme")
+    kind, bits = said.text("type", "int"), said.integer("num_bits", 8)
+    return (kind, bits, said.get("dynamic")) in (("float", 8, False), ("float", 8, None))
 
 
 def names(config: JsonObject, *keys: str) -> tuple[str, ...]:

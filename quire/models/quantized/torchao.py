@@ -12,12 +12,12 @@ _INTX = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
 
 
 def read_torchao(config: JsonObject) -> CheckpointQuantization:
-    """Activations are rounded, where the config says so, by what they are; here, as the mode of integers says."""
+    """Its names say whether activations are rounded, by what they are."""
     kind = config.child("quant_type").child("default")
     name, fields = kind.choice("_type", (*_INT8, *_FP8, *_INTX)), kind.child("_data")
     options = _intx(fields) if name in _INTX else _by_row(fields, floats=name in _FP8)
     left = containing(names(config, "modules_to_not_convert"))
-    rules = (*left, *all_but_head(Encoding("torchao", options)))
+    rules = (*left, *all_but_head(Encoding("torchao", options, weight_only="Dynamic" not in name)))
     return CheckpointQuantization("torchao", rules, (r"\._weight_act_quant_(scale|zero_point)$",))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.compare.goals import GOALS
+from benchmarks.compare.goals import FILES, GOALS
 from benchmarks.compare.records import Record
 from benchmarks.compare.summary import medians, probe_shares, ratios
 from tests.benchmarks.compare.fake_engine import FakeEngine
@@ -46,6 +46,14 @@ def test_formats_are_compared_at_the_same_bits() -> None:
         ("int4", "Q4_0"): 1.0,
     }
     assert [one.reached for one in found.values()] == [True, True, False]
+
+
+def test_files_are_compared_with_who_serves_the_same() -> None:
+    rates = {("quire, files", p, "batch"): 19.0 for p in FILES} | {("quire", "int4", "batch"): 20.0}
+    rates |= {("llama.cpp", p, "batch"): rate for p, rate in (("Q8_0", 5.0), ("Q4_0", 9.5), ("Q4_K_M", 10.0))}
+    found = [one for one in ratios(rates, ENGINES) if one.precision in FILES]
+    assert {one.precision: one.reached for one in found} == dict.fromkeys(FILES, True) | {"Q4_K_M": False}
+    assert {(one.peer, one.peer_precision) for one in found} == set(FILES.values())
 
 
 def test_vllm_counts_with_its_best_type_against_16_bits_only() -> None:

@@ -12,8 +12,8 @@ from benchmarks.compare.cases import CASES, Case, Phase
 from benchmarks.compare.engines.base import Rate
 from benchmarks.compare.engines.python_engine import rates
 from benchmarks.compare.engines.quire import Quire
+from benchmarks.compare.workers import gguf_file, quantized_checkpoint, worker
 from benchmarks.compare.workers import quire as quire_worker
-from benchmarks.compare.workers import worker
 
 
 class Steady:
@@ -68,3 +68,31 @@ def test_quire_runs(
     monkeypatch.setattr(quire_worker, "MAX_MODEL_LEN", 64)
     generate = quire_worker.load(tiny_model("qwen2"), precision)
     assert generate([[3, 4, 5], [6, 7, 8]], 4) == [4, 4]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shape that is compared, but for its sizes, which are multiples of 128 and small."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 320}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    directory = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).bfloat16().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("precision", ["GPTQ g128", "AWQ g128", "Q8_0"])
+def test_quire_runs_files(
+    precision: str, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GGUF in the type that llama.cpp's tool makes others of."""
+    monkeypatch.setattr(quire_worker, "MAX_MODEL_LEN", 64)
+    path = tmp_path / ("model.gguf" if precision == "Q8_0" else "model")
+    if precision == "Q8_0":
+        gguf_file.write(wide, path)
+    else:
+        quantized_checkpoint.write(wide, path, precision.partition(" ")[0].lower())
+    assert quire_worker.load(path, precision)([[3, 4, 5], [6, 7, 8]], 4) == [4, 4]

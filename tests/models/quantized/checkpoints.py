@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.kernels import reference
 from quire.layers.matrix import MatrixLayer
 from quire.models.base import CausalLM
 from quire.models.weights import SINGLE_NAME
@@ -62,7 +61,7 @@ def same(one: CausalLM, other: CausalLM, *, tolerance: float = 0.0) -> None:
     """That two models stand for the same weights, bit by bit unless products may be rounded in another order."""
     for (_, ours), (_, theirs) in zip(one.checkpoint_layers(), other.checkpoint_layers(), strict=True):
         if isinstance(ours, MatrixLayer) and isinstance(theirs, MatrixLayer):
-            pairs = [(reference.unpack_weight(layer.matrix()).float() for layer in (ours, theirs))]
+            pairs = [(layer.unpacked().float() for layer in (ours, theirs))]
         else:
             got, want = ours.tensors(), theirs.tensors()
             assert got.keys() == want.keys()

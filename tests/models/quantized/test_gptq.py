@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Shard
 from quire.models.loader import load_model
+from quire.models.weights import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import error_of_logits, same, write
 
@@ -27,10 +30,18 @@ class Writer:
     """Random numbers, scales and zero points in the given form."""
 
     def __init__(
-        self, bits: int, group: int, *, symmetric: bool = False, reordered: bool = False, version: int = 1
+        self,
+        bits: int,
+        group: int,
+        *,
+        symmetric: bool = False,
+        reordered: bool = False,
+        shuffled: bool = True,
+        version: int = 1,
     ) -> None:
+        """`reordered` but not `shuffled`: in an order that could be any, and is not."""
         self.bits, self.group, self.symmetric = bits, group, symmetric
-        self.reordered, self.version = reordered, version
+        self.reordered, self.shuffled, self.version = reordered, shuffled, version
 
     def config(self, **more: Any) -> dict[str, Any]:
         return {
@@ -53,8 +64,10 @@ class Writer:
             zeros.fill_(top // 2)
         scales = (torch.rand(count, outputs, generator=random) * 0.2 / top + 0.01 / top).half()
         g_idx = torch.arange(inputs) // size
-        if self.reordered:
-            g_idx = g_idx[torch.randperm(inputs, generator=random)]
+        if (
+            self.reordered and self.shuffled
+        ):  # by what inputs are, so modules that read the same have the same order
+            g_idx = g_idx[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
         stored = (zeros - 1) % top if self.version == 1 else zeros
         tensors = {
             "qweight": pack(q, self.bits),
@@ -88,10 +101,32 @@ def test_logits_are_those_of_the_floats(writer: Writer, llama: Path, tmp_path: P
     assert error_of_logits(quantized, floats) < 1e-4
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_reordered_numbers_stay_packed_where_modules_agree(apart: bool, llama: Path, tmp_path: Path) -> None:
+    """`apart`: k_proj's order is another than that of q_proj and v_proj, with which it is one matrix here."""
+    writer = Writer(4, 32, reordered=True)
+    quantized, _ = write(llama, tmp_path, writer.config(), writer, lambda name: "lm_head" not in name)
+    if apart:
+        tensors = load_file(quantized / SINGLE_NAME)
+        name = "model.layers.0.self_attn.k_proj.g_idx"
+        save_file(tensors | {name: tensors[name].flip(0)}, quantized / SINGLE_NAME)
+    kept = {
+        layer.name.removeprefix("model.layers.0."): (
+            layer.matrix().scheme.kind,
+            layer.input_order is not None,
+        )
+        for _, layer in load_tiny(quantized).checkpoint_layers()
+        if isinstance(layer, MatrixLayer) and "layers.0" in layer.name
+    }
+    names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    expected = dict.fromkeys(names, ("int4", True))
+    assert kept == expected | ({names[0]: ("float", False)} if apart else {})
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("reordered", [False, True])
-def test_two_ranks_share_it(reordered: bool, rank: int, llama: Path, tmp_path: Path) -> None:
-    writer = Writer(4, 32, reordered=reordered)
+@pytest.mark.parametrize(("reordered", "shuffled"), [(False, False), (True, True), (True, False)])
+def test_two_ranks_share_it(reordered: bool, shuffled: bool, rank: int, llama: Path, tmp_path: Path) -> None:
+    writer = Writer(4, 32, reordered=reordered, shuffled=shuffled)
     paths = write(llama, tmp_path, writer.config(), writer, lambda name: "lm_head" not in name)
     same(*(load_model(prepared_config(path), Shard(rank, 2)) for path in paths))
 

@@ -49,15 +49,14 @@ def test_packed_weights_are_kept_in_a_file(name: str, llama: Path, tmp_path: Pat
     same(*(load_model(config) for _ in range(2)))
 
 
-@pytest.mark.parametrize("kind", ["gptq", "fp8"])
+@pytest.mark.parametrize("kind", ["gptq", "gptq in any order", "fp8"])
 @pytest.mark.parametrize("family", ["deepseekv3", "qwen2moe", "phi3", "gptneox"])
 def test_all_kinds_of_layers_read_it(
     family: str, kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Parts of one module in two layers, experts, q, k and v in one tensor, and in turns."""
-    writer, config = (
-        (Writer(4, 32), Writer(4, 32).config()) if kind == "gptq" else (FP8.writer, dict(FP8.config))
-    )
+    gptq = Writer(4, 32, reordered=kind == "gptq in any order")
+    writer, config = (FP8.writer, dict(FP8.config)) if kind == "fp8" else (gptq, gptq.config())
     left = ("lm_head", "embed_out", "gate")
     paths = write(tiny_model(family), tmp_path, config, writer, lambda name: not name.endswith(left))
     assert error_of_logits(*paths) < 1e-4
@@ -149,6 +148,9 @@ def weights(**options: Any) -> dict[str, Any]:
             "sparse-24-bitmask",
         ),
         (CT | {"format": "marlin-24"}, UnsupportedModelError, "format = 'marlin-24' with 4 bits"),
+        (CT | {"rotation": "hadamard"}, UnsupportedModelError, 'rotation = "hadamard" is not supported'),
+        (CT | {"moe_sparsity_config": {"a": 1}}, UnsupportedModelError, "moe_sparsity_config = "),
+        (weights(strategy="channel", grid="odd"), UnsupportedModelError, "g: weights: grid = "),
         (CT | {"ignore": ["re:("]}, ModelLoadError, r"'\(' is none"),
         (weights(strategy="mystery"), UnsupportedModelError, 'strategy = "mystery"'),
         (weights(strategy="group"), ModelLoadError, "'group_size' is missing"),

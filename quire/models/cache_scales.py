@@ -1,0 +1,76 @@
+"""Gives attention the scales that a checkpoint has for keys and values in E4M3, where they are kept so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelLoadError
+from quire.layers.attention import Attention
+from quire.layers.base import device_type
+from quire.layers.cache_scales import CacheScales, for_all_heads
+from quire.layers.shard import WHOLE, Shard
+from quire.models.base import CausalLM
+from quire.models.weights import open_files
+
+logger = logging.getLogger(__name__)
+
+_NAMES = (
+    *("{kind}_scale", "attn.{kind}_scale", "{kind}_proj.{kind}_scale"),
+    *("{kind}_proj.output_scale", "kv_scale"),
+)
+"""What writers call a scale, behind the name of the attention block; "kv_scale" is one for both."""
+
+
+def take_cache_scales(model: CausalLM, shard: Shard = WHOLE) -> None:
+    """Read the scales of all layers that keep keys and values in E4M3; without one it is 1, as if there were none.
+
+    Raises:
+        ModelLoadError: a scale is none, or of another number of heads; names file and tensor.
+    """
+    config = model.config
+    says = config.arch.quantization
+    layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
+    layers = [layer for layer in layers if layer.kv_dtype == torch.float8_e4m3fn]
+    if says is None or not says.cache_scales or not layers or config.load.load_format == "dummy":
+        return
+    files = _Files(model)
+    for layer in layers:
+        heads = config.arch.num_kv_heads
+        keys, values = (files.of(layer, kind, heads) for kind in ("k", "v"))
+        if keys is not None or values is not None:
+            one = torch.ones(heads)
+            scales = CacheScales.of_rank(
+                one if keys is None else keys, one if values is None else values, shard, layer.name
+            )
+            layer.cache_scales = scales.to(device_type(config))
+    found = sum(layer.cache_scales is not None for layer in layers)
+    logger.info("scales of keys and values: %d of %d layers have them, others get 1", found, len(layers))
+
+
+class _Files:
+    """The files, and what the checkpoint calls the blocks that our layers stand in."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._files = open_files(Path(model.config.model_dir), part_of=model.config.arch.part_of)
+        self._parents = {_parent(layer.name): _parent(names[0]) for names, layer in model.checkpoint_layers()}
+
+    def of(self, layer: Attention, kind: str, heads: int) -> Tensor | None:
+        block = self._parents.get(_parent(layer.name))
+        for name in (f"{block}.{each.format(kind=kind)}" for each in _NAMES):
+            for file in self._files:
+                if name in file.tensors:
+                    info = file.tensors[name]
+                    read = file.part(info, tuple(slice(0, size) for size in info.shape))
+                    try:
+                        return for_all_heads(read, heads)
+                    except ValueError as error:
+                        raise ModelLoadError(f"{file.path}: tensor {info.name!r} {error}") from error
+        return None
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]

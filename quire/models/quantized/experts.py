@@ -1,0 +1,44 @@
+"""Experts of families that keep those of a layer in one tensor, in checkpoints whose tool took them apart.
+
+Invariant: torch-free; names are all that is read of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from quire.config.arch import ModelArch
+from quire.models.json_object import MAX_JSON_BYTES, read_json_object
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ONE_OF_MANY = re.compile(r"\.experts\.\d+\.")
+
+
+def as_stored(arch: ModelArch, model_dir: Path) -> ModelArch:
+    """The same model, whose experts are not in stacks if the files have them one by one."""
+    experts = arch.experts
+    if arch.quantization is None or experts is None or experts.stack is None:
+        return arch
+    if not any(_ONE_OF_MANY.search(name) for name in _tensor_names(model_dir)):
+        return arch
+    return replace(arch, experts=replace(experts, stack=None))
+
+
+def _tensor_names(model_dir: Path) -> Iterable[str]:
+    """Those of the index, or of the one file; none if it is malformed, which whoever loads it says."""
+    if (model_dir / _INDEX).exists():
+        return read_json_object(model_dir / _INDEX).child("weight_map").values
+    if not (model_dir / _SINGLE).is_file():
+        return ()
+    with (model_dir / _SINGLE).open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(size) if size <= MAX_JSON_BYTES else b""
+    try:
+        found = json.loads(header)
+    except ValueError:
+        return ()
+    return found if isinstance(found, dict) else ()
