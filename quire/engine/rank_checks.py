@@ -37,6 +37,8 @@ def check_ranks(config: EngineConfig, *, serves: bool) -> None:
             _require(_wants_of_ranks(config), f"{option} is {size}")
     _check_stages(config)
     _check_shares(config.arch, parallel.tensor_parallel_size)
+    if parallel.enable_expert_parallel:
+        _check_experts(config)
 
 
 def _wants_of_ranks(config: EngineConfig) -> dict[str, bool]:
@@ -90,6 +92,42 @@ def _check_shares(arch: ModelArch, size: int) -> None:
             f"--tensor-parallel-size is {size}, and the model's {uneven} cannot be shared out evenly among so many "
             f"ranks; possible: {', '.join(possible)}"
         )
+
+
+def _check_experts(config: EngineConfig) -> None:
+    """Experts are whole on one of the ranks, each of which has some."""
+    experts, ranks = config.arch.experts, config.parallel.num_expert_ranks
+    if experts is None:
+        raise ConfigError("--enable-expert-parallel shares out experts, and the model has none")
+    if ranks > experts.count:
+        raise ConfigError(
+            f"--enable-expert-parallel shares out {experts.count} experts, of which each rank wants one, and there are "
+            f"{ranks} ranks: --tensor-parallel-size times --data-parallel-size may be {experts.count} at most"
+        )
+    if config.parallel.shares_experts:
+        _check_sharing_replicas(config)
+    if (
+        config.parallel.pipeline_parallel_size > 1
+        and experts.count % ranks
+        and not config.parallel.stage_sizes
+    ):
+        raise ConfigError(
+            f"--enable-expert-parallel shares out {experts.count} experts unevenly among {ranks} ranks, which would cut "
+            "the model into different stages: give --pipeline-partition"
+        )
+
+
+def _check_sharing_replicas(config: EngineConfig) -> None:
+    """Replicas that share experts are all of this host, and take every step together."""
+    parallel = config.parallel
+    here = parallel.num_replicas == parallel.data_parallel_size
+    wants = _wants_of_ranks(config) | {
+        f"--distributed-executor-backend mp, not {parallel.distributed_executor_backend}": parallel.distributed_executor_backend
+        != "mp",
+        "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
+        "all replicas in one server: those of other hosts are not reached": not here,
+    }
+    _require(wants, f"--enable-expert-parallel with --data-parallel-size {parallel.data_parallel_size}")
 
 
 def check_hosts(config: EngineConfig, *, headless: bool) -> None:

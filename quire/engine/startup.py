@@ -262,7 +262,7 @@ def _check_whole_texts(config: EngineConfig) -> None:
 def _choose_executor(config: EngineConfig) -> Choice | None:
     if config.parallel.distributed_executor_backend != "auto":
         return None
-    several = config.parallel.num_ranks > 1
+    several = config.parallel.num_ranks > 1 or config.parallel.shares_experts
     reason = "each of several ranks has a process" if several else "one rank needs no process of its own"
     return Choice("distributed_executor_backend", "mp" if several else "uni", reason)
 

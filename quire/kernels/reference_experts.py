@@ -3,6 +3,8 @@
 Invariant: as in `reference`; a token's experts are added up in the order of their numbers.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -56,17 +58,40 @@ def _first(values: Tensor, count: int) -> Tensor:
 
 
 def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
-    outside = (chosen < 0) | (chosen >= len(of))
-    if outside.any():
-        raise IndexError(f"experts: {int(outside.sum())} choices are outside the {len(of)} experts")
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in torch.unique(chosen).tolist():
-        rows, places = (chosen == expert).nonzero(as_tuple=True)
-        out.index_add_(0, rows, weights[rows, places, None] * _expert(x[rows].float(), of, expert))
+    for rows, places, made in _made("experts", x, chosen, of):
+        out.index_add_(0, rows, weights[rows, places, None] * made)
     return out.to(x.dtype)
 
 
-def _expert(x: Tensor, of: ExpertWeights, expert: int) -> Tensor:
-    up_bias, down_bias = (bias[expert] if bias else None for bias in (of.gate_up_bias, of.down_bias))
-    inner = packed_linear(x, of.gate_up[expert], up_bias, of.activation)
-    return packed_linear(inner, of.down[expert], down_bias)
+def expert_rows(x: Tensor, chosen: Tensor, of: ExpertWeights) -> Tensor:
+    out = torch.zeros((*chosen.shape, x.shape[1]), dtype=torch.float32, device=x.device)
+    for rows, places, made in _made("expert_rows", x, chosen, of):
+        out[rows, places] = made
+    return out
+
+
+def add_choices(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    order = chosen.argsort(1)
+    rows, weights = rows.gather(1, order[..., None].expand_as(rows)), weights.gather(1, order)
+    out = torch.zeros_like(rows[:, 0])
+    for place in range(chosen.shape[1]):
+        out += weights[:, place, None] * rows[:, place]
+    return out
+
+
+def _made(op: str, x: Tensor, chosen: Tensor, of: ExpertWeights) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For each expert that was chosen and is here, in their order: tokens, their places in `chosen`, what it makes."""
+    outside = (chosen < 0) | (chosen >= of.num_in_layer)
+    if outside.any():
+        raise IndexError(f"{op}: {int(outside.sum())} choices are outside the {of.num_in_layer} experts")
+    for expert in torch.unique(chosen).tolist():
+        if expert in of.numbers:
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            yield rows, places, _expert(x[rows].float(), of, expert - of.first)
+
+
+def _expert(x: Tensor, of: ExpertWeights, index: int) -> Tensor:
+    up_bias, down_bias = (bias[index] if bias else None for bias in (of.gate_up_bias, of.down_bias))
+    inner = packed_linear(x, of.gate_up[index], up_bias, of.activation)
+    return packed_linear(inner, of.down[index], down_bias)

@@ -23,7 +23,7 @@ from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 10, "panels-6"
+ABI_VERSION, WEIGHT_LAYOUT = 11, "panels-6"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -41,7 +41,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "pack_weight": ("data scales zeros weight", "qqqqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqqqq"),
     "lora_linear": ("out x adapter_rows a b scales ranks affine factors offsets ends shrunk", "qqqqqqq"),
-    "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqqqqqqq"),
+    "experts": ("out x chosen weights table scratch", "qqqqqqqqqqqqqqqqqqq"),
+    "add_choices": ("out rows chosen weights", "qqq"),
     "route": ("chosen weights logits bias", "qqqqqqqqddq"),
     "causal_conv": ("out x weight bias states query_start_loc seq_lens kept_lens block_tables", "qqqqqqqqqq"),
     "selective_scan": (
@@ -82,6 +83,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "latent_attention": ("out q q_rope cache query_start_loc seq_lens block_tables", "qqqqqqqqqqqqdqq"),
     "all_reduce": ("out x segment", "qqq"),
     "all_gather": ("out x segment", "qqq"),
+    "all_to_all": ("out x segment counts", "qq"),
     "unusable_rows": ("out logits", "qq"),
     "mask_logits": ("logits rows words", "qqq"),
     "apply_penalties": ("logits indices repetition subtracted", "qq"),
