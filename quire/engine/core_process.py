@@ -36,7 +36,7 @@ from quire.engine.outboxes import Outboxes
 from quire.engine.parent import Parent
 from quire.engine.progress import Progress
 from quire.engine.remote import PROGRESS, REQUESTS
-from quire.errors import StartupError
+from quire.errors import EngineError, StartupError
 from quire.logging_setup import configure_logging
 from quire.processes import PARENTS_SIGNALS
 
@@ -95,6 +95,12 @@ class CoreProcess:
         self._outboxes.send(core.ready)
         try:
             self._serve(core)
+        except EngineError as error:
+            if self._lockstep is None:
+                raise
+            logger.error("the replica ends: %s", error)  # mostly with another, whose log says more
+            self._outboxes.send(CoreFailed(str(error)))
+            return 1
         finally:
             core.shutdown()
         return 0

@@ -3,7 +3,7 @@
 A step of one needs the experts of all, so each takes part in every step: with its own requests, or, where it has none
 to compute, for the others' tokens alone. Steps are numbered. Whoever begins one that nobody has begun says so, and
 whoever hears of one that it has not begun is behind, and begins it. So all come to the same number, and rest there
-until somebody has work.
+until somebody has tokens to compute.
 
 Invariant: a replica begins its steps in order, each once, and nothing but a step crosses replicas.
 """
@@ -60,15 +60,20 @@ class SteppingExecutor:
         self._lockstep = lockstep
 
     def submit(self, plan: SchedulerOutput) -> None:
-        self._lockstep.begin()
+        self._begin(plan)
         self._executor.submit(plan)
 
     def collect(self) -> ModelRunnerOutput:
         return self._executor.collect()
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        self._lockstep.begin()
+        self._begin(plan)
         return self._executor.execute_model(plan)
+
+    def _begin(self, plan: SchedulerOutput) -> None:
+        """What only lets go of rows concerns nobody else."""
+        if plan.scheduled:
+            self._lockstep.begin()
 
 
 def in_step(executor: Executor, lockstep: Lockstep) -> Executor:

@@ -34,14 +34,12 @@ def check_ranks(config: EngineConfig, *, serves: bool) -> None:
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
     ):
         if size > 1:
-            _require(_wants_of_ranks(config), f"{option} is {size}")
+            require(wants_of_ranks(config), f"{option} is {size}")
     _check_stages(config)
     _check_shares(config.arch, parallel.tensor_parallel_size)
-    if parallel.enable_expert_parallel:
-        _check_experts(config)
 
 
-def _wants_of_ranks(config: EngineConfig) -> dict[str, bool]:
+def wants_of_ranks(config: EngineConfig) -> dict[str, bool]:
     """What several ranks want -> whether it is not so."""
     executor = config.parallel.distributed_executor_backend
     return {
@@ -52,7 +50,8 @@ def _wants_of_ranks(config: EngineConfig) -> dict[str, bool]:
     }
 
 
-def _require(wants: Mapping[str, bool], what: str) -> None:
+def require(wants: Mapping[str, bool], what: str) -> None:
+    """Raises ConfigError: something is not as it is wanted."""
     for wanted, lacks in wants.items():
         if lacks:
             raise ConfigError(f"{what}, which wants {wanted}")
@@ -81,7 +80,7 @@ def _check_stages(config: EngineConfig) -> None:
         "a model that generates: one that is pooled runs in one stage": config.pooling is not None,
         f"no model or heads that guess ({method}): ngram and suffix need none": method in MODEL_KEYS,
     }
-    _require(wants, f"--pipeline-parallel-size is {num}")
+    require(wants, f"--pipeline-parallel-size is {num}")
 
 
 def _check_shares(arch: ModelArch, size: int) -> None:
@@ -92,42 +91,6 @@ def _check_shares(arch: ModelArch, size: int) -> None:
             f"--tensor-parallel-size is {size}, and the model's {uneven} cannot be shared out evenly among so many "
             f"ranks; possible: {', '.join(possible)}"
         )
-
-
-def _check_experts(config: EngineConfig) -> None:
-    """Experts are whole on one of the ranks, each of which has some."""
-    experts, ranks = config.arch.experts, config.parallel.num_expert_ranks
-    if experts is None:
-        raise ConfigError("--enable-expert-parallel shares out experts, and the model has none")
-    if ranks > experts.count:
-        raise ConfigError(
-            f"--enable-expert-parallel shares out {experts.count} experts, of which each rank wants one, and there are "
-            f"{ranks} ranks: --tensor-parallel-size times --data-parallel-size may be {experts.count} at most"
-        )
-    if config.parallel.shares_experts:
-        _check_sharing_replicas(config)
-    if (
-        config.parallel.pipeline_parallel_size > 1
-        and experts.count % ranks
-        and not config.parallel.stage_sizes
-    ):
-        raise ConfigError(
-            f"--enable-expert-parallel shares out {experts.count} experts unevenly among {ranks} ranks, which would cut "
-            "the model into different stages: give --pipeline-partition"
-        )
-
-
-def _check_sharing_replicas(config: EngineConfig) -> None:
-    """Replicas that share experts are all of this host, and take every step together."""
-    parallel = config.parallel
-    here = parallel.num_replicas == parallel.data_parallel_size
-    wants = _wants_of_ranks(config) | {
-        f"--distributed-executor-backend mp, not {parallel.distributed_executor_backend}": parallel.distributed_executor_backend
-        != "mp",
-        "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
-        "all replicas in one server: those of other hosts are not reached": not here,
-    }
-    _require(wants, f"--enable-expert-parallel with --data-parallel-size {parallel.data_parallel_size}")
 
 
 def check_hosts(config: EngineConfig, *, headless: bool) -> None:

@@ -17,6 +17,7 @@ from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
 from quire.engine.draft_heads import with_draft_heads
 from quire.engine.draft_model import check_draft_model, check_guessing, draft_model_config
+from quire.engine.expert_checks import check_experts
 from quire.engine.rank_checks import check_hosts, check_ranks
 from quire.engine.replicas import check_replicas
 from quire.engine.tokenizer import Tokenizer
@@ -105,6 +106,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.lora.check()
     check_hosts(config, headless=usage == "headless")
     check_ranks(config, serves=usage == "server")
+    check_experts(config)
     check_replicas(config)
     config.kv_events.check(
         enable_prefix_caching=config.cache.enable_prefix_caching, replicas=config.parallel.replicas

@@ -140,8 +140,8 @@ class Worker:
         assert self._copier is not None
         self._copier.execute(plan)
         step = self._runner.launch(plan)
-        if not step.request_ids:
-            self.take_part()
+        if plan.scheduled and not step.request_ids:
+            self.take_part()  # others count on a step
         if self._stage.is_last and not self._device.is_asynchronous:
             step.result()
         return step.result

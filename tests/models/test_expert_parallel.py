@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from quire.distributed.shared_memory import share_memory
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
 from quire.layers import expert_exchange
+from quire.layers.expert_exchange import OwnTokens, SameTokens
 from quire.layers.experts import Expert, take_part
-from quire.layers.kv_cache import why_not_captured
 from quire.layers.shard import Shard
+from quire.layers.slot import Box
 from quire.models.base import CausalLM
 from quire.models.loader import load_model, without_weights
+from quire.models.weights import MappedCopy
 from tests.models.harness import load_tiny, logits_of, prepared_config
 from tests.models.test_tensor_parallel import CHUNKS, SEQUENCES, together
 
@@ -31,10 +34,15 @@ SHARED: dict[str, Any] = {"enable_expert_parallel": True}
 INVARIANT = SHARED | {"tp_invariant": True}
 """Sums of shares in the same slices at every number of ranks: so nothing else changes bits either."""
 MODELS = ["qwen3moe", "mixtral", "deepseekv3", "gptoss"]
-"""Experts apart and in stacks, one that is shared, groups of them, biases; eight, and six, which four share unevenly."""
+"""Experts apart and in stacks, a shared one, groups, biases; eight, and six, which four share unevenly."""
 WIDE = {
     "load_format": "dummy",
-    "hf_overrides": {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64, "num_hidden_layers": 2},
+    "hf_overrides": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "head_dim": 64,
+        "num_hidden_layers": 2,
+    },
 }
 ROUNDED: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -131,48 +139,54 @@ def test_replicas_have_the_bits_of_one_whose_weights_are_rounded(
     assert torch.equal(of_replicas(tiny_model("qwen3moe"), 1, **options)[0], wanted)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gptoss"])
 def test_a_rank_has_its_experts_and_reads_no_others(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of six among four: one, two, one and two of them; the router is on all."""
+    """Of six among four: one, two, one and two of them, which the checkpoint has apart, or in stacks."""
     group, read = InProcess.group(4), []
-    monkeypatch.setattr(
-        "quire.models.weights.MappedCopy.fill",
-        lambda self, parts: read.extend((info.name, slot.source.box) for _, info, slot in parts),
-    )
+    fill = MappedCopy.fill
+
+    def note(self: MappedCopy, parts: Iterable[Any]) -> None:
+        kept = list(parts)
+        read.extend((info.name, slot.source.box) for _, info, slot in kept)
+        fill(self, kept)
+
+    monkeypatch.setattr(MappedCopy, "fill", note)
     for rank, numbers in enumerate([{0}, {1, 2}, {3}, {4, 5}]):
         read.clear()
-        model = load_model(prepared_config(tiny_model("mixtral"), **SHARED), Shard.of_group(group[rank]))
-        here = {
-            int(path.rpartition(".")[2])
-            for path, module in model.named_modules()
-            if isinstance(module, Expert) and held(module)
-        }
-        assert here == numbers
-        stacked = [box[0] for name, box in read if ".experts." in name]
-        assert {number for side in stacked for number in range(side.start, side.stop)} == numbers
-        assert any(".gate." in name for name, _ in read)
+        model = load_model(prepared_config(tiny_model(name), **SHARED), Shard.of_group(group[rank]))
+        here = {path for path, module in model.named_modules() if isinstance(module, Expert) and held(module)}
+        assert {int(path.rpartition(".")[2]) for path in here} == numbers
+        assert {number for one in read for number in experts_of(*one)} == numbers
+
+
+def experts_of(name: str, box: Box) -> Iterable[int]:
+    """Whose a part of a tensor is."""
+    if ".experts." not in name:
+        return ()
+    apart = re.search(r"experts\.(\d+)\.", name)
+    return (int(apart[1]),) if apart else range(box[0].start, box[0].stop)
 
 
 def held(module: nn.Module) -> bool:
     return any(layer.tensors() for layer in module.children())  # type: ignore[operator]
 
 
-def test_steps_are_taped_where_experts_cross_ranks_by_kernels(tiny_model: Callable[[str], Path]) -> None:
-    def reason(model: CausalLM) -> str | None:
-        for module in model.modules():
-            if isinstance(module, Experts):
-                module.take_share(Shard.of_group(TwoOf(share_memory(ALONE))))
-        return why_not_captured(model)
-
-    assert reason(load_tiny(tiny_model("qwen3moe"), **SHARED)) is None
+def test_steps_are_taped_where_all_that_crosses_are_rows_of_a_known_number() -> None:
+    assert SameTokens(share_memory(ALONE)).why_not_captured() is None
+    assert OwnTokens(ALONE, ALONE, 4).why_not_captured() == "which rank a token goes to is seen in each step"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
         ("nemotronh", SHARED, r"\.experts \(PlainExperts\) cannot be shared out expert by expert yet"),
-        ("qwen2moe", {"tp_invariant": True}, r"--tp-invariant: model\.layers\.0\.mlp \(SparseMLP\) cannot be"),
+        (
+            "qwen2moe",
+            {"tp_invariant": True},
+            r"--tp-invariant: model\.layers\.0\.mlp \(SparseMLP\) cannot be",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(
