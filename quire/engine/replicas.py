@@ -51,7 +51,10 @@ def with_meeting(config: EngineConfig) -> EngineConfig:
     if not config.parallel.shares_experts:
         return config
     try:
-        return replace(config, meeting=tempfile.mkdtemp(prefix="quire-replicas-"))
+        meeting = tempfile.mkdtemp(
+            prefix="quire-all-"
+        )  # no longer than the names of other directories of sockets
+        return replace(config, meeting=meeting)
     except OSError as error:
         raise StartupError(f"replicas cannot meet: {error}; look at TMPDIR and at the room there") from error
 
