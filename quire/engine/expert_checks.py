@@ -19,7 +19,7 @@ def check_experts(config: EngineConfig) -> None:
     if not parallel.enable_expert_parallel:
         return
     if experts is None:
-        raise ConfigError(f"{OPTION} shares out experts, and the model has none: leave it out")
+        raise ConfigError(f"{OPTION} shares out experts, and {config.arch.architecture} has none of ours")
     count, ranks = experts.count, parallel.num_expert_ranks
     if ranks > count:
         raise ConfigError(

@@ -336,6 +336,12 @@ def _why_one_replica(config: EngineConfig) -> str | None:
     return "there is one replica here" if config.parallel.num_replicas == 1 else None
 
 
+def _why_all_experts(config: EngineConfig) -> str | None:
+    parallel = config.parallel
+    has_all = parallel.num_expert_ranks == 1 and not parallel.tp_invariant
+    return "one rank has all experts" if has_all else None
+
+
 def _why_no_address(config: EngineConfig) -> str:
     return "replicas do not have to find each other"
 
@@ -374,6 +380,7 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[EngineConfig], str | Non
     (("matmul_precision",), _why_one_precision),
     (("batch_invariant",), _why_invariant),
     (("routing_policy", "cpu_numa"), _why_one_replica),
+    (("enable_expert_parallel",), _why_all_experts),
     (("data_parallel_address", "data_parallel_rpc_port"), _why_no_address),
 )
 """Fields, and why they would do nothing; None: they do what they say."""

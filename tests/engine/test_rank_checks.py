@@ -88,7 +88,8 @@ def test_no_stage_has_what_guesses_by_a_model(tiny_model: Callable[[str], Path])
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"model": "llama"}, "--enable-expert-parallel shares out experts, and the model has none"),
+        ({"model": "llama"}, "--enable-expert-parallel shares out experts, and LlamaForCausalLM has none"),
+        ({"model_impl": "transformers"}, "shares out experts, and MixtralForCausalLM has none of ours"),
         ({"tensor_parallel_size": 4, "data_parallel_size": 2}, "6 experts, of which each rank has one at least, .* 8"),
         ({"data_parallel_size": 2, "distributed_executor_backend": "uni"}, "wants --distributed-executor-backend mp"),
         ({"data_parallel_size": 2, "enable_lora": True}, "--data-parallel-size is 2, which wants no --enable-lora"),

@@ -8,6 +8,7 @@ import signal
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +109,13 @@ async def test_a_replica_that_is_killed_takes_the_others_along_and_all_begin_ane
     alone = await serving(tiny_model("qwen3moe"), Scheduler, distributed_executor_backend="uni", **args)
     wanted = await run_all(alone, None, lambda: None)
     await alone.shutdown()
-    engine = await serving(
-        tiny_model("qwen3moe"),
-        Scheduler,
-        distributed_executor_backend="mp",
-        routing_policy="round_robin",
-        **args | SHARED,
-    )
+    args |= SHARED | {"distributed_executor_backend": "mp", "routing_policy": "round_robin"}
+    engine = await serving(tiny_model("qwen3moe"), Scheduler, **args)
     try:
         for replica, victim in ((0, pid_of), (1, rank_of)):
             pids = [pid_of(engine, core) for core in range(2)]
             killed = victim(engine, replica)
-            assert await run_all(engine, None, lambda: os.kill(killed, signal.SIGKILL)) == wanted
+            assert await run_all(engine, None, partial(os.kill, killed, signal.SIGKILL)) == wanted
             await all_up(engine)
             assert not {pid_of(engine, core) for core in range(2)} & {*pids}
         assert await run_all(engine, None, lambda: None) == wanted
@@ -129,10 +125,6 @@ async def test_a_replica_that_is_killed_takes_the_others_along_and_all_begin_ane
 
 def rank_of(engine: AsyncLLM, core: int) -> int:
     """The process of its rank."""
-    pid = pid_of(engine, core)
-    (rank,) = (
-        int(child)
-        for path in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in path.read_text().split()
-    )
+    lists = [path.read_text() for path in Path(f"/proc/{pid_of(engine, core)}/task").glob("*/children")]
+    (rank,) = (int(child) for children in lists for child in children.split())
     return rank
