@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
@@ -132,6 +133,7 @@ class OwnCores(Cores):
             if other != core and isinstance(client, ProcessClient):
                 logger.error("%sends, since it shares experts with the one that is lost", self._which(other))
                 client.kill()
+        shutil.rmtree(self._met_in[core], ignore_errors=True)
 
     async def replace(self, core: int, delay_s: float) -> bool:
         await asyncio.to_thread(self.clients[core].close)
