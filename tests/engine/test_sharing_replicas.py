@@ -65,7 +65,7 @@ def test_replicas_come_to_the_same_step_whoever_has_work_and_however_late_words_
     ("name", "replicas", "options"),
     [
         pytest.param("qwen3moe", {}, {"quantization": "int8"}, marks=pytest.mark.more),
-        ("mixtral", {"async_scheduling": True}, {"quantization": "int4"}),
+        pytest.param("mixtral", {"async_scheduling": True}, {"quantization": "int4"}, marks=pytest.mark.more),
         pytest.param("deepseekv3", TWICE, INVARIANT, marks=pytest.mark.more),
         (
             "gptoss",

@@ -25,6 +25,7 @@ from quire.layers.slot import Box
 from quire.models.base import CausalLM
 from quire.models.loader import load_model, without_weights
 from quire.models.weights import MappedCopy
+from tests.fixtures.quick import quick
 from tests.models.harness import load_tiny, logits_of, prepared_config
 from tests.models.test_tensor_parallel import CHUNKS, SEQUENCES, together
 
@@ -56,14 +57,14 @@ def logits(model: CausalLM, sequences: Sequence[Sequence[int]] = SEQUENCES) -> T
     return torch.cat(logits_of(model, sequences, chunk_sizes=CHUNKS))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, ("qwen3moe", "gptoss")))
 def test_ranks_have_the_bits_of_one(name: str, tiny_model: Callable[[str], Path]) -> None:
     alone = logits(load_tiny(tiny_model(name), **INVARIANT))
     for size in (2, 4):
         assert all(torch.equal(rank, alone) for rank in together(tiny_model(name), size, logits, **INVARIANT))
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("kind", quick(ROUNDED, ("int4",)))
 def test_ranks_have_the_bits_of_one_whose_weights_are_rounded(
     kind: str, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -118,7 +119,7 @@ def num_steps(sequences: Sequence[Sequence[int]]) -> int:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, ("deepseekv3",)))
 def test_replicas_that_share_experts_have_the_bits_of_one(
     name: str, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -130,7 +131,7 @@ def test_replicas_that_share_experts_have_the_bits_of_one(
             assert torch.equal(found, wanted[number // shares])
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("kind", quick(ROUNDED, ("bfloat16",)))
 def test_replicas_have_the_bits_of_one_whose_weights_are_rounded(
     kind: str, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -167,6 +168,13 @@ def experts_of(name: str, box: Box) -> Iterable[int]:
         return ()
     apart = re.search(r"experts\.(\d+)\.", name)
     return (int(apart[1]),) if apart else range(box[0].start, box[0].stop)
+
+
+def test_packed_experts_of_each_rank_have_a_file(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    options = SHARED | {"packed_weights_cache": str(tmp_path)}
+    written, read = (of_replicas(tiny_model("qwen3moe"), 1, **options) for _ in range(2))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert all(map(torch.equal, written, read))
 
 
 def held(module: nn.Module) -> bool:
