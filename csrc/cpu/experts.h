@@ -2,8 +2,8 @@
 //
 // Choices are sorted by expert, and runs of experts are computed together, at most kBlockRows rows at a time: those rows are
 // all that is ever in scratch memory. A row's products are those of any linear layer, and a token's experts are added up in the
-// order of their numbers; so no bit depends on the batch, or on how it is cut into runs. Ranks that share experts leave what they
-// make of each choice apart, and it is added up once all of it is in one place.
+// order of their numbers; so no bit depends on the batch, or on how it is cut into runs. Ranks that share experts leave what
+// they make of each choice apart, and it is added up once all of it is in one place.
 
 #pragma once
 

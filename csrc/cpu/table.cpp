@@ -32,8 +32,8 @@ int64_t lora_linear(void* out, const void* x, const int32_t* adapter_rows, const
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table, void* scratch,
                 int64_t scratch_bytes, int64_t tokens, int64_t top_k, int64_t count, int64_t first, int64_t total,
                 int64_t hidden, int64_t inner, int64_t activation, int64_t up_group, int64_t up_scales, int64_t up_zeros,
-                int64_t up_fast, int64_t up_format, int64_t down_group, int64_t down_scales, int64_t down_zeros, int64_t down_fast,
-                int64_t down_format);
+                int64_t up_fast, int64_t up_format, int64_t down_group, int64_t down_scales, int64_t down_zeros,
+                int64_t down_fast, int64_t down_format);
 int64_t add_choices(void* out, const void* rows, const void* chosen, const void* weights, int64_t tokens, int64_t top_k,
                     int64_t hidden);
 int64_t route(void* chosen, void* weights, const void* logits, const void* bias, int64_t rows, int64_t count,
