@@ -72,6 +72,18 @@ inline int64_t all_reduce_of(T* out, const T* x, Exchange exchange, int64_t size
     return 0;
 }
 
+// Bytes [begin, end) of what a rank gives, or takes.
+struct Stretch {
+    int64_t begin, end;
+};
+
+// Of what `from` gives, in the order of those that it is for, those for `to`; counts [ranks, ranks] of rows.
+inline Stretch given(const int64_t* counts, int64_t ranks, int64_t from, int64_t to, int64_t row_bytes) {
+    int64_t begin = 0;
+    for (int64_t rank = 0; rank < to; ++rank) begin += counts[from * ranks + rank];
+    return {begin * row_bytes, (begin + counts[from * ranks + to]) * row_bytes};
+}
+
 }  // namespace
 
 // Returns 0, or 1 + the rank that was waited for in vain.
@@ -103,6 +115,36 @@ int64_t all_gather(void* out, const void* x, void* segment, int64_t rank, int64_
                 from += count, at += count;
             }
         });
+    }
+    return 0;
+}
+
+// Each rank's rows to those that they are for: out has those for this rank, in the order of ranks that they come from. Row i of
+// counts says how many rank i gives to each. Returns as above.
+int64_t all_to_all(void* out, const void* x, void* segment, const int64_t* counts, int64_t rank, int64_t row_bytes) {
+    Exchange exchange(segment, rank);
+    const int64_t size = exchange.most_bytes(), ranks = exchange.ranks();
+    const int64_t own = given(counts, ranks, rank, ranks - 1, row_bytes).end;
+    int64_t most = 0;
+    for (int64_t source = 0; source < ranks; ++source) {
+        const int64_t total = given(counts, ranks, source, ranks - 1, row_bytes).end;
+        most = total > most ? total : most;
+    }
+    for (int64_t start = 0; start < most; start += size) {
+        const int64_t left = own - start < size ? own - start : size;
+        if (left > 0) __builtin_memcpy(exchange.place(), static_cast<const char*>(x) + start, left);
+        if (const int64_t lost = exchange.meet()) return lost;
+        char* to = static_cast<char*>(out);
+        for (int64_t source = 0; source < ranks; ++source) {
+            const Stretch all = given(counts, ranks, source, rank, row_bytes);
+            const int64_t begin = all.begin > start ? all.begin : start;
+            const int64_t end = all.end < start + size ? all.end : start + size;
+            if (begin < end) {
+                const char* from = static_cast<const char*>(exchange.piece(source)) + begin - start;
+                __builtin_memcpy(to + begin - all.begin, from, end - begin);
+            }
+            to += all.end - all.begin;
+        }
     }
     return 0;
 }

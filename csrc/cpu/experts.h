@@ -3,7 +3,8 @@
 // Choices are sorted by expert, and runs of experts are computed together, at most kBlockRows rows at a time: those rows are
 // all that is ever in scratch memory. A row's products are those of any linear layer, and a token's experts are added up in the
 // order of their numbers; so no bit depends on the batch, or on how it is cut into runs. Where adapters change a product, gate
-// and up are activated behind it, with the same bits.
+// and up are activated behind it, with the same bits. Ranks that share experts leave what they make of each choice apart, and it
+// is added up once all of it is in one place.
 
 #pragma once
 
@@ -27,8 +28,10 @@ struct ExpertMatrix {
 };
 struct Expert { ExpertMatrix up, down; };
 
-// out, x [T, H]; chosen and weights [T, k]; `up` is gate and up, [2 I, H] in halves, and `down` is [H, I]. Adapters are those of
-// up and of down, an equal part of their slots for each expert, and adapter_rows [T] says which of these; null: there are none.
+// x [T, H]; chosen and weights [T, k]; `up` is gate and up, [2 I, H] in halves, and `down` is [H, I]. Of `total` experts
+// `count` are here, from `first` on; choices of others are left out. out is [T, H], or, without weights, [T, k, H]: what each
+// choice's expert made, and zeros for those that are elsewhere. Adapters are those of up and of down, an equal part of their
+// slots for each expert that is here, and adapter_rows [T] says which of these; null: there are none.
 struct Experts {
     Float32* out;
     const Float32* x;
@@ -38,15 +41,17 @@ struct Experts {
     const int32_t* adapter_rows;
     const Stacks* adapters;
     Float32* scratch;
-    int64_t tokens, top_k, count, hidden, inner, activation;
+    int64_t tokens, top_k, count, first, total, hidden, inner, activation;
     Matrix up, down;
 
     int64_t choices() const { return tokens * top_k; }
+    bool is_here(int64_t choice) const { return chosen[choice] >= first && chosen[choice] < first + count; }
+    int64_t expert(int64_t choice) const { return chosen[choice] - first; }
     int64_t num_adapters() const { return adapters ? adapters[0].slots / count : 0; }
     // Where a choice's adapter has what it adds; negative: nowhere.
     int32_t slot(int64_t choice) const {
-        const int32_t adapter = adapters ? adapter_rows[choice / top_k] : -1;
-        return adapter < 0 ? -1 : static_cast<int32_t>(chosen[choice] * num_adapters()) + adapter;
+        const int32_t adapter = adapters && is_here(choice) ? adapter_rows[choice / top_k] : -1;
+        return adapter < 0 ? -1 : static_cast<int32_t>(expert(choice) * num_adapters()) + adapter;
     }
     bool is_adapted() const {
         for (int64_t i = 0; i < choices(); ++i)
@@ -95,23 +100,28 @@ struct ExpertMemory {
 inline int64_t count_refused(const Experts& call) {
     int64_t refused = 0;
     for (int64_t i = 0; i < call.choices(); ++i) {
-        const bool exists = call.chosen[i] >= 0 && call.chosen[i] < call.count;
+        const bool exists = call.chosen[i] >= 0 && call.chosen[i] < call.total;
         refused += !exists || (call.adapters && call.adapter_rows[i / call.top_k] >= call.num_adapters());
     }
     return refused;
 }
 
-// Choices by expert, of one expert by token; `ends` says where each expert's end.
-inline void sort_choices(const Experts& call, const ExpertMemory& memory) {
+// Choices by expert, of one expert by token; `ends` says where each expert's end. Returns how many there are.
+inline int64_t sort_choices(const Experts& call, const ExpertMemory& memory) {
     for (int64_t expert = 0; expert < call.count; ++expert) memory.ends[expert] = 0;
-    for (int64_t i = 0; i < call.choices(); ++i) ++memory.ends[call.chosen[i]];
+    for (int64_t i = 0; i < call.choices(); ++i) {
+        if (call.is_here(i)) ++memory.ends[call.expert(i)];
+    }
     int32_t begin = 0;
     for (int64_t expert = 0; expert < call.count; ++expert) {
         const int32_t size = memory.ends[expert];
         memory.ends[expert] = begin;
         begin += size;
     }
-    for (int64_t i = 0; i < call.choices(); ++i) memory.order[memory.ends[call.chosen[i]]++] = static_cast<int32_t>(i);
+    for (int64_t i = 0; i < call.choices(); ++i) {
+        if (call.is_here(i)) memory.order[memory.ends[call.expert(i)]++] = static_cast<int32_t>(i);
+    }
+    return begin;
 }
 
 // Sorted choices whose rows are computed together: [begin, end), and the experts that they are of.
@@ -124,10 +134,10 @@ struct Run {
     explicit Run(bool adapts) : adapts(adapts) {}
 
     // Choices from `begin` on: those of whole experts, as many as there is room for, or some of one that has more.
-    void fill(const Experts& call, const ExpertMemory& memory, int64_t first) {
-        begin = end = first, blocks = 0;
-        while (end < call.choices()) {
-            const int64_t expert = call.chosen[memory.order[end]], left = memory.ends[expert] - end;
+    void fill(const Experts& call, const ExpertMemory& memory, int64_t from, int64_t sorted) {
+        begin = end = from, blocks = 0;
+        while (end < sorted) {
+            const int64_t expert = call.expert(memory.order[end]), left = memory.ends[expert] - end;
             const int64_t room = kBlockRows - (end - begin);
             if (left > room && blocks) break;
             add(call, memory, expert, left < room ? left : room);
@@ -168,14 +178,19 @@ inline void adapt_down(const Experts& call, const ExpertMemory& memory, const Ru
     add_adapters(call.adapters[1], {memory.behind, memory.between, run.slots, run.end - run.begin}, memory.adapting);
 }
 
-// out += weight * what a choice's expert made, choice after choice.
+// out += weight * what a choice's expert made, choice after choice; or that alone.
 inline void add_run(const Experts& call, const ExpertMemory& memory, const Run& run) {
     const int64_t rows = run.end - run.begin, n = call.hidden;
     share((n + kColumns - 1) / kColumns, kElementWork * rows * n, [&](int64_t part) {
         const int64_t start = part * kColumns, size = n - start < kColumns ? n - start : kColumns;
         for (int64_t row = 0; row < rows; ++row) {
-            const Vec weight = splat(call.weights[memory.order[run.begin + row]].value);
+            const int64_t choice = memory.order[run.begin + row];
             const Float32* from = memory.behind + row * n + start;
+            if (!call.weights) {
+                __builtin_memcpy(call.out + choice * n + start, from, size * sizeof(Float32));
+                continue;
+            }
+            const Vec weight = splat(call.weights[choice].value);
             Float32* to = call.out + run.tokens[row] * n + start;
             for_each_vector(size, [&](int64_t i, auto lanes) {
                 store(to + i, fma(weight, load(from + i, lanes), load(to + i, lanes)), lanes);
@@ -188,11 +203,12 @@ inline void add_run(const Experts& call, const ExpertMemory& memory, const Run& 
 template <class Multiply>
 inline void run_experts(const Experts& call, const Multiply& multiply) {
     const ExpertMemory memory(call);
-    for (int64_t i = 0; i < call.tokens * call.hidden; ++i) call.out[i].value = 0.0f;
-    sort_choices(call, memory);
+    const int64_t rows = call.weights ? call.tokens : call.choices();
+    for (int64_t i = 0; i < rows * call.hidden; ++i) call.out[i].value = 0.0f;
+    const int64_t sorted = sort_choices(call, memory);
     Run run(call.is_adapted());
-    for (int64_t next = 0; next < call.choices(); next = run.end) {
-        run.fill(call, memory, next);
+    for (int64_t next = 0; next < sorted; next = run.end) {
+        run.fill(call, memory, next, sorted);
         multiply(call.up, run.up, run.blocks);
         if (run.adapts) adapt_up(call, memory, run);
         multiply(call.down, run.down, run.blocks);

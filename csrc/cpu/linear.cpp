@@ -45,14 +45,14 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
 // Returns how many choices are of no expert, or of no adapter, in which case nothing is computed; else as packed_linear.
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table,
                 const int32_t* adapter_rows, const void* adapters, void* scratch, int64_t scratch_bytes, int64_t tokens,
-                int64_t top_k, int64_t count, int64_t hidden, int64_t inner, int64_t activation, int64_t up_group,
-                int64_t up_scales, int64_t up_zeros, int64_t up_fast, int64_t up_format, int64_t down_group,
+                int64_t top_k, int64_t count, int64_t first, int64_t total, int64_t hidden, int64_t inner, int64_t activation,
+                int64_t up_group, int64_t up_scales, int64_t up_zeros, int64_t up_fast, int64_t up_format, int64_t down_group,
                 int64_t down_scales, int64_t down_zeros, int64_t down_fast, int64_t down_format) {
     const Experts call = {
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const int32_t*>(chosen),
         static_cast<const Float32*>(weights), static_cast<const Expert*>(table), adapter_rows,
-        static_cast<const Stacks*>(adapters), static_cast<Float32*>(scratch), tokens, top_k, count, hidden, inner, activation,
-        {{up_group, up_scales, up_zeros, up_format}, up_fast},
+        static_cast<const Stacks*>(adapters), static_cast<Float32*>(scratch), tokens, top_k, count, first, total, hidden, inner,
+        activation, {{up_group, up_scales, up_zeros, up_format}, up_fast},
         {{down_group, down_scales, down_zeros, down_format}, down_fast}};
     if (!is_format(call.up) || !is_format(call.down)) return -1;
     if (scratch_bytes < 4 * ExpertMemory(call).floats) return -2;

@@ -15,8 +15,8 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
                       int64_t format);
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table,
                 const int32_t* adapter_rows, const void* adapters, void* scratch, int64_t scratch_bytes, int64_t tokens,
-                int64_t top_k, int64_t count, int64_t hidden, int64_t inner, int64_t activation, int64_t up_group,
-                int64_t up_scales, int64_t up_zeros, int64_t up_fast, int64_t up_format, int64_t down_group,
+                int64_t top_k, int64_t count, int64_t first, int64_t total, int64_t hidden, int64_t inner, int64_t activation,
+                int64_t up_group, int64_t up_scales, int64_t up_zeros, int64_t up_fast, int64_t up_format, int64_t down_group,
                 int64_t down_scales, int64_t down_zeros, int64_t down_fast, int64_t down_format);
 }
 
@@ -102,19 +102,19 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
 
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table,
                 const int32_t* adapter_rows, const void* adapters, void* scratch, int64_t scratch_bytes, int64_t tokens,
-                int64_t top_k, int64_t count, int64_t hidden, int64_t inner, int64_t activation, int64_t up_group,
-                int64_t up_scales, int64_t up_zeros, int64_t up_fast, int64_t up_format, int64_t down_group,
+                int64_t top_k, int64_t count, int64_t first, int64_t total, int64_t hidden, int64_t inner, int64_t activation,
+                int64_t up_group, int64_t up_scales, int64_t up_zeros, int64_t up_fast, int64_t up_format, int64_t down_group,
                 int64_t down_scales, int64_t down_zeros, int64_t down_fast, int64_t down_format) {
     const Experts call = {
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const int32_t*>(chosen),
         static_cast<const Float32*>(weights), static_cast<const Expert*>(table), adapter_rows,
-        static_cast<const Stacks*>(adapters), static_cast<Float32*>(scratch), tokens, top_k, count, hidden, inner, activation,
-        {{up_group, up_scales, up_zeros, up_format}, up_fast},
+        static_cast<const Stacks*>(adapters), static_cast<Float32*>(scratch), tokens, top_k, count, first, total, hidden, inner,
+        activation, {{up_group, up_scales, up_zeros, up_format}, up_fast},
         {{down_group, down_scales, down_zeros, down_format}, down_fast}};
     if (!has_own(call, call.up) || !has_own(call, call.down) || scratch_bytes < 4 * ExpertMemory(call).floats ||
         count_refused(call)) {
         return QUIRE_BASE::experts(out, x, chosen, weights, table, adapter_rows, adapters, scratch, scratch_bytes, tokens,
-                                   top_k, count, hidden, inner, activation, up_group, up_scales, up_zeros, up_fast, up_format,
+                                   top_k, count, first, total, hidden, inner, activation, up_group, up_scales, up_zeros, up_fast, up_format,
                                    down_group, down_scales, down_zeros, down_fast, down_format);
     }
     run_experts(call, [&](const Matrix& matrix, Block* blocks, int64_t blocks_count) {

@@ -29,9 +29,11 @@ int64_t lora_linear(void* out, const void* x, const int32_t* adapter_rows, const
                     int64_t scratch_bytes, int64_t rows);
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table,
                 const int32_t* adapter_rows, const void* adapters, void* scratch, int64_t scratch_bytes, int64_t tokens,
-                int64_t top_k, int64_t count, int64_t hidden, int64_t inner, int64_t activation, int64_t up_group,
-                int64_t up_scales, int64_t up_zeros, int64_t up_fast, int64_t up_format, int64_t down_group,
+                int64_t top_k, int64_t count, int64_t first, int64_t total, int64_t hidden, int64_t inner, int64_t activation,
+                int64_t up_group, int64_t up_scales, int64_t up_zeros, int64_t up_fast, int64_t up_format, int64_t down_group,
                 int64_t down_scales, int64_t down_zeros, int64_t down_fast, int64_t down_format);
+int64_t add_choices(void* out, const void* rows, const void* chosen, const void* weights, int64_t tokens, int64_t top_k,
+                    int64_t hidden);
 int64_t route(void* chosen, void* weights, const void* logits, const void* bias, int64_t rows, int64_t count,
               int64_t top_k, int64_t kind, int64_t groups, int64_t top_groups, int64_t group_members, int64_t normalized,
               float scale, float reach, int64_t dtype);
@@ -104,6 +106,7 @@ int64_t latent_attention(void* out, const void* q, const void* q_rope, const voi
                          int64_t rank, int64_t rope, float scale, int64_t dtype, int64_t cache_dtype);
 int64_t all_reduce(void* out, const void* x, void* segment, int64_t rank, int64_t size, int64_t dtype);
 int64_t all_gather(void* out, const void* x, void* segment, int64_t rank, int64_t rows, int64_t bytes);
+int64_t all_to_all(void* out, const void* x, void* segment, const int64_t* counts, int64_t rank, int64_t row_bytes);
 int64_t peak_fma(void* out, int64_t iterations);
 int64_t read_memory(void* out, const void* data, int64_t bytes);
 
@@ -172,6 +175,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(pack_weight),
     QUIRE_ROW(packed_embedding),
     QUIRE_ROW(lora_linear),
+    QUIRE_ROW(add_choices),
     QUIRE_ROW(route),
     QUIRE_ROW(causal_conv),
     QUIRE_ROW(selective_scan),
@@ -190,6 +194,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(latent_attention),
     QUIRE_ROW(all_reduce),
     QUIRE_ROW(all_gather),
+    QUIRE_ROW(all_to_all),
     QUIRE_ROW(unusable_rows),
     QUIRE_ROW(mask_logits),
     QUIRE_ROW(apply_penalties),

@@ -82,6 +82,10 @@ class ParallelConfig(Config):
         "Form sums that cross ranks of the same four slices whatever --tensor-parallel-size is: 1, 2 and 4 give the "
         "same bits.",
     )
+    enable_expert_parallel: bool = option(
+        False,
+        "Share out the experts of sparse layers whole, among the ranks of all replicas, instead of features of each.",
+    )
     nnodes: int = option(
         1,
         "Hosts that share the ranks of mp, all with the same options but --node-rank (see parallelism.md).",
@@ -131,6 +135,16 @@ class ParallelConfig(Config):
     def num_ranks(self) -> int:
         """Of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Those among whom the experts of a layer are shared out, of all replicas."""
+        return self.tensor_parallel_size * self.data_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas need each other, as each has some of the experts."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def stage_sizes(self) -> tuple[int, ...]:

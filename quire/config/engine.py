@@ -59,6 +59,8 @@ class EngineConfig:
     """Whether `max_model_len` is a limit that is to be lowered to what the KV cache can hold."""
     share: HostShare | None = None
     """Of the host, where this is one of several replicas; None: the only one."""
+    meeting: str = ""
+    """The directory where replicas that share experts find each other; they have another each time that they start."""
 
     @property
     def arch(self) -> ModelArch:

@@ -117,6 +117,10 @@ class ProcessClient(RemoteClient):
         with startup_errors():
             super().__init__(config, Path(tempfile.mkdtemp(prefix="quire-")), front_end=0)
 
+    def kill(self) -> None:
+        """End the core at once; whoever receives hears of it."""
+        self.process.kill()
+
     def close(self) -> None:
         if self._closed.is_set():
             return

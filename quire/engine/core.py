@@ -21,6 +21,7 @@ from quire.config import EngineConfig
 from quire.engine.adapter_holds import AdapterHolds
 from quire.engine.grammar_holds import GrammarHolds
 from quire.engine.kv_events import create_publisher
+from quire.engine.lockstep import Lockstep, in_step
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -29,6 +30,7 @@ from quire.engine.messages import (
     CoreRequest,
     EngineCoreOutputs,
     EngineCoreRequest,
+    StepBegun,
     UtilityCall,
     UtilityResult,
     request_of,
@@ -57,14 +59,18 @@ class EngineCore:
     """Loads the model, sizes the cache, then turns requests into updates step by step.
 
     Every time that it states is of `clock`, which requests' `arrival_time` must share. What it works on is written to
-    `progress`, if there is one.
+    `progress`, if there is one. With `lockstep` it takes its steps together with other replicas.
 
     Raises:
         StartupError: the model cannot be loaded, or memory does not suffice for one request.
     """
 
     def __init__(
-        self, config: EngineConfig, clock: Clock = time.monotonic, progress: Progress | None = None
+        self,
+        config: EngineConfig,
+        clock: Clock = time.monotonic,
+        progress: Progress | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         started = clock()
         self._clock = clock
@@ -85,7 +91,9 @@ class EngineCore:
         self.executor.use_vocabulary(partial(load_vocabulary, config))
         self._grammars = GrammarHolds(self.executor, self.scheduler)
         self._adapters = AdapterHolds(config.lora, self.executor, self.scheduler)
+        self._lockstep = lockstep
         executor = self.executor if progress is None else followed(self.executor, progress)
+        executor = executor if lockstep is None else in_step(executor, lockstep)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
         sleeper = Sleeper(self.scheduler, self.executor, self._loop, clock, self._tell, progress)
         self.utilities: dict[str, Callable[..., Any]] = {
@@ -113,7 +121,8 @@ class EngineCore:
         """True while a step would do something, be it to say that the core is dead."""
         is_provided = self._grammars.any_ready or self._adapters.any_ready
         has_news = bool(self._untold) or is_provided or self._failure is not None
-        return has_news or self.scheduler.has_work()
+        is_behind = self._lockstep is not None and self._lockstep.is_behind
+        return has_news or is_behind or self.scheduler.has_work()
 
     @property
     def patience_s(self) -> float | None:
@@ -129,7 +138,7 @@ class EngineCore:
         with self._all_or_dead():
             self._grammars.release_ready(self._clock())
             self._tell(self._adapters.release_ready(self._clock()))
-            updates, self._untold = self._untold + self._loop.step(), []
+            updates, self._untold = self._untold + self._take_step(), []
             self._publish_events()
             return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock())
 
@@ -154,6 +163,8 @@ class EngineCore:
                 self.scheduler.finish_requests(message.request_ids, message.reason, self._clock())
             elif isinstance(message, UtilityCall):
                 return self._call_utility(message)
+            elif isinstance(message, StepBegun) and self._lockstep is not None:
+                self._lockstep.hear(message)
             return None
 
     def add_request(self, message: EngineCoreRequest) -> None:
@@ -193,6 +204,17 @@ class EngineCore:
     def _tell(self, updates: list[RequestUpdate]) -> None:
         """Publish this with the next step."""
         self._untold += updates
+
+    def _take_step(self) -> list[RequestUpdate]:
+        """A step of this core's requests, or else, if others have begun one, for theirs alone."""
+        if self._lockstep is None:
+            return self._loop.step()
+        before = self._lockstep.begun
+        updates = self._loop.step()
+        if self._lockstep.is_behind and self._lockstep.begun == before:
+            self._lockstep.begin()
+            self.executor.take_part()
+        return updates
 
     def _call_utility(self, call: UtilityCall) -> UtilityResult | None:
         if call.method not in self.utilities:

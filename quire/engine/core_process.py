@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.core_ids import front_end_of_request
+from quire.engine.lockstep import Lockstep, Peers, place_of_replica
 from quire.engine.messages import (
     NO_MESSAGE,
     AbortRequests,
@@ -34,7 +36,7 @@ from quire.engine.outboxes import Outboxes
 from quire.engine.parent import Parent
 from quire.engine.progress import Progress
 from quire.engine.remote import PROGRESS, REQUESTS
-from quire.errors import StartupError
+from quire.errors import EngineError, StartupError
 from quire.logging_setup import configure_logging
 from quire.processes import PARENTS_SIGNALS
 
@@ -60,21 +62,45 @@ class CoreProcess:
         self._inbox.set_hwm(0)
         self._inbox.bind(f"ipc://{directory / REQUESTS}")
         self._outboxes = Outboxes(context, directory)
+        self._lockstep = self._join_replicas(context)
         self._gone: set[int] = set()
         self._decoder = msgspec.msgpack.Decoder(CoreRequest)
         self._progress = Progress(directory / PROGRESS)
         configure_logging(self._config.observability.log_level, self._config.observability.log_format)
 
+    def _join_replicas(self, context: zmq.Context[zmq.Socket[bytes]]) -> Lockstep | None:
+        """With those that share experts with this one, which hears of their steps as of all else."""
+        parallel = self._config.parallel
+        if not parallel.shares_experts:
+            return None
+        directory, own = Path(self._config.meeting), parallel.first_replica
+        self._inbox.bind(place_of_replica(directory, own))
+        others = [number for number in range(parallel.data_parallel_size) if number != own]
+        return Lockstep(Peers(context, directory, others).tell)
+
     def run(self) -> int:
         """Load, serve until told to stop; returns the exit code."""
         try:
-            core = EngineCore(self._config, progress=self._progress)
+            return self._run()
+        finally:
+            if self._config.meeting:  # nobody goes on without this replica
+                shutil.rmtree(self._config.meeting, ignore_errors=True)
+
+    def _run(self) -> int:
+        try:
+            core = EngineCore(self._config, progress=self._progress, lockstep=self._lockstep)
         except StartupError as error:
             self._outboxes.send(CoreFailed(str(error)))
             return 1
         self._outboxes.send(core.ready)
         try:
             self._serve(core)
+        except EngineError as error:
+            if self._lockstep is None:
+                raise
+            logger.error("the replica ends: %s", error)  # mostly with another, whose log says more
+            self._outboxes.send(CoreFailed(str(error)))
+            return 1
         finally:
             core.shutdown()
         return 0

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 import zmq
@@ -20,8 +22,8 @@ from quire.engine.attached import AttachedClient, NoCore
 from quire.engine.client import ProcessClient, make_clients
 from quire.engine.core_client import CoreClient
 from quire.engine.guests import JOIN_S, GuestClient, Guests
-from quire.engine.remote import CoreAddress
-from quire.engine.replicas import configs_of_replicas
+from quire.engine.remote import CoreAddress, RemoteClient
+from quire.engine.replicas import configs_of_replicas, with_meeting
 from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Blame, Supervisor, Verdict
 from quire.errors import EngineDeadError, QuireError, StartupError
 
@@ -98,6 +100,7 @@ class OwnCores(Cores):
         self._was_ready = False
         # They load while this goes on.
         self.clients = [*make_clients(self._configs, in_process=in_process), *self._guest_clients()]
+        self._met_in = [config.meeting for config in self._configs]
 
     def lost(
         self, core: int, flights: Flights, elsewhere: Set[str], error: QuireError, *, was_ready: bool
@@ -124,7 +127,20 @@ class OwnCores(Cores):
         logger.error(message, self._which(core), error, delay_s, num_left)
         if self._watcher is not None:
             self._watcher.core_lost(core)
+        self._end_those_who_share_with(core)
         return verdict
+
+    def _end_those_who_share_with(self, core: int) -> None:
+        """Replicas that share experts do not go on without one of them: all begin anew, and meet elsewhere."""
+        if not self.config.parallel.shares_experts or self._met_in[core] != self._configs[core].meeting:
+            return  # it ended with one that was lost before
+        meeting = with_meeting(self._configs[core]).meeting
+        self._configs = [replace(config, meeting=meeting) for config in self._configs]
+        for other, client in enumerate(self.clients):
+            if other != core and isinstance(client, ProcessClient):
+                logger.error("%sends, since it shares experts with the one that is lost", self._which(other))
+                client.kill()
+        shutil.rmtree(self._met_in[core], ignore_errors=True)
 
     async def replace(self, core: int, delay_s: float) -> bool:
         await asyncio.to_thread(self.clients[core].close)
@@ -137,10 +153,19 @@ class OwnCores(Cores):
             patience_s = math.inf if self._was_ready else JOIN_S
             self.clients[core] = self._guests.client(self._number(core), patience_s)
             return True
-        self.clients[core] = client = await asyncio.to_thread(ProcessClient, self._configs[core])
+        self.clients[core] = client = await self._started(core)
         if self._watcher is not None and not self._stopped.is_set():
             self._watcher.core_started(core, client.address)
         return True
+
+    async def _started(self, core: int) -> ProcessClient:
+        while True:
+            config = self._configs[core]
+            client = await asyncio.to_thread(ProcessClient, config)
+            if config is self._configs[core]:
+                self._met_in[core] = config.meeting
+                return client
+            await asyncio.to_thread(client.close)  # those whom it would meet have been lost meanwhile
 
     def stop(self) -> None:
         self._stopped.set()

@@ -49,6 +49,7 @@ def draft_model_config(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(
         config,
         model=own,
+        parallel=dataclasses.replace(config.parallel, enable_expert_parallel=False),
         quantization=QuantizationConfig(settings.quantization),
         lora=LoRAConfig(),
         speculative=SpeculativeConfig(),

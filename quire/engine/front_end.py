@@ -39,7 +39,7 @@ from quire.engine.routing_policies import RoutedRequest
 from quire.engine.sleep import Rest
 from quire.engine.startup import load_tokenizer
 from quire.engine.utility_calls import UtilityCalls
-from quire.errors import NotFoundError, QuireError, UnavailableError, ValidationError
+from quire.errors import ConflictError, NotFoundError, QuireError, UnavailableError, ValidationError
 from quire.kv_cache.hashing import ExtraKeys
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import STAT_LOGGERS
@@ -294,8 +294,10 @@ class FrontEnd:
         return answer, [(core, message)]
 
     def check_can_sleep(self) -> None:
-        """Raises UnavailableError: a core is loading."""
+        """Raises UnavailableError: a core is loading; ConflictError: cores need each other in every step."""
         self.check_health()
+        if self.config.parallel.shares_experts:
+            raise ConflictError("replicas that share experts (--enable-expert-parallel) cannot sleep")
         if self.core_ready is None:
             raise UnavailableError("the engine cannot sleep before it is ready", retry_after=2)
 

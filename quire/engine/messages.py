@@ -143,8 +143,14 @@ class Detach(msgspec.Struct, tag="detach", frozen=True):
     front_end: int
 
 
-CoreRequest = AddRequest | AbortRequests | UtilityCall | Shutdown | Attach | Detach
-"""What a front end may send."""
+class StepBegun(msgspec.Struct, tag="begun", frozen=True):
+    """From a replica that shares experts with this one: take part in its step of this number."""
+
+    number: int
+
+
+CoreRequest = AddRequest | AbortRequests | UtilityCall | Shutdown | Attach | Detach | StepBegun
+"""What a front end may send, or another replica."""
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are no message."""
 

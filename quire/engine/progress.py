@@ -150,7 +150,8 @@ class Heartbeat:
         if not num_turns:
             return False
         self.silent_s += elapsed
-        self._idle_s = 0.0 if used is None or used > TICK_S else self._idle_s + elapsed
+        computes = used is None or round(used / TICK_S) > 1
+        self._idle_s = 0.0 if computes else self._idle_s + elapsed
         too_long = self._idle_s > self._timeout_s or self.silent_s > self._longest_allowed_s
         return too_long and self._timeout_s > 0
 

@@ -38,12 +38,12 @@ def check_ranks(config: EngineConfig, *, serves: bool) -> None:
         ),  # to "null" plans are all there is
     ):
         if size > 1:
-            _require(_wants_of_ranks(config, executors), f"{option} is {size}")
+            require(wants_of_ranks(config, executors), f"{option} is {size}")
     _check_stages(config)
     _check_shares(config.arch, parallel.tensor_parallel_size)
 
 
-def _wants_of_ranks(config: EngineConfig, executors: Collection[str]) -> dict[str, bool]:
+def wants_of_ranks(config: EngineConfig, executors: Collection[str] = EXECUTORS) -> dict[str, bool]:
     """What several ranks want -> whether it is not so; these executors have one only."""
     executor = config.parallel.distributed_executor_backend
     return {
@@ -54,7 +54,8 @@ def _wants_of_ranks(config: EngineConfig, executors: Collection[str]) -> dict[st
     }
 
 
-def _require(wants: Mapping[str, bool], what: str) -> None:
+def require(wants: Mapping[str, bool], what: str) -> None:
+    """Raises ConfigError: something is not as it is wanted."""
     for wanted, lacks in wants.items():
         if lacks:
             raise ConfigError(f"{what}, which wants {wanted}")
@@ -83,7 +84,7 @@ def _check_stages(config: EngineConfig) -> None:
         "a model that generates: one that is pooled runs in one stage": config.pooling is not None,
         f"no model or heads that guess ({method}): ngram and suffix need none": method in MODEL_KEYS,
     }
-    _require(wants, f"--pipeline-parallel-size is {num}")
+    require(wants, f"--pipeline-parallel-size is {num}")
 
 
 def _check_shares(arch: ModelArch, size: int) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from dataclasses import replace
 
 from quire.config import EngineConfig
 from quire.config.device import HostShare, ParallelConfig
 from quire.engine.placement import Core, divided, nodes_of, shown
-from quire.errors import ConfigError
+from quire.errors import ConfigError, StartupError
 from quire.platforms import Host
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ def configs_of_replicas(
     num = config.parallel.num_replicas
     if num == 1:
         return [config]
+    config = with_meeting(config)
     configs = [config.evolve(data_parallel_rank=number) for number in config.parallel.replicas]
     if in_process:
         return configs
@@ -38,6 +40,23 @@ def configs_of_replicas(
         _placed(one, cores, HostShare(num, memory_bytes), host)
         for one, cores in zip(configs, parts, strict=True)
     ]
+
+
+def with_meeting(config: EngineConfig) -> EngineConfig:
+    """With a new private directory for replicas to meet in, if they share experts; it goes with the first that ends.
+
+    Raises:
+        StartupError: the machine refuses it.
+    """
+    if not config.parallel.shares_experts:
+        return config
+    try:
+        meeting = tempfile.mkdtemp(
+            prefix="quire-all-"
+        )  # no longer than the names of other directories of sockets
+        return replace(config, meeting=meeting)
+    except OSError as error:
+        raise StartupError(f"replicas cannot meet: {error}; look at TMPDIR and at the room there") from error
 
 
 def _placed(config: EngineConfig, cores: list[Core], share: HostShare, host: Host) -> EngineConfig:

@@ -17,6 +17,7 @@ from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
 from quire.engine.draft_heads import with_draft_heads
 from quire.engine.draft_model import check_draft_model, check_guessing, draft_model_config
+from quire.engine.expert_checks import check_experts
 from quire.engine.rank_checks import check_hosts, check_ranks
 from quire.engine.replicas import check_replicas
 from quire.engine.tokenizer import Tokenizer
@@ -105,6 +106,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.lora.check()
     check_hosts(config, headless=usage == "headless")
     check_ranks(config, serves=usage == "server")
+    check_experts(config)
     check_replicas(config, usage=usage)
     config.kv_events.check(
         enable_prefix_caching=config.cache.enable_prefix_caching, replicas=config.parallel.replicas
@@ -262,7 +264,7 @@ def _check_whole_texts(config: EngineConfig) -> None:
 def _choose_executor(config: EngineConfig) -> Choice | None:
     if config.parallel.distributed_executor_backend != "auto":
         return None
-    several = config.parallel.num_ranks > 1
+    several = config.parallel.num_ranks > 1 or config.parallel.shares_experts
     reason = "each of several ranks has a process" if several else "one rank needs no process of its own"
     return Choice("distributed_executor_backend", "mp" if several else "uni", reason)
 
@@ -344,6 +346,12 @@ def _why_no_address(config: EngineConfig) -> str | None:
     return None if joins else "no replica has to find a server on another host"
 
 
+def _why_all_experts(config: EngineConfig) -> str | None:
+    parallel = config.parallel
+    has_all = parallel.num_expert_ranks == 1 and not parallel.tp_invariant
+    return "one rank has all experts" if has_all else None
+
+
 def _unless_policy(name: str) -> Callable[[EngineConfig], str | None]:
     def why(config: EngineConfig) -> str | None:
         policy = config.scheduler.scheduling_policy
@@ -378,6 +386,7 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[EngineConfig], str | Non
     (("matmul_precision",), _why_one_precision),
     (("batch_invariant",), _why_invariant),
     (("routing_policy", "cpu_numa"), _why_one_replica),
+    (("enable_expert_parallel",), _why_all_experts),
     (("data_parallel_address", "data_parallel_rpc_port"), _why_no_address),
 )
 """Fields, and why they would do nothing; None: they do what they say."""

@@ -66,6 +66,13 @@ class Executor(ABC):
         self.submit(plan)
         return self.collect()
 
+    def take_part(self) -> None:
+        """Compute, in a step in which this replica has nothing to compute, for others that share its experts.
+
+        Called in the place of a step; returns when it is done.
+        """
+        raise NotImplementedError("replicas share no experts in this executor")
+
     @abstractmethod
     def sleep(self, level: int) -> None:
         """Give memory back to the system: that of the KV cache, whose content is lost, and at level 2 the weights'.

@@ -63,6 +63,9 @@ class MultiprocExecutor(Executor):
     def collect(self) -> ModelRunnerOutput:
         return self._ranks.output()
 
+    def take_part(self) -> None:
+        self._all("take_part")
+
     def sleep(self, level: int) -> None:
         self._all("sleep", level)
         self._level = level

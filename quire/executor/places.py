@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.config import EngineConfig
 from quire.config.device import ParallelConfig
 from quire.distributed.group import ALONE, Group
 from quire.distributed.shared_memory import share_memory
@@ -28,11 +30,13 @@ class Place:
     world: Group = ALONE
     shares: Group = ALONE
     stages: Group = ALONE
+    experts: Group | None = None
+    """Ranks of all replicas, where these share out whole experts."""
 
     @property
     def shard(self) -> Shard:
         """Its share of each layer."""
-        return Shard.of_group(self.shares)
+        return Shard.of_group(self.shares, self.experts)
 
     @property
     def stage(self) -> Stage:
@@ -46,8 +50,9 @@ class Place:
 
     def close(self) -> None:
         """Leave all groups."""
-        for group in (self.shares, self.stages, self.world):
-            group.close()
+        for group in (self.experts, self.shares, self.stages, self.world):
+            if group is not None:
+                group.close()
 
 
 def meet(rank: int, parallel: ParallelConfig, store: Store, address: str) -> Place:
@@ -76,3 +81,18 @@ def meet(rank: int, parallel: ParallelConfig, store: Store, address: str) -> Pla
     names = range(share, size, num_shares)
     stages = Gloo(stage, num_stages, row, address=address, answer_s=STAGE_S, names=names)
     return Place(world, share_memory(shares, able=shares_memory), stages)
+
+
+def with_replicas(place: Place, rank: int, config: EngineConfig) -> Place:
+    """The place of a rank whose replica shares experts with others, once the ranks of all of them have come.
+
+    Raises:
+        StartupError: not all came; ranks are counted over all replicas.
+    """
+    from quire.distributed.gloo import Gloo, file_store
+
+    parallel = config.parallel
+    size, number = parallel.num_expert_ranks, parallel.first_replica * parallel.num_ranks + rank
+    store = file_store(Path(config.meeting) / "ranks", size)
+    experts = Gloo(number, size, store, join_s=JOIN_S, answer_s=STAGE_S)
+    return replace(place, experts=share_memory(experts, able=cpu.available(), answer_s=STAGE_S))

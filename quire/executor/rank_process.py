@@ -26,7 +26,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.executor.agreement import check_ranks_agree
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
-from quire.executor.places import JOIN_S, Place, meet
+from quire.executor.places import JOIN_S, Place, meet, with_replicas
 from quire.kv_cache.plain import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
 from quire.lora_request import LoRARequest
@@ -92,6 +92,8 @@ class RankProcess:
         load_general_plugins()
         if self._size > 1:
             self._place = self._meet(place)
+        if self._config.parallel.shares_experts:
+            self._place = with_replicas(self._place, self._rank, self._config)
         device = make_device(self._config.device.device)
         self._worker = Worker(self._config, device, self._place.shard, self._place.stage)
         self._worker.load()
@@ -178,6 +180,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "kv_cache_specs": lambda rank: encode_specs(rank.worker.kv_cache_specs()),
     "kv_memory": lambda rank: msgspec.to_builtins(rank.worker.kv_memory()),
     "initialize_kv_cache": lambda rank, plain: rank.worker.initialize_kv_cache(decode_kv_config(plain)),
+    "take_part": lambda rank: rank.worker.take_part(),
     "sleep": lambda rank, level: rank.worker.sleep(level),
     "wake_up": lambda rank, tag: rank.worker.wake_up(tag),
     "use_vocabulary": lambda rank, plain: _use_vocabulary(rank.worker, plain),

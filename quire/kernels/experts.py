@@ -18,7 +18,8 @@ from quire.kernels.lora import LoraStacks
 class ExpertWeights:
     """E gated MLPs: `gate_up` [2 I, H], gate above up and packed in halves, and `down` [H, I], of each expert.
 
-    All have one activation. Biases are float32 [2 I] and [H] of each; empty where there are none.
+    All have one activation. Biases are float32 [2 I] and [H] of each; empty where there are none. They are those from
+    number `first` on, of `total` in the layer if other ranks have others.
     """
 
     gate_up: tuple[PackedWeight, ...]
@@ -26,11 +27,24 @@ class ExpertWeights:
     gate_up_bias: tuple[Tensor, ...] = ()
     down_bias: tuple[Tensor, ...] = ()
     activation: GatedActivation = "silu_and_mul"
+    first: int = 0
+    total: int = 0
+    """0: these are all."""
     native: Any = field(default=None, init=False, repr=False, compare=False)
     """Set by the kernels of a device once they have checked it."""
 
     def __len__(self) -> int:
         return len(self.gate_up)
+
+    @property
+    def numbers(self) -> range:
+        """Those of the experts that are here."""
+        return range(self.first, self.first + len(self))
+
+    @property
+    def num_in_layer(self) -> int:
+        """What choices are among."""
+        return self.total or len(self)
 
     @property
     def layout(self) -> str:

@@ -215,11 +215,21 @@ def _experts_in_panels(
     return of.layout == "panels"
 
 
+def _expert_rows_in_panels(_x: Tensor, _chosen: Tensor, of: ExpertWeights) -> bool:
+    """Whether experts are packed in the layout of CPUs."""
+    return of.layout == "panels"
+
+
 def _experts_in_rows(
     _x: Tensor, _chosen: Tensor, _weights: Tensor, of: ExpertWeights, *_adapters: Any
 ) -> bool:
     """Whether experts are packed in the layout of GPUs."""
     return of.layout == "rows"
+
+
+def _rows_in_shared_memory(_x: Tensor, _counts: Sequence[int], group: Group) -> bool:
+    """Whether ranks have memory in common."""
+    return isinstance(group, SharedMemory)
 
 
 def _in_shared_memory(_x: Tensor, group: Group, *_args: Any, **_options: Any) -> bool:
@@ -672,7 +682,7 @@ def all_gather(x: Tensor, /, group: Group, dim: int = -1) -> Tensor:
     return reference_collectives.all_gather(x, group, dim)
 
 
-@op()
+@op(_cpu("collectives.all_to_all", _rows_in_shared_memory, any_dtype=True))
 def all_to_all(x: Tensor, counts: Sequence[int], /, group: Group) -> tuple[Tensor, list[int]]:
     """x [T, ...], of which the first counts[0] rows are for rank 0, the next counts[1] for rank 1 ...
 
@@ -728,11 +738,27 @@ def experts(
     chosen [T, k] int32, different in a row, and weights [T, k] float32 as `route` makes them; an id that is none is an
     IndexError. An expert is `down(activation(gate(x), up(x)))`, each product as in `packed_linear`; only those that are
     chosen are read. A token's experts are added up in float32 in the order of their ids, whoever else is in the step.
+    Of choices that are not among the numbers of `of`, which other ranks have, nothing is added.
 
     With adapters, of which `adapter_rows` [T] int32 says which a token has, each product has added what they make of
     its input, as in `lora_linear`, gate and up before they are activated.
     """
     return reference_experts.experts(x, chosen, weights, of, adapter_rows, adapters)
+
+
+@op(_cpu("experts.expert_rows", _expert_rows_in_panels))
+def expert_rows(x: Tensor, chosen: Tensor, /, of: ExpertWeights) -> Tensor:
+    """What each of a token's experts makes of it: x [T, H], chosen [T, k] as in `experts` -> float32 [T, k, H].
+
+    Zeros for choices that are not among the numbers of `of`.
+    """
+    return reference_experts.expert_rows(x, chosen, of)
+
+
+@op(_cpu("experts.add_choices"))
+def add_choices(rows: Tensor, chosen: Tensor, weights: Tensor, /) -> Tensor:
+    """The weighted sum of what `expert_rows` made, float32 [T, k, H] -> [T, H], with the bits of `experts`."""
+    return reference_experts.add_choices(rows, chosen, weights)
 
 
 # Latent attention (MLA; DeepSeek-V2, 2024, arXiv:2405.04434) in its absorbed form. A token is kept as one vector of

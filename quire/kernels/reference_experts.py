@@ -3,6 +3,8 @@
 Invariant: as in `reference`; a token's experts are added up in the order of their numbers.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -64,42 +66,73 @@ def experts(
     adapter_rows: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    outside = (chosen < 0) | (chosen >= len(of))
-    if outside.any():
-        raise IndexError(f"experts: {int(outside.sum())} choices are outside the {len(of)} experts")
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in torch.unique(chosen).tolist():
-        rows, places = (chosen == expert).nonzero(as_tuple=True)
-        if adapters is None or adapter_rows is None:
-            made = _expert(x[rows].float(), of, expert)
-        else:
-            made = _adapted_expert(x[rows].float(), of, expert, adapter_rows[rows], adapters)
+    for rows, places, made in _made("experts", x, chosen, of, adapter_rows, adapters):
         out.index_add_(0, rows, weights[rows, places, None] * made)
     return out.to(x.dtype)
 
 
-def _expert(x: Tensor, of: ExpertWeights, expert: int) -> Tensor:
-    up_bias, down_bias = _biases(of, expert)
-    inner = packed_linear(x, of.gate_up[expert], up_bias, of.activation)
-    return packed_linear(inner, of.down[expert], down_bias)
+def expert_rows(x: Tensor, chosen: Tensor, of: ExpertWeights) -> Tensor:
+    out = torch.zeros((*chosen.shape, x.shape[1]), dtype=torch.float32, device=x.device)
+    for rows, places, made in _made("expert_rows", x, chosen, of):
+        out[rows, places] = made
+    return out
+
+
+def add_choices(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    order = chosen.argsort(1)
+    rows, weights = rows.gather(1, order[..., None].expand_as(rows)), weights.gather(1, order)
+    out = torch.zeros_like(rows[:, 0])
+    for place in range(chosen.shape[1]):
+        out += weights[:, place, None] * rows[:, place]
+    return out
+
+
+def _made(
+    op: str,
+    x: Tensor,
+    chosen: Tensor,
+    of: ExpertWeights,
+    adapter_rows: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For each expert that was chosen and is here, in their order: tokens, their places in `chosen`, what it makes."""
+    outside = (chosen < 0) | (chosen >= of.num_in_layer)
+    if outside.any():
+        raise IndexError(f"{op}: {int(outside.sum())} choices are outside the {of.num_in_layer} experts")
+    for expert in torch.unique(chosen).tolist():
+        if expert not in of.numbers:
+            continue
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        index, inputs = expert - of.first, x[rows].float()
+        if adapters is None or adapter_rows is None:
+            yield rows, places, _expert(inputs, of, index)
+        else:
+            yield rows, places, _adapted_expert(inputs, of, index, adapter_rows[rows], adapters)
+
+
+def _expert(x: Tensor, of: ExpertWeights, index: int) -> Tensor:
+    up_bias, down_bias = _biases(of, index)
+    inner = packed_linear(x, of.gate_up[index], up_bias, of.activation)
+    return packed_linear(inner, of.down[index], down_bias)
 
 
 def _adapted_expert(
-    x: Tensor, of: ExpertWeights, expert: int, adapter_rows: Tensor, adapters: ExpertAdapters
+    x: Tensor, of: ExpertWeights, index: int, adapter_rows: Tensor, adapters: ExpertAdapters
 ) -> Tensor:
     count = len(adapters.down.a) // len(of)
     if (adapter_rows >= count).any():
         raise IndexError(f"experts: a token's adapter is outside the {count} adapters")
-    slots = torch.where(adapter_rows < 0, -1, expert * count + adapter_rows)
-    up_bias, down_bias = _biases(of, expert)
-    both = packed_linear(x, of.gate_up[expert], up_bias)
+    slots = torch.where(adapter_rows < 0, -1, index * count + adapter_rows)
+    up_bias, down_bias = _biases(of, index)
+    both = packed_linear(x, of.gate_up[index], up_bias)
     lora_linear(both, x, slots, adapters.gate_up)
     inner = GATED[of.activation](both)
-    out = packed_linear(inner, of.down[expert], down_bias)
+    out = packed_linear(inner, of.down[index], down_bias)
     lora_linear(out, inner, slots, adapters.down)
     return out
 
 
-def _biases(of: ExpertWeights, expert: int) -> tuple[Tensor | None, Tensor | None]:
-    up, down = (bias[expert] if bias else None for bias in (of.gate_up_bias, of.down_bias))
+def _biases(of: ExpertWeights, index: int) -> tuple[Tensor | None, Tensor | None]:
+    up, down = (bias[index] if bias else None for bias in (of.gate_up_bias, of.down_bias))
     return up, down

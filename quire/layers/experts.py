@@ -1,5 +1,7 @@
 """The experts of a sparse layer: MLPs that are loaded, packed and cut one by one, and computed by one call.
 
+Of several ranks each has some features of every expert or, with `--enable-expert-parallel`, some whole experts.
+
 Shapes: T tokens of the step, H hidden size, I intermediate size of an expert, k experts of a token.
 """
 
@@ -20,9 +22,10 @@ from quire.kernels.linear import PackedWeight
 from quire.kernels.lora import SharedStacks
 from quire.layers.activation import FUSED
 from quire.layers.base import Module, activation_dtype, device_type, model_dtype
+from quire.layers.expert_exchange import Exchange, exchange_of
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
-from quire.layers.shard import Shard
+from quire.layers.shard import Member, Shard
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 
@@ -85,6 +88,7 @@ class Expert(Module):
         arch = config.arch
         stack = experts.stack
         transposed = () if stack is None else stack.transposed
+        member = Member(index, experts.count) if config.parallel.enable_expert_parallel else None
         self.gate_up_proj = (GateUpLinear if stack is None else _GateUpInStack)(
             hidden_size=arch.hidden_size,
             intermediate_size=experts.intermediate_size,
@@ -93,6 +97,8 @@ class Expert(Module):
             activation=experts.activation,
             name=f"{prefix}.gate_up_proj",
             transposed="gate_up_proj" in transposed,
+            cut="output" if member is None else "whole",
+            member=member,
         )
         self.down_proj = (Linear if stack is None else _LinearInStack)(
             in_features=experts.intermediate_size,
@@ -100,8 +106,9 @@ class Expert(Module):
             bias=experts.bias,
             dtype=model_dtype(config),
             name=f"{prefix}.down_proj",
-            cut="input",
+            cut="input" if member is None else "whole",
             transposed="down_proj" in transposed,
+            member=member,
         )
         for layer in (self.gate_up_proj, self.down_proj):
             layer.takes_adapters = layer.makes_products = False  # `Experts` does both
@@ -109,6 +116,11 @@ class Expert(Module):
             if isinstance(layer, _InStack):
                 assert stack is not None, "a member of it"
                 layer.index, layer.count, layer.stack = index, experts.count, stack
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has it."""
+        return self.gate_up_proj.is_here
 
 
 class Experts(Module):
@@ -123,30 +135,51 @@ class Experts(Module):
         self._slots = SharedStacks(experts.count), SharedStacks(experts.count)
         for member in self._members():
             member.gate_up_proj.shared_adapters, member.down_proj.shared_adapters = self._slots
+        self._count, self._top_k, self._hidden_size = (
+            experts.count,
+            experts.routing.top_k,
+            config.arch.hidden_size,
+        )
         self._activation = FUSED[experts.activation]
         self._device_type, self._dtype = device_type(config), activation_dtype(config)
         self._weights: ExpertWeights | None = None
         self._adapters: ExpertAdapters | None = None
+        self._are_whole = config.parallel.enable_expert_parallel
         self._adds_up_with: Group | None = None
+        self._exchange: Exchange | None = None
 
     def take_share(self, shard: Shard) -> None:
-        """Each rank has some features of every expert."""
-        self._adds_up_with = shard.group
+        if self._are_whole:
+            self._exchange = exchange_of(shard, self._count)
+        else:
+            self._adds_up_with = shard.group
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, step: StepContext) -> Tensor:
         """x [T, H], as `Router` chose and weighted -> [T, H]."""
-        adapters = None if step.adapter_rows is None else self._of_adapters()
+        return self._multiplied(x, chosen, weights, step.adapter_rows)
+
+    def take_part(self) -> None:
+        """See the function of this name."""
+        chosen = torch.empty(0, self._top_k, dtype=torch.int32)
+        self._multiplied(torch.empty(0, self._hidden_size, dtype=self._dtype), chosen, chosen.float(), None)
+
+    def _multiplied(self, x: Tensor, chosen: Tensor, weights: Tensor, adapter_rows: Tensor | None) -> Tensor:
+        if self._exchange is not None:
+            return self._exchange.experts(x, chosen, weights, self._of())
+        adapters = None if adapter_rows is None else self._of_adapters()
         if adapters is None:
             out = ops.experts(x, chosen, weights, self._of())
         else:
-            out = ops.experts(x, chosen, weights, self._of(), step.adapter_rows, adapters)
+            out = ops.experts(x, chosen, weights, self._of(), adapter_rows, adapters)
         return out if self._adds_up_with is None else ops.all_reduce(out, self._adds_up_with)
 
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
         nothing = torch.empty(0, dtype=self._dtype)
         taken = ops.experts.takes(self._device_type, nothing, nothing, nothing, self._of())
-        return None if taken else "experts by reference cannot be captured"
+        if not taken:
+            return "experts by reference cannot be captured"
+        return None if self._exchange is None else self._exchange.why_not_captured()
 
     def _of(self) -> ExpertWeights:
         if self._weights is None:
@@ -164,7 +197,8 @@ class Experts(Module):
 
     def _gathered(self) -> ExpertWeights:
         """Raises ConfigError: the experts are not kept alike."""
-        members = self._members()
+        all_members = self._members()
+        members = [member for member in all_members if member.is_here]
         gate_up, down = self._matrices(members)
         for matrices in (gate_up, down):
             if any(matrix.scheme != matrices[0].scheme for matrix in matrices):
@@ -179,6 +213,8 @@ class Experts(Module):
             _biases([member.gate_up_proj for member in members]),
             _biases([member.down_proj for member in members]),
             self._activation,
+            all_members.index(members[0]),
+            self._count,
         )
 
     @staticmethod
@@ -187,6 +223,13 @@ class Experts(Module):
             tuple(member.gate_up_proj.matrix() for member in members),
             tuple(member.down_proj.matrix() for member in members),
         )
+
+
+def take_part(model: nn.Module) -> None:
+    """Compute for tokens of other replicas, layer by layer, in a step in which this one has none."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.take_part()
 
 
 EXPERTS: frozenset[type[nn.Module]] = frozenset({Experts, Expert, _LinearInStack, _GateUpInStack})

@@ -16,7 +16,7 @@ from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer, Piece
 from quire.layers.quantization import QuantMethod
-from quire.layers.shard import WHOLE, Cut, Shard, Span
+from quire.layers.shard import WHOLE, Cut, Member, Shard, Span
 from quire.layers.slot import length
 from quire.layers.step import StepContext
 
@@ -45,11 +45,20 @@ class Linear(MatrixLayer):
         spans: Sequence[Span] = (),
         transposed: bool = False,
         groups: int = 1,
+        member: Member | None = None,
     ) -> None:
         spans = spans or (Span(out_features),)
         assert sum(span.size for span in spans) == out_features
         super().__init__(
-            spans, in_features, dtype, name=name, cut=cut, bias=bias, transposed=transposed, groups=groups
+            spans,
+            in_features,
+            dtype,
+            name=name,
+            cut=cut,
+            bias=bias,
+            transposed=transposed,
+            groups=groups,
+            member=member,
         )
         # In a tuple, for it is no part of this layer.
         self._source: tuple[RowSource, ...] = ()
@@ -184,6 +193,7 @@ class GateUpLinear(Linear):
         cut: Cut = "output",
         prepare: Callable[[Tensor], Tensor] | None = None,
         up_first: bool = False,
+        member: Member | None = None,
     ) -> None:
         self.up_first = up_first
         super().__init__(
@@ -195,6 +205,7 @@ class GateUpLinear(Linear):
             cut=cut,
             spans=(Span(intermediate_size), Span(intermediate_size)),
             transposed=transposed,
+            member=member,
         )
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]

@@ -17,8 +17,8 @@ from quire.errors import ConfigError
 from quire.kernels import reference
 from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Layer, parameter
-from quire.layers.quantization import FLOATS, TABLE, QuantMethod
-from quire.layers.shard import WHOLE, Cut, Shard, Span
+from quire.layers.quantization import FLOATS, TABLE, Elsewhere, QuantMethod
+from quire.layers.shard import WHOLE, Cut, Member, Shard, Span
 from quire.layers.slot import Part, Slot, length
 
 _PACKED = "packed."
@@ -45,7 +45,7 @@ class MatrixLayer(Layer):
     `spans` are the parts of N that are cut by themselves: those of the checkpoint's modules that are merged here, or of
     a module that holds them merged already, perhaps in `groups`: an equal part of each span, then the next of each.
     `transposed` says that the checkpoint stores [K, N]. A matrix that is `only_looked_up` stays as it is, whatever the
-    method.
+    method. One that is a `member` of some which are shared out whole is all there, or not at all.
     """
 
     makes_products = False
@@ -63,9 +63,11 @@ class MatrixLayer(Layer):
         transposed: bool = False,
         only_looked_up: bool = False,
         groups: int = 1,
+        member: Member | None = None,
     ) -> None:
         super().__init__(name)
         self.spans = tuple(spans)
+        self.member = member
         self.groups = groups
         self.inputs = inputs
         self.dtype = dtype
@@ -77,6 +79,9 @@ class MatrixLayer(Layer):
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         self.method, self.shard = TABLE if self.only_looked_up else method, shard
+        self.is_here = self.member is None or self.member.is_of(shard)
+        if not self.is_here:
+            self.method = Elsewhere(method)
         outputs = shard if self.cut == "output" else WHOLE
         self.rows = tuple(span.piece(outputs, self.name) for span in self.spans)
         self.num_rows = sum(map(length, self.rows))
@@ -89,7 +94,7 @@ class MatrixLayer(Layer):
         crosses = shard.group.size > 1 and self.cut != "whole"
         self.group: Group | None = shard.group if crosses else None
         """Those with whom its outputs are put together, or added up, depending on the cut; None: they are whole."""
-        adds_bias = self.has_bias and (self.cut != "input" or shard.rank == 0)
+        adds_bias = self.has_bias and self.is_here and (self.cut != "input" or shard.rank == 0)
         self.bias = parameter(self.num_rows, dtype=self.dtype) if adds_bias else None
 
     def _columns(self, shard: Shard) -> slice:
@@ -127,7 +132,7 @@ class MatrixLayer(Layer):
         for piece in self.pieces(names):
             bias, rows = (
                 (torch.empty(0, dtype=self.dtype), slice(0, 0))
-                if self.bias is None  # another rank adds it
+                if self.bias is None  # another rank has it
                 else (self.bias[piece.place], piece.rows)
             )
             yield f"{piece.name}.bias", Slot(bias, "zeros", Part((piece.num_rows,), (piece.region,), (rows,)))

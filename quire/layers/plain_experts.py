@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.config.arch import ExpertsArch
+from quire.errors import ConfigError
 from quire.layers.base import Module
 from quire.layers.mlp import PlainMLP
 from quire.layers.step import StepContext
@@ -21,6 +22,10 @@ class PlainExperts(Module):
 
     def __init__(self, *, config: EngineConfig, experts: ExpertsArch, prefix: str) -> None:
         super().__init__()
+        if config.parallel.enable_expert_parallel:
+            raise ConfigError(
+                f"--enable-expert-parallel: {prefix} (PlainExperts) cannot be shared out expert by expert yet"
+            )
         for index in range(experts.count):
             expert = PlainMLP(
                 config=config, prefix=f"{prefix}.{index}", intermediate_size=experts.intermediate_size

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
@@ -161,6 +162,33 @@ class Fp8(QuantMethod):
         if self.scheme.per_tensor and layer.shard != WHOLE and layer.cut != "whole":
             raise ConfigError(f"{layer.name}: fp8 with one scale for all of a matrix cannot be cut")
         super().create(layer)
+
+
+class Elsewhere(QuantMethod):
+    """That of a matrix which another rank has as a whole: nothing is kept, and its tensors are left to that one."""
+
+    name = "elsewhere"
+
+    def __init__(self, method: QuantMethod) -> None:
+        super().__init__(method.scheme)
+        self._method = method
+
+    def create(self, layer: MatrixLayer) -> None:
+        layer.weight = None
+
+    def slots(self, layer: MatrixLayer, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        with torch.device("meta"):
+            self._method.create(layer)
+        slots = [(name, slot.left()) for name, slot in self._method.slots(layer, names)]
+        for name, _ in list(layer.named_parameters(recurse=False)):
+            setattr(layer, name, None)
+        yield from slots
+
+    def replaced(self, layer: MatrixLayer, device_type: str) -> Collection[str]:
+        return ()
+
+    def finish(self, layer: MatrixLayer) -> None:
+        return None
 
 
 METHODS: dict[str, type[QuantMethod]] = {method.name: method for method in (Float, Int8, Int4, Fp8)}

@@ -20,17 +20,36 @@ class Shard:
     """The share of one rank of several.
 
     What crosses ranks goes by way of `group`, which is theirs; without it each layer makes its own part of sums and
-    rows, and whoever calls it puts the parts together.
+    rows, and whoever calls it puts the parts together. `experts` are those who share out what is shared out whole: the
+    same ones, or those of several replicas.
     """
 
     rank: int = 0
     of: int = 1
     group: Group = field(default=ALONE, compare=False)
+    experts: Group = field(default=ALONE, compare=False)
 
     @staticmethod
-    def of_group(group: Group) -> "Shard":
+    def of_group(group: Group, experts: Group | None = None) -> "Shard":
         """That of a rank of a group."""
-        return Shard(group.rank, group.size, group)
+        return Shard(group.rank, group.size, group, group if experts is None else experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of `count` matrices, such as those of a layer's experts, that are shared out whole, neighbours together."""
+
+    index: int
+    count: int
+
+    def is_of(self, shard: Shard) -> bool:
+        """Whether a rank has it."""
+        return self.index in members_of(shard.experts.rank, shard.experts.size, self.count)
+
+
+def members_of(rank: int, size: int, count: int) -> range:
+    """Those of `count` that a rank of so many has: as many as any other, or one more or less."""
+    return range(rank * count // size, (rank + 1) * count // size)
 
 
 WHOLE = Shard()

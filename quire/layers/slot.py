@@ -118,6 +118,18 @@ class Slot:
         target, part = self.target.narrow(dim, start, stop - start), self.source.narrow(dim, start, stop)
         return replace(self, target=target, part=part, adopt=None)
 
+    def left(self) -> "Slot":
+        """That of another rank which takes the part: nothing of the same region."""
+        region = self.source.region
+        box = tuple(slice(side.start, side.start) for side in region)
+        return replace(
+            self,
+            target=torch.empty(sizes(box), dtype=self.target.dtype),
+            part=replace(self.source, box=box),
+            convert=None,
+            adopt=None,
+        )
+
     def of_stack(self, index: int, count: int, dim: int = 0) -> "Slot":
         """The same of a tensor in which so many such tensors stand along a new dimension, this one at `index`."""
         assert self.convert is None, "rows of a stack would be its members"

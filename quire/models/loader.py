@@ -27,7 +27,7 @@ from quire.models.methods import quant_methods
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
-from quire.models.sharing import SLICED, check_shared, take_shares
+from quire.models.sharing import SLICED, SLICED_WITH_EXPERTS, check_shared, take_shares
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
 from quire.models.stages import ALL, Stage, take_stage
 from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, TensorReader, Weights
@@ -77,13 +77,16 @@ def without_weights(
             model = PoolingModel(model, config.pooling)
         if shard.group.size > 1:
             check_shared(model, f"--tensor-parallel-size {shard.of}")
-        if config.parallel.tp_invariant:
-            check_shared(model, "--tp-invariant", SLICED)
+        parallel = config.parallel
+        if parallel.tp_invariant:
+            check_shared(
+                model, "--tp-invariant", SLICED_WITH_EXPERTS if parallel.enable_expert_parallel else SLICED
+            )
             slice_sums(model, shard)
         methods = quant_methods(model, config)
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):
             layer.create_weights(method, shard)
-        if shard.group.size > 1:
+        if shard.group.size > 1 or shard.experts.size > 1:
             take_shares(model, shard)
         if stage.of > 1:
             take_stage(model, stage)

@@ -82,6 +82,8 @@ SLICED: frozenset[type[nn.Module]] = (
     | frozenset(BLOCKS.values())
 )
 """Those whose sums can be formed of slices."""
+SLICED_WITH_EXPERTS = SLICED | EXPERTS | {SparseMLP}
+"""The same where experts are shared out whole, whose sums no number of ranks changes."""
 SHARED = SLICED | EXPERTS | {SparseMLP, PlainExperts}
 
 

@@ -120,7 +120,7 @@ class CheckpointWeights:
         sources = [(self._sources[name], slot) for name, slot in slots]
         parts = [(source.file, source.info, slot) for source, slot in sources]
         self._in_use += parts
-        self._reader.fill(parts)
+        self._reader.fill(part for part in parts if _num_bytes(*part[1:]))
 
     def end_layer(self) -> None:
         for file, info, slot in self._in_use:
@@ -148,6 +148,8 @@ class RandomWeights:
         numbers = None
         for slot in slots:
             target, source = slot.target, slot.source
+            if not target.numel():
+                continue
             if slot.init != "normal":
                 target.fill_(1.0 if slot.init == "ones" else 0.0)
                 continue

@@ -21,6 +21,7 @@ from quire.errors import StartupError
 from quire.kernels import ops
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
 from quire.layers.base import model_dtype
+from quire.layers.experts import take_part
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.shard import WHOLE, Shard
 from quire.lora.slots import AdapterSlots
@@ -139,9 +140,17 @@ class Worker:
         assert self._copier is not None
         self._copier.execute(plan)
         step = self._runner.launch(plan)
+        if plan.scheduled and not step.request_ids:
+            self.take_part()  # others count on a step
         if self._stage.is_last and not self._device.is_asynchronous:
             step.result()
         return step.result
+
+    @torch.inference_mode()
+    def take_part(self) -> None:
+        """Compute for tokens of other replicas alone, if there are any that share experts with this one."""
+        if self._config.parallel.shares_experts:
+            take_part(self._loaded())
 
     def sleep(self, level: int) -> None:
         """Give back the cache, and park the weights (level 1) or let go of them (2); rows are lost."""

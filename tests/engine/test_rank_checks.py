@@ -83,3 +83,24 @@ def test_no_stage_has_what_guesses_by_a_model(tiny_model: Callable[[str], Path])
             pipeline_parallel_size=2,
             speculative_config={"method": "draft_model", "model": str(model)},
         )
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"model": "llama"}, "--enable-expert-parallel shares out experts, and LlamaForCausalLM has none"),
+        ({"model_impl": "transformers"}, "shares out experts, and MixtralForCausalLM has none of ours"),
+        ({"tensor_parallel_size": 4, "data_parallel_size": 2}, "6 experts, of which each rank has one at least, .* 8"),
+        ({"data_parallel_size": 2, "distributed_executor_backend": "uni"}, "wants --distributed-executor-backend mp"),
+        ({"data_parallel_size": 2, "enable_lora": True}, "--data-parallel-size is 2, which wants no --enable-lora"),
+        ({"data_parallel_size": 2, "pipeline_parallel_size": 2}, "which wants --pipeline-parallel-size 1"),
+        ({"data_parallel_size": 4, "data_parallel_rank": 1}, "which wants all replicas in one server"),
+        ({"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, "6 experts unevenly among 4"),
+    ],
+)  # fmt: skip
+def test_experts_that_cannot_be_shared_out_are_refused(
+    args: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
+) -> None:
+    options = {"enable_expert_parallel": True} | args
+    with pytest.raises(ConfigError, match=words):
+        prepared(tiny_model(options.pop("model", "mixtral")), **options)

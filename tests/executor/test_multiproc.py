@@ -126,6 +126,26 @@ def test_two_ranks_have_the_bits_of_one_until_one_is_killed(tiny_model: Callable
     assert all(map(is_gone, pids.values()))
 
 
+@pytest.mark.more
+def test_two_ranks_that_share_experts_have_the_bits_of_one(
+    tiny_model: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In tapes as well: what crosses them are kernels."""
+    options = {"tp_invariant": True, "enable_expert_parallel": True}
+    one = started(tiny_model("deepseekv3"), **options)
+    alone = run(one)
+    one.shutdown()
+    engine = started(tiny_model("deepseekv3"), tensor_parallel_size=2, **options)
+    for _ in range(2):
+        outputs = run(engine)
+        assert said(outputs) == said(alone)
+        assert numbers(outputs) == numbers(alone)
+        engine.sleep(1, "wait")
+        engine.wake_up()
+    engine.shutdown()
+    assert "not recorded" not in capfd.readouterr().err
+
+
 def test_what_a_rank_cannot_load_is_a_startup_error_of_the_same_words(
     tiny_model: Callable[[str], Path],
 ) -> None:

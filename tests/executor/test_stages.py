@@ -69,6 +69,21 @@ def test_stages_of_every_family_have_the_bits_of_one_process(
             found.append((said(outputs), numbers(outputs)))
         engine.shutdown()
     assert all(one == found[0] for one in found)
+@pytest.mark.more
+def test_ranks_of_stages_may_share_experts(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    options = {"tp_invariant": True, "enable_expert_parallel": True}
+    one = started(tiny_model("qwen3moe"), **options)
+    alone = run(one)
+    one.shutdown()
+    engine = started(tiny_model("qwen3moe"), pipeline_parallel_size=2, tensor_parallel_size=2, **options)
+    outputs = run(engine)
+    engine.shutdown()
+    assert said(outputs) == said(alone)
+    assert numbers(outputs) == numbers(alone)
 
 
 def test_stages_that_are_processes_until_one_is_killed(tiny_model: Callable[[str], Path]) -> None:

@@ -336,6 +336,28 @@ def expert_adapters(num_adapters: int, of: ExpertWeights) -> ExpertAdapters:
     )
 
 
+@cases
+def expert_rows(dtype: torch.dtype) -> Iterator[Arguments]:
+    """All experts, and those of a rank that has some of them."""
+    for scheme in [scheme for scheme in schemes(dtype) if not scheme.fast][:2]:
+        for count, top_k, hidden, inner in EXPERTS:
+            of = random_experts(count, hidden, inner, scheme, dtype)
+            for tokens in (0, 1, 70):
+                x, chosen = (
+                    randn(tokens, hidden, dtype=dtype),
+                    torch.rand(tokens, count).argsort(1)[:, :top_k].int(),
+                )
+                yield (x, chosen, of), {}
+                yield (x, (chosen + 3) % (count + 4), replace(of, first=3, total=count + 4)), {}
+
+
+@cases
+def add_choices(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, top_k, hidden in [(0, 2, 8), (1, 1, 16), (3, 8, 45), (40, 3, 700)]:
+        chosen = torch.rand(tokens, 11).argsort(1)[:, :top_k].int()
+        yield (randn(tokens, top_k, hidden), chosen, torch.rand(tokens, top_k)), {}
+
+
 def random_experts(
     count: int, hidden: int, inner: int, scheme: WeightScheme, dtype: torch.dtype, *, biased: bool = False
 ) -> ExpertWeights:
@@ -638,7 +660,10 @@ def all_gather(dtype: torch.dtype) -> Iterator[Arguments]:
 
 @cases
 def all_to_all(dtype: torch.dtype) -> Iterator[Arguments]:
-    yield (randn(3, 5, dtype=dtype), [3], ALONE), {}
+    for group in (ALONE, share_memory(ALONE, piece_bytes=64)):
+        yield (randn(3, 5, dtype=dtype), [3], group), {}
+        yield (randn(0, 5, dtype=dtype), [0], group), {}
+        yield (randn(70, 5, dtype=dtype), [70], group), {}
     yield (randn(3, 5, dtype=dtype), [1, 2], Mirror()), {}
     yield (randn(3, 5, dtype=dtype), [0, 3], Mirror()), {}
 

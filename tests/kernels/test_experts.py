@@ -111,6 +111,25 @@ def test_adapters_that_are_none_are_refused() -> None:
     other = expert_adapters(2, random_experts(COUNT, HIDDEN, INNER + 1, FLOAT, torch.float32))
     with pytest.raises(ValueError, match="are not of 7 experts with 50 features of 90"):
         binding.experts(rows(2), chosen, weights, of, torch.tensor([0, 1], dtype=torch.int32), other)
+def members(of: ExpertWeights, first: int, end: int) -> ExpertWeights:
+    """Those that a rank has."""
+    parts = {name: getattr(of, name)[first:end] for name in ("gate_up", "down", "gate_up_bias", "down_bias")}
+    return replace(of, **parts, first=first, total=len(of))
+
+
+@every_format
+def test_what_ranks_make_of_their_experts_adds_up_to_the_same_bits(
+    scheme: WeightScheme, dtype: torch.dtype
+) -> None:
+    """Rows of choices, of which each is made by one rank and zeros by the others."""
+    of = random_experts(COUNT, HIDDEN, INNER, scheme, dtype, biased=True)
+    ranks = [members(of, 0, 1), members(of, 1, 5), members(of, 5, COUNT)]
+    for tokens in (0, 1, 5, 130):
+        x, (chosen, weights) = rows(tokens), choices(tokens)
+        made = torch.stack([binding.expert_rows(x, chosen, rank) for rank in ranks])
+        assert not ((made != 0).any(-1).sum(0) > 1).any()
+        total = binding.add_choices(made.sum(0), chosen, weights)
+        assert torch.equal(total, binding.experts(x, chosen, weights, of))
 
 
 @pytest.mark.more

@@ -21,6 +21,7 @@ from quire.models.staged_copy import StagedCopy
 from quire.models.weights import SINGLE_NAME
 from tests.models.harness import prepared_config
 from tests.models.quantized.checkpoints import same
+from tests.models.test_expert_parallel import logits, of_replicas
 from tests.models.test_staged_copy import LateStream
 
 PACKED = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
@@ -83,6 +84,12 @@ def test_weights_are_those_of_the_floats(options: dict[str, Any], checkpoints: t
 @pytest.mark.parametrize("rank", [0, 1])
 def test_so_are_the_shares_of_two_ranks(rank: int, checkpoints: tuple[Path, Path]) -> None:
     same(*(loader.load_model(prepared_config(directory), Shard(rank, 2)) for directory in checkpoints))
+
+
+def test_experts_are_shared_out_whole(checkpoints: tuple[Path, Path]) -> None:
+    for directory in checkpoints:
+        found, _ = of_replicas(directory, 1, enable_expert_parallel=True)
+        assert torch.equal(found, logits(loader.load_model(prepared_config(directory))))
 
 
 def test_so_are_weights_by_way_of_buffers(

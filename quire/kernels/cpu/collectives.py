@@ -1,7 +1,9 @@
 """What crosses ranks through memory that they share, as functions on tensors, with every check."""
 
 import math
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from quire.distributed.shared_memory import SharedMemory
@@ -28,6 +30,21 @@ def all_gather(x: Tensor, group: SharedMemory, dim: int = -1) -> Tensor:
     rows = math.prod(shape[:dim])
     _cross("all_gather", (out, x), group, rows, x.nbytes // rows if rows else 0)
     return out
+
+
+def all_to_all(x: Tensor, counts: Sequence[int], group: SharedMemory) -> tuple[Tensor, list[int]]:
+    if not x.dim() or len(counts) != group.size or sum(counts) != len(x) or min(counts) < 0:
+        raise ValueError(f"all_to_all: {list(counts)} rows are for {group.size} ranks, of {say(x)}")
+    x, given = x.contiguous(), torch.tensor(counts)
+    table = torch.empty(group.size, group.size, dtype=torch.int64)
+    _cross("all_gather", (table, given), group, 1, given.nbytes)
+    came: list[int] = table[:, group.rank].tolist()
+    out = empty(x, sum(came), *x.shape[1:], dtype=x.dtype)
+    row_bytes = math.prod(x.shape[1:]) * x.itemsize
+    lost = call("all_to_all", (out, x, group.memory, table), group.rank, row_bytes)
+    if lost:
+        raise group.loss(lost - 1)
+    return out, came
 
 
 def _cross(name: str, tensors: tuple[Tensor, Tensor], group: SharedMemory, *numbers: int) -> None:

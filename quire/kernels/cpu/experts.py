@@ -24,8 +24,8 @@ class NativeExperts(NamedTuple):
 
     table: Tensor
     """int64 [E, 8]: where data, scales, zeros and bias of gate and up lie, and those of down."""
-    sizes: tuple[int, int, int]
-    """Experts, hidden size and intermediate size."""
+    sizes: tuple[int, int, int, int, int]
+    """Experts here, the number of the first, all, hidden size and intermediate size."""
     formats: tuple[int, ...]
     """Of both matrices: values of k that share a scale, the types of scales and zeros, whether fast, and the format."""
     row_floats: int
@@ -76,16 +76,46 @@ def experts(
     adapter_rows: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    dtype_code("experts", "x", x)
+    check_array("experts", "weights", weights, torch.float32, tuple(chosen.shape))
+    out = _run("experts", x, chosen, weights, of, adapter_rows, adapters)
+    return out if x.dtype is torch.float32 else out.to(x.dtype)
+
+
+def expert_rows(x: Tensor, chosen: Tensor, of: ExpertWeights) -> Tensor:
+    return _run("expert_rows", x, chosen, None, of)
+
+
+def add_choices(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    if rows.dim() != 3:
+        raise ValueError(f"add_choices: rows must be [T, k, H]; they are {say(rows)}")
+    tokens, top_k, hidden = rows.shape
+    check_array("add_choices", "rows", rows, torch.float32, (tokens, top_k, hidden))
+    check_array("add_choices", "chosen", chosen, torch.int32, (tokens, top_k))
+    check_array("add_choices", "weights", weights, torch.float32, (tokens, top_k))
+    out = empty(rows, tokens, hidden)
+    call("add_choices", (out, rows, chosen, weights), tokens, top_k, hidden)
+    return out
+
+
+def _run(
+    op: str,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor | None,
+    of: ExpertWeights,
+    adapter_rows: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
+    """The sums of choices, or what they are made of if there are no weights."""
+    dtype_code(op, "x", x)
     native: NativeExperts = of.native or _checked(of)
-    count, hidden, inner = native.sizes
+    count, _, total, hidden, inner = native.sizes
     if x.dim() != 2 or x.shape[1] != hidden:
-        raise ValueError(f"experts: x must be [T, {hidden}]; it is {say(x)}")
+        raise ValueError(f"{op}: x must be [T, {hidden}]; it is {say(x)}")
     tokens, top_k = len(x), chosen.shape[-1] if chosen.dim() else 0
-    check_array("experts", "chosen", chosen, torch.int32, (tokens, top_k))
-    check_array("experts", "weights", weights, torch.float32, (tokens, top_k))
+    check_array(op, "chosen", chosen, torch.int32, (tokens, top_k))
     wide = x.float().contiguous()
-    out = empty(wide, tokens, hidden)
+    out = empty(wide, tokens, hidden) if weights is not None else empty(wide, tokens, top_k, hidden)
     rows = min(tokens * top_k, BLOCK_ROWS)
     floats, own_rows, own_table = (
         rows * (native.row_floats + inner + hidden) + tokens * top_k + count,
@@ -98,17 +128,26 @@ def experts(
         floats, own_rows, own_table = floats + own.scratch(rows), adapter_rows, own.table
     scratch = SCRATCH.of(floats)
     sizes = (tokens, top_k, *native.sizes, ACTIVATIONS[of.activation], *native.formats)
-    tensors = (out, wide, chosen, weights, native.table, own_rows, own_table, scratch)
+    tensors = (
+        out,
+        wide,
+        chosen,
+        NOTHING if weights is None else weights,
+        native.table,
+        own_rows,
+        own_table,
+        scratch,
+    )
     refused = call("experts", tensors, scratch.nbytes, *sizes)
     if refused:
         limit = "" if adapters is None else f", and the adapters, {len(adapters.down.a) // count},"
-        raise IndexError(f"experts: {refused} choices are outside the {count} experts{limit}")
-    return out if x.dtype is torch.float32 else out.to(x.dtype)
+        raise IndexError(f"{op}: {refused} choices are outside the {total} experts{limit}")
+    return out
 
 
 def _checked_adapters(adapters: ExpertAdapters, of: NativeExperts) -> NativeAdapters:
     """As `_checked`, of slots."""
-    count, hidden, inner = of.sizes
+    count, _, _, hidden, inner = of.sizes
     up, down = (native_stacks("experts", stacks) for stacks in (adapters.gate_up, adapters.down))
     sizes = (up.slots, up.inputs, up.outputs, down.inputs, down.outputs)
     if sizes != (down.slots, hidden, 2 * inner, inner, hidden) or up.slots % count:
@@ -144,7 +183,8 @@ def _checked(of: ExpertWeights) -> NativeExperts:
     )
     table = torch.from_numpy(np.array(columns, dtype=np.int64).T.copy())
     formats = (*up_groups, *up.format, *down_groups, *down.format)
-    native = NativeExperts(table, (len(of), hidden, inner), formats, max(up.padded, down.padded) + 1)
+    sizes = (len(of), of.first, of.num_in_layer, hidden, inner)
+    native = NativeExperts(table, sizes, formats, max(up.padded, down.padded) + 1)
     object.__setattr__(of, "native", native)
     return native
 

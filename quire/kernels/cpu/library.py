@@ -41,7 +41,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "pack_weight": ("data scales zeros weight", "qqqqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqqqq"),
     "lora_linear": ("out x adapter_rows adapters scratch", "qq"),
-    "experts": ("out x chosen weights table adapter_rows adapters scratch", "qqqqqqqqqqqqqqqqq"),
+    "experts": ("out x chosen weights table adapter_rows adapters scratch", "qqqqqqqqqqqqqqqqqqq"),
+    "add_choices": ("out rows chosen weights", "qqq"),
     "route": ("chosen weights logits bias", "qqqqqqqqddq"),
     "causal_conv": ("out x weight bias states query_start_loc seq_lens kept_lens block_tables", "qqqqqqqqqq"),
     "selective_scan": (
@@ -82,6 +83,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "latent_attention": ("out q q_rope cache query_start_loc seq_lens block_tables", "qqqqqqqqqqqqdqq"),
     "all_reduce": ("out x segment", "qqq"),
     "all_gather": ("out x segment", "qqq"),
+    "all_to_all": ("out x segment counts", "qq"),
     "unusable_rows": ("out logits", "qq"),
     "mask_logits": ("logits rows words", "qqq"),
     "apply_penalties": ("logits indices repetition subtracted", "qq"),

@@ -48,10 +48,11 @@ def _of_matrix(outputs: int, inputs: int, groups: Sequence[int], weight_format: 
 
 
 def _of_experts(values: Sequence[int]) -> int:
-    """Of those that the step chose."""
-    chosen, tokens, top_k, hidden, inner = (values[i] for i in (2, 9, 10, 12, 13))
-    (*up_groups, _, up_format), (*down_groups, _, down_format) = values[15:20], values[20:25]
-    used = len({*(ctypes.c_int32 * (tokens * top_k)).from_address(chosen)})
+    """Of those that the step chose and that are here."""
+    chosen, tokens, top_k, count, first, hidden, inner = (values[i] for i in (2, 9, 10, 11, 12, 14, 15))
+    (*up_groups, _, up_format), (*down_groups, _, down_format) = values[17:22], values[22:27]
+    choices = {*(ctypes.c_int32 * (tokens * top_k)).from_address(chosen)}
+    used = sum(first <= expert < first + count for expert in choices)
     up = _of_matrix(2 * inner, hidden, up_groups, up_format)
     return used * (up + _of_matrix(hidden, inner, down_groups, down_format))
 

@@ -22,6 +22,7 @@ from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import error_of_logits, same, write
 from tests.models.quantized.test_gptq import Writer
 from tests.models.quantized.test_published_encodings import CASES, but_head
+from tests.models.test_expert_parallel import logits, of_replicas
 
 FP8 = CASES["fp8-tensor"]
 
@@ -60,6 +61,17 @@ def test_all_kinds_of_layers_read_it(
     left = ("lm_head", "embed_out", "gate")
     paths = write(tiny_model(family), tmp_path, config, writer, lambda name: not name.endswith(left))
     assert error_of_logits(*paths) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["ct-int8-channel", "bnb-nf4", "fp8-tensor"])
+def test_experts_are_shared_out_whole(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Whether they are cut by axes, kept in rows of any length, or have scales that stand for all of a matrix."""
+    case = CASES[name]
+    path, _ = write(
+        tiny_model("qwen2moe"), tmp_path, dict(case.config), case.writer, lambda name: "experts." in name
+    )
+    found, _ = of_replicas(path, 1, enable_expert_parallel=True)
+    assert torch.equal(found, logits(load_tiny(path)))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

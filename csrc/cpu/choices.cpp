@@ -1,0 +1,45 @@
+// What the experts of a token have made, put together where several ranks share them.
+
+#include "kernels.h"
+
+namespace quire { namespace QUIRE_ISA { namespace {
+
+constexpr int64_t kColumns = 256;  // that a thread adds up at a time
+
+// The place of the lowest number that is larger than `last`; numbers of a token are different.
+inline int64_t next_place(const int32_t* chosen, int64_t top_k, int64_t last) {
+    int64_t best = -1;
+    for (int64_t k = 0; k < top_k; ++k) {
+        if (chosen[k] > last && (best < 0 || chosen[k] < chosen[best])) best = k;
+    }
+    return best;
+}
+
+}  // namespace
+
+// out [T, H], rows [T, k, H], chosen and weights [T, k]: the rows of a token are added up in the order of its numbers, exactly
+// as `experts` does.
+int64_t add_choices(void* out, const void* rows, const void* chosen, const void* weights, int64_t tokens, int64_t top_k,
+                    int64_t hidden) {
+    const int64_t parts = (hidden + kColumns - 1) / kColumns;
+    share(tokens * parts, kElementWork * tokens * top_k * hidden, [=](int64_t index) {
+        const int64_t token = index / parts, start = index % parts * kColumns;
+        const int64_t size = hidden - start < kColumns ? hidden - start : kColumns;
+        const auto ids = static_cast<const int32_t*>(chosen) + token * top_k;
+        const auto shares = static_cast<const Float32*>(weights) + token * top_k;
+        const auto from = static_cast<const Float32*>(rows) + token * top_k * hidden + start;
+        const auto to = static_cast<Float32*>(out) + token * hidden + start;
+        for_each_vector(size, [&](int64_t i, auto lanes) { store(to + i, Vec{}, lanes); });
+        int64_t last = -1;
+        for (int64_t place = next_place(ids, top_k, last); place >= 0; place = next_place(ids, top_k, last)) {
+            const Vec weight = splat(shares[place].value);
+            for_each_vector(size, [&](int64_t i, auto lanes) {
+                store(to + i, fma(weight, load(from + place * hidden + i, lanes), load(to + i, lanes)), lanes);
+            });
+            last = ids[place];
+        }
+    });
+    return 0;
+}
+
+}}  // namespace quire::QUIRE_ISA
