@@ -25,7 +25,7 @@ struct ExpertMatrix {
 };
 struct Expert { ExpertMatrix up, down; };
 
-// out, x [T, H]; chosen and weights [T, k]; `up` is gate and up, [2 I, H] in halves, and `down` is [H, I].
+// out, x [T, H]; chosen and weights [T, k]; `up` is gate and up, [2 I, H] in halves, or [I, H] without a gate; `down` is [H, I].
 struct Experts {
     Float32* out;
     const Float32* x;
@@ -39,7 +39,8 @@ struct Experts {
     int64_t choices() const { return tokens * top_k; }
     Weight up_weight(int64_t expert) const {
         const ExpertMatrix& matrix = table[expert].up;
-        return {matrix.data, matrix.scales, matrix.zeros, 2 * inner, hidden, 2, up.packing};
+        const int64_t halves = is_gated(activation) ? 2 : 1;
+        return {matrix.data, matrix.scales, matrix.zeros, halves * inner, hidden, halves, up.packing};
     }
     Weight down_weight(int64_t expert) const {
         const ExpertMatrix& matrix = table[expert].down;

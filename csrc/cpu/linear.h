@@ -35,7 +35,10 @@ constexpr int64_t kPartTiles = 4;   // fewest tiles that a block's rows are cut 
 constexpr int64_t kPackWork = 2 * kElementWork;  // of an activation
 constexpr int64_t kUnitsPerThread = 4;  // at least, where there are so many, for threads are not equally fast
 
-enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kClampedSwiglu = 2 };
+enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kClampedSwiglu = 2, kSquaredRelu = 3 };
+
+// Whether it combines two halves, gate and up.
+inline bool is_gated(int64_t activation) { return activation == kSiluAndMul || activation == kClampedSwiglu; }
 
 // The SwiGLU of gpt-oss (arXiv:2508.10925).
 inline Vec clamped_swiglu(Vec gate, Vec up) {
@@ -73,7 +76,7 @@ struct Linear {
 // A job whose rows lie one behind the other.
 inline Linear contiguous(Float32* out, const Float32* x, const Float32* bias, void* scratch, int64_t rows, int64_t activation,
                          const Weight& weight, const int32_t* numbers = nullptr) {
-    const int64_t out_size = activation == kNone ? weight.outputs : weight.half();
+    const int64_t out_size = is_gated(activation) ? weight.half() : weight.outputs;
     return {out, x, bias, scratch, rows, activation, weight, weight.inputs, out_size, numbers};
 }
 
@@ -135,10 +138,14 @@ public:
         Float32* out = job_.out + row * job_.out_stride;
         for (int64_t i = 0; job_.bias && i < panels_ * kPanel; i += kLanes)
             store(sums + i, load(sums + i, All{}) + load(bias_ + i, All{}), All{});
-        if (job_.activation != kNone) return write_gated(out, sums);
-        for (int64_t p = 0; p < panels_; ++p)
-            for (int64_t i = 0; i < kPanel; i += kLanes)
-                store_some(out + first_[p] + i, load(sums + p * kPanel + i, All{}), count_[p] - i);
+        if (is_gated(job_.activation)) return write_gated(out, sums);
+        for (int64_t p = 0; p < panels_; ++p) {
+            for (int64_t i = 0; i < kPanel; i += kLanes) {
+                Vec value = load(sums + p * kPanel + i, All{});
+                if (job_.activation == kSquaredRelu) value = value > 0.0f ? value * value : Vec{};
+                store_some(out + first_[p] + i, value, count_[p] - i);
+            }
+        }
     }
 
 private:

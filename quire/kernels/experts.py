@@ -10,26 +10,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.linear import GatedActivation, PackedWeight
+from quire.kernels.linear import GATED, Ending, PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """E gated MLPs: `gate_up` [2 I, H], gate above up and packed in halves, and `down` [H, I], of each expert.
+    """E MLPs: `gate_up` [2 I, H], gate above up and packed in halves, and `down` [H, I], of each expert.
 
-    All have one activation. Biases are float32 [2 I] and [H] of each; empty where there are none.
+    Where the activation, which all share, wants no gate, `gate_up` is up alone, [I, H]. Biases are float32, of as many
+    numbers as a matrix has rows; empty where there are none.
     """
 
     gate_up: tuple[PackedWeight, ...]
     down: tuple[PackedWeight, ...]
     gate_up_bias: tuple[Tensor, ...] = ()
     down_bias: tuple[Tensor, ...] = ()
-    activation: GatedActivation = "silu_and_mul"
+    activation: Ending = "silu_and_mul"
     native: Any = field(default=None, init=False, repr=False, compare=False)
     """Set by the kernels of a device once they have checked it."""
 
     def __len__(self) -> int:
         return len(self.gate_up)
+
+    @property
+    def halves(self) -> int:
+        """Parts that `gate_up` has."""
+        return 2 if self.activation in GATED else 1
 
     @property
     def layout(self) -> str:

@@ -1,6 +1,6 @@
 """The experts of a sparse layer: MLPs that are loaded, packed and cut one by one, and computed by one call.
 
-Shapes: T tokens of the step, H hidden size, I intermediate size of an expert, k experts of a token.
+Shapes: T tokens of the step, H hidden size, or that of latents, I intermediate size of an expert, k experts of a token.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _InStack(MatrixLayer):
             yield path + suffixes.get(leaf, f"_{leaf}"), stacked.merging(0) if self.stack.flat else stacked
 
 
-class _LinearInStack(_InStack, Linear):
-    pass
+class LinearInStack(_InStack, Linear):
+    """A linear layer whose matrix is one of a stack."""
 
 
 class _GateUpInStack(_InStack, GateUpLinear):
@@ -59,36 +59,57 @@ class _GateUpInStack(_InStack, GateUpLinear):
 
 
 class Expert(Module):
-    """The two matrices of one expert, [2 I, H] and [H, I]; `Experts` multiplies by them."""
+    """The two matrices of one expert, [2 I, H], or without a gate [I, H], and [H, I]; `Experts` multiplies by them."""
+
+    gate_up_proj: GateUpLinear
+    up_proj: Linear
 
     def __init__(self, *, config: EngineConfig, experts: ExpertsArch, index: int, prefix: str) -> None:
         super().__init__()
         arch = config.arch
         stack = experts.stack
         transposed = () if stack is None else stack.transposed
-        self.gate_up_proj = (GateUpLinear if stack is None else _GateUpInStack)(
-            hidden_size=arch.hidden_size,
-            intermediate_size=experts.intermediate_size,
-            bias=experts.bias,
-            dtype=model_dtype(config),
-            activation=experts.activation,
-            name=f"{prefix}.gate_up_proj",
-            transposed="gate_up_proj" in transposed,
-        )
-        self.down_proj = (Linear if stack is None else _LinearInStack)(
+        hidden = experts.latent_size or arch.hidden_size
+        plain = Linear if stack is None else LinearInStack
+        if experts.gated:
+            self.gate_up_proj = (GateUpLinear if stack is None else _GateUpInStack)(
+                hidden_size=hidden,
+                intermediate_size=experts.intermediate_size,
+                bias=experts.bias,
+                dtype=model_dtype(config),
+                activation=experts.activation,
+                name=f"{prefix}.gate_up_proj",
+                transposed="gate_up_proj" in transposed,
+            )
+        else:
+            self.up_proj = plain(
+                in_features=hidden,
+                out_features=experts.intermediate_size,
+                bias=experts.bias,
+                dtype=model_dtype(config),
+                name=f"{prefix}.up_proj",
+                cut="output",
+                transposed="up_proj" in transposed,
+            )
+        self.down_proj = plain(
             in_features=experts.intermediate_size,
-            out_features=arch.hidden_size,
+            out_features=hidden,
             bias=experts.bias,
             dtype=model_dtype(config),
             name=f"{prefix}.down_proj",
             cut="input",
             transposed="down_proj" in transposed,
         )
-        for layer in (self.gate_up_proj, self.down_proj):
+        for layer in (self.up, self.down_proj):
             layer.takes_adapters = False
             if isinstance(layer, _InStack):
                 assert stack is not None, "a member of it"
                 layer.index, layer.count, layer.stack = index, experts.count, stack
+
+    @property
+    def up(self) -> Linear:
+        """The first matrix."""
+        return self.gate_up_proj if "gate_up_proj" in self._modules else self.up_proj
 
 
 class Experts(Module):
@@ -133,13 +154,13 @@ class Experts(Module):
             if any(matrix.scheme != matrices[0].scheme for matrix in matrices):
                 raise ConfigError(f"{self.name}: all experts must be quantised in the same way, or none")
         if gate_up[0].layout == "rows":
-            _lay_together([member.gate_up_proj for member in members])
+            _lay_together([member.up for member in members])
             _lay_together([member.down_proj for member in members])
             gate_up, down = self._matrices(members)
         return ExpertWeights(
             gate_up,
             down,
-            _biases([member.gate_up_proj for member in members]),
+            _biases([member.up for member in members]),
             _biases([member.down_proj for member in members]),
             self._activation,
         )
@@ -147,12 +168,12 @@ class Experts(Module):
     @staticmethod
     def _matrices(members: Sequence[Expert]) -> tuple[tuple[PackedWeight, ...], tuple[PackedWeight, ...]]:
         return (
-            tuple(member.gate_up_proj.matrix() for member in members),
+            tuple(member.up.matrix() for member in members),
             tuple(member.down_proj.matrix() for member in members),
         )
 
 
-EXPERTS: frozenset[type[nn.Module]] = frozenset({Experts, Expert, _LinearInStack, _GateUpInStack})
+EXPERTS: frozenset[type[nn.Module]] = frozenset({Experts, Expert, LinearInStack, _GateUpInStack})
 """Modules of which experts are made."""
 
 

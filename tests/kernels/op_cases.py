@@ -569,11 +569,19 @@ def ssd_scan(dtype: torch.dtype) -> Iterator[Arguments]:
 def gated_delta(dtype: torch.dtype) -> Iterator[Arguments]:
     for step in state_steps():
         rows = int(step.query_start_loc[-1])
-        for key_heads, heads, keys, values in [(1, 1, 8, 16), (2, 4, 16, 48), (2, 2, 128, 64), (1, 3, 10, 7)]:
+        for key_heads, heads, keys, values, steps in [
+            (1, 1, 8, 16, 1),
+            (2, 4, 16, 48, 1),
+            (2, 2, 128, 64, 1),
+            (1, 3, 10, 7, 1),
+            (2, 4, 16, 48, 16),
+            (1, 1, 10, 7, 10),
+        ]:
             qkv = randn(rows, 2 * key_heads * keys + heads * values, dtype=dtype)
-            of_heads = (-torch.rand(heads), randn(heads))
+            of_heads = (-torch.rand(heads), randn(heads * steps))
             states = of_state(step, heads, keys, values)
-            yield (qkv, randn(rows, 2 * heads, dtype=dtype), *of_heads, states, step), {}
+            options = {"strongest": 2.0} if steps == 16 else {"least": -5.0} if heads in (1, 3) else {}
+            yield (qkv, randn(rows, heads * (1 + steps), dtype=dtype), *of_heads, states, step), options
 
 
 @cases

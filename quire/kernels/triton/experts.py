@@ -97,20 +97,25 @@ def _gate_up(
     place = first + tl.arange(0, BLOCK_M)
     used = place < end
     token = tl.load(order + place, mask=used, other=0) // top_k
-    # Gates and ups take turns in the columns of a tile.
+    # Gates and ups, if there are gates, take turns in the columns of a tile.
+    HALVES: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_used = column < 2 * inner
-    output = expert.to(tl.int64) * 2 * inner + column % 2 * inner + column // 2
+    column_used = column < HALVES * inner
+    output = expert.to(tl.int64) * HALVES * inner + column % HALVES * inner + column // HALVES
     sums = product_tile(
         x, x_scales, token, row_stride, used, data, scales, zeros, book, output, column_used, hidden,
         OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
-    HALF: tl.constexpr = BLOCK_N // 2
-    gate, up = tl.split(tl.reshape(sums, [BLOCK_M, HALF, 2]))
-    result = _activated(gate, up, ACTIVATION).to(out.dtype.element_ty)
-    column = tl.program_id(1) * HALF + tl.arange(0, HALF)
+    if HALVES == 1:
+        positive = tl.maximum(sums, 0.0)
+        result = (positive * positive).to(out.dtype.element_ty)
+    else:
+        gate, up = tl.split(tl.reshape(sums, [BLOCK_M, BLOCK_N // 2, 2]))
+        result = _activated(gate, up, ACTIVATION).to(out.dtype.element_ty)
+    PART: tl.constexpr = BLOCK_N // HALVES
+    column = tl.program_id(1) * PART + tl.arange(0, PART)
     target = out + (place.to(tl.int64) * inner)[:, None] + column[None, :]
     tl.store(target, result, mask=used[:, None] & (column < inner)[None, :])
 
@@ -204,7 +209,7 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Te
 
     rows, row_scales = as_multiplied(x, up.one)
     between = torch.empty(choices, inner, dtype=x.dtype, device=device)
-    _gate_up[(tiles, triton.cdiv(2 * inner, BLOCK_N))](
+    _gate_up[(tiles, triton.cdiv(of.halves * inner, BLOCK_N))](
         between, rows, row_scales, rows.stride(0), chosen, order, starts, *up.tensors(), count, top_k, hidden, inner,
         ACTIVATION=of.activation, HAS_BIAS=up.bias is not None, BY_CHOICE=by_choice, **format_options(up.one),
     )  # fmt: skip
