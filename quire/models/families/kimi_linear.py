@@ -1,4 +1,4 @@
-"""Kimi Linear (Kimi team, 2025, arXiv:2510.26692) and Ling 3.0: delta attention, and latent attention in some layers."""
+"""Kimi Linear (Kimi team, 2025, arXiv:2510.26692) and Ling 3.0: delta attention, latent attention in some layers."""
 
 from __future__ import annotations
 
