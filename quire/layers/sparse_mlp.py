@@ -33,7 +33,7 @@ class SparseMLP(Module):
             self.fc1_latent_proj = _latent_proj(config, hidden, latent, f"{prefix}.fc1_latent_proj")
             self.fc2_latent_proj = _latent_proj(config, latent, hidden, f"{prefix}.fc2_latent_proj")
         self.weighs_input = experts.weighs_input
-        self.out_bias = OutBias(config=config, name=f"{prefix}.bias") if experts.out_bias else None
+        self.out_bias = OutBias(config=config, name=f"{prefix}.out_bias") if experts.out_bias else None
         self.shared_expert: GatedMLP | PlainMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if experts.shared_size:
