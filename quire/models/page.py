@@ -101,6 +101,8 @@ or that looks ahead; encoders; a layer of which two tokens know without attentio
 whose tensors are computed into the model's and not copied. `tests/models/test_transformers_backend.py` runs 29 such
 architectures (Gemma 4, MiMo V2 Flash, HY 3, Cohere 2 with experts, BERT and RoBERTa as decoders, BitNet, Laguna ...).
 
+- Refused are, among others, Megatron-BERT, RemBERT, RoFormer, BigBird and Qwen4, which attend by code of their own,
+  A.X K2 and dots3, which choose what they attend to, and Inkling, which hands over biases.
 - It is somewhat slower than a row of the table, by torch between kernels: on a CPU steps of one token for each request
   are recorded where the model computes nothing but tensors from tensors, on a GPU there are no graphs.
 - Rows have the same bits in every batch where all that mixes the elements of a row is quire's. A module of its own
