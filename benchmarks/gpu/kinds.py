@@ -111,6 +111,9 @@ def _states(what: str, query_lens: list[int]) -> Iterator[Launch]:
     qkv, ba, heads = empty(rows, 2 * 2048 + 4096), empty(rows, 64), wide(32)
     kept = wide(9, 32, 128, 128)
     yield f"gated_delta, {what}", partial(recurrence.gated_delta, qkv, ba, heads, heads, kept, step)
+    qkv, ba = empty(rows, 3 * 4096), empty(rows, 32 + 4096)
+    by_channel = partial(recurrence.gated_delta, qkv, ba, heads, wide(4096), kept, step)
+    yield f"gated_delta by channels, {what}", by_channel
     gates, channels = wide(10, 256, 512), wide(2560)
     arguments = empty(rows, 2560), gates, wide(10, 512), channels, wide(9, 2560), step
     yield f"rg_lru, {what}", partial(recurrence.rg_lru, *arguments)

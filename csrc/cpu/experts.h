@@ -28,10 +28,10 @@ struct ExpertMatrix {
 };
 struct Expert { ExpertMatrix up, down; };
 
-// x [T, H]; chosen and weights [T, k]; `up` is gate and up, [2 I, H] in halves, and `down` is [H, I]. Of `total` experts
-// `count` are here, from `first` on; choices of others are left out. out is [T, H], or, without weights, [T, k, H]: what each
-// choice's expert made, and zeros for those that are elsewhere. Adapters are those of up and of down, an equal part of their
-// slots for each expert that is here, and adapter_rows [T] says which of these; null: there are none.
+// x [T, H]; chosen and weights [T, k]; `up` is gate and up, [2 I, H] in halves, or [I, H] without a gate; `down` is [H, I]. Of
+// `total` experts `count` are here, from `first` on; choices of others are left out. out is [T, H], or, without weights,
+// [T, k, H]: what each choice's expert made, and zeros for those that are elsewhere. Adapters are those of up and of down, an
+// equal part of their slots for each expert that is here, and adapter_rows [T] says which of these; null: there are none.
 struct Experts {
     Float32* out;
     const Float32* x;
@@ -45,6 +45,7 @@ struct Experts {
     Matrix up, down;
 
     int64_t choices() const { return tokens * top_k; }
+    int64_t halves() const { return is_gated(activation) ? 2 : 1; }
     bool is_here(int64_t choice) const { return chosen[choice] >= first && chosen[choice] < first + count; }
     int64_t expert(int64_t choice) const { return chosen[choice] - first; }
     int64_t num_adapters() const { return adapters ? adapters[0].slots / count : 0; }
@@ -60,7 +61,7 @@ struct Experts {
     }
     Weight up_weight(int64_t expert) const {
         const ExpertMatrix& matrix = table[expert].up;
-        return {matrix.data, matrix.scales, matrix.zeros, 2 * inner, hidden, 2, up.packing};
+        return {matrix.data, matrix.scales, matrix.zeros, halves() * inner, hidden, halves(), up.packing};
     }
     Weight down_weight(int64_t expert) const {
         const ExpertMatrix& matrix = table[expert].down;
@@ -89,11 +90,11 @@ struct ExpertMemory {
         order = reinterpret_cast<int32_t*>(behind + rows * call.hidden);
         ends = order + call.choices();
         raw = behind + rows * call.hidden + call.choices() + call.count;
-        adapting = raw + rows * 2 * call.inner;
+        adapting = raw + rows * call.halves() * call.inner;
         floats = rows * (row_floats + call.inner + call.hidden) + call.choices() + call.count;
         if (!call.adapters) return;
         const int64_t of_up = call.adapters[0].scratch(rows), of_down = call.adapters[1].scratch(rows);
-        floats += rows * 2 * call.inner + (of_up > of_down ? of_up : of_down);
+        floats += rows * call.halves() * call.inner + (of_up > of_down ? of_up : of_down);
     }
 };
 
@@ -151,7 +152,7 @@ private:
             const int32_t choice = memory.order[end + i];
             tokens[at + i] = static_cast<int32_t>(choice / call.top_k), slots[at + i] = call.slot(choice);
         }
-        Float32 *between = memory.between + at * call.inner, *raw = memory.raw + at * 2 * call.inner;
+        Float32 *between = memory.between + at * call.inner, *raw = memory.raw + at * call.halves() * call.inner;
         void* packed = memory.packed + at * memory.row_floats;
         const Expert& of = call.table[expert];
         up[blocks].job = contiguous(adapts ? raw : between, call.x, of.up.bias, packed, rows,
@@ -167,9 +168,9 @@ inline void adapt_up(const Experts& call, const ExpertMemory& memory, const Run&
     const int64_t rows = run.end - run.begin, n = call.inner;
     add_adapters(call.adapters[0], {memory.raw, call.x, run.slots, rows, run.tokens}, memory.adapting);
     share(rows, kElementWork * rows * n, [&](int64_t row) {
-        const Float32 *gate = memory.raw + row * 2 * n, *up = gate + n;
+        const Float32 *first = memory.raw + row * call.halves() * n, *second = first + (call.halves() - 1) * n;
         for_each_vector(n, [&](int64_t i, auto lanes) {
-            store(memory.between + row * n + i, gated(call.activation, load(gate + i, lanes), load(up + i, lanes)), lanes);
+            store(memory.between + row * n + i, ended(call.activation, load(first + i, lanes), load(second + i, lanes)), lanes);
         });
     });
 }

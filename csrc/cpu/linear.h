@@ -35,7 +35,10 @@ constexpr int64_t kPartTiles = 4;   // fewest tiles that a block's rows are cut 
 constexpr int64_t kPackWork = 2 * kElementWork;  // of an activation
 constexpr int64_t kUnitsPerThread = 4;  // at least, where there are so many, for threads are not equally fast
 
-enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kClampedSwiglu = 2 };
+enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kClampedSwiglu = 2, kSquaredRelu = 3 };
+
+// Whether it combines two halves, gate and up.
+inline bool is_gated(int64_t activation) { return activation == kSiluAndMul || activation == kClampedSwiglu; }
 
 // The SwiGLU of gpt-oss (arXiv:2508.10925).
 inline Vec clamped_swiglu(Vec gate, Vec up) {
@@ -44,8 +47,14 @@ inline Vec clamped_swiglu(Vec gate, Vec up) {
     return (u + 1.0f) * (g / (exp(-1.702f * g) + 1.0f));
 }
 
-inline Vec gated(int64_t activation, Vec gate, Vec up) {
-    return activation == kClampedSwiglu ? clamped_swiglu(gate, up) : silu(gate) * up;
+// What a product ends in: `second` is its other half, or nothing where there is none.
+inline Vec ended(int64_t activation, Vec first, Vec second) {
+    switch (activation) {
+        case kSiluAndMul: return silu(first) * second;
+        case kClampedSwiglu: return clamped_swiglu(first, second);
+        case kSquaredRelu: return first > 0.0f ? first * first : Vec{};
+        default: return first;
+    }
 }
 
 // out [M, N], or [M, N / 2] where halves are combined; x [M, K], or rows of it by their numbers; bias [N] or null; all
@@ -73,7 +82,7 @@ struct Linear {
 // A job whose rows lie one behind the other.
 inline Linear contiguous(Float32* out, const Float32* x, const Float32* bias, void* scratch, int64_t rows, int64_t activation,
                          const Weight& weight, const int32_t* numbers = nullptr) {
-    const int64_t out_size = activation == kNone ? weight.outputs : weight.half();
+    const int64_t out_size = is_gated(activation) ? weight.half() : weight.outputs;
     return {out, x, bias, scratch, rows, activation, weight, weight.inputs, out_size, numbers};
 }
 
@@ -133,7 +142,7 @@ public:
 
     // Brings where some rows' outputs will be nearer: they lie far apart, and each is written once.
     void fetch(int64_t first_row, int64_t rows) const {
-        const int64_t step = job_.activation == kNone ? 1 : 2;
+        const int64_t step = is_gated(job_.activation) ? 2 : 1;
         for (int64_t row = first_row; row < first_row + rows; ++row) {
             for (int64_t p = 0; p < panels_; p += step) __builtin_prefetch(job_.out + row * job_.out_stride + first_[p], 1);
         }
@@ -144,10 +153,13 @@ public:
         Float32* out = job_.out + row * job_.out_stride;
         for (int64_t i = 0; job_.bias && i < panels_ * kPanel; i += kLanes)
             store(sums + i, load(sums + i, All{}) + load(bias_ + i, All{}), All{});
-        if (job_.activation != kNone) return write_gated(out, sums);
-        for (int64_t p = 0; p < panels_; ++p)
-            for (int64_t i = 0; i < kPanel; i += kLanes)
-                store_some(out + first_[p] + i, load(sums + p * kPanel + i, All{}), count_[p] - i);
+        if (is_gated(job_.activation)) return write_gated(out, sums);
+        for (int64_t p = 0; p < panels_; ++p) {
+            for (int64_t i = 0; i < kPanel; i += kLanes) {
+                const Vec value = ended(job_.activation, load(sums + p * kPanel + i, All{}), {});
+                store_some(out + first_[p] + i, value, count_[p] - i);
+            }
+        }
     }
 
 private:
@@ -155,7 +167,7 @@ private:
         for (int64_t p = 0; p < panels_; p += 2) {
             const Float32 *gate = sums + p * kPanel, *up = gate + kPanel;
             for (int64_t i = 0; i < kPanel; i += kLanes) {
-                const Vec value = gated(job_.activation, load(gate + i, All{}), load(up + i, All{}));
+                const Vec value = ended(job_.activation, load(gate + i, All{}), load(up + i, All{}));
                 store_some(out + first_[p] + i, value, count_[p] - i);
             }
         }

@@ -53,9 +53,10 @@ int64_t ssd_scan(void* out, const void* x, const void* dt, const void* a, const 
                  int64_t b_stride, int64_t c_stride, int64_t gate_stride, int64_t heads, int64_t size, int64_t groups,
                  int64_t count, float least_time, float most_time);
 int64_t gated_delta(void* out, const void* qkv, const void* ba, const void* rates, const void* bias, void* states,
-                    void* gates, const int32_t* starts, const int32_t* lengths, const int32_t* kept, const int32_t* tables,
-                    int64_t rows, int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks,
-                    int64_t stride, int64_t key_heads, int64_t value_heads, int64_t keys, int64_t values);
+                    void* gates, void* decays, const int32_t* starts, const int32_t* lengths, const int32_t* kept,
+                    const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width, int64_t block_size,
+                    int64_t num_blocks, int64_t stride, int64_t key_heads, int64_t value_heads, int64_t keys,
+                    int64_t values, int64_t steps, float strongest, float least);
 int64_t rg_lru(void* out, const void* x, const void* weights, const void* bias, const void* rates, void* states, void* gates,
                const int32_t* starts, const int32_t* lengths, const int32_t* kept, const int32_t* tables, int64_t rows,
                int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride, int64_t heads,

@@ -49,11 +49,18 @@ class CheckpointNames:
     """What a checkpoint calls otherwise than Llama's do, whose names our modules have."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """A part of a module's path -> what stands there instead; nothing, if that level is missing there."""
+    """A part of a module's path -> what stands there instead; nothing, if that level is missing there.
+
+    A part that is called so at some places alone stands with those before it: "linear_attn.norm", "layers.0.mlp",
+    "experts.*.down_proj".
+    """
     merged: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {**QKV_APART, "gate_up_proj": ("gate_proj", "up_proj")}
     )
-    """A merged layer -> the modules that it stands for; a checkpoint in which they are merged already has none."""
+    """A merged layer -> the modules that it stands for; a checkpoint in which they are merged already has none.
+
+    Places are told as in `renamed`.
+    """
     unused: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Patterns of tensors that are knowingly left out."""
 
@@ -135,7 +142,9 @@ class ExpertsArch:
     activation: str = "silu"
     """A key of `quire.layers.activation.FUSED`."""
     gated: bool = True
-    """Whether they are gated MLPs; else they are as the model's plain ones, with its activation."""
+    """Whether they are gated MLPs; else their activation is that of a product of one part."""
+    latent_size: int = 0
+    """Of what they read and give, made of hidden states and into them again; 0: hidden states themselves."""
     bias: bool = False
     """Whether both matrices of an expert have one."""
     router_bias: bool = False
@@ -147,6 +156,8 @@ class ExpertsArch:
     """What is added to scores for the choice alone: its tensor, as seen from the layer's MLP."""
     correction_is_row: bool = False
     """Whether that tensor is [1, E] and not [E]."""
+    out_bias: bool = False
+    """Whether there is one of what they give together."""
     shared_size: int = 0
     """Intermediate size of the expert that sees every token; 0: there is none."""
     shared_gate: bool = False
@@ -167,6 +178,8 @@ class LatentArch:
     """Of a head's value."""
     query_rank: int | None = None
     """Of the vector from which queries are made; None where they are made of x itself."""
+    gated: bool = False
+    """Whether what a head makes is weighted by the sigmoid of a gate."""
 
     @property
     def query_size(self) -> int:
@@ -207,6 +220,14 @@ class DeltaArch:
     """Of the convolution over queries, keys and values."""
     grouped: bool = False
     """Whether the checkpoint has what belongs to a key head side by side."""
+    norm_eps: float | None = None
+    """Of the norm of what a head makes; None: as the model's others."""
+    strongest: float = 1.0
+    """What strengths of writing go up to."""
+    least: float | None = None
+    """What logarithms of decays go down to; None: they have no bound."""
+    narrow: bool = True
+    """Of delta attention: whether time steps and gates are made by way of so few numbers as a head has."""
 
 
 @dataclass(frozen=True)
@@ -400,9 +421,13 @@ class ModelArch:
     """How a layer puts norms, attention and MLP together: a key of `quire.models.blocks.BLOCKS`."""
     first_block: str | None = None
     """The same of the first layer, where it differs."""
+    blocks: Mapping[str, str] = field(default_factory=lambda: {"mlp": "mlp"})
+    """The same of layers of some kinds, by what `layer_types` calls them, where it differs."""
     norm: str = "rms"
     """"rms" or "layer"."""
     norm_eps: float = 1e-6
+    final_norm_eps: float | None = None
+    """Of the last norm, where it differs."""
     norm_offset: float = 0.0
     """What the checkpoint leaves out of the weights of its norms."""
     norm_weight: bool = True
@@ -435,6 +460,8 @@ class ModelArch:
     attn_logit_softcap: float | None = None
     qkv_grouped: bool = False
     """Whether the checkpoint has q, k and v, or k and v, of each key-value head side by side, in one tensor."""
+    attention_experts: ExpertsArch | None = None
+    """Those among the heads of attention, of which only number and routing are told; None: there are none."""
     qkv_clip: float | None = None
     attention_gate: bool = False
     """Whether what each head makes is weighted by the sigmoid of a gate, which the checkpoint has beside its query."""
@@ -512,9 +539,9 @@ class ModelArch:
 
     def block_of(self, layer: int) -> str:
         """How a layer is put together."""
-        if self.layer_types[layer] == "mlp":
-            return "mlp"
-        return self.first_block if layer == 0 and self.first_block is not None else self.block
+        if layer == 0 and self.first_block is not None:
+            return self.first_block
+        return self.blocks.get(self.layer_types[layer], self.block)
 
     def mlp_of(self, layer: int) -> str:
         """The kind of a layer's MLP."""

@@ -10,23 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.linear import GatedActivation, PackedWeight
+from quire.kernels.linear import GATED, Ending, PackedWeight
 from quire.kernels.lora import LoraStacks
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """E gated MLPs: `gate_up` [2 I, H], gate above up and packed in halves, and `down` [H, I], of each expert.
+    """E MLPs: `gate_up` [2 I, H], gate above up and packed in halves, and `down` [H, I], of each expert.
 
-    All have one activation. Biases are float32 [2 I] and [H] of each; empty where there are none. They are those from
-    number `first` on, of `total` in the layer if other ranks have others.
+    Where the activation, which all share, wants no gate, `gate_up` is up alone, [I, H]. Biases are float32, of as many
+    numbers as a matrix has rows; empty where there are none. They are those from number `first` on, of `total` in the
+    layer if other ranks have others.
     """
 
     gate_up: tuple[PackedWeight, ...]
     down: tuple[PackedWeight, ...]
     gate_up_bias: tuple[Tensor, ...] = ()
     down_bias: tuple[Tensor, ...] = ()
-    activation: GatedActivation = "silu_and_mul"
+    activation: Ending = "silu_and_mul"
     first: int = 0
     total: int = 0
     """0: these are all."""
@@ -35,6 +36,11 @@ class ExpertWeights:
 
     def __len__(self) -> int:
         return len(self.gate_up)
+
+    @property
+    def halves(self) -> int:
+        """Parts that `gate_up` has."""
+        return 2 if self.activation in GATED else 1
 
     @property
     def numbers(self) -> range:

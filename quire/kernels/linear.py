@@ -51,6 +51,10 @@ FLOAT = WeightScheme(fast=False)
 
 GatedActivation = Literal["silu_and_mul", "clamped_swiglu"]
 """What a product with a weight in two halves, gate and up, may end in."""
+Ending = GatedActivation | Literal["relu2"]
+"""What any product may end in: of a weight in one part, ReLU squared (So et al., 2021, arXiv:2109.08668)."""
+GATED: tuple[Ending, ...] = ("silu_and_mul", "clamped_swiglu")
+"""Those that make one output of two."""
 
 
 class Native(NamedTuple):

@@ -39,7 +39,7 @@ from quire.kernels import (
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
-from quire.kernels.linear import PANEL, GatedActivation, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import PANEL, Ending, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import RANK_UNIT, LoraStacks
 
 P = ParamSpec("P")
@@ -546,16 +546,22 @@ def gated_delta(
     states: Tensor,
     metadata: StateMetadata,
     /,
+    strongest: float = 1.0,
+    least: float | None = None,
 ) -> Tensor:
     """The gated delta rule (S. Yang et al., 2024, arXiv:2412.06464): [T, Hv, Dv] of qkv's dtype, in float32.
 
     qkv [T, 2 * Hk * Dk + Hv * Dv] has the queries of all heads, their keys, then values; Hk key heads are shared by
-    Hv / Hk value heads each. ba [T, 2 * Hv] of its dtype: what the strength of writing is a sigmoid of, then time
-    steps; rates [Hv] below 0 and dt_bias [Hv] float32. Queries and keys are made unit vectors, q = q / sqrt(Dk). For
-    each value head and token the state S [Hv, Dk, Dv] becomes S * exp(rate * softplus(step + dt_bias)), then
-    S + k (v - S^T k)^T * strength, and the result is S^T q.
+    Hv / Hk value heads each. ba [T, Hv + Hv * N] of its dtype: what the strength of writing is a sigmoid of, times
+    `strongest`, then N time steps of each head; rates [Hv] below 0 and dt_bias [Hv * N] float32. Queries and keys are
+    made unit vectors, q = q / sqrt(Dk). For each value head and token the state S [Hv, Dk, Dv] becomes
+    S * exp(rate * softplus(step + dt_bias)), then S + k (v - S^T k)^T * strength, and the result is S^T q.
+
+    With one step for a head, S decays as a whole; with Dk of them each of its rows does (Kimi Delta Attention, 2025,
+    arXiv:2510.26692). Strengths above 1 give the state negative eigenvalues (Grazzi et al., 2024, arXiv:2411.12537).
+    With `least`, below 0, S is multiplied by exp(least * sigmoid(-rate * (step + dt_bias))) instead.
     """
-    return reference_recurrence.gated_delta(qkv, ba, rates, dt_bias, states, metadata)
+    return reference_recurrence.gated_delta(qkv, ba, rates, dt_bias, states, metadata, strongest, least)
 
 
 def _whole_vectors(_x: Tensor, weights: Tensor, *_args: Any, **_options: Any) -> bool:
@@ -616,7 +622,7 @@ def packed_linear(
     weight: PackedWeight,
     /,
     bias: Tensor | None = None,
-    activation: GatedActivation | None = None,
+    activation: Ending | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
 
@@ -624,8 +630,9 @@ def packed_linear(
     their largest magnitude / 127 (int4), or of what the magnitudes of a pair, k and k + 1 with k even, come to at
     most, / 127 (int8), so that a pair's products with eight bits fit into 16. An fp8 weight sees a row of x as
     E4M3 times its largest magnitude / 448, and takes x [T, K] in that form, too.
-    With an activation, which wants a weight in two halves, what that makes of them: [..., N / 2]. It is
-    `ops.silu_and_mul` or "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g).
+    With an activation, what that makes of it. Of a weight in two halves, [..., N / 2], it is `ops.silu_and_mul` or
+    "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g). Of any other it is
+    "relu2": max(y, 0) squared.
     """
     return reference.packed_linear(x, weight, bias, activation)
 
@@ -736,9 +743,10 @@ def experts(
     """The weighted sum of what a token's experts make of it: x [T, H] -> [T, H] of x's dtype.
 
     chosen [T, k] int32, different in a row, and weights [T, k] float32 as `route` makes them; an id that is none is an
-    IndexError. An expert is `down(activation(gate(x), up(x)))`, each product as in `packed_linear`; only those that are
-    chosen are read. A token's experts are added up in float32 in the order of their ids, whoever else is in the step.
-    Of choices that are not among the numbers of `of`, which other ranks have, nothing is added.
+    IndexError. An expert is `down(activation(gate(x), up(x)))`, or without a gate `down(activation(up(x)))`, each
+    product as in `packed_linear`; only those that are chosen are read. A token's experts are added up in float32 in the
+    order of their ids, whoever else is in the step. Of choices that are not among the numbers of `of`, which other ranks
+    have, nothing is added.
 
     With adapters, of which `adapter_rows` [T] int32 says which a token has, each product has added what they make of
     its input, as in `lora_linear`, gate and up before they are activated.

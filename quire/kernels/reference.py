@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata, check_features
 from quire.kernels.formats import FP8_MAX, format_of, whole_chunks
-from quire.kernels.linear import CHUNK, GatedActivation, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import CHUNK, Ending, PackedWeight, QuantizedRows, WeightScheme
 
 # Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).
 _GATHER_ELEMENTS = 1 << 25
@@ -87,9 +87,14 @@ def clamped_swiglu(x: Tensor) -> Tensor:
     return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(x.dtype)
 
 
-GATED: dict[GatedActivation, Callable[[Tensor], Tensor]] = {
+def squared_relu(x: Tensor) -> Tensor:
+    return x.float().relu().square().to(x.dtype)
+
+
+ENDINGS: dict[Ending, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": silu_and_mul,
     "clamped_swiglu": clamped_swiglu,
+    "relu2": squared_relu,
 }
 
 
@@ -322,10 +327,10 @@ def packed_linear(
     x: Tensor | QuantizedRows,
     weight: PackedWeight,
     bias: Tensor | None = None,
-    activation: GatedActivation | None = None,
+    activation: Ending | None = None,
 ) -> Tensor:
     out = linear(seen_by(weight, x), format_of(weight.scheme).multiplied(weight).float(), bias)
-    return (out if activation is None else GATED[activation](out)).to(x.dtype)
+    return (out if activation is None else ENDINGS[activation](out)).to(x.dtype)
 
 
 def seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
-from quire.kernels.reference import GATED, packed_linear
+from quire.kernels.reference import ENDINGS, packed_linear
 from quire.kernels.reference_lora import lora_linear
 
 _LEAST_SUM = 1e-20
@@ -127,7 +127,7 @@ def _adapted_expert(
     up_bias, down_bias = _biases(of, index)
     both = packed_linear(x, of.gate_up[index], up_bias)
     lora_linear(both, x, slots, adapters.gate_up)
-    inner = GATED[of.activation](both)
+    inner = ENDINGS[of.activation](both)
     out = packed_linear(inner, of.down[index], down_bias)
     lora_linear(out, inner, slots, adapters.down)
     return out

@@ -15,16 +15,25 @@ _LEAST_SQUARE = 1e-6
 
 
 def gated_delta(
-    qkv: Tensor, ba: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, metadata: StateMetadata
+    qkv: Tensor,
+    ba: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    strongest: float,
+    least: float | None,
 ) -> Tensor:
     q, k, v = _parts(qkv, states)
-    strength, step = ba.float().chunk(2, dim=1)
-    strength, decay = strength.sigmoid(), (rates * F.softplus(step + dt_bias)).exp()
+    strength, steps = torch.split_with_sizes(ba.float(), (len(rates), len(dt_bias)), 1)
+    steps, rate = torch.unflatten(steps + dt_bias, 1, (len(rates), -1)), rates.unsqueeze(1)
+    decay = (rate * F.softplus(steps) if least is None else least * (-rate * steps).sigmoid()).exp()
+    strength = strongest * strength.sigmoid()
     out = torch.zeros_like(v)
     for piece in state_pieces(metadata, len(states)):
         state = state_before(states, piece)
         for row in range(piece.first, piece.last):
-            state = state * decay[row, :, None, None]
+            state = state * decay[row].unsqueeze(-1)
             known = (k[row].unsqueeze(-1) * state).sum(1)
             change = (v[row] - known) * strength[row].unsqueeze(-1)
             state = state + k[row].unsqueeze(-1) * change.unsqueeze(1)

@@ -10,7 +10,7 @@ from statistics import NormalDist
 from torch import Tensor
 
 from quire.kernels import ops, reference
-from quire.kernels.linear import GatedActivation, QuantizedRows
+from quire.kernels.linear import Ending, QuantizedRows
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -23,8 +23,8 @@ GATED: dict[str, Activation] = {
 }
 """act(first half) * second half: [T, 2 * I] -> [T, I]."""
 
-FUSED: dict[str, GatedActivation] = {"clamped_swiglu": "clamped_swiglu", "silu": "silu_and_mul"}
-"""Those in which a packed product can end."""
+FUSED: dict[str, Ending] = {"clamped_swiglu": "clamped_swiglu", "silu": "silu_and_mul", "relu2": "relu2"}
+"""Those in which a packed product can end; the last is of one part."""
 
 GATED_FP8: dict[str, Callable[[Tensor], QuantizedRows]] = {
     "silu": ops.silu_and_mul_fp8,

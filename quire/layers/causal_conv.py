@@ -17,7 +17,10 @@ from quire.layers.slot import Part, Slot
 
 
 class CausalConv(Layer):
-    """The checkpoint's depthwise `conv1d` [C, 1, K], kept as [K, C]; `spans` are channels that are cut apart."""
+    """The checkpoint's depthwise `conv1d` [C, 1, K], kept as [K, C].
+
+    `spans` are channels that are cut apart; the checkpoint may have a convolution for each.
+    """
 
     def __init__(
         self, *, spans: Sequence[Span], taps: int, bias: bool, silu: bool = False, name: str
@@ -37,22 +40,25 @@ class CausalConv(Layer):
         self.bias = parameter(channels, dtype=torch.float32) if self.has_bias else None
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        total, first, place = sum(span.size for span in self.spans), 0, 0
-        for span, rows in zip(self.spans, self.rows, strict=True):
+        sources, place = list(names) * (len(self.spans) // len(names)), 0
+        firsts = dict.fromkeys(names, 0)
+        for name, span, rows in zip(sources, self.spans, self.rows, strict=True):
+            total = sum(each.size for at, each in zip(sources, self.spans, strict=True) if at == name)
+            first = firsts[name]
             region, end = slice(first, first + span.size), place + rows.stop - rows.start
             taken = slice(first + rows.start, first + rows.stop)
             weight = self.weight[:, place:end].t().unsqueeze(1)
             sides = (slice(0, 1), slice(0, self.taps))
             yield (
-                f"{names[0]}.weight",
+                f"{name}.weight",
                 Slot(weight, "normal", Part((total, 1, self.taps), (region, *sides), (taken, *sides))),
             )
             if self.bias is not None:
                 yield (
-                    f"{names[0]}.bias",
+                    f"{name}.bias",
                     Slot(self.bias[place:end], "zeros", Part((total,), (region,), (taken,))),
                 )
-            first, place = first + span.size, end
+            firsts[name], place = first + span.size, end
 
     def forward(self, x: Tensor, states: Tensor, metadata: StateMetadata) -> Tensor:
         """x [T, C], states [blocks, K - 1, C] -> [T, C]."""

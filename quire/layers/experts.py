@@ -2,7 +2,7 @@
 
 Of several ranks each has some features of every expert or, with `--enable-expert-parallel`, some whole experts.
 
-Shapes: T tokens of the step, H hidden size, I intermediate size of an expert, k experts of a token.
+Shapes: T tokens of the step, H hidden size, or that of latents, I intermediate size of an expert, k experts of a token.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _InStack(MatrixLayer):
             yield self.stored_name(*name.rsplit(".", 1)), stacked.merging(0) if self.stack.flat else stacked
 
 
-class _LinearInStack(_InStack, Linear):
-    pass
+class LinearInStack(_InStack, Linear):
+    """A linear layer whose matrix is one of a stack."""
 
 
 class _GateUpInStack(_InStack, GateUpLinear):
@@ -81,7 +81,10 @@ class _GateUpInStack(_InStack, GateUpLinear):
 
 
 class Expert(Module):
-    """The two matrices of one expert, [2 I, H] and [H, I]; `Experts` multiplies by them."""
+    """The two matrices of one expert, [2 I, H], or without a gate [I, H], and [H, I]; `Experts` multiplies by them."""
+
+    gate_up_proj: GateUpLinear
+    up_proj: Linear
 
     def __init__(self, *, config: EngineConfig, experts: ExpertsArch, index: int, prefix: str) -> None:
         super().__init__()
@@ -89,20 +92,34 @@ class Expert(Module):
         stack = experts.stack
         transposed = () if stack is None else stack.transposed
         member = Member(index, experts.count) if config.parallel.enable_expert_parallel else None
-        self.gate_up_proj = (GateUpLinear if stack is None else _GateUpInStack)(
-            hidden_size=arch.hidden_size,
-            intermediate_size=experts.intermediate_size,
-            bias=experts.bias,
-            dtype=model_dtype(config),
-            activation=experts.activation,
-            name=f"{prefix}.gate_up_proj",
-            transposed="gate_up_proj" in transposed,
-            cut="output" if member is None else "whole",
-            member=member,
-        )
-        self.down_proj = (Linear if stack is None else _LinearInStack)(
+        hidden = experts.latent_size or arch.hidden_size
+        plain = Linear if stack is None else LinearInStack
+        if experts.gated:
+            self.gate_up_proj = (GateUpLinear if stack is None else _GateUpInStack)(
+                hidden_size=hidden,
+                intermediate_size=experts.intermediate_size,
+                bias=experts.bias,
+                dtype=model_dtype(config),
+                activation=experts.activation,
+                name=f"{prefix}.gate_up_proj",
+                transposed="gate_up_proj" in transposed,
+                cut="output" if member is None else "whole",
+                member=member,
+            )
+        else:
+            self.up_proj = plain(
+                in_features=hidden,
+                out_features=experts.intermediate_size,
+                bias=experts.bias,
+                dtype=model_dtype(config),
+                name=f"{prefix}.up_proj",
+                cut="output" if member is None else "whole",
+                transposed="up_proj" in transposed,
+                member=member,
+            )
+        self.down_proj = plain(
             in_features=experts.intermediate_size,
-            out_features=arch.hidden_size,
+            out_features=hidden,
             bias=experts.bias,
             dtype=model_dtype(config),
             name=f"{prefix}.down_proj",
@@ -110,7 +127,7 @@ class Expert(Module):
             transposed="down_proj" in transposed,
             member=member,
         )
-        for layer in (self.gate_up_proj, self.down_proj):
+        for layer in (self.up, self.down_proj):
             layer.takes_adapters = layer.makes_products = False  # `Experts` does both
             layer.expert = index
             if isinstance(layer, _InStack):
@@ -120,7 +137,12 @@ class Expert(Module):
     @property
     def is_here(self) -> bool:
         """Whether this rank has it."""
-        return self.gate_up_proj.is_here
+        return self.up.is_here
+
+    @property
+    def up(self) -> Linear:
+        """The first matrix."""
+        return self.gate_up_proj if "gate_up_proj" in self._modules else self.up_proj
 
 
 class Experts(Module):
@@ -134,12 +156,9 @@ class Experts(Module):
             self.add_module(str(index), Expert(config=config, experts=experts, index=index, prefix=name))
         self._slots = SharedStacks(experts.count), SharedStacks(experts.count)
         for member in self._members():
-            member.gate_up_proj.shared_adapters, member.down_proj.shared_adapters = self._slots
-        self._count, self._top_k, self._hidden_size = (
-            experts.count,
-            experts.routing.top_k,
-            config.arch.hidden_size,
-        )
+            member.up.shared_adapters, member.down_proj.shared_adapters = self._slots
+        self._count, self._top_k = experts.count, experts.routing.top_k
+        self._hidden_size = experts.latent_size or config.arch.hidden_size
         self._activation = FUSED[experts.activation]
         self._device_type, self._dtype = device_type(config), activation_dtype(config)
         self._weights: ExpertWeights | None = None
@@ -204,13 +223,13 @@ class Experts(Module):
             if any(matrix.scheme != matrices[0].scheme for matrix in matrices):
                 raise ConfigError(f"{self.name}: all experts must be quantised in the same way, or none")
         if gate_up[0].layout == "rows":
-            _lay_together([member.gate_up_proj for member in members])
+            _lay_together([member.up for member in members])
             _lay_together([member.down_proj for member in members])
             gate_up, down = self._matrices(members)
         return ExpertWeights(
             gate_up,
             down,
-            _biases([member.gate_up_proj for member in members]),
+            _biases([member.up for member in members]),
             _biases([member.down_proj for member in members]),
             self._activation,
             all_members.index(members[0]),
@@ -220,7 +239,7 @@ class Experts(Module):
     @staticmethod
     def _matrices(members: Sequence[Expert]) -> tuple[tuple[PackedWeight, ...], tuple[PackedWeight, ...]]:
         return (
-            tuple(member.gate_up_proj.matrix() for member in members),
+            tuple(member.up.matrix() for member in members),
             tuple(member.down_proj.matrix() for member in members),
         )
 
@@ -232,7 +251,7 @@ def take_part(model: nn.Module) -> None:
             module.take_part()
 
 
-EXPERTS: frozenset[type[nn.Module]] = frozenset({Experts, Expert, _LinearInStack, _GateUpInStack})
+EXPERTS: frozenset[type[nn.Module]] = frozenset({Experts, Expert, LinearInStack, _GateUpInStack})
 """Modules of which experts are made."""
 
 

@@ -23,18 +23,37 @@ from quire.layers.vectors import Vector, VectorLayer
 
 
 class DeltaRule(VectorLayer):
-    """How fast the memory of each head decays; the checkpoint has that beside this layer, as `A_log` and `dt_bias`."""
+    """How fast the memory of each head decays; the checkpoint has that beside this layer, as `A_log` and `dt_bias`.
 
-    vectors = (Vector("rates", "A_log", convert=negative_exp), Vector("dt_bias", "dt_bias"))
+    `steps` are the time steps of a head; `strongest` and `least` as in `ops.gated_delta`; `around` as in `Vector`, of
+    `A_log`.
+    """
+
     rates: Tensor
     dt_bias: Tensor
 
-    def __init__(self, *, heads: int, name: str) -> None:
+    def __init__(
+        self,
+        *,
+        heads: int,
+        name: str,
+        steps: int = 1,
+        strongest: float = 1.0,
+        least: float | None = None,
+        around: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.vectors = (
+            Vector("rates", "A_log", convert=negative_exp, around=around),
+            Vector("dt_bias", "dt_bias", unit=steps),
+        )
         super().__init__(Span(heads), beside=True, name=name)
+        self.strongest, self.least = strongest, least
 
     def forward(self, qkv: Tensor, ba: Tensor, states: Tensor, metadata: StateMetadata) -> Tensor:
-        """qkv [T, 2 Hk Dk + Hv Dv], ba [T, 2 Hv] -> [T, Hv, Dv]; see `ops.gated_delta`."""
-        return ops.gated_delta(qkv, ba, self.rates, self.dt_bias, states, metadata)
+        """qkv [T, 2 Hk Dk + Hv Dv], ba [T, Hv + Hv * steps] -> [T, Hv, Dv]; see `ops.gated_delta`."""
+        return ops.gated_delta(
+            qkv, ba, self.rates, self.dt_bias, states, metadata, strongest=self.strongest, least=self.least
+        )
 
 
 class GatedDeltaNet(Module):
@@ -53,9 +72,12 @@ class GatedDeltaNet(Module):
         self.conv1d = CausalConv(
             spans=(keys, keys, values), taps=own.taps, bias=False, silu=True, name=f"{prefix}.conv1d"
         )
-        self.rule = DeltaRule(heads=own.value_heads, name=f"{prefix}.rule")
+        self.rule = DeltaRule(heads=own.value_heads, strongest=own.strongest, name=f"{prefix}.rule")
         self.norm = RMSNorm(
-            size=own.value_dim, eps=arch.norm_eps, dtype=activation_dtype(config), name=f"{prefix}.norm"
+            size=own.value_dim,
+            eps=arch.norm_eps if own.norm_eps is None else own.norm_eps,
+            dtype=activation_dtype(config),
+            name=f"{prefix}.norm",
         )
         self.out_proj = Linear(
             in_features=values.size,

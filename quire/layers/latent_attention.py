@@ -19,7 +19,7 @@ from quire.layers.attention import kv_cache_dtype
 from quire.layers.base import Module, activation_dtype, device_type
 from quire.layers.kv_cache import cache_planes
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import RotaryEmbedding
+from quire.layers.rotary import RotaryEmbedding, Unrotated
 from quire.layers.step import StepContext
 
 
@@ -28,6 +28,7 @@ class LatentAttention(Module):
     after loading.
 
     `name` identifies the layer's cache and is unique in the model. `norm`, which the model owns, is that of latents.
+    Without `rotary` nothing is turned.
 
     Raises:
         ConfigError: the attention backend, or the type of the cache, that was asked for cannot be had.
@@ -40,14 +41,14 @@ class LatentAttention(Module):
         name: str,
         latent: LatentArch,
         scale: float,
-        rotary: RotaryEmbedding,
+        rotary: RotaryEmbedding | None,
         norm: RMSNorm,
     ) -> None:
         super().__init__()
         self.name = name
         self.size = latent.rank + latent.rope_size
         self.scale = scale
-        self.rotary = rotary
+        self.rotary = Unrotated(latent.rope_size) if rotary is None else rotary
         self.norm = norm
         self.block_size = config.cache.block_size
         self.kv_dtype = _cache_dtype(config)
@@ -65,7 +66,7 @@ class LatentAttention(Module):
         assert positions.dim() == 1, f"this rotary embedding takes positions [T], not {[*positions.shape]}"
         own = step.metadata(self.group_id, AttentionMetadata)
         ops.write_latents(
-            positions,
+            self.rotary.places(positions),
             q_rope,
             rows,
             self.norm.weight,
@@ -82,7 +83,7 @@ class LatentAttention(Module):
         assert isinstance(spec, LatentAttentionSpec), f"latents have no place in {type(spec).__name__}"
         self.group_id = group_id
         (latents,) = cache_planes(spec, tensor)
-        self.cache = latents.view(self.kv_dtype).view(-1, spec.block_size, self.size)
+        self.cache = latents.view(self.kv_dtype).view(-1, spec.kernel_block_size, self.size)
 
     def why_not_captured(self) -> str | None:
         """See `CacheUser`."""

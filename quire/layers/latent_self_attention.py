@@ -6,6 +6,7 @@ Shapes: T tokens of the step, H hidden size, Hq heads, R rank of the latents, D 
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.kernels import ops
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import Linear
@@ -29,7 +30,6 @@ class LatentSelfAttention(Module):
         super().__init__()
         arch, latent, dtype = config.arch, config.arch.latent, model_dtype(config)
         assert latent is not None, "what a latent layer is made of"
-        assert rotary is not None, "a latent layer rotates"
         self.sizes = [latent.key_size, latent.rope_size]
         self.query_rank = latent.query_rank or 0
         queries = Linear(
@@ -74,6 +74,17 @@ class LatentSelfAttention(Module):
             name=f"{prefix}.v_up",
             before=latent.key_size,
         )
+        self.g_proj: Linear | None = None
+        if latent.gated:
+            self.g_proj = Linear(
+                in_features=arch.hidden_size,
+                out_features=arch.num_heads,
+                bias=False,
+                dtype=dtype,
+                name=f"{prefix}.g_proj",
+                cut="output",
+                spans=(Span(arch.num_heads),),
+            )
         self.o_proj = Linear(
             in_features=arch.num_heads * latent.value_size,
             out_features=arch.hidden_size,
@@ -92,8 +103,8 @@ class LatentSelfAttention(Module):
         )
 
     def reads(self, source: RowSource) -> None:
-        """See `Linear.reads`; where queries are made of x itself, x has two readers."""
-        if self.q_proj is None:
+        """See `Linear.reads`; where queries, or gates, are made of x itself, x has other readers."""
+        if self.q_proj is None and self.g_proj is None:
             self.qkv_a_proj.reads(source)
 
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
@@ -102,7 +113,10 @@ class LatentSelfAttention(Module):
         queries = self._queries(x, compressed[:, : self.query_rank], step)
         q, q_rope = queries.view(len(queries), -1, sum(self.sizes)).split(self.sizes, 2)
         latents = self.attn(self.k_up(q, step), q_rope, compressed[:, self.query_rank :], positions, step)
-        return self.o_proj(self.v_up(latents, step).flatten(1), step)
+        out = self.v_up(latents, step)
+        if self.g_proj is not None:
+            out = out * ops.activate(self.g_proj(x, step), "sigmoid").unsqueeze(2)
+        return self.o_proj(out.flatten(1), step)
 
     def _queries(self, x: Tensor, compressed: Tensor, step: StepContext) -> Tensor:
         """[T, Hq * query size]."""

@@ -117,13 +117,14 @@ class LayerNorm(Layer):
         return stored.float() + self.offset
 
 
-def block_norm(config: EngineConfig, name: str) -> RMSNorm | LayerNorm:
-    """A norm of hidden states, of the kind that the model has."""
+def block_norm(config: EngineConfig, name: str, eps: float | None = None) -> RMSNorm | LayerNorm:
+    """A norm of hidden states, of the kind that the model has, and perhaps with an epsilon of its own."""
     arch, dtype = config.arch, activation_dtype(config)
+    eps = arch.norm_eps if eps is None else eps
     if arch.norm == "rms":
         return RMSNorm(
             size=arch.hidden_size,
-            eps=arch.norm_eps,
+            eps=eps,
             dtype=dtype,
             has_weight=arch.norm_weight,
             offset=arch.norm_offset,
@@ -131,7 +132,7 @@ def block_norm(config: EngineConfig, name: str) -> RMSNorm | LayerNorm:
         )
     return LayerNorm(
         size=arch.hidden_size,
-        eps=arch.norm_eps,
+        eps=eps,
         dtype=dtype,
         has_weight=arch.norm_weight,
         has_bias=arch.norm_bias,

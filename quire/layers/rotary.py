@@ -42,6 +42,26 @@ class RotaryEmbedding(Module):
         """positions [T], q [T, Hq, D], rotated in place."""
         return self(positions, q, q[:, :0])[0]
 
+    def places(self, positions: Tensor) -> Tensor:
+        """Which rows of the table kernels take for tokens at some positions [T]."""
+        return positions
+
+
+class Unrotated(Module):
+    """Stands for a rotary embedding where a kernel rotates all the same: every token is where nothing is turned."""
+
+    cos_sin_cache: Tensor
+    interleaved = False
+
+    def __init__(self, rot_dim: int) -> None:
+        super().__init__()
+        cosines, sines = torch.ones(1, rot_dim // 2, device="cpu"), torch.zeros(1, rot_dim // 2, device="cpu")
+        self.register_buffer("cos_sin_cache", torch.cat((cosines, sines), 1), persistent=False)
+
+    def places(self, positions: Tensor) -> Tensor:
+        """As `RotaryEmbedding.places`."""
+        return torch.zeros_like(positions)
+
 
 @dataclass(frozen=True)
 class _Shape:

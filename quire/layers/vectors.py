@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.layers.base import Layer, parameter
+from quire.config import EngineConfig
+from quire.layers.base import Layer, activation_dtype, parameter
 from quire.layers.shard import WHOLE, Shard, Span
 from quire.layers.slot import Init, Part, Slot, length
 
@@ -25,10 +26,14 @@ class Vector:
     init: Init = "zeros"
     convert: Callable[[Tensor], Tensor] | None = None
     """As in `Slot`."""
+    unit: int = 1
+    """Numbers for each of the layer's span."""
+    around: tuple[int, int] = (0, 0)
+    """Dimensions of size 1 that the checkpoint has before and behind it."""
 
 
 class VectorLayer(Layer):
-    """Base of layers with vectors [N], all of them cut as `span` is.
+    """Base of layers with vectors [N], or of a multiple of N, all of them cut as `span` is.
 
     With `beside` the checkpoint has them beside a module of this layer's name, and not in it.
     """
@@ -46,11 +51,31 @@ class VectorLayer(Layer):
         self.shard = shard
         self.own = self.span.piece(shard, self.name)
         for vector in self.vectors:
-            setattr(self, vector.attribute, parameter(length(self.own), dtype=self.dtype))
+            setattr(self, vector.attribute, parameter(length(self.own) * vector.unit, dtype=self.dtype))
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         at = names[0].rpartition(".")[0] if self.beside else names[0]
-        part = Part((self.span.size,), (slice(0, self.span.size),), (self.own,))
         for vector in self.vectors:
             stored = ".".join(filter(None, (at, vector.stored)))
-            yield stored, Slot(getattr(self, vector.attribute), vector.init, part, convert=vector.convert)
+            target = getattr(self, vector.attribute)
+            yield stored, Slot(target, vector.init, self._part(vector), convert=vector.convert)
+
+    def _part(self, vector: Vector) -> Part:
+        size, (before, behind) = self.span.size * vector.unit, vector.around
+        own = slice(self.own.start * vector.unit, self.own.stop * vector.unit)
+        return Part((size,), (slice(0, size),), (own,), (*[1] * before, size, *[1] * behind))
+
+
+class OutBias(VectorLayer):
+    """What is added to what a block makes of several parts; each rank has all of it."""
+
+    vectors = (Vector("bias", "bias"),)
+    bias: Tensor
+
+    def __init__(self, *, config: EngineConfig, name: str) -> None:
+        size = Span(1, config.arch.hidden_size, replicated=True)
+        super().__init__(size, dtype=activation_dtype(config), beside=True, name=name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return x + self.bias

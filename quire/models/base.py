@@ -6,6 +6,7 @@ H hidden size, V vocabulary rows.
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,14 +17,16 @@ from quire.layers.sliced_linear import SLICES
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 
+T = TypeVar("T")
+
 
 class CausalLM(Module):
     """Base of all models; the module tree bears the checkpoint's names, but for merged and renamed layers.
 
     `merged` maps a merged layer's own name to those of the checkpoint's modules it stands for; `renamed` a part of a
-    module's path to what the checkpoint has there, which may be nothing. Checkpoint tensors that match a pattern of
-    `unused` are knowingly left out. `base_prefix` is missing from the names in checkpoints that were saved without the
-    output head.
+    module's path to what the checkpoint has there, which may be nothing; see `CheckpointNames`. Checkpoint tensors
+    that match a pattern of `unused` are knowingly left out. `base_prefix` is missing from the names in checkpoints that
+    were saved without the output head.
     """
 
     merged: Mapping[str, tuple[str, ...]] = {}
@@ -77,9 +80,10 @@ class CausalLM(Module):
         """Each layer with parameters, under the names of the checkpoint's modules that it holds."""
         for path, module in self.named_modules():
             if isinstance(module, Layer):
-                *parents, leaf = path.partition(f".{SLICES}.")[0].split(".")
-                leaves = self.merged.get(leaf) or (self.renamed.get(leaf, leaf),)
-                names = [*(self.renamed.get(part, part) for part in parents)]
+                parts = path.partition(f".{SLICES}.")[0].split(".")
+                paths = [parts[: end + 1] for end in range(len(parts))]
+                *names, leaf = (_of_part(self.renamed, path, path[-1]) for path in paths)
+                leaves = _of_part(self.merged, parts, (leaf,))
                 yield [".".join(filter(None, (*names, name))) for name in leaves], module
 
     def checkpoint_slots(self) -> dict[str, list[Slot]]:
@@ -105,6 +109,15 @@ class CausalLM(Module):
         unread = () if arch.quantization is None else arch.quantization.unread
         of_other_parts = () if arch.part_of is None else arch.part_of.unused
         return any(re.search(pattern, tensor_name) for pattern in (*self.unused, *unread, *of_other_parts))
+
+
+def _of_part(table: Mapping[str, T], path: list[str], otherwise: T) -> T:
+    """What is said of the last part of a path: of it at this place, or else of it anywhere."""
+    *before, parent, own = ("", "", *path)[-3:]
+    for key in (f"{before[0]}.{parent}.{own}", f"{before[0]}.*.{own}", f"{parent}.{own}", own):
+        if key in table:
+            return table[key]
+    return otherwise
 
 
 def output_head(config: EngineConfig, embedding: VocabEmbedding, name: str) -> VocabEmbedding | None:

@@ -11,10 +11,12 @@ from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
 from quire.layers.differential_attention import DifferentialAttention
 from quire.layers.gated_delta_net import GatedDeltaNet
+from quire.layers.kimi_delta_attention import KimiDeltaAttention
 from quire.layers.latent_self_attention import LatentSelfAttention
 from quire.layers.lightning_attention import LightningAttention
 from quire.layers.mamba import MambaMixer
 from quire.layers.mamba2 import Mamba2Mixer
+from quire.layers.mixture_of_attention import MixtureOfAttention
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.recurrent_unit import RecurrentUnit
@@ -29,11 +31,13 @@ Mixer = (
     SelfAttention
     | LatentSelfAttention
     | DifferentialAttention
+    | MixtureOfAttention
     | MambaMixer
     | Mamba2Mixer
     | TwoMixers
     | ShortConv
     | GatedDeltaNet
+    | KimiDeltaAttention
     | LightningAttention
     | RecurrentUnit
 )
@@ -45,12 +49,14 @@ MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "chunked_attention": ("self_attn", SelfAttention),
     "latent_attention": ("self_attn", LatentSelfAttention),
     "differential_attention": ("self_attn", DifferentialAttention),
+    "mixture_of_attention": ("self_attn", MixtureOfAttention),
     "mamba": ("mamba", MambaMixer),
     "mamba2": ("mamba", Mamba2Mixer),
     "attention_and_mamba2": ("mixers", TwoMixers),
     "short_conv": ("conv", ShortConv),
     "lightning": ("self_attn", LightningAttention),
     "gated_delta": ("linear_attn", GatedDeltaNet),
+    "kimi_delta": ("self_attn", KimiDeltaAttention),
     "recurrent_unit": ("recurrent_unit", RecurrentUnit),
 }
 """What mixes tokens, by the kind of a layer, and its name there."""

@@ -70,6 +70,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "Baichuan 2 7B and 13B, Baichuan 13B",
             oracle="Llama of transformers, told ALiBi's biases as a mask",
         ),
+        BuiltIn("BailingHybridForCausalLM", "kimi_linear:read_bailing_hybrid", "Ling 3.0"),
         BuiltIn("BailingMoeForCausalLM", "bailing:read_bailing", "Ling lite and plus", oracle="plain torch"),
         BuiltIn(
             "BailingMoeV2ForCausalLM",
@@ -157,6 +158,8 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn(
             "JambaForCausalLM", "mamba_hybrids:read_jamba", "Jamba, Jamba 1.5 to 1.7, Jamba Reasoning 3B"
         ),
+        BuiltIn("JetMoeForCausalLM", "jetmoe:read_jetmoe", "JetMoE 8B"),
+        BuiltIn("KimiLinearForCausalLM", "kimi_linear:read_kimi_linear", "Kimi Linear 48B-A3B"),
         BuiltIn("Lfm2ForCausalLM", "lfm:read_lfm2", "LFM2 350M to 2.6B"),
         BuiltIn("Lfm2MoeForCausalLM", "lfm:read_lfm2_moe", "LFM2 8B-A1B"),
         BuiltIn("Llama4ForCausalLM", "llama4:read_llama4", "Llama 4 Scout and Maverick (text)"),
@@ -190,12 +193,13 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn(
             "NemotronHForCausalLM",
             "mamba_hybrids:read_nemotron_h",
-            "Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
+            "Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super",
         ),
         BuiltIn("Olmo2ForCausalLM", "olmo:read_olmo2", "OLMo 2"),
         BuiltIn("Olmo3ForCausalLM", "olmo:read_olmo3", "OLMo 3"),
         BuiltIn("OlmoeForCausalLM", "sparse:read_olmoe", "OLMoE 1B-7B"),
         BuiltIn("OlmoForCausalLM", "olmo:read_olmo", "OLMo"),
+        BuiltIn("OlmoHybridForCausalLM", "olmo:read_olmo_hybrid", "OLMo Hybrid 7B"),
         BuiltIn("OPTForCausalLM", "opt:read_opt", "OPT", model="opt:OPTForCausalLM"),
         BuiltIn("OrionForCausalLM", "llama:read_orion", "Orion 14B", oracle="StableLm of transformers"),
         BuiltIn("PersimmonForCausalLM", "neox:read_persimmon", "Persimmon 8B"),

@@ -54,7 +54,7 @@ class Decoder(Module):
             )
             for layer in range(arch.num_layers)
         )
-        self.norm: RMSNorm | LayerNorm | None = block_norm(config, f"{prefix}.norm")
+        self.norm: RMSNorm | LayerNorm | None = block_norm(config, f"{prefix}.norm", arch.final_norm_eps)
         self.kept_layers = arch.kept_layers
         self.embeds = True
 
@@ -96,6 +96,7 @@ def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:
         "chunked_attention": rotary,
         "latent_attention": rotary,
         "differential_attention": rotary,
+        "mixture_of_attention": rotary,
         "attention_and_mamba2": rotary,
     }
     return [

@@ -27,7 +27,7 @@ from quire.models.methods import quant_methods
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
-from quire.models.sharing import SLICED, SLICED_WITH_EXPERTS, check_shared, take_shares
+from quire.models.sharing import SHARED, SLICED, check_shared, take_shares
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
 from quire.models.stages import ALL, Stage, take_stage
 from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, TensorReader, Weights
@@ -80,7 +80,7 @@ def without_weights(
         parallel = config.parallel
         if parallel.tp_invariant:
             check_shared(
-                model, "--tp-invariant", SLICED_WITH_EXPERTS if parallel.enable_expert_parallel else SLICED
+                model, "--tp-invariant", SHARED if parallel.enable_expert_parallel else SLICED
             )
             slice_sums(model, shard)
         methods = quant_methods(model, config)

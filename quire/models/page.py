@@ -74,8 +74,6 @@ NOTES = """
 - gpt-oss's experts may be floats or in MXFP4, and no other [quantised form](quantized_checkpoints.md).
 - Llama 4 has one expert for each token.
 - Gemma 3n's MLPs are of one size in all layers.
-- Nemotron 3's experts have no gate, and no kernel for all of them: they are called one by one, without tapes or graphs.
-  Those that work on latents (`moe_latent_size`: Super and Ultra) are refused.
 - A checkpoint of a model that sees or hears says by `tie_word_embeddings` beside `text_config` whether its head is the
   table of tokens, else inside it. Where both are wrong, give it with `--hf-overrides`.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
@@ -85,8 +83,9 @@ NOTES = """
 - Encoders' positions are learned or rotated; NomicBERT's texts end at the 2048 tokens that it was trained on, and Jina
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
-- Not there, and refused: the layers of Kimi-Linear, Bailing hybrid (Ling 2.5), OLMo Hybrid, Plamo 2, RWKV, xLSTM, Zaya
-  and JetMoE.
+- JetMoE's attention reads the projections of all its experts in each step, and is not cut for several ranks.
+- Not there, and refused: the layers of Ling 2.5 (linear attention of another kind than Ling 3.0's), Plamo 2, RWKV,
+  xLSTM and Zaya.
 
 ## Any other
 
@@ -99,9 +98,11 @@ version does not define is unknown.
 Before the first request the model is run without data, which shows what attends and how, and on a few tokens. Refused
 then, with the reason: attention that is not called through transformers' interface, that hands over a mask or biases,
 or that looks ahead; encoders; a layer of which two tokens know without attention (convolutions, states); checkpoints
-whose tensors are computed into the model's and not copied. `tests/models/test_transformers_backend.py` runs 26 such
+whose tensors are computed into the model's and not copied. `tests/models/test_transformers_backend.py` runs 29 such
 architectures (Gemma 4, MiMo V2 Flash, HY 3, Cohere 2 with experts, BERT and RoBERTa as decoders, BitNet, Laguna ...).
 
+- Refused are, among others, Megatron-BERT, RemBERT, RoFormer, BigBird and Qwen4, which attend by code of their own,
+  A.X K2 and dots3, which choose what they attend to, and Inkling, which hands over biases.
 - It is somewhat slower than a row of the table, by torch between kernels: on a CPU steps of one token for each request
   are recorded where the model computes nothing but tensors from tensors, on a GPU there are no graphs.
 - Rows have the same bits in every batch where all that mixes the elements of a row is quire's. A module of its own

@@ -15,6 +15,7 @@ from quire.layers.causal_conv import CausalConv
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
 from quire.layers.experts import EXPERTS
 from quire.layers.gated_delta_net import DeltaRule, GatedDeltaNet
+from quire.layers.kimi_delta_attention import KimiDeltaAttention
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.latent_self_attention import LatentSelfAttention
 from quire.layers.linear import ExactLinear, GateUpLinear, Linear, QKVLinear
@@ -23,9 +24,8 @@ from quire.layers.mamba2 import GroupRMSNorm, HeadScan, Mamba2Mixer
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.per_head import PerHeadLinear
-from quire.layers.plain_experts import PlainExperts
 from quire.layers.recurrent_unit import RGLRU, RecurrentUnit
-from quire.layers.rotary import RotaryEmbedding
+from quire.layers.rotary import RotaryEmbedding, Unrotated
 from quire.layers.router import Router
 from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
@@ -46,6 +46,7 @@ _ON_WHOLE_ROWS_OR_HEADS = frozenset(
         LayerNorm,
         RMSNorm,
         RotaryEmbedding,
+        Unrotated,
         PositionEmbedding,
         SinusoidalEmbedding,
         TemperatureTuning,
@@ -66,6 +67,7 @@ _WITH_STATES = frozenset(
         ShortConv,
         GatedDeltaNet,
         DeltaRule,
+        KimiDeltaAttention,
         RecurrentUnit,
         RGLRU,
     }
@@ -82,9 +84,8 @@ SLICED: frozenset[type[nn.Module]] = (
     | frozenset(BLOCKS.values())
 )
 """Those whose sums can be formed of slices."""
-SLICED_WITH_EXPERTS = SLICED | EXPERTS | {SparseMLP}
-"""The same where experts are shared out whole, whose sums no number of ranks changes."""
-SHARED = SLICED | EXPERTS | {SparseMLP, PlainExperts}
+SHARED = SLICED | EXPERTS | {SparseMLP}
+"""With experts, whose sums no number of ranks changes where they are shared out whole."""
 
 
 def check_shared(model: nn.Module, option: str, modules: Collection[type[nn.Module]] = SHARED) -> None:

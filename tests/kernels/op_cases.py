@@ -16,7 +16,7 @@ from quire.distributed.shared_memory import share_memory
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
-from quire.kernels.linear import FLOAT, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import FLOAT, GATED, Ending, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import LoraStacks
 from tests.kernels.state_batches import state_batch
 
@@ -271,6 +271,8 @@ def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
                     {"activation": "silu_and_mul"},
                 )
                 yield (randn(*shape, dtype=dtype), weight), {"activation": "clamped_swiglu"}
+                alone = reference.pack_weight(rows, scheme)
+                yield (randn(*shape, dtype=dtype), alone, randn(outputs)), {"activation": "relu2"}
 
 
 @cases
@@ -314,9 +316,11 @@ def experts(dtype: torch.dtype) -> Iterator[Arguments]:
         for count, top_k, hidden, inner in EXPERTS if number % 3 == 0 else EXPERTS[:1]:
             of = random_experts(count, hidden, inner, scheme, dtype)
             bounded = replace(of, activation="clamped_swiglu")
+            ungated = random_experts(count, hidden, inner, scheme, dtype, activation="relu2")
             for tokens in (0, 1, 2, 70):
                 chosen = torch.rand(tokens, count).argsort(1)[:, :top_k].int()
                 yield (randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), of), {}
+                yield (randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), ungated), {}
                 yield (
                     (3 * randn(tokens, hidden, dtype=dtype), chosen, torch.rand(tokens, top_k), bounded),
                     {},
@@ -359,14 +363,24 @@ def add_choices(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 def random_experts(
-    count: int, hidden: int, inner: int, scheme: WeightScheme, dtype: torch.dtype, *, biased: bool = False
+    count: int,
+    hidden: int,
+    inner: int,
+    scheme: WeightScheme,
+    dtype: torch.dtype,
+    *,
+    biased: bool = False,
+    activation: Ending = "silu_and_mul",
 ) -> ExpertWeights:
+    halves = 2 if activation in GATED else 1
+
     def matrices(outputs: int, inputs: int, halves: int) -> tuple[PackedWeight, ...]:
         rows = (randn(outputs, inputs) * inputs**-0.5 for _ in range(count))
         return tuple(reference.pack_weight(each.to(dtype), scheme, halves) for each in rows)
 
-    biases = [tuple(randn(size) for _ in range(count)) if biased else () for size in (2 * inner, hidden)]
-    return ExpertWeights(matrices(2 * inner, hidden, 2), matrices(hidden, inner, 1), *biases)
+    biases = [tuple(randn(size) for _ in range(count)) if biased else () for size in (halves * inner, hidden)]
+    up = matrices(halves * inner, hidden, halves)
+    return ExpertWeights(up, matrices(hidden, inner, 1), *biases, activation=activation)
 
 
 @cases
@@ -604,11 +618,19 @@ def ssd_scan(dtype: torch.dtype) -> Iterator[Arguments]:
 def gated_delta(dtype: torch.dtype) -> Iterator[Arguments]:
     for step in state_steps():
         rows = int(step.query_start_loc[-1])
-        for key_heads, heads, keys, values in [(1, 1, 8, 16), (2, 4, 16, 48), (2, 2, 128, 64), (1, 3, 10, 7)]:
+        for key_heads, heads, keys, values, steps in [
+            (1, 1, 8, 16, 1),
+            (2, 4, 16, 48, 1),
+            (2, 2, 128, 64, 1),
+            (1, 3, 10, 7, 1),
+            (2, 4, 16, 48, 16),
+            (1, 1, 10, 7, 10),
+        ]:
             qkv = randn(rows, 2 * key_heads * keys + heads * values, dtype=dtype)
-            of_heads = (-torch.rand(heads), randn(heads))
+            of_heads = (-torch.rand(heads), randn(heads * steps))
             states = of_state(step, heads, keys, values)
-            yield (qkv, randn(rows, 2 * heads, dtype=dtype), *of_heads, states, step), {}
+            options = {"strongest": 2.0} if steps == 16 else {"least": -5.0} if heads in (1, 3) else {}
+            yield (qkv, randn(rows, heads * (1 + steps), dtype=dtype), *of_heads, states, step), options
 
 
 @cases

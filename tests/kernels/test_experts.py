@@ -13,7 +13,7 @@ from quire.kernels import ops
 from quire.kernels.cpu import library
 from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.experts import ExpertWeights
-from quire.kernels.linear import FLOAT, GatedActivation, WeightScheme
+from quire.kernels.linear import FLOAT, Ending, GatedActivation, WeightScheme
 from tests.kernels.op_cases import ROUTINGS, SCHEMES, expert_adapters, random_experts
 
 if library.loaded() is None:
@@ -57,14 +57,14 @@ def by_linears(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) ->
 
 @every_format
 @pytest.mark.parametrize(
-    ("biased", "activation"), [(False, "silu_and_mul"), (True, "silu_and_mul"), (True, "clamped_swiglu")]
+    ("biased", "activation"),
+    [(False, "silu_and_mul"), (True, "silu_and_mul"), (True, "clamped_swiglu"), (True, "relu2")],
 )
 def test_any_number_of_tokens_matches_linear_layers_and_each_token_alone(
-    scheme: WeightScheme, dtype: torch.dtype, biased: bool, activation: GatedActivation
+    scheme: WeightScheme, dtype: torch.dtype, biased: bool, activation: Ending
 ) -> None:
     torch.manual_seed(0)
-    of = random_experts(COUNT, HIDDEN, INNER, scheme, dtype, biased=biased)
-    of = replace(of, activation=activation)
+    of = random_experts(COUNT, HIDDEN, INNER, scheme, dtype, biased=biased, activation=activation)
     x, (chosen, weights) = rows(max(TOKENS)), choices(max(TOKENS))
     each = zip(x.split(1), chosen.split(1), weights.split(1), strict=True)
     alone = torch.cat([binding.experts(*token, of) for token in each])

@@ -31,14 +31,14 @@ def restore_threads() -> Iterator[None]:
     set_num_threads(count)
 
 
-def delta_inputs(length: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What rows have, and what heads have."""
+def delta_inputs(length: int, steps: int = 1) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What rows have, and what heads have, with so many time steps of each."""
     random = torch.Generator().manual_seed(length)
-    widths = (2 * KEY_HEADS * KEYS + VALUE_HEADS * VALUES, 2 * VALUE_HEADS)
+    widths = (2 * KEY_HEADS * KEYS + VALUE_HEADS * VALUES, VALUE_HEADS * (1 + steps))
     qkv, ba = (torch.randn(length, width, generator=random) for width in widths)
     return (qkv, ba), (
         -torch.rand(VALUE_HEADS, generator=random) * 4,
-        torch.randn(VALUE_HEADS, generator=random),
+        torch.randn(VALUE_HEADS * steps, generator=random),
     )
 
 
@@ -66,6 +66,35 @@ def test_the_gated_delta_rule_is_that_of_transformers() -> None:
         torch.testing.assert_close(last, state[0], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("least", [None, -5.0])
+def test_a_decay_by_channels_is_that_of_transformers(least: float | None) -> None:
+    from transformers.models.kimi_linear import modeling_kimi_linear as theirs
+
+    (qkv, ba), (rates, dt_bias) = delta_inputs(LENGTH, KEYS)
+    q, k, v = qkv.split((KEY_HEADS * KEYS, KEY_HEADS * KEYS, VALUE_HEADS * VALUES), 1)
+    shared = VALUE_HEADS // KEY_HEADS
+    q, k = (part.view(1, LENGTH, KEY_HEADS, KEYS).repeat_interleave(shared, 2) for part in (q, k))
+    strengths, steps = ba.split((VALUE_HEADS, VALUE_HEADS * KEYS), 1)
+    steps, rate = (steps + dt_bias).view(1, LENGTH, VALUE_HEADS, KEYS), rates[:, None]
+    decays = (
+        rate * torch.nn.functional.softplus(steps) if least is None else least * (-rate * steps).sigmoid()
+    )
+    states = torch.full((NUM_BLOCKS, VALUE_HEADS, KEYS, VALUES), torch.nan)
+    metadata = state_batch([(0, LENGTH)], BLOCK_SIZE)
+    out = ops.gated_delta.oracle(qkv, ba, rates, dt_bias, states, metadata, strongest=2.0, least=least)
+    expected, _ = theirs.recurrent_kimi_delta_attention(
+        q,
+        k,
+        v.view(1, LENGTH, VALUE_HEADS, VALUES),
+        g=decays,
+        beta=2 * strengths.sigmoid()[None],
+        initial_state=None,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=2e-5)
+
+
 def in_chunks(
     function: Callable[..., Tensor],
     rows: Sequence[Tensor],
@@ -87,8 +116,9 @@ def in_chunks(
 
 
 @needs_kernels
-def test_chunks_of_a_sequence_have_the_same_bits() -> None:
-    rows, of_heads = delta_inputs(LENGTH)
+@pytest.mark.parametrize("steps", [1, KEYS])
+def test_chunks_of_a_sequence_have_the_same_bits(steps: int) -> None:
+    rows, of_heads = delta_inputs(LENGTH, steps)
     state = (VALUE_HEADS, KEYS, VALUES)
     out, states = in_chunks(ops.gated_delta, rows, of_heads, CHUNKS[0], *state)
     assert out.isfinite().all()

@@ -189,7 +189,6 @@ def test_steps_are_taped_where_all_that_crosses_are_rows_of_a_known_number() -> 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("nemotronh", SHARED, r"\.experts \(PlainExperts\) cannot be shared out expert by expert yet"),
         (
             "qwen2moe",
             {"tp_invariant": True},

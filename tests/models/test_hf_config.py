@@ -91,6 +91,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "DbrxForCausalLM": DBRX,
     "Dots1ForCausalLM": DEEPSEEK,
     "ArcticForCausalLM": MIXTRAL,
+    "BailingHybridForCausalLM": LATENT,
     "BailingMoeForCausalLM": SPARSE,
     "BailingMoeV2ForCausalLM": SPARSE,
     "ExaoneMoeForCausalLM": SPARSE,
@@ -102,6 +103,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "GraniteMoeForCausalLM": MIXTRAL,
     "GraniteMoeSharedForCausalLM": MIXTRAL,
     "HunYuanMoEV1ForCausalLM": LLAMA | {"num_experts": 8, "moe_topk": 2},
+    "JetMoeForCausalLM": MIXTRAL,
+    "KimiLinearForCausalLM": LATENT,
     "MiniCPM3ForCausalLM": LATENT,
     "GptOssForCausalLM": MIXTRAL,
     "Llama4ForCausalLM": MIXTRAL,
@@ -147,11 +150,12 @@ OF_FAMILY = {arch: values | {"architectures": [arch]} for arch, values in OF_FAM
 WITH_ORACLE = [row.architecture for row in BUILT_IN.values() if row.oracle == TRANSFORMERS]
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 OF_STATES = dict.fromkeys(
-    ("mamba", "mamba2", "gated_delta", "lightning", "recurrent_unit"), "linear_attention"
+    ("mamba", "mamba2", "gated_delta", "kimi_delta", "lightning", "recurrent_unit"), "linear_attention"
 ) | {
     "short_conv": "conv",
     "latent_attention": "full_attention",
     "differential_attention": "full_attention",
+    "mixture_of_attention": "full_attention",
     "attention_and_mamba2": "hybrid",
 }
 """What transformers calls layers that keep something else than keys and values."""
@@ -379,14 +383,9 @@ def test_all_unsupported_options_are_named_at_once(tmp_path: Path) -> None:
         ),
         ("NemotronHForCausalLM", {"layers_block_type": ["conv"]}, ["layers_block_type", "full_attention"]),
         (
-            "NemotronHForCausalLM",
-            {
-                "layers_block_type": ["mamba", "moe"],
-                "n_routed_experts": 8,
-                "moe_intermediate_size": 48,
-                "moe_latent_size": 32,
-            },
-            ["moe_latent_size = 32"],
+            "KimiLinearForCausalLM",
+            {"mla_use_nope": False, "moe_router_activation_func": "softmax", "q_lora_rank": 24},
+            ["mla_use_nope = false", 'moe_router_activation_func = "softmax"', "q_lora_rank = 24"],
         ),
         (
             "Gemma3nForCausalLM",

@@ -59,7 +59,7 @@ LARGER = {
         "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
         "lru_width", "block_multiple_of",
     ),
-    32: ("head_dim", "kv_channels", "v_head_dim"),
+    32: ("head_dim", "kv_channels", "v_head_dim", "linear_head_dim", "linear_value_head_dim"),
     1: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     0: ("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"),
 }  # fmt: skip
@@ -84,7 +84,14 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     lists |= {key: config[key][-1:] for key in ("mlp_layer_types",) if config.get(key)}  # the sparse one
     local = {"attention_types": [[["local"], 1]]} if "attention_types" in config else {}
     sparse = {"moe_layers": [0]} if config.get("moe_layers") else {}
-    nested = {"ffn_config": config["ffn_config"] | {"ffn_hidden_size": 256}} if "ffn_config" in config else {}
+    nested = {
+        key: config[key] | inner
+        for key, inner in (
+            ("ffn_config", {"ffn_hidden_size": 256}),
+            ("linear_attn_config", {"head_dim": 32}),
+        )
+        if key in config
+    }
     rope = config.get("rope_parameters") or {}
     factors = {
         key: rope[key] * 2 for key in ("short_factor", "long_factor") if key in rope
@@ -234,7 +241,8 @@ def test_two_ranks_make_what_one_makes(kept: str, name: str, checkpoint: Callabl
         elif not isinstance(layer, MatrixLayer) or layer.cut == "whole":
             check_other(layer, share)
         else:
-            most = 0.7 if isinstance(layer, QKVLinear) and layer.spans[1].units == 1 else 0.55
+            has_shared = any(span.replicated and span.units == 1 for span in layer.spans)
+            most = 0.7 if has_shared else 0.55
             assert layer.num_rows < 2 * PANEL or max(map(num_bytes, share)) < most * num_bytes(layer)
     assert cuts >= {"output", "input"}
 

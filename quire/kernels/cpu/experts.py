@@ -173,7 +173,7 @@ def _checked(of: ExpertWeights) -> NativeExperts:
     """What the kernel is told: weights never change, so they are checked once."""
     up, down = _alike("gate_up", of.gate_up, len(of)), _alike("down", of.down, len(of))
     (outputs, hidden, halves, *up_groups), (down_outputs, inner, _, *down_groups) = up.sizes, down.sizes
-    if halves != 2 or outputs != 2 * inner or down_outputs != hidden:
+    if halves != of.halves or outputs != halves * inner or down_outputs != hidden:
         raise ValueError(
             f"experts: gate_up [{outputs}, {hidden}] in {halves} halves, down [{down_outputs}, {inner}]"
         )

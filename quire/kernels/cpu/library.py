@@ -54,8 +54,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "qqqqqqqqqqqqqqqdd",
     ),
     "gated_delta": (
-        "out qkv ba rates dt_bias states gates query_start_loc seq_lens kept_lens block_tables",
-        "qqqqqqqqqq",
+        "out qkv ba rates dt_bias states gates decays query_start_loc seq_lens kept_lens block_tables",
+        "qqqqqqqqqqqdd",
     ),
     "rg_lru": (
         "out x weights bias rates states gates query_start_loc seq_lens kept_lens block_tables",

@@ -13,9 +13,9 @@ from quire.kernels.cpu.calls import NOTHING, call, empty, recording
 from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
 from quire.kernels.cpu.huge_pages import matrix_memory
 from quire.kernels.formats import STREAM_CODES, format_of
-from quire.kernels.linear import GatedActivation, Native, PackedWeight, WeightScheme, num_panels
+from quire.kernels.linear import GATED, Ending, Native, PackedWeight, WeightScheme, num_panels
 
-ACTIVATIONS: dict[GatedActivation | None, int] = {None: 0, "silu_and_mul": 1, "clamped_swiglu": 2}
+ACTIVATIONS: dict[Ending | None, int] = {None: 0, "silu_and_mul": 1, "clamped_swiglu": 2, "relu2": 3}
 """The codes of `enum Activation` in csrc/cpu/linear.h."""
 _NO_STREAM = -1
 """Stands for the type of what is not there: `kNoStream` of csrc/cpu/scaling.h."""
@@ -46,7 +46,7 @@ def packed_linear(
     x: Tensor,
     weight: PackedWeight,
     bias: Tensor | None = None,
-    activation: GatedActivation | None = None,
+    activation: Ending | None = None,
 ) -> Tensor:
     dtype_code("packed_linear", "x", x)
     matrix, sizes, kernel_format, padded = weight.native or checked("packed_linear", weight)
@@ -57,9 +57,9 @@ def packed_linear(
     if bias is not None:
         check_array("packed_linear", "bias", bias, torch.float32, (outputs,))
     if activation is not None:
-        if activation not in ACTIVATIONS or halves != 2:
+        if activation not in ACTIVATIONS or (activation in GATED) != (halves == 2):
             raise ValueError(f"packed_linear: activation {activation!r} with a weight in {halves} parts")
-        outputs //= 2
+        outputs //= halves
     wide = x.float().contiguous()
     rows = wide.numel() // inputs
     out = empty(wide, *lead, outputs)

@@ -8,12 +8,19 @@ from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import check_array, dtype_code, say
 from quire.kernels.cpu.states import bad_request, check_states
 
-_GATES = 5
-"""Numbers that a token has of its own for each value head; as in csrc/cpu/gated_delta.cpp."""
+_GATES = 4
+"""Numbers that a token has of its own for each value head, beside decays; as in csrc/cpu/gated_delta.cpp."""
 
 
 def gated_delta(
-    qkv: Tensor, ba: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, metadata: StateMetadata
+    qkv: Tensor,
+    ba: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    strongest: float = 1.0,
+    least: float | None = None,
 ) -> Tensor:
     dtype_code("gated_delta", "qkv", qkv)
     if states.dim() != 4 or qkv.dim() != 2:
@@ -25,15 +32,17 @@ def gated_delta(
     key_heads, rest = divmod(width - value_heads * values, 2 * keys)
     if rest or key_heads < 1 or value_heads % key_heads:
         raise ValueError(f"gated_delta: qkv is {say(qkv)} and does not fit states {list(states.shape)}")
-    check_array("gated_delta", "ba", ba, qkv.dtype, (rows, 2 * value_heads))
-    for name, vector in (("rates", rates), ("dt_bias", dt_bias)):
-        check_array("gated_delta", name, vector, torch.float32, (value_heads,))
+    steps = keys if dt_bias.numel() == value_heads * keys else 1
+    check_array("gated_delta", "ba", ba, qkv.dtype, (rows, value_heads * (1 + steps)))
+    check_array("gated_delta", "rates", rates, torch.float32, (value_heads,))
+    check_array("gated_delta", "dt_bias", dt_bias, torch.float32, (value_heads * steps,))
     step = check_states("gated_delta", states, (value_heads, keys, values), rows, metadata)
     wide, ba = qkv.float().contiguous(), ba.float()
     out = empty(wide, rows, value_heads, values)
-    gates = empty(wide, rows, value_heads, _GATES)
-    tensors = (out, wide, ba, rates, dt_bias, states, gates, *step.tensors)
-    refused = call("gated_delta", tensors, *step.sizes, step.stride, key_heads, value_heads, keys, values)
+    gates, decays = empty(wide, rows, value_heads, _GATES), empty(wide, rows, value_heads, steps)
+    tensors = (out, wide, ba, rates, dt_bias, states, gates, decays, *step.tensors)
+    sizes = (key_heads, value_heads, keys, values, steps)
+    refused = call("gated_delta", tensors, *step.sizes, step.stride, *sizes, strongest, least or 0.0)
     if refused:
         raise IndexError(bad_request("gated_delta", metadata, refused - 1, len(states)))
     return out.to(qkv.dtype)

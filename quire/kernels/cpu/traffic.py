@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from quire.kernels.cpu import library
+from quire.kernels.cpu.linear import ACTIVATIONS
 from quire.kernels.formats import STREAM_CODES
 from quire.kernels.formats.scaling import BLOCK
 
@@ -49,11 +50,14 @@ def _of_matrix(outputs: int, inputs: int, groups: Sequence[int], weight_format: 
 
 def _of_experts(values: Sequence[int]) -> int:
     """Of those that the step chose and that are here."""
-    chosen, tokens, top_k, count, first, hidden, inner = (values[i] for i in (2, 9, 10, 11, 12, 14, 15))
+    chosen, tokens, top_k, count, first, hidden, inner, activation = (
+        values[i] for i in (2, 9, 10, 11, 12, 14, 15, 16)
+    )
     (*up_groups, _, up_format), (*down_groups, _, down_format) = values[17:22], values[22:27]
     choices = {*(ctypes.c_int32 * (tokens * top_k)).from_address(chosen)}
     used = sum(first <= expert < first + count for expert in choices)
-    up = _of_matrix(2 * inner, hidden, up_groups, up_format)
+    halves = 1 if activation == ACTIVATIONS["relu2"] else 2
+    up = _of_matrix(halves * inner, hidden, up_groups, up_format)
     return used * (up + _of_matrix(hidden, inner, down_groups, down_format))
 
 
@@ -76,7 +80,7 @@ def _of_latents(values: Sequence[int]) -> int:
 
 
 def _of_delta(values: Sequence[int]) -> int:
-    requests, heads, keys, columns = (values[i] for i in (12, 18, 19, 20))
+    requests, heads, keys, columns = (values[i] for i in (13, 19, 20, 21))
     return _of_states(requests, heads * keys * columns)
 
 

@@ -81,7 +81,10 @@ def _tile(chosen, order, starts, count, BLOCK_M: tl.constexpr, BY_CHOICE: tl.con
 
 @triton.jit
 def _activated(gate, up, KIND: tl.constexpr):
-    if KIND == "clamped_swiglu":
+    if KIND == "relu2":  # of one half
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive
+    elif KIND == "clamped_swiglu":
         gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
         return up * gate / (1.0 + tl.exp(-1.702 * gate))
     else:
@@ -91,7 +94,7 @@ def _activated(gate, up, KIND: tl.constexpr):
 @triton.jit
 def _gate_up(
     out, x, x_scales, row_stride, chosen, order, starts, data, scales, zeros, book, bias, count, top_k, hidden, inner,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, BY_CHOICE: tl.constexpr,
+    ACTIVATION: tl.constexpr, HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, BY_CHOICE: tl.constexpr,
     OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -101,10 +104,10 @@ def _gate_up(
     place = first + tl.arange(0, BLOCK_M)
     used = place < end
     token = tl.load(order + place, mask=used, other=0) // top_k
-    # Gates and ups take turns in the columns of a tile.
+    # Gates and ups, if there are gates, take turns in the columns of a tile.
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_used = column < 2 * inner
-    output = expert.to(tl.int64) * 2 * inner + column % 2 * inner + column // 2
+    column_used = column < HALVES * inner
+    output = expert.to(tl.int64) * HALVES * inner + column % HALVES * inner + column // HALVES
     sums = product_tile(
         x, x_scales, token, row_stride, used, data, scales, zeros, book, output, column_used, hidden,
         OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -113,24 +116,27 @@ def _gate_up(
         sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
     if ACTIVATION == "none":
         choice = tl.load(order + place, mask=used, other=0).to(tl.int64)
-        target = out + (choice * 2 * inner)[:, None] + (column % 2 * inner + column // 2)[None, :]
+        target = out + (choice * HALVES * inner)[:, None] + (column % HALVES * inner + column // HALVES)[None, :]
         tl.store(target, sums, mask=used[:, None] & column_used[None, :])
         return
-    HALF: tl.constexpr = BLOCK_N // 2
-    gate, up = tl.split(tl.reshape(sums, [BLOCK_M, HALF, 2]))
-    result = _activated(gate, up, ACTIVATION).to(out.dtype.element_ty)
-    column = tl.program_id(1) * HALF + tl.arange(0, HALF)
+    if HALVES == 1:
+        result = _activated(sums, sums, ACTIVATION).to(out.dtype.element_ty)
+    else:
+        gate, up = tl.split(tl.reshape(sums, [BLOCK_M, BLOCK_N // 2, 2]))
+        result = _activated(gate, up, ACTIVATION).to(out.dtype.element_ty)
+    PART: tl.constexpr = BLOCK_N // HALVES
+    column = tl.program_id(1) * PART + tl.arange(0, PART)
     target = out + (place.to(tl.int64) * inner)[:, None] + column[None, :]
     tl.store(target, result, mask=used[:, None] & (column < inner)[None, :])
 
 
 @triton.jit
-def _activate(out, raw, inner, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
+def _activate(out, raw, inner, ACTIVATION: tl.constexpr, HALVES: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < inner
-    gate = tl.load(raw + row * 2 * inner + column, mask=inside, other=0.0)
-    up = tl.load(raw + row * 2 * inner + inner + column, mask=inside, other=0.0)
+    gate = tl.load(raw + row * HALVES * inner + column, mask=inside, other=0.0)
+    up = tl.load(raw + (row * HALVES + HALVES - 1) * inner + column, mask=inside, other=0.0)
     tl.store(
         out + row * inner + column, _activated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside
     )
@@ -235,17 +241,17 @@ def experts(
 
     rows, row_scales = as_multiplied(x, up.one)
     between = torch.empty(choices, inner, dtype=x.dtype, device=device)
-    raw = between if slots is None else torch.empty(choices, 2 * inner, dtype=torch.float32, device=device)
-    _gate_up[(tiles, triton.cdiv(2 * inner, BLOCK_N))](
+    raw = between if slots is None else torch.empty(choices, of.halves * inner, dtype=torch.float32, device=device)
+    _gate_up[(tiles, triton.cdiv(of.halves * inner, BLOCK_N))](
         raw, rows, row_scales, rows.stride(0), chosen, order, starts, *up.tensors(), count, top_k, hidden, inner,
-        ACTIVATION=of.activation if slots is None else "none", HAS_BIAS=up.bias is not None, BY_CHOICE=by_choice,
-        **format_options(up.one),
+        ACTIVATION=of.activation if slots is None else "none", HALVES=of.halves, HAS_BIAS=up.bias is not None,
+        BY_CHOICE=by_choice, **format_options(up.one),
     )  # fmt: skip
     if slots is not None and adapters is not None:
         each = x[:, None].expand(-1, top_k, -1).reshape(choices, hidden)
         lora_linear(raw, each, slots, adapters.gate_up)
         _activate[(choices, triton.cdiv(inner, COLUMNS))](
-            between, raw, inner, ACTIVATION=of.activation, TILE=COLUMNS
+            between, raw, inner, ACTIVATION=of.activation, HALVES=of.halves, TILE=COLUMNS
         )
     rows, row_scales = as_multiplied(between, down.one)
     made = torch.empty(choices, hidden, dtype=torch.float32, device=device)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.formats import format_of
-from quire.kernels.linear import GatedActivation, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import Ending, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import fp8
 from quire.kernels.triton.activation import silu_and_mul
 from quire.kernels.triton.codes import book_of, code_options, code_tile, has_own_product
@@ -154,19 +154,20 @@ def packed_linear(
     x: Tensor | QuantizedRows,
     weight: PackedWeight,
     bias: Tensor | None = None,
-    activation: GatedActivation | None = None,
+    activation: Ending | None = None,
 ) -> Tensor:
     """See `ops.packed_linear`; but for fp8 without groups, activations keep their dtype."""
     rows: Any = x if isinstance(x, QuantizedRows) else x.flatten(0, -2)
     multiply = _OWN.get(weight.scheme.kind, _code_linear) if has_own_product(weight) else _code_linear
     out = multiply(rows, weight, bias)
     out = out.view(*x.shape[:-1], weight.outputs)
-    return out if activation is None else _GATED[activation](out)
+    return out if activation is None else _ENDINGS[activation](out)
 
 
-_GATED: dict[GatedActivation, Callable[[Tensor], Tensor]] = {
+_ENDINGS: dict[Ending, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": silu_and_mul,
     "clamped_swiglu": reference.clamped_swiglu,
+    "relu2": reference.squared_relu,
 }
 
 

@@ -33,8 +33,8 @@ def _unit(x, index, used):
 @triton.jit
 def _gated_delta(
     out, qkv, ba, rates, dt_bias, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
-    qkv_row, ba_row, state_stride, keys, values, key_heads, scale,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+    qkv_row, ba_row, state_stride, keys, values, key_heads, scale, strongest, least,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Some columns [KEYS, TILE] of a value head's state."""
     request, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -46,7 +46,10 @@ def _gated_delta(
     both = used[:, None] & inside[None, :]
     place = (head * keys + index[:, None]) * values + column[None, :]
     state = tl.load(states + source * state_stride + place, mask=tl.where(source > 0, both, False), other=0.0)
-    rate, more = tl.load(rates + head), tl.load(dt_bias + head)
+    rate = tl.load(rates + head)
+    # The time steps of a head, of which the whole state has one, or each row of it.
+    clock = head * keys + index if BY_CHANNEL else head + 0 * index
+    more = tl.load(dt_bias + clock, mask=used, other=0.0)
     key_head = head // (heads // key_heads)
     for step in range(last - first):
         at = (first + step).to(tl.int64)
@@ -55,9 +58,10 @@ def _gated_delta(
         key = _unit(start + (key_heads + key_head) * keys, index, used)
         value = start + 2 * key_heads * keys + head * values
         value = tl.load(value + column, mask=inside, other=0.0).to(tl.float32)
-        strength = 1.0 / (1.0 + tl.exp(-tl.load(ba + at * ba_row + head).to(tl.float32)))
-        time = softplus(tl.load(ba + at * ba_row + heads + head).to(tl.float32) + more)
-        state *= tl.exp(rate * time)
+        strength = strongest / (1.0 + tl.exp(-tl.load(ba + at * ba_row + head).to(tl.float32)))
+        time = tl.load(ba + at * ba_row + heads + clock, mask=used, other=0.0).to(tl.float32)
+        decay = least / (1.0 + tl.exp(rate * (time + more))) if BOUNDED else rate * softplus(time + more)
+        state *= tl.exp(decay)[:, None]
         change = (value - tl.sum(key[:, None] * state, 0)) * strength
         state += key[:, None] * change[None, :]
         result = tl.sum(query[:, None] * state, 0)
@@ -68,7 +72,14 @@ def _gated_delta(
 
 
 def gated_delta(
-    qkv: Tensor, ba: Tensor, rates: Tensor, dt_bias: Tensor, states: Tensor, metadata: StateMetadata
+    qkv: Tensor,
+    ba: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    strongest: float = 1.0,
+    least: float | None = None,
 ) -> Tensor:
     """See `ops.gated_delta`."""
     _, heads, keys, values = states.shape
@@ -77,8 +88,9 @@ def gated_delta(
         key_heads = (qkv.shape[1] - heads * values) // (2 * keys)
         _gated_delta[(len(metadata.seq_lens), heads, triton.cdiv(values, COLUMNS))](
             out, qkv, ba, rates, dt_bias, states, *of_requests(metadata, states),
-            qkv.stride(0), ba.stride(0), states.stride(0), keys, values, key_heads, keys**-0.5,
+            qkv.stride(0), ba.stride(0), states.stride(0), keys, values, key_heads, keys**-0.5, strongest, least or 0.0,
             PAGE=metadata.block_size, KEYS=next_power_of_2(keys), TILE=COLUMNS,
+            BY_CHANNEL=len(dt_bias) > heads, BOUNDED=least is not None,
         )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""Ling, by its architecture's name Bailing (Ling team, 2025, arXiv:2503.05139), and Ling 2.0 (arXiv:2510.22115)."""
+"""Ling, by its architecture's name Bailing (Ling team, 2025, arXiv:2503.05139), Ling 2.0 (arXiv:2510.22115) and 3.0."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def read_latent(architecture: str, config: JsonObject, **fields: Any) -> ModelAr
     fields = {
         "names": _names(config, latent),
         "rope": rope,
-        "attention_scale": latent.query_size**-0.5 * _stretched(rope) ** 2,
+        "attention_scale": attention_scale(latent, rope),
         "norm_eps": rms_eps(config, 1e-6),
     } | fields
     return read_llama(
@@ -138,8 +138,8 @@ def _num_dense(config: JsonObject) -> int:
     return count
 
 
-def _stretched(rope: RopeScaling) -> float:
-    """What queries, and keys, are multiplied with as YaRN stretches positions (2023, arXiv:2309.00071)."""
-    if rope.factor <= 1.0 or not rope.mscale_all_dim:
-        return 1.0
-    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+def attention_scale(latent: LatentArch, rope: RopeScaling) -> float:
+    """What scores are multiplied with, also where YaRN stretches positions (2023, arXiv:2309.00071)."""
+    is_plain = rope.factor <= 1.0 or not rope.mscale_all_dim
+    stretched = 1.0 if is_plain else 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0
+    return latent.query_size**-0.5 * stretched**2

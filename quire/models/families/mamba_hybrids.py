@@ -154,7 +154,6 @@ def _nemotron_experts(config: JsonObject, kinds: tuple[str, ...]) -> ExpertsArch
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
     if not layers:
         return None
-    config.only("moe_latent_size", None)
     return read_deepseek_experts(
         config.with_values(n_shared_experts=1),
         default_top_k=2,
@@ -164,6 +163,8 @@ def _nemotron_experts(config: JsonObject, kinds: tuple[str, ...]) -> ExpertsArch
         shared_size=config.integer("moe_shared_expert_intermediate_size", 7688, high=MAX_WIDTH),
         layers=layers,
         gated=False,
+        activation="relu2",
+        latent_size=config.integer("moe_latent_size", 0, low=0, high=MAX_WIDTH),
     )
 
 

@@ -1,19 +1,22 @@
-"""OLMo (Groeneveld et al., 2024, arXiv:2402.00838), OLMo 2 (arXiv:2501.00656) and OLMo 3 (2025)."""
+"""OLMo (Groeneveld et al., 2024, arXiv:2402.00838), OLMo 2 (arXiv:2501.00656), OLMo 3 (2025) and OLMo Hybrid (2026)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import ModelArch
+from quire.config.arch import QKV_APART, CheckpointNames, DeltaArch, ModelArch
 from quire.models.families.fields import (
+    MAX_HEADS,
+    MAX_WIDTH,
     alternating_window,
+    layer_kinds,
     optional_number,
     read_head_dim,
     read_llama,
     rms_eps,
 )
 from quire.models.json_object import JsonObject
-from quire.models.rope_config import SLIDING, read_rope
+from quire.models.rope_config import FULL, SLIDING, read_rope
 
 
 def read_olmo(architecture: str, config: JsonObject) -> ModelArch:
@@ -45,4 +48,69 @@ def read_olmo3(architecture: str, config: JsonObject) -> ModelArch:
         rope=read_rope(config, head_dim=head_dim, theta=5e5),
         rope_local=read_rope(plain, head_dim=head_dim, theta=5e5, layer_type=SLIDING),
         **alternating_window(config, period=4),
+    )
+
+
+def read_olmo_hybrid(architecture: str, config: JsonObject) -> ModelArch:
+    """Gated DeltaNet (arXiv:2412.06464), whose norms go before, in three of four layers; OLMo 2's in the others.
+
+    States may have negative eigenvalues. Published models rotate nothing.
+    """
+    last = config.integer("num_hidden_layers") - 1
+    kinds = layer_kinds(
+        config,
+        {FULL: FULL, "linear_attention": "gated_delta"},
+        lambda layer: FULL if layer % 4 == 3 or layer == last < 3 else "gated_delta",
+    )
+    rope = config.child("rope_parameters")
+    rotates = "rope_parameters" not in config or "rope_theta" in rope
+    fields: dict[str, Any] = {} if rotates else {"rope": None}
+    return read_olmo2(
+        architecture,
+        config,
+        names=_hybrid_names(kinds),
+        layer_types=kinds,
+        blocks={"gated_delta": "sequential"},
+        delta=_read_delta(config),
+        norm_eps=rms_eps(config, 1e-6),
+        **fields,
+    )
+
+
+def _hybrid_names(kinds: tuple[str, ...]) -> CheckpointNames:
+    """Norms of the layers that do not attend have names of their own."""
+    renamed = {
+        "input_layernorm": "attention_layer_norm",
+        "linear_attn.norm": "o_norm",
+        "linear_attn.out_proj": "o_proj",
+    }
+    for layer, kind in enumerate(kinds):
+        if kind != FULL:
+            renamed[f"layers.{layer}.post_attention_layernorm"] = "feedforward_layer_norm"
+    merged = {
+        **QKV_APART,
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "in_proj_qkvz": ("q_proj", "k_proj", "v_proj", "g_proj"),
+        "in_proj_ba": ("b_proj", "a_proj"),
+        "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
+    }
+    return CheckpointNames(renamed, merged, unused=(r"\.rotary_emb\.inv_freq$", r"^mtp"))
+
+
+def _read_delta(config: JsonObject) -> DeltaArch:
+    heads = config.integer("num_attention_heads", high=MAX_HEADS)
+    key_heads = config.integer("linear_num_key_heads", heads, high=MAX_HEADS)
+    value_heads = config.integer("linear_num_value_heads", heads, high=MAX_HEADS)
+    if value_heads % key_heads:
+        raise config.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads ({key_heads})")
+    share = int(0.75 * config.integer("hidden_size", high=MAX_WIDTH) / key_heads)
+    key_dim = config.integer("linear_key_head_dim", share, high=MAX_WIDTH)
+    return DeltaArch(
+        key_heads,
+        value_heads,
+        key_dim=key_dim,
+        value_dim=config.integer("linear_value_head_dim", 2 * key_dim, high=MAX_WIDTH),
+        taps=config.integer("linear_conv_kernel_dim", 4, low=2, high=64),
+        norm_eps=1e-5,
+        strongest=2.0 if config.flag("linear_allow_neg_eigval", True) else 1.0,
     )

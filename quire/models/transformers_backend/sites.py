@@ -9,9 +9,11 @@ Shapes: T tokens of the step, Hq/Hkv query and key-value heads, Dk/Dv sizes of k
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,12 +145,32 @@ def find_sites(
     except QuireError:
         raise
     except Exception as error:
-        raise UnsupportedModelError(f"its code cannot be run without data: {error}") from error
+        if not found and not _has_interface(backbone):
+            raise UnsupportedModelError(_NO_INTERFACE) from error
+        raise UnsupportedModelError(
+            f"its code cannot be run without data: {error}, {_where(error)}"
+        ) from error
     if not found:
-        raise UnsupportedModelError("none of its modules attends through transformers' attention interface")
+        raise UnsupportedModelError(_NO_INTERFACE)
     for module, attentions in found.items():
         module.paged = nn.ModuleList(attentions)
     return type(output)
+
+
+_NO_INTERFACE = "none of its modules attends through transformers' attention interface"
+
+
+def _where(error: Exception) -> str:
+    """The innermost line of transformers' models that raised it, for people who know them."""
+    frames = traceback.extract_tb(error.__traceback__)
+    *_, frame = [frames[-1], *(frame for frame in frames if "modeling_" in frame.filename)]
+    return f"in {frame.name}, line {frame.lineno} of {Path(frame.filename).name}"
+
+
+def _has_interface(backbone: nn.Module) -> bool:
+    """Whether its authors say that it can attend otherwise than by code of its own."""
+    kinds = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
+    return any(getattr(backbone, kind, False) for kind in kinds)
 
 
 def _why_not(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
