@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from benchmarks import activations
 from benchmarks.accuracy import MODES, measure, quantized
 from quire.config import DEMO_MODEL
 from quire.quantize.grid import Grid
@@ -41,3 +44,11 @@ def test_methods_of_quire_quantize_are_written_and_measured(
     exact, rounded = measure(model, ["bf16"], 1, 12, also)
     assert rounded.mode == "rtn"
     assert exact.relative_error < rounded.relative_error < 0.1
+
+
+@pytest.mark.more
+def test_what_quire_rounds_of_activations_costs_less_than_what_checkpoints_ask_for() -> None:
+    errors = activations.measure(DEMO_MODEL, 2, 24)
+    ours = [errors.pop(name) for name in list(errors) if name.startswith("quire")]
+    assert len(ours) == 2
+    assert max(ours) < min(errors.values())
