@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.accuracy import MODES, measure
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import activations
+from benchmarks.accuracy import MODES, measure, quantized
 from quire.config import DEMO_MODEL
+from quire.quantize.grid import Grid
 
 BOUNDS = {
     "bf16": (1e-3, 0.001, 0.995),
@@ -27,3 +34,21 @@ def test_every_mode_keeps_its_bounds_on_the_model_in_the_box() -> None:
         assert found.relative_error <= error, found
         assert found.mean_logprob_distance <= distance, found
         assert found.top1_agreement >= agreement, found
+
+
+def test_methods_of_quire_quantize_are_written_and_measured(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = str(tiny_model("llama"))
+    also = quantized(model, ["rtn"], Grid(8, 32), 1, tmp_path)
+    exact, rounded = measure(model, ["bf16"], 1, 12, also)
+    assert rounded.mode == "rtn"
+    assert exact.relative_error < rounded.relative_error < 0.1
+
+
+@pytest.mark.more
+def test_what_quire_rounds_of_activations_costs_less_than_what_checkpoints_ask_for() -> None:
+    errors = activations.measure(DEMO_MODEL, 2, 24)
+    ours = [errors.pop(name) for name in list(errors) if name.startswith("quire")]
+    assert len(ours) == 2
+    assert max(ours) < min(errors.values())
