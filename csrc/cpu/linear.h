@@ -156,7 +156,7 @@ public:
         if (is_gated(job_.activation)) return write_gated(out, sums);
         for (int64_t p = 0; p < panels_; ++p) {
             for (int64_t i = 0; i < kPanel; i += kLanes) {
-                const Vec value = ended(job_.activation, load(sums + p * kPanel + i, All{}), {});
+                const Vec value = ended(job_.activation, load(sums + p * kPanel + i, All{}), Vec{});
                 store_some(out + first_[p] + i, value, count_[p] - i);
             }
         }
