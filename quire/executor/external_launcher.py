@@ -99,7 +99,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
                 part.tolist() for part in self._plans.all_gather(torch.tensor(numbers, dtype=torch.float64))
             )
         ]
-        return memory_of_ranks(found, self._launch.local_size)
+        return memory_of_ranks(found, [self._launch.local_size] * len(found))
 
     def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
         """At once: when a thread would be done is not the same on all ranks."""

@@ -11,7 +11,7 @@ import time
 
 from quire.config import EngineConfig
 from quire.executor.host_share import config_of_rank
-from quire.executor.hosts import join
+from quire.executor.gate import Hello, join
 from quire.executor.rank_processes import RankProcesses
 from quire.processes import exit_reason
 
@@ -29,10 +29,10 @@ def run_headless(config: EngineConfig) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parallel = config.parallel
     ranks = parallel.ranks_of(parallel.node_rank)
-    processes = RankProcesses(config_of_rank(config, len(ranks)), parallel.num_ranks)
+    processes = RankProcesses(config_of_rank(config, len(ranks)))
     try:
         for rank in ranks:
-            way = join(parallel, rank)
+            way = join((parallel.master_addr, parallel.master_port), Hello.of(parallel, rank))
             processes.hand_over(rank, way.getsockname()[0], way)
         logger.info("ranks %d to %d have joined %s", ranks[0], ranks[-1], parallel.master_addr)
         while not (ended := processes.ended()):

@@ -16,6 +16,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError, EngineError, RankLostError, StartupError, ValidationError
 from quire.executor.messages import Failed
 from quire.executor.multiproc import MultiprocExecutor
+from quire.executor.starter import HostStarter
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.structured_output.params import StructuredOutputsParams
@@ -69,6 +70,12 @@ def executor_of(engine: LLMEngine) -> MultiprocExecutor:
     return executor
 
 
+def pids_of(engine: LLMEngine) -> dict[int, int]:
+    starter = executor_of(engine)._starter
+    assert isinstance(starter, HostStarter)
+    return starter.pids
+
+
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
@@ -96,9 +103,9 @@ def test_one_rank_has_the_bits_of_a_worker_in_the_core(
         engine.sleep(level, "wait")
         engine.wake_up()
     assert said(run(engine)) == said(alone)
-    ranks = executor_of(engine)._ranks
-    ranks._connections[0].close()  # as when the core is killed
-    ranks._here._processes[0].wait(60)
+    executor = executor_of(engine)
+    executor._ranks._wires[0].close()  # as when the core is killed
+    executor._starter.processes._processes[0].wait(60)
     engine.shutdown()
 
 
@@ -116,7 +123,7 @@ def test_two_ranks_have_the_bits_of_one_until_one_is_killed(tiny_model: Callable
         assert numbers(outputs) == numbers(alone)
         engine.sleep(1, "wait")
         engine.wake_up()
-    pids = executor_of(engine)._ranks.pids
+    pids = pids_of(engine)
     engine.add_request("last", [1, 2, 3], PARAMS[0])
     engine.step()
     os.kill(pids[1], signal.SIGKILL)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.errors import EngineError
-from tests.executor.test_multiproc import PARAMS, executor_of, is_gone, numbers, run, said, started
+from tests.executor.test_multiproc import PARAMS, is_gone, numbers, pids_of, run, said, started
 from tests.fixtures.quick import quick
 from tests.fixtures.thread_ranks import ThreadRanks
 
@@ -57,7 +57,7 @@ def test_stages_that_are_processes_until_one_is_killed(tiny_model: Callable[[str
     outputs = run(engine)
     assert said(outputs) == said(alone)
     assert numbers(outputs) == numbers(alone)
-    pids = executor_of(engine)._ranks.pids
+    pids = pids_of(engine)
     engine.add_request("last", [1, 2, 3], PARAMS[0])
     engine.step()
     os.kill(pids[0], signal.SIGKILL)
