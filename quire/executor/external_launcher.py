@@ -27,6 +27,7 @@ from quire.executor.uniproc import UniprocExecutor
 from quire.kernels import cpu
 from quire.kv_cache.spec import KVMemory, SwapCosts
 from quire.layers.shard import Shard
+from quire.lora_request import LoRARequest
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
 
@@ -104,6 +105,12 @@ class ExternalLauncherExecutor(UniprocExecutor):
     def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
         """At once: when a thread would be done is not the same on all ranks."""
         done = super().prepare_grammar(params)
+        wait([done])
+        return done
+
+    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+        """As above."""
+        done = super().prepare_adapter(request)
         wait([done])
         return done
 

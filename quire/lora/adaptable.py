@@ -110,7 +110,7 @@ class AdaptableTable:
 
     def give(self, stacks: LoraStacks) -> None:
         """Let it add what these have."""
-        self.layer.table_adapters = TableAdapters(stacks)
+        self.layer.table_adapters = TableAdapters(stacks, self.layer.group, self.layer.rows[0])
 
     def give_rows(self, num_slots: int, max_rows: int, dtype: torch.dtype, device: torch.device) -> OwnRows:
         """Let adapters have so many rows of their own."""
