@@ -60,9 +60,9 @@ class ParallelConfig(Config):
 
     distributed_executor_backend: str = option(
         "auto",
-        "uni: in the engine's process; mp: one for each rank; external_launcher: torchrun's; auto: uni, or mp; "
-        "null: none; or module:Class.",
-        choices=("auto", "uni", "mp", "external_launcher", "null"),
+        "uni: in the engine's process; mp: one for each rank; ray: where Ray has room; external_launcher: torchrun's; "
+        "auto: uni, or mp; null: none; or module:Class.",
+        choices=("auto", "uni", "mp", "ray", "external_launcher", "null"),
         plugins="quire.executors",
         places=True,
     )

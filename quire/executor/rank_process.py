@@ -54,9 +54,9 @@ class RankProcess:
         wire: Wire,
         *,
         address: str,
-        directory: Path | None = None,
+        directory: Path,
     ) -> None:
-        """`address` is this host's, as all ranks reach it; ranks of one host may meet in a directory of theirs."""
+        """`address` is this host's, as all ranks reach it, `directory` one that its ranks have in common."""
         self._config, self._rank, self._size = config, rank, config.parallel.num_ranks
         self._wire, self._address, self._directory = wire, address, directory
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRank)
@@ -106,7 +106,6 @@ class RankProcess:
         from quire.distributed.gloo import file_store, tcp_store  # which one rank does not need
 
         if place is None:
-            assert self._directory is not None, "a rank has a way to the others"
             store = file_store(self._directory / "ranks", self._size)
         else:
             store = tcp_store(*place, self._rank, serves=False, join_s=JOIN_S)
@@ -165,8 +164,7 @@ class RankProcess:
             poll.register(fd, select.POLLRDHUP)
         poll.poll()
         self._wire.shutdown()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
         time.sleep(GRACE_S)
         os._exit(1)
 

@@ -37,7 +37,7 @@ class RankProcesses:
     def __init__(self, config: EngineConfig, program: Sequence[str] = PROGRAM) -> None:
         self._program = program
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        with _startup_errors():
+        with startup_errors():
             self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
             (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
 
@@ -48,7 +48,7 @@ class RankProcesses:
 
     def start(self, rank: int, address: str) -> socket.socket:
         """Start one, and return the other end of its socket; `address` is its host's, as all ranks reach it."""
-        with _startup_errors():
+        with startup_errors():
             ours, theirs = socket.socketpair()
         self.hand_over(rank, address, theirs)
         return ours
@@ -56,7 +56,7 @@ class RankProcesses:
     def hand_over(self, rank: int, address: str, end: socket.socket) -> None:
         """Start one with this end of its socket, which it keeps alone."""
         told = [str(self._directory), str(rank), address, str(end.fileno())]
-        with end, _startup_errors():
+        with end, startup_errors():
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, *self._program, *told], stdin=subprocess.PIPE, pass_fds=[end.fileno()]
             )
@@ -102,7 +102,8 @@ class RankProcesses:
 
 
 @contextmanager
-def _startup_errors() -> Iterator[None]:
+def startup_errors() -> Iterator[None]:
+    """What the machine refuses is a StartupError."""
     try:
         yield
     except OSError as error:

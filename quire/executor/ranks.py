@@ -142,7 +142,7 @@ class Ranks:
             self._note(rank, message)
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Whom to hear. Where the last word came soon it spins a while for the next: ranks of slow steps need the cores."""
+        """Whom to hear; spins a while if the last word came soon. Ranks of slow steps need all cores."""
         began = time.perf_counter()
         ready: list[tuple[int, int]] = []
         while self._spins and not ready and time.perf_counter() - began < SPIN_S:

@@ -95,6 +95,23 @@ def test_two_hosts_have_the_bits_of_one_until_one_is_killed(
 
 
 @pytest.mark.more
+def test_a_rank_that_is_stopped_on_another_host_is_named_within_seconds(
+    tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    model, port = tiny_model("llama"), free_port()
+    with second_host(model, tmp_path, port) as host:
+        llm = LLM(str(model), tp_invariant=True, **LIMITS | options(port))
+        (rank,) = children_of(host.pid)
+        os.kill(rank, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="rank 1 is lost"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert time.monotonic() - began < 10
+        wait_for_end([rank, host.pid], 10)
+        llm.llm_engine.shutdown()
+
+
+@pytest.mark.more
 def test_a_server_takes_its_hosts_with_it_and_a_host_its_server(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:

@@ -36,8 +36,9 @@ def started(model: Path, **args: Any) -> LLMEngine:
         "max_num_seqs": 3,
         "max_num_batched_tokens": 16,
         "num_gpu_blocks_override": 12,
+        "cpu_threads": 1,
     }
-    return LLMEngine(EngineConfig.from_args(model=str(model), device="cpu", cpu_threads=1, **limits | args))
+    return LLMEngine(EngineConfig.from_args(model=str(model), device="cpu", **limits | args))
 
 
 def run(engine: LLMEngine) -> dict[str, RequestOutput]:

@@ -49,6 +49,34 @@ def test_stages_have_the_bits_of_one_process(
     engine.shutdown()
 
 
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("rank", "how", "words"),
+    [
+        (0, signal.SIGKILL, "killed by signal 9"),
+        (1, signal.SIGSTOP, "is stopped"),
+        (2, signal.SIGSTOP, "is stopped"),
+        (3, signal.SIGKILL, "killed by signal 9"),
+    ],
+)
+def test_whichever_rank_ends_or_stops_is_named_within_seconds(
+    rank: int, how: signal.Signals, words: str, tiny_model: Callable[[str], Path]
+) -> None:
+    engine = started(
+        tiny_model("llama"), pipeline_parallel_size=2, tensor_parallel_size=2, async_scheduling=True
+    )
+    pids = pids_of(engine)
+    engine.add_request("last", [1, 2, 3], PARAMS[0])
+    engine.step()
+    os.kill(pids[rank], how)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=rf"rank {rank} is lost; it says: process {pids[rank]}:? {words}"):
+        run(engine)
+    assert time.monotonic() - began < 10
+    engine.shutdown()
+    assert all(map(is_gone, pids.values()))
+
+
 def test_stages_that_are_processes_until_one_is_killed(tiny_model: Callable[[str], Path]) -> None:
     one = started(tiny_model("llama"))
     alone = run(one)
