@@ -26,6 +26,7 @@ from quire.executor.rank_processes import DEATH_S, startup_errors
 from quire.executor.ray_messages import Come, FromRay, Lost, Placed, Wanted
 from quire.executor.starter import Starter
 from quire.executor.wire import Wire
+from quire.processes import why_silent
 
 PLACE_S = 60.0
 """A cluster that has no room may be about to have some."""
@@ -33,6 +34,7 @@ START_S = 120.0
 """On a busy machine Ray takes half a minute."""
 CLOSE_TIMEOUT_S = 20.0
 """A Ray of our own has a dozen processes to end."""
+LOOK_S = 0.02
 
 
 class RayStarter(Starter):
@@ -103,12 +105,13 @@ class RayStarter(Starter):
     def close(self) -> None:
         if self._wire is not None:
             self._wire.close()
-        if self._process is not None:
-            try:
-                self._process.wait(CLOSE_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+        if self._process is not None and self._process.returncode is None:
+            until = time.monotonic() + CLOSE_TIMEOUT_S
+            while why_silent(self._process.pid) is None and time.monotonic() < until:
+                time.sleep(LOOK_S)
+            # Some of Ray's processes do not see that it was killed. As long as it is not waited for, the group is its.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         if self._gate is not None:
             self._gate.close()
         if self._directory:

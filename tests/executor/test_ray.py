@@ -228,6 +228,23 @@ if __name__ == "__main__":
 
 @pytest.mark.more
 @with_ray
+def test_nothing_outlives_a_ray_of_our_own_that_is_killed(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    engine = ray(tiny_model("llama"), tensor_parallel_size=2)
+    pid = process_of(engine)
+    pids, ranks = below(pid), ranks_below(pid).values()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: all(is_over(rank) for rank, _ in ranks))
+    with pytest.raises(EngineError, match=r"rank . is lost; it says: Ray's process has ended"):
+        run(engine)
+    engine.shutdown()
+    wait_for(lambda: all(map(is_over, pids)))
+
+
+@pytest.mark.more
+@with_ray
 @pytest.mark.parametrize("ends", ["orderly", "killed"])
 def test_a_ray_of_our_own_is_guarded_and_goes_with_the_engine(
     ends: str, tiny_model: Callable[[str], Path]
