@@ -60,8 +60,8 @@ class ParallelConfig(Config):
 
     distributed_executor_backend: str = option(
         "auto",
-        "uni: in the engine's process; mp: one for each rank; ray: where Ray has room; external_launcher: torchrun's; "
-        "auto: uni, or mp; null: none; or module:Class.",
+        "uni: in the engine's process; mp: one for each rank; ray: as mp, by Ray; external_launcher: torchrun's; "
+        "null: none; or module:Class.",
         choices=("auto", "uni", "mp", "ray", "external_launcher", "null"),
         plugins="quire.executors",
         places=True,

@@ -70,10 +70,6 @@ def plan(number: int) -> SchedulerOutput:
     return SchedulerOutput(number, [], [], [])
 
 
-def directories() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("quire-ranks-*"))
-
-
 @contextmanager
 def three() -> Iterator[Ranks]:
     starter = HostStarter(EngineConfig(), 3, PROGRAM)
@@ -113,14 +109,14 @@ def test_all_answer_and_the_first_has_the_results(ranks: Ranks) -> None:
     assert late.exception() is None
 
 
-def test_the_directory_is_there_until_they_have_met() -> None:
-    before = directories()
+def test_the_directory_is_there_until_they_have_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     starter = HostStarter(EngineConfig(), 1, PROGRAM)
     ranks = Ranks(starter)
-    (own,) = directories() - before
+    (own,) = tmp_path.iterdir()
     assert own.stat().st_mode & 0o777 == 0o700
     starter.have_met()
-    assert directories() == before
+    assert not list(tmp_path.iterdir())
     ranks.close()
 
 
