@@ -60,9 +60,9 @@ class ParallelConfig(Config):
 
     distributed_executor_backend: str = option(
         "auto",
-        "uni: in the engine's process; mp: one for each rank; external_launcher: torchrun's; auto: uni, or mp; "
+        "uni: in the engine's process; mp: one for each rank; ray: as mp, by Ray; external_launcher: torchrun's; "
         "null: none; or module:Class.",
-        choices=("auto", "uni", "mp", "external_launcher", "null"),
+        choices=("auto", "uni", "mp", "ray", "external_launcher", "null"),
         plugins="quire.executors",
         places=True,
     )

@@ -49,7 +49,6 @@ def wants_of_ranks(config: EngineConfig, executors: Collection[str] = EXECUTORS)
     return {
         f"--distributed-executor-backend mp, not {executor}": executor in executors,
         f"--device cpu, not {config.device.device}": config.device.device != "cpu",
-        "no --enable-lora": config.lora.enable_lora,
         "no --cpu-pin-threads, which would pin all ranks to the same cores": config.device.cpu_pin_threads,
     }
 
@@ -81,6 +80,7 @@ def _check_stages(config: EngineConfig) -> None:
         )
     method = config.speculative.settings.method
     wants = {
+        "no --enable-lora: adapters are read whole": config.lora.enable_lora,
         "a model that generates: one that is pooled runs in one stage": config.pooling is not None,
         f"no model or heads that guess ({method}): ngram and suffix need none": method in MODEL_KEYS,
     }

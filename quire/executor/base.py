@@ -126,6 +126,7 @@ EXECUTORS: PluginTable[type[Executor]] = PluginTable(
     {
         "uni": "quire.executor.uniproc:UniprocExecutor",
         "mp": "quire.executor.multiproc:MultiprocExecutor",
+        "ray": "quire.executor.ray_executor:RayExecutor",
         "external_launcher": "quire.executor.external_launcher:ExternalLauncherExecutor",
         "null": "quire.executor.null:NullExecutor",
     },

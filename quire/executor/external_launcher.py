@@ -27,6 +27,7 @@ from quire.executor.uniproc import UniprocExecutor
 from quire.kernels import cpu
 from quire.kv_cache.spec import KVMemory, SwapCosts
 from quire.layers.shard import Shard
+from quire.lora_request import LoRARequest
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
 
@@ -99,11 +100,17 @@ class ExternalLauncherExecutor(UniprocExecutor):
                 part.tolist() for part in self._plans.all_gather(torch.tensor(numbers, dtype=torch.float64))
             )
         ]
-        return memory_of_ranks(found, self._launch.local_size)
+        return memory_of_ranks(found, [self._launch.local_size] * len(found))
 
     def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
         """At once: when a thread would be done is not the same on all ranks."""
         done = super().prepare_grammar(params)
+        wait([done])
+        return done
+
+    def prepare_adapter(self, request: LoRARequest) -> Future[None]:
+        """As above."""
+        done = super().prepare_adapter(request)
         wait([done])
         return done
 

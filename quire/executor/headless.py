@@ -8,16 +8,19 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections.abc import Sequence
 
 from quire.config import EngineConfig
+from quire.executor.gate import Hello, join
 from quire.executor.host_share import config_of_rank
-from quire.executor.hosts import join
 from quire.executor.rank_processes import RankProcesses
 from quire.processes import exit_reason
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
+LOOKS_AT_STOPPED = 25
+"""A rank that was seen to be stopped so often in turn is ended: nobody who waits for it can see it."""
 
 
 def run_headless(config: EngineConfig) -> int:
@@ -29,18 +32,34 @@ def run_headless(config: EngineConfig) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parallel = config.parallel
     ranks = parallel.ranks_of(parallel.node_rank)
-    processes = RankProcesses(config_of_rank(config, len(ranks)), parallel.num_ranks)
+    place = parallel.master_addr, parallel.master_port
+    hellos = [Hello.of(parallel, rank) for rank in ranks]
     try:
-        for rank in ranks:
-            way = join(parallel, rank)
-            processes.hand_over(rank, way.getsockname()[0], way)
-        logger.info("ranks %d to %d have joined %s", ranks[0], ranks[-1], parallel.master_addr)
-        while not (ended := processes.ended()):
-            time.sleep(LOOK_S)
+        ended = bring(config_of_rank(config, len(ranks)), hellos, place)
     except KeyboardInterrupt:
         return 0
+    for rank, how in ended.items():
+        logger.info("rank %d has ended: %s", rank, how)
+    return int(any(how != exit_reason(0) for how in ended.values()))
+
+
+def bring(config: EngineConfig, hellos: Sequence[Hello], place: tuple[str, int]) -> dict[int, str]:
+    """Have ranks of this host join an engine; once one of them has ended, end all and say how those ended.
+
+    Raises:
+        StartupError: the engine is not there, or does not want these ranks.
+    """
+    processes, stopped = RankProcesses(config), 0
+    try:
+        for hello in hellos:
+            way = join(place, hello)
+            processes.hand_over(hello.rank, way.getsockname()[0], way)
+        logger.info("joined %s with ranks %s", place[0], ", ".join(str(hello.rank) for hello in hellos))
+        while not (ended := processes.ended()):
+            time.sleep(LOOK_S)
+            stopped = stopped + 1 if processes.stopped() else 0
+            if stopped >= LOOKS_AT_STOPPED:
+                return processes.stopped()
     finally:
         processes.close()
-    for rank, code in ended.items():
-        logger.info("rank %d has ended: %s", rank, exit_reason(code))
-    return max(map(abs, ended.values())) and 1
+    return {rank: exit_reason(code) for rank, code in ended.items()}

@@ -17,15 +17,21 @@ def config_of_rank(config: EngineConfig, num_ranks: int) -> EngineConfig:
     return config.evolve(cpu_threads=max(Host().num_threads()[0] // num_ranks, 1))
 
 
-def memory_of_ranks(found: Sequence[KVMemory], num_ranks: int) -> KVMemory:
+def memory_of_ranks(found: Sequence[KVMemory], num_beside: Sequence[int]) -> KVMemory:
     """What each of all ranks may take for the cache, of what each has found free on a host of so many ranks."""
-    least = min(found, key=lambda memory: memory.free_bytes)
+    parts = [_part(memory, num) for memory, num in zip(found, num_beside, strict=True)]
+    unasked = [memory.default_bytes for memory in parts if memory.default_bytes is not None]
+    least = min(parts, key=lambda memory: memory.free_bytes)
+    return replace(least, default_bytes=min(unasked) if unasked else None)
+
+
+def _part(memory: KVMemory, num_ranks: int) -> KVMemory:
     if num_ranks == 1:
-        return least
-    unasked = [memory.default_bytes for memory in found if memory.default_bytes is not None]
+        return memory
+    default = memory.default_bytes
     return replace(
-        least,
-        free_bytes=least.free_bytes // num_ranks,
-        default_bytes=min(unasked) // num_ranks if unasked else None,
-        reason=f"a part for each of {num_ranks} ranks of {least.reason}",
+        memory,
+        free_bytes=memory.free_bytes // num_ranks,
+        default_bytes=None if default is None else default // num_ranks,
+        reason=f"a part for each of {num_ranks} ranks of {memory.reason}",
     )

@@ -12,8 +12,9 @@ import msgspec
 from quire.config import EngineConfig
 from quire.errors import EngineError, StartupError
 from quire.executor.base import Executor
-from quire.executor.host_share import config_of_rank, memory_of_ranks
+from quire.executor.host_share import memory_of_ranks
 from quire.executor.ranks import Answers, Ranks
+from quire.executor.starter import HostStarter, Starter
 from quire.kv_cache.plain import decode_specs, encode_kv_config
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.lora_request import LoRARequest
@@ -25,21 +26,23 @@ from quire.structured_output.vocabulary import Vocabulary
 class MultiprocExecutor(Executor):
     """Tells all ranks the same, and takes results from the first of the last stage."""
 
+    starter_type: type[Starter] = HostStarter
+
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._size = config.parallel.num_ranks
-        self._num_hosts = config.parallel.nnodes
         self._stages: tuple[tuple[str, ...], ...] = ()
         """Layers of each with something in the cache, once they are known."""
-        self._ranks = Ranks(config_of_rank(config, self._size // self._num_hosts), self._size)
+        self._starter = self.starter_type(config, self._size)
+        self._ranks = Ranks(self._starter)
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._background: ThreadPoolExecutor | None = None
         self._level = 1
 
     def load(self) -> None:
-        place = self._all("open_store")[0] if self._num_hosts > 1 else None
+        place = self._all("open_store")[0] if self._starter.meet_by_network() else None
         self._all("load", place)
-        self._ranks.have_met()
+        self._starter.have_met()
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
         wanted, shares = self._all("kv_cache_specs"), self.config.parallel.tensor_parallel_size
@@ -50,9 +53,9 @@ class MultiprocExecutor(Executor):
         return decode_specs({name: spec for first, *_ in stages for name, spec in first.items()})
 
     def kv_memory(self) -> KVMemory:
-        """What each rank may take: all see the same free memory, and have an equal part of it."""
+        """What each rank may take: all of a host see the same free memory, and have an equal part of it."""
         found = [msgspec.convert(plain, KVMemory) for plain in self._all("kv_memory")]
-        return replace(memory_of_ranks(found, self._size // self._num_hosts), stages=self._stages)
+        return replace(memory_of_ranks(found, self._starter.num_beside()), stages=self._stages)
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
         self._all("initialize_kv_cache", encode_kv_config(kv_config))

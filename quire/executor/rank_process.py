@@ -1,24 +1,24 @@
-"""A rank as a process of its own: `python -m quire.executor.rank_process DIRECTORY RANK SIZE ADDRESS FD`.
+"""A rank as a process of its own: `python -m quire.executor.rank_process DIRECTORY RANK ADDRESS FD`.
 
-Invariant: one thread does what the executor says on the socket FD, in its order, while another reads, so that neither
-side ever waits for the other to read. When the other end of the socket is closed, or that of the pipe at its standard
-input, by which it knows its parent, the process ends, whatever it is doing.
+Invariant: one thread reads what the executor says on the socket FD and does it, in its order; the executor never waits
+for it to read. When the other end of the socket is closed, or that of the pipe at its standard input, by which it knows
+its parent, the process ends, whatever it is doing.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from quire.config import EngineConfig
 from quire.executor.agreement import check_ranks_agree
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
 from quire.executor.places import JOIN_S, Place, meet, with_replicas
+from quire.executor.wire import SPIN_S, Wire
 from quire.kv_cache.plain import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
 from quire.lora_request import LoRARequest
@@ -46,27 +47,32 @@ GRACE_S = 2.0
 class RankProcess:
     """One worker, and the ways to the executor and to the other ranks."""
 
-    def __init__(self, directory: Path, rank: int, size: int, address: str, connection: Connection) -> None:
-        self._directory, self._rank, self._size, self._address = directory, rank, size, address
-        self._connection = connection
-        self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
-        observability = self._config.observability
-        configure_logging(observability.log_level, observability.log_format)
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        wire: Wire,
+        *,
+        address: str,
+        directory: Path,
+    ) -> None:
+        """`address` is this host's, as all ranks reach it, `directory` one that its ranks have in common."""
+        self._config, self._rank, self._size = config, rank, config.parallel.num_ranks
+        self._wire, self._address, self._directory = wire, address, directory
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRank)
-        self._frames: SimpleQueue[bytes | None] = SimpleQueue()
-        self._sending = threading.Lock()
         self._place = Place()
         self._worker: Worker | None = None
         self._store: Any = None
 
-    def run(self) -> int:
-        """Until the executor is gone or a step fails; returns the exit code."""
-        for watch in (self._read, self._watch_parent):
-            threading.Thread(target=watch, name="quire-rank-reader", daemon=True).start()
+    def run(self, *parents: int) -> int:
+        """Until the executor is gone, or whoever has the other ends of these pipes, or a step fails: the exit code."""
+        fds = (self._wire.fileno(), *parents)
+        threading.Thread(target=self._watch, args=fds, name="quire-rank-watch", daemon=True).start()
         try:
-            while (frame := self._frames.get()) is not None:
-                if not self._obey(self._decoder.decode(frame)):
-                    return 1
+            while self._obey(self._decoder.decode(self._wire.recv(SPIN_S))):
+                pass
+            return 1
+        except EOFError:
             return 0
         finally:
             self._place.close()
@@ -149,26 +155,17 @@ class RankProcess:
 
     def _send(self, message: FromRank) -> None:
         try:
-            with self._sending:
-                self._connection.send_bytes(self._encoder.encode(message))
+            self._wire.send(self._encoder.encode(message))
         except OSError:
             logger.info("rank %d: nobody hears it any more", self._rank)
 
-    def _read(self) -> None:
-        try:
-            while True:
-                self._frames.put(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            self._end()
-
-    def _watch_parent(self) -> None:
-        while os.read(sys.stdin.fileno(), 1):
-            pass
-        self._end()
-
-    def _end(self) -> None:
-        """From a thread that sees that nobody needs this rank any more."""
-        self._frames.put(None)
+    def _watch(self, *fds: int) -> None:
+        """Until the other end of one of these is closed; nobody needs this rank then."""
+        poll = select.poll()
+        for fd in fds:
+            poll.register(fd, select.POLLRDHUP)
+        poll.poll()
+        self._wire.shutdown()
         shutil.rmtree(self._directory, ignore_errors=True)
         time.sleep(GRACE_S)
         os._exit(1)
@@ -202,8 +199,12 @@ def main() -> int:
     configure_logging()
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    directory, rank, size, address, fd = sys.argv[1:]
-    return RankProcess(Path(directory), int(rank), int(size), address, Connection(int(fd))).run()
+    directory, rank, address, fd = sys.argv[1:]
+    config = msgspec.json.decode((Path(directory) / "config.json").read_bytes(), type=EngineConfig)
+    configure_logging(config.observability.log_level, config.observability.log_format)
+    wire = Wire(socket.socket(fileno=int(fd)))
+    process = RankProcess(config, int(rank), wire, address=address, directory=Path(directory))
+    return process.run(sys.stdin.fileno())
 
 
 if __name__ == "__main__":

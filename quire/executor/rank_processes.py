@@ -28,16 +28,16 @@ DEATH_S = 1.0
 
 
 class RankProcesses:
-    """So many processes of a program for Python.
+    """Processes of a program for Python.
 
     Raises:
         StartupError: the machine refuses a process, or room for a file.
     """
 
-    def __init__(self, config: EngineConfig, size: int, program: Sequence[str] = PROGRAM) -> None:
-        self._size, self._program = size, program
+    def __init__(self, config: EngineConfig, program: Sequence[str] = PROGRAM) -> None:
+        self._program = program
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        with _startup_errors():
+        with startup_errors():
             self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
             (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
 
@@ -48,15 +48,15 @@ class RankProcesses:
 
     def start(self, rank: int, address: str) -> socket.socket:
         """Start one, and return the other end of its socket; `address` is its host's, as all ranks reach it."""
-        with _startup_errors():
+        with startup_errors():
             ours, theirs = socket.socketpair()
         self.hand_over(rank, address, theirs)
         return ours
 
     def hand_over(self, rank: int, address: str, end: socket.socket) -> None:
         """Start one with this end of its socket, which it keeps alone."""
-        told = [str(self._directory), str(rank), str(self._size), address, str(end.fileno())]
-        with end, _startup_errors():
+        told = [str(self._directory), str(rank), address, str(end.fileno())]
+        with end, startup_errors():
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, *self._program, *told], stdin=subprocess.PIPE, pass_fds=[end.fileno()]
             )
@@ -65,9 +65,11 @@ class RankProcesses:
         """All ranks know each other and have read what they are to do."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def stopped(self) -> list[int]:
-        """Those that somebody has stopped."""
-        return [rank for rank, pid in self.pids.items() if why_silent(pid) == STOPPED]
+    def stopped(self) -> dict[int, str]:
+        """What is to be said of those that somebody has stopped."""
+        return {
+            rank: f"process {pid} {STOPPED}" for rank, pid in self.pids.items() if why_silent(pid) == STOPPED
+        }
 
     def ended(self) -> dict[int, int]:
         """The exit codes of those that have ended."""
@@ -100,7 +102,8 @@ class RankProcesses:
 
 
 @contextmanager
-def _startup_errors() -> Iterator[None]:
+def startup_errors() -> Iterator[None]:
+    """What the machine refuses is a StartupError."""
     try:
         yield
     except OSError as error:

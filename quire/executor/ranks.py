@@ -1,32 +1,28 @@
-"""All ranks of an engine, on this host and on others: spoken to, listened to and ended, all alike.
+"""All ranks of an engine, whoever has started them: spoken to and listened to, all alike.
 
-Invariant: there is one socket to each, of which it has the other end, and it ends when that is closed.
+Invariant: there is one connection to each, of which it has the other end, and it ends when that is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import select
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import msgspec
 
-from quire.config import EngineConfig
 from quire.errors import RankLostError
-from quire.executor.hosts import Gate
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped
-from quire.executor.rank_processes import DEATH_S, PROGRAM, RankProcesses
-from quire.processes import STOPPED
+from quire.executor.rank_processes import DEATH_S
+from quire.executor.starter import Starter
+from quire.executor.wire import SPIN_S, Wire
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
-LOOPBACK = "127.0.0.1"
 WAIT_MS = 500
 LOOKS_AT_STOPPED = 10
 """After so many times WAIT_MS without a word from anybody a rank that is stopped is given up."""
@@ -51,38 +47,36 @@ class Answers(Future[Any]):
 
 
 class Ranks:
-    """Processes of a program for Python, and those that other hosts bring. Any thread may send messages; one listens.
+    """Those that somebody starts. Any thread may send messages; one listens.
 
     Raises:
-        StartupError: the machine refuses a process or room for a file, or another host does not come; nothing is left
-            behind.
+        StartupError: not all can be started; nothing is left behind.
     """
 
-    def __init__(self, config: EngineConfig, size: int, program: Sequence[str] = PROGRAM) -> None:
+    def __init__(self, starter: Starter) -> None:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromRank)
         self._lock = threading.Lock()
         self._poll = select.poll()
-        self._size = size
-        self._connections: list[Connection] = []
+        self._size = starter.size
+        self._wires: list[Wire] = []
         self._by_fd: dict[int, int] = {}
         self._outputs: deque[ModelRunnerOutput] = deque()
         self._calls: dict[int, tuple[Answers, dict[int, Returned | Failed]]] = {}
         self._num_calls = 0
         self._lost: Exception | None = None
+        self._spins = False
         self._stopped: dict[int, int] = {}
         """How often in turn a rank was seen to be stopped."""
-        self._gate = Gate(config.parallel) if config.parallel.nnodes > 1 else None
-        self._here = RankProcesses(config, size, program)
+        self._starter = starter
         try:
-            self._begin({} if self._gate is None else self._gate.let_in())
+            for way in starter.start():
+                wire = Wire(way)
+                self._by_fd[wire.fileno()] = len(self._wires)
+                self._wires.append(wire)
+                self._poll.register(wire.fileno(), select.POLLIN)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """The process of each rank of this host."""
-        return self._here.pids
 
     def call(self, method: str, *args: Any, answers: Answers | None = None) -> Answers:
         """Have all ranks do something, behind what they were told before; of errors, that of the lowest rank counts."""
@@ -113,45 +107,33 @@ class Ranks:
         """
         if self._lost is not None:
             raise self._lost
-        ready = self._poll.poll(WAIT_MS if wait else 0)
+        ready = self._wait() if wait else self._poll.poll(0)
         for fd, _ in ready:
             self._hear(self._by_fd[fd])
         if wait and not ready:
             self._look()
 
-    def have_met(self) -> None:
-        """All ranks know each other and have read what they are to do."""
-        self._here.have_met()
-
     def close(self) -> None:
         """End all ranks; twice is fine."""
-        for connection in self._connections:
-            connection.close()
-        self._connections = []
-        self._here.close()
-        if self._gate is not None:
-            self._gate.close()
-
-    def _begin(self, guests: Mapping[int, socket.socket]) -> None:
-        """Start those ranks that no other host has brought; they have come to its address for all."""
-        address = next((guest.getsockname()[0] for guest in guests.values()), LOOPBACK)
-        for rank in range(self._size):
-            connection = Connection((guests.get(rank) or self._here.start(rank, address)).detach())
-            self._by_fd[connection.fileno()] = len(self._connections)
-            self._connections.append(connection)
-            self._poll.register(connection.fileno(), select.POLLIN)
+        for wire in self._wires:
+            wire.close()
+        self._wires = []
+        self._starter.close()
 
     def _tell(self, message: Step | Call) -> None:
         frame = self._encoder.encode(message)
-        for connection in self._connections:
+        for wire in self._wires:
             with contextlib.suppress(OSError):  # whoever listens hears of it
-                connection.send_bytes(frame)
+                wire.post(frame)
 
     def _hear(self, rank: int) -> None:
         try:
-            message = self._decoder.decode(self._connections[rank].recv_bytes())
-        except (EOFError, OSError):
+            for frame in self._wires[rank].frames():
+                self._take(self._decoder.decode(frame), rank)
+        except EOFError:
             self._fail(self._death(rank))
+
+    def _take(self, message: FromRank, rank: int) -> None:
         if isinstance(message, Stepped):
             self._outputs.append(message.output)
         elif message.number is None:
@@ -159,13 +141,23 @@ class Ranks:
         else:
             self._note(rank, message)
 
+    def _wait(self) -> list[tuple[int, int]]:
+        """Whom to hear; spins a while if the last word came soon. Ranks of slow steps need all cores."""
+        began = time.perf_counter()
+        ready: list[tuple[int, int]] = []
+        while self._spins and not ready and time.perf_counter() - began < SPIN_S:
+            ready = self._poll.poll(0)
+        ready = ready or self._poll.poll(WAIT_MS)
+        self._spins = time.perf_counter() - began < SPIN_S
+        return ready
+
     def _look(self) -> None:
         """Of a rank that is stopped, and not by whoever stops the core as well, nobody would ever hear."""
-        stopped = self._here.stopped()
+        stopped = self._starter.stopped()
         self._stopped = {rank: self._stopped.get(rank, 0) + 1 for rank in stopped}
-        for rank in stopped:
+        for rank, said in stopped.items():
             if self._stopped[rank] >= LOOKS_AT_STOPPED:
-                self._fail(RankLostError([rank], f"process {self.pids[rank]} {STOPPED}"))
+                self._fail(RankLostError([rank], said))
 
     def _note(self, rank: int, answer: Returned | Failed) -> None:
         assert answer.number is not None
@@ -184,28 +176,26 @@ class Ranks:
         until = time.monotonic() + DEATH_S
         said, who = failure, rank
         while said.kind == RankLostError.__name__:
-            self._poll.unregister(self._connections[who].fileno())
+            self._poll.unregister(self._wires[who].fileno())
             ready = self._poll.poll(max(until - time.monotonic(), 0) * 1000)
             if not ready:
                 return failure.error(rank)
             who = self._by_fd[ready[0][0]]
             try:
                 said = self._last_words(who)
-            except (EOFError, OSError):
+            except EOFError:
                 return self._death(who)
         return said.error(who)
 
     def _last_words(self, rank: int) -> Failed:
         """Why a step failed on a rank; raises EOFError if it ends without having said."""
         while True:
-            message = self._decoder.decode(self._connections[rank].recv_bytes())
+            message = self._decoder.decode(self._wires[rank].recv())
             if isinstance(message, Failed) and message.number is None:
                 return message
 
     def _death(self, rank: int) -> RankLostError:
-        if rank in self._here.pids:
-            return RankLostError([rank], self._here.why_gone(rank))
-        return RankLostError([rank], "its host has ended it, or is gone itself")
+        return RankLostError([rank], self._starter.why_gone(rank))
 
 
 def settle(answers: Answers, given: Sequence[Returned | Failed]) -> None:

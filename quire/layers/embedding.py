@@ -20,6 +20,7 @@ from quire.layers.own_rows import OwnOutputs, OwnRows
 from quire.layers.shard import Span
 from quire.layers.slot import Slot
 from quire.layers.table_adapters import TableAdapters
+from quire.layers.table_share import looked_up_among
 
 
 class VocabEmbedding(MatrixLayer):
@@ -103,18 +104,30 @@ class VocabEmbedding(MatrixLayer):
         hidden = hidden.to(logits.dtype)
         added = self._own_logits(logits, hidden, adapter_rows, num_added)
         if self.adapters is not None:
-            ops.lora_linear(logits, hidden, adapter_rows, self.adapters)
+            logits = self._with_products(logits, hidden, adapter_rows, self.adapters)
         return torch.cat((logits, added), 1) if num_added else logits
+
+    def _with_products(
+        self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, adapters: LoraStacks
+    ) -> Tensor:
+        """Logits [N, V] with what adapters add, of which each rank makes that of its tokens."""
+        own = logits if self.group is None else logits[:, self.rows[0]].contiguous()
+        ops.lora_linear(own, hidden, adapter_rows, adapters)
+        return own if self.group is None else ops.all_gather(own, self.group)
 
     def _own_logits(self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, num_added: int) -> Tensor:
         """Put what rows of adapters make into the logits [N, V]; returns those behind them, [N, num_added]."""
         own, vocab_size = self.own_outputs, logits.shape[1]
-        if own is None or not num_added:
-            if own is not None:
-                own.replace(logits, hidden, adapter_rows, self.bias)
+        if own is None:
+            return logits[:, :0]
+        bias: Tensor | None = self.bias
+        if bias is not None and self.group is not None:
+            bias = ops.all_gather(bias[None], self.group)[0]
+        if not num_added:
+            own.replace(logits, hidden, adapter_rows, bias)
             return logits[:, :0]
         wide = F.pad(logits, (0, num_added))
-        own.replace(wide, hidden, adapter_rows, self.bias)
+        own.replace(wide, hidden, adapter_rows, bias)
         logits.copy_(wide[:, :vocab_size])
         return wide[:, vocab_size:]
 
@@ -133,15 +146,7 @@ class VocabEmbedding(MatrixLayer):
 
     def looked_up(self, ids: Tensor) -> Tensor:
         """Rows [T, H] of the table as it is kept, for ids [T] in [0, V)."""
-        return self._rows(ids) if self.group is None else self._rows_of_all(ids)
-
-    def _rows_of_all(self, ids: Tensor) -> Tensor:
-        """Each token's row, from the rank that has it: -0.0, which the others add, changes no number, not even 0.0."""
-        assert self.group is not None
-        local = ids - self.rows[0].start
-        foreign = (local < 0) | (local >= self.num_rows)
-        rows = self._rows(local.masked_fill(foreign, 0)).masked_fill(foreign[:, None], -0.0)
-        return ops.all_reduce(rows, self.group)
+        return looked_up_among(self.group, self.rows[0], ids, self._rows)
 
     def _rows(self, ids: Tensor) -> Tensor:
         if self.packed is not None:

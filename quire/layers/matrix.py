@@ -94,8 +94,9 @@ class MatrixLayer(Layer):
         crosses = shard.group.size > 1 and self.cut != "whole"
         self.group: Group | None = shard.group if crosses else None
         """Those with whom its outputs are put together, or added up, depending on the cut; None: they are whole."""
-        adds_bias = self.has_bias and self.is_here and (self.cut != "input" or shard.rank == 0)
-        self.bias = parameter(self.num_rows, dtype=self.dtype) if adds_bias else None
+        self.adds_once = self.is_here and (self.cut != "input" or shard.rank == 0)
+        """Whether this rank adds what is added to a sum once."""
+        self.bias = parameter(self.num_rows, dtype=self.dtype) if self.has_bias and self.adds_once else None
 
     def _columns(self, shard: Shard) -> slice:
         count, rest = divmod(self.inputs, shard.of)

@@ -8,8 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.distributed.group import Group
 from quire.kernels import ops
 from quire.kernels.lora import LoraStacks
+from quire.layers.table_share import looked_up_among
 
 
 class TableAdapters:
@@ -17,9 +19,12 @@ class TableAdapters:
 
     Args:
         stacks: of the matrix [H, V] by which a table multiplies the one-hot row of a token: its `a` is looked up, too.
+        group: the ranks that share the table; None: this one has all of it.
+        own: the tokens that this rank has.
     """
 
-    def __init__(self, stacks: LoraStacks) -> None:
+    def __init__(self, stacks: LoraStacks, group: Group | None = None, own: slice = slice(0, 0)) -> None:
+        self._group, self._own = group, own
         slots, _, self._num_rows, ranks = stacks.a.shape
         self._a = stacks.a.view(slots * self._num_rows, ranks)
         # What was looked up has been shrunk already.
@@ -31,5 +36,8 @@ class TableAdapters:
 
         adapter_rows [T] int32 as of `ops.lora_linear`.
         """
-        shrunk = ops.embedding(ids + adapter_rows.clamp(min=0) * self._num_rows, self._a)
-        ops.lora_linear(rows, shrunk.to(rows.dtype), adapter_rows, self._expand)
+        first = adapter_rows.clamp(min=0) * self._num_rows
+        shrunk = looked_up_among(
+            self._group, self._own, ids, lambda local: ops.embedding(local + first, self._a).to(rows.dtype)
+        )
+        ops.lora_linear(rows, shrunk, adapter_rows, self._expand)

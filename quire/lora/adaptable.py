@@ -137,7 +137,7 @@ class AdaptableTable:
     ) -> LoraStacks:
         """As that of `AdaptableLayer`."""
         stacks = self.stacks(num_slots, max_rank, dtype, device)
-        self.layer.table_adapters = TableAdapters(stacks)
+        self.layer.table_adapters = TableAdapters(stacks, self.layer.group, self.layer.rows[0])
         return stacks
 
     def give_rows(self, num_slots: int, max_rows: int, dtype: torch.dtype, device: torch.device) -> OwnRows:

@@ -137,6 +137,8 @@ class _LayerReader:
     def _offsets(self, place: Place, module: AdaptedModule, tensors: Mapping[Kind, Tensor]) -> Tensor | float:
         """What its biases add to what the layer makes."""
         rows = place.piece.rows
+        if not self._layer.adds_once:
+            return 0.0
         offsets: Tensor | float = 0.0
         if "bias" in tensors:
             offsets = tensors["bias"][rows] - self._own_bias(place)

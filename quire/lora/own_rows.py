@@ -93,7 +93,7 @@ def _rows_of(
             own = (
                 TokenRows(torch.tensor(module.tokens, dtype=torch.int64), rows.clone())
                 if kind == "rows"
-                else _changed_rows(rows, _table_of(module, targets))
+                else _changed_rows(rows, _whole_table(file, info, module, targets))
             )
             yield info, own, kind != "table"
 
@@ -102,6 +102,16 @@ def _table_of(module: AdaptedModule, targets: Targets) -> VocabEmbedding:
     layer = targets.layers[module.target.places[0].layer].layer
     assert isinstance(layer, VocabEmbedding), "no other module has such tensors"
     return layer
+
+
+def _whole_table(
+    file: SafetensorsFile, info: TensorInfo, module: AdaptedModule, targets: Targets
+) -> VocabEmbedding:
+    """With which a rank compares rows; it is not for a reader in the background to ask other ranks for theirs."""
+    table = _table_of(module, targets)
+    if table.group is not None:
+        raise wrong(file, info, "is a whole table, which is not supported with --tensor-parallel-size")
+    return table
 
 
 def _tied(module: AdaptedModule, targets: Targets) -> list[int]:

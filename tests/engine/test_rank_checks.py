@@ -26,7 +26,6 @@ def test_several_ranks_have_processes(tiny_model: Callable[[str], Path]) -> None
     [
         ({"distributed_executor_backend": "uni"}, "which wants --distributed-executor-backend mp, not uni"),
         ({"distributed_executor_backend": "null"}, "which wants --distributed-executor-backend mp, not null"),
-        ({"enable_lora": True}, "which wants no --enable-lora"),
         ({"cpu_pin_threads": True}, "which wants no --cpu-pin-threads"),
     ],
 )

@@ -21,7 +21,8 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig, ParallelConfig
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, EngineError, StartupError
-from quire.executor.hosts import Gate, join
+from quire.executor.gate import Gate, Hello
+from quire.executor.gate import join as join_at
 from tests.end_to_end.server import QUIRE, Server, children_of, free_port
 
 LIMITS = {"max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}
@@ -32,6 +33,10 @@ PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1)
 def parallel(node_rank: int = 0, port: int = 0, **args: Any) -> ParallelConfig:
     sizes = {"tensor_parallel_size": 4, "nnodes": 2} | args
     return ParallelConfig(node_rank=node_rank, master_port=port or free_port(), **sizes)
+
+
+def join(own: ParallelConfig, rank: int, join_s: float) -> socket.socket:
+    return join_at((own.master_addr, own.master_port), Hello.of(own, rank), join_s)
 
 
 def said(llm: LLM) -> Any:
@@ -87,6 +92,23 @@ def test_two_hosts_have_the_bits_of_one_until_one_is_killed(
         wait_for_end(processes, 10)
         llm.llm_engine.shutdown()
     assert not list((tmp_path / "elsewhere").glob("quire-*"))
+
+
+@pytest.mark.more
+def test_a_rank_that_is_stopped_on_another_host_is_named_within_seconds(
+    tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    model, port = tiny_model("llama"), free_port()
+    with second_host(model, tmp_path, port) as host:
+        llm = LLM(str(model), tp_invariant=True, **LIMITS | options(port))
+        (rank,) = children_of(host.pid)
+        os.kill(rank, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="rank 1 is lost"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert time.monotonic() - began < 10
+        wait_for_end([rank, host.pid], 10)
+        llm.llm_engine.shutdown()
 
 
 @pytest.mark.more
@@ -166,7 +188,7 @@ def test_a_host_comes_once_but_for_one_that_has_gone() -> None:
 
 def test_hosts_that_wait_for_one_another_in_vain_say_for_whom() -> None:
     words = r"host 1, 2, 3 of 4 has not joined within 0.1 s; start there"
-    with closing(Gate(parallel(nnodes=4))) as entrance, pytest.raises(StartupError, match=words):
+    with closing(Gate.of_hosts(parallel(nnodes=4))) as entrance, pytest.raises(StartupError, match=words):
         entrance.let_in(0.1)
     with pytest.raises(StartupError, match=r"host 1 has waited 0.1 s for the first one, at 127.0.0.1:\d+: "):
         join(parallel(1), 2, join_s=0.1)
@@ -200,5 +222,5 @@ def test_what_hosts_cannot_share_is_refused(
 def gate() -> Iterator[tuple[int, Any]]:
     """The port of a first host, and what comes of letting the others in."""
     first = parallel()
-    with closing(Gate(first)) as entrance, ThreadPoolExecutor(1) as pool:
+    with closing(Gate.of_hosts(first)) as entrance, ThreadPoolExecutor(1) as pool:
         yield first.master_port, pool.submit(entrance.let_in, 60.0)

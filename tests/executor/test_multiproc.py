@@ -16,6 +16,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError, EngineError, RankLostError, StartupError, ValidationError
 from quire.executor.messages import Failed
 from quire.executor.multiproc import MultiprocExecutor
+from quire.executor.starter import HostStarter
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.structured_output.params import StructuredOutputsParams
@@ -35,8 +36,9 @@ def started(model: Path, **args: Any) -> LLMEngine:
         "max_num_seqs": 3,
         "max_num_batched_tokens": 16,
         "num_gpu_blocks_override": 12,
+        "cpu_threads": 1,
     }
-    return LLMEngine(EngineConfig.from_args(model=str(model), device="cpu", cpu_threads=1, **limits | args))
+    return LLMEngine(EngineConfig.from_args(model=str(model), device="cpu", **limits | args))
 
 
 def run(engine: LLMEngine, wanted: Sequence[SamplingParams] = PARAMS) -> dict[str, RequestOutput]:
@@ -69,6 +71,12 @@ def executor_of(engine: LLMEngine) -> MultiprocExecutor:
     return executor
 
 
+def pids_of(engine: LLMEngine) -> dict[int, int]:
+    starter = executor_of(engine)._starter
+    assert isinstance(starter, HostStarter)
+    return starter.pids
+
+
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
@@ -80,8 +88,11 @@ def alone(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, RequestOutput
     engine.shutdown()
 
 
-def directories() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("quire-ranks-*"))
+@pytest.fixture
+def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[Path]]:
+    """What ranks of this test have left in a folder for temporary files that is theirs alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return lambda: set(tmp_path.glob("quire-ranks-*"))
 
 
 @pytest.mark.more
@@ -96,27 +107,28 @@ def test_one_rank_has_the_bits_of_a_worker_in_the_core(
         engine.sleep(level, "wait")
         engine.wake_up()
     assert said(run(engine)) == said(alone)
-    ranks = executor_of(engine)._ranks
-    ranks._connections[0].close()  # as when the core is killed
-    ranks._here._processes[0].wait(60)
+    executor = executor_of(engine)
+    executor._ranks._wires[0].close()  # as when the core is killed
+    executor._starter.processes._processes[0].wait(60)
     engine.shutdown()
 
 
-def test_two_ranks_have_the_bits_of_one_until_one_is_killed(tiny_model: Callable[[str], Path]) -> None:
+def test_two_ranks_have_the_bits_of_one_until_one_is_killed(
+    tiny_model: Callable[[str], Path], directories: Callable[[], set[Path]]
+) -> None:
     """All play tapes; in those of two, kernels cross ranks."""
     one = started(tiny_model("llama"), tp_invariant=True)
     alone = run(one)
     one.shutdown()
-    before = directories()
     engine = started(tiny_model("llama"), tp_invariant=True, tensor_parallel_size=2)
-    assert directories() == before, "ranks that have met need none"
+    assert not directories(), "ranks that have met need none"
     for _ in range(2):
         outputs = run(engine)
         assert said(outputs) == said(alone)
         assert numbers(outputs) == numbers(alone)
         engine.sleep(1, "wait")
         engine.wake_up()
-    pids = executor_of(engine)._ranks.pids
+    pids = pids_of(engine)
     engine.add_request("last", [1, 2, 3], PARAMS[0])
     engine.step()
     os.kill(pids[1], signal.SIGKILL)
@@ -147,12 +159,11 @@ def test_two_ranks_that_share_experts_have_the_bits_of_one(
 
 
 def test_what_a_rank_cannot_load_is_a_startup_error_of_the_same_words(
-    tiny_model: Callable[[str], Path],
+    tiny_model: Callable[[str], Path], directories: Callable[[], set[Path]]
 ) -> None:
-    before = directories()
     with pytest.raises(ConfigError, match=r"self_attn\.q_norm \(RowRMSNorm\) cannot be shared out"):
         started(tiny_model("olmo2"), tensor_parallel_size=2)
-    assert directories() == before
+    assert not directories()
 
 
 @pytest.mark.parametrize("error", [StartupError("no"), ConfigError("no"), ValidationError("no")])

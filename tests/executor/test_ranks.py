@@ -15,6 +15,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import EngineError, RankLostError, ValidationError
 from quire.executor.ranks import Ranks
+from quire.executor.starter import HostStarter
 from quire.scheduler.output import SchedulerOutput
 
 RANK = """
@@ -25,7 +26,7 @@ from quire.errors import RankLostError, ValidationError
 from quire.executor.messages import Call, Failed, Returned, Stepped, ToRank
 from quire.scheduler.output import ModelRunnerOutput
 
-directory, rank, size, address, fd = sys.argv[1:]
+directory, rank, address, fd = sys.argv[1:]
 connection, decoder = Connection(int(fd)), msgspec.msgpack.Decoder(ToRank)
 
 def say(message):
@@ -59,7 +60,7 @@ while True:
     elif message.method == "refuse" and rank != "0":
         say(Failed.of(ValidationError("by " + rank), message.number))
     else:
-        say(Returned(message.number, [rank, size, *message.args]))
+        say(Returned(message.number, [rank, *message.args]))
 """
 LOSES, FAILS = 1000, 1001
 PROGRAM = ("-c", f"LOSES, FAILS = {LOSES}, {FAILS}\n{RANK}")
@@ -69,17 +70,20 @@ def plan(number: int) -> SchedulerOutput:
     return SchedulerOutput(number, [], [], [])
 
 
-def directories() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("quire-ranks-*"))
-
-
 @contextmanager
 def three() -> Iterator[Ranks]:
-    ranks = Ranks(EngineConfig(), 3, PROGRAM)
+    starter = HostStarter(EngineConfig(), 3, PROGRAM)
+    ranks = Ranks(starter)
     yield ranks
     ranks.close()
     ranks.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids.values())
+    assert len(starter.pids) == 3
+    assert not any(Path(f"/proc/{pid}").exists() for pid in starter.pids.values())
+
+
+def pids(ranks: Ranks) -> dict[int, int]:
+    assert isinstance(ranks._starter, HostStarter)
+    return ranks._starter.pids
 
 
 @pytest.fixture(scope="module")
@@ -100,18 +104,19 @@ def test_all_answer_and_the_first_has_the_results(ranks: Ranks) -> None:
         ranks.step(plan(number))
     late = ranks.call("say", "a", 1)
     assert [ranks.output().step_id for _ in range(3)] == [0, 1, 2]
-    assert late.result() == [[str(rank), "3", "a", 1] for rank in range(3)]
+    assert late.result() == [[str(rank), "a", 1] for rank in range(3)]
     assert late.done()
     assert late.exception() is None
 
 
-def test_the_directory_is_there_until_they_have_met() -> None:
-    before = directories()
-    ranks = Ranks(EngineConfig(), 1, PROGRAM)
-    (own,) = directories() - before
+def test_the_directory_is_there_until_they_have_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    starter = HostStarter(EngineConfig(), 1, PROGRAM)
+    ranks = Ranks(starter)
+    (own,) = tmp_path.iterdir()
     assert own.stat().st_mode & 0o777 == 0o700
-    ranks.have_met()
-    assert directories() == before
+    starter.have_met()
+    assert not list(tmp_path.iterdir())
     ranks.close()
 
 
@@ -133,16 +138,16 @@ def test_a_call_that_some_refuse_costs_only_itself(ranks: Ranks) -> None:
 def test_large_messages_go_both_ways_at_once(ranks: Ranks) -> None:
     text = "x" * 10**6
     answers = [ranks.call("say", text) for _ in range(3)]
-    assert [one.result()[2][2] for one in answers] == [text] * 3
+    assert [one.result()[2][1] for one in answers] == [text] * 3
 
 
 def test_a_rank_that_ends_is_named_now_and_later(mortal: Ranks) -> None:
     mortal.call("say").result()
-    os.kill(mortal.pids[2], signal.SIGKILL)
+    os.kill(pids(mortal)[2], signal.SIGKILL)
     answers = mortal.call("say")
     for _ in range(2):
         with pytest.raises(
-            RankLostError, match=rf"rank 2 is lost; it says: process {mortal.pids[2]}: killed by signal 9"
+            RankLostError, match=rf"rank 2 is lost; it says: process {pids(mortal)[2]}: killed by signal 9"
         ):
             answers.result()
     with pytest.raises(RankLostError, match="rank 2 is lost"):
@@ -153,7 +158,7 @@ def test_a_rank_that_is_stopped_is_given_up_and_killed(
     mortal: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.executor.ranks.LOOKS_AT_STOPPED", 2)
-    os.kill(mortal.pids[0], signal.SIGSTOP)
+    os.kill(pids(mortal)[0], signal.SIGSTOP)
     mortal.step(plan(0))
     for _ in range(2):
         with pytest.raises(RankLostError, match=r"rank 0 is lost; it says: process \d+ is stopped"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.errors import EngineError
-from tests.executor.test_multiproc import PARAMS, executor_of, is_gone, numbers, run, said, started
+from tests.executor.test_multiproc import PARAMS, executor_of, is_gone, numbers, pids_of, run, said, started
 from tests.fixtures.quick import quick, quick_models
 from tests.fixtures.thread_ranks import ThreadRanks
 from tests.models.harness import prepared_config
@@ -69,6 +69,8 @@ def test_stages_of_every_family_have_the_bits_of_one_process(
             found.append((said(outputs), numbers(outputs)))
         engine.shutdown()
     assert all(one == found[0] for one in found)
+
+
 @pytest.mark.more
 def test_ranks_of_stages_may_share_experts(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -86,6 +88,34 @@ def test_ranks_of_stages_may_share_experts(
     assert numbers(outputs) == numbers(alone)
 
 
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("rank", "how", "words"),
+    [
+        (0, signal.SIGKILL, "killed by signal 9"),
+        (1, signal.SIGSTOP, "is stopped"),
+        (2, signal.SIGSTOP, "is stopped"),
+        (3, signal.SIGKILL, "killed by signal 9"),
+    ],
+)
+def test_whichever_rank_ends_or_stops_is_named_within_seconds(
+    rank: int, how: signal.Signals, words: str, tiny_model: Callable[[str], Path]
+) -> None:
+    engine = started(
+        tiny_model("llama"), pipeline_parallel_size=2, tensor_parallel_size=2, async_scheduling=True
+    )
+    pids = pids_of(engine)
+    engine.add_request("last", [1, 2, 3], PARAMS[0])
+    engine.step()
+    os.kill(pids[rank], how)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=rf"rank {rank} is lost; it says: process {pids[rank]}:? {words}"):
+        run(engine)
+    assert time.monotonic() - began < 10
+    engine.shutdown()
+    assert all(map(is_gone, pids.values()))
+
+
 def test_stages_that_are_processes_until_one_is_killed(tiny_model: Callable[[str], Path]) -> None:
     one = started(tiny_model("llama"))
     alone = run(one)
@@ -94,7 +124,7 @@ def test_stages_that_are_processes_until_one_is_killed(tiny_model: Callable[[str
     outputs = run(engine)
     assert said(outputs) == said(alone)
     assert numbers(outputs) == numbers(alone)
-    pids = executor_of(engine)._ranks.pids
+    pids = pids_of(engine)
     engine.add_request("last", [1, 2, 3], PARAMS[0])
     engine.step()
     os.kill(pids[0], signal.SIGKILL)

@@ -1,17 +1,19 @@
-"""How the ranks of other hosts come to the first one's executor, which speaks to all ranks alike.
+"""How ranks that others have started come to the executor, which speaks to all ranks alike.
 
-Invariant: a host opens a connection for each of its ranks, says on it which that is, and, once that is welcome, leaves
-it to the rank's process. What is no host of this engine is told so, and costs the engine nothing.
+Invariant: for each rank somebody opens a connection, says on it which that is, and, once that is welcome, leaves it to
+the rank's process. What is no rank of this engine is told so, and costs the engine nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import socket
 import struct
 import time
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 JOIN_S = 300.0
 """Hosts are started by hand or by a scheduler, one after the other."""
 HELLO_S = 5.0
+LOOK_S = 1.0
 RETRY_S = 0.2
 MOST_HELLO_BYTES = 4096
 SILENCE_S = 5
@@ -32,30 +35,37 @@ SILENCE_S = 5
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Who wants to join; all but the number of the rank must be the first host's."""
+    """Who wants to join; all but the numbers of rank and host must be the engine's."""
 
     version: str
     num_ranks: int
     nnodes: int
     node_rank: int
     rank: int
+    key: str = ""
+    """What the engine has told those that it wants, if it has told them anything."""
 
     @staticmethod
-    def of(parallel: ParallelConfig, rank: int) -> Hello:
+    def of(parallel: ParallelConfig, rank: int, key: str = "") -> Hello:
         """That of a rank of this host."""
-        return Hello(__version__, parallel.num_ranks, parallel.nnodes, parallel.node_rank, rank)
+        return Hello(__version__, parallel.num_ranks, parallel.nnodes, parallel.node_rank, rank, key)
 
 
 class Gate:
-    """The first host's port, held as long as its engine is there.
+    """A port of the engine's host, held as long as the engine is there.
+
+    Args:
+        place: address and port; 0: a free one.
+        wanted: the number of each rank that is to come, and of its host.
 
     Raises:
         StartupError: the port is taken, as by another engine, or the address is none of this host.
     """
 
-    def __init__(self, parallel: ParallelConfig) -> None:
-        self._parallel = parallel
-        place = parallel.master_addr, parallel.master_port
+    def __init__(
+        self, parallel: ParallelConfig, place: tuple[str, int], wanted: Mapping[int, int], key: str = ""
+    ) -> None:
+        self._parallel, self._wanted, self._key = parallel, wanted, key
         try:
             family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server(place, family=family)
@@ -65,38 +75,60 @@ class Gate:
                 "and --master-port free, also of other engines"
             ) from error
 
-    def let_in(self, join_s: float = JOIN_S) -> dict[int, socket.socket]:
-        """Wait for all ranks of the other hosts; returns a connection to each.
+    @staticmethod
+    def of_hosts(parallel: ParallelConfig) -> Gate:
+        """That of the first of several hosts, for the ranks of the others."""
+        others = range(1, parallel.nnodes)
+        wanted = {rank: node for node in others for rank in parallel.ranks_of(node)}
+        return Gate(parallel, (parallel.master_addr, parallel.master_port), wanted)
+
+    @property
+    def port(self) -> int:
+        """Where it is."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def let_in(
+        self, join_s: float = JOIN_S, look: Callable[[], None] = lambda: None
+    ) -> dict[int, socket.socket]:
+        """Wait for all ranks that are wanted; returns a connection to each.
+
+        Args:
+            look: asked now and then; raises if it is no use to wait.
 
         Raises:
             StartupError: not all came; the message names their hosts.
         """
-        wanted = {
-            rank: node for node in range(1, self._parallel.nnodes) for rank in self._parallel.ranks_of(node)
-        }
         inside: dict[int, socket.socket] = {}
         until = time.monotonic() + join_s
-        while missing := sorted({node for rank, node in wanted.items() if rank not in inside}):
-            self._listener.settimeout(max(until - time.monotonic(), 0.001))
-            try:
-                guest, peer = self._listener.accept()
-            except TimeoutError:
-                _close(inside)
-                raise StartupError(self._missing(missing, join_s)) from None
-            hello = _heard(guest)
-            problem = "this is no rank of quire" if hello is None else self._problem(hello, inside)
-            if hello is None or problem:
-                logger.warning("a connection from %s is refused: %s", peer[0], problem)
-                _answer(guest, problem)
-                guest.close()
-            elif _answer(guest, ""):
-                inside[hello.rank] = guest
-                logger.info("rank %d of host %d has joined from %s", hello.rank, hello.node_rank, peer[0])
+        try:
+            while missing := sorted(self._wanted.keys() - inside.keys()):
+                look()
+                if time.monotonic() > until:
+                    raise StartupError(self._missing(missing, join_s))
+                self._listener.settimeout(min(LOOK_S, max(until - time.monotonic(), 0.001)))
+                with contextlib.suppress(TimeoutError):
+                    self._receive(*self._listener.accept(), inside)
+        except BaseException:
+            for way in inside.values():
+                way.close()
+            raise
         return inside
 
     def close(self) -> None:
         """Let the port go; twice is fine."""
         self._listener.close()
+
+    def _receive(self, guest: socket.socket, peer: tuple[str, int], inside: dict[int, socket.socket]) -> None:
+        hello = _heard(guest)
+        problem = "this is no rank of quire" if hello is None else self._problem(hello, inside)
+        if hello is None or problem:
+            logger.warning("a connection from %s is refused: %s", peer[0], problem)
+            _answer(guest, problem)
+            guest.close()
+        elif _answer(guest, ""):
+            inside[hello.rank] = guest
+            logger.info("rank %d of host %d has joined from %s", hello.rank, hello.node_rank, peer[0])
 
     def _problem(self, hello: Hello, inside: dict[int, socket.socket]) -> str:
         """Why one cannot join, for its operator; empty: it can."""
@@ -109,14 +141,18 @@ class Gate:
         for name, (theirs, ours) in facts.items():
             if theirs != ours:
                 return f"all hosts must have the same {name}, which is {theirs} here and {ours} on the first host"
-        if not 0 < node < own.nnodes or hello.rank not in own.ranks_of(node):
+        if not hmac.compare_digest(hello.key.encode(), self._key.encode()):
+            return "it belongs to another engine"
+        if self._wanted.get(hello.rank) != node:
             return f"there is no rank {hello.rank} on a host {node} of {own.nnodes}"
         if hello.rank in inside and not _is_gone(inside[hello.rank]):
             return f"a host with --node-rank {node} has joined before"
         return ""
 
-    def _missing(self, nodes: list[int], join_s: float) -> str:
-        own = self._parallel
+    def _missing(self, ranks: list[int], join_s: float) -> str:
+        own, nodes = self._parallel, sorted({self._wanted[rank] for rank in ranks})
+        if own.nnodes == 1:
+            return f"ranks {', '.join(map(str, ranks))} have not joined within {join_s:g} s"
         return (
             f"host {', '.join(map(str, nodes))} of {own.nnodes} has not joined within {join_s:g} s; start there, with "
             f"the other options as here: quire serve --headless --nnodes {own.nnodes} --node-rank {nodes[0]} "
@@ -124,28 +160,28 @@ class Gate:
         )
 
 
-def join(parallel: ParallelConfig, rank: int, join_s: float = JOIN_S) -> socket.socket:
-    """A connection from a rank of this host to the executor on the first one, which may be yet to come.
+def join(place: tuple[str, int], hello: Hello, join_s: float = JOIN_S) -> socket.socket:
+    """A connection from a rank of this host to the executor, which may be yet to come.
 
     Raises:
         StartupError: there is none within `join_s`, or it has no place for this rank; the message says why.
     """
-    way = _opened(parallel, join_s)
-    place = f"{parallel.master_addr}:{parallel.master_port}"
+    way = _opened(place, hello, join_s)
+    where = f"{place[0]}:{place[1]}"
     try:
         connection = Connection(os.dup(way.fileno()))
         with connection:
             _set_patience(way, HELLO_S * 2)
-            connection.send_bytes(msgspec.msgpack.encode(Hello.of(parallel, rank)))
+            connection.send_bytes(msgspec.msgpack.encode(hello))
             problem = connection.recv_bytes(MOST_HELLO_BYTES).decode()
     except (EOFError, OSError, UnicodeDecodeError) as error:
         way.close()
         raise StartupError(
-            f"the first host, at {place}, does not answer ({error!r}): it may have all its ranks already"
+            f"the first host, at {where}, does not answer ({error!r}): it may have all its ranks already"
         ) from error
     if problem:
         way.close()
-        raise StartupError(f"the first host, at {place}, refuses this one: {problem}")
+        raise StartupError(f"the first host, at {where}, refuses this one: {problem}")
     _set_patience(way, 0)
     return way
 
@@ -166,15 +202,15 @@ def watched(way: socket.socket) -> socket.socket:
     return way
 
 
-def _opened(parallel: ParallelConfig, join_s: float) -> socket.socket:
-    place, until = (parallel.master_addr, parallel.master_port), time.monotonic() + join_s
+def _opened(place: tuple[str, int], hello: Hello, join_s: float) -> socket.socket:
+    until = time.monotonic() + join_s
     while True:
         try:
             return watched(socket.create_connection(place, timeout=HELLO_S))
         except OSError as error:
             if time.monotonic() > until:
                 raise StartupError(
-                    f"host {parallel.node_rank} has waited {join_s:g} s for the first one, at {place[0]}:{place[1]}: "
+                    f"host {hello.node_rank} has waited {join_s:g} s for the first one, at {place[0]}:{place[1]}: "
                     f"{error}"
                 ) from error
             time.sleep(RETRY_S)
@@ -215,8 +251,3 @@ def _is_gone(guest: socket.socket) -> bool:
         except ConnectionError:
             return True
     return False
-
-
-def _close(inside: dict[int, socket.socket]) -> None:
-    for way in inside.values():
-        way.close()

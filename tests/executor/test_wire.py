@@ -1,0 +1,86 @@
+"""Frames come whole and in order, however they are cut on their way, and who sends them never waits."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from quire.executor.wire import Wire
+
+LARGE = 1 << 22
+
+
+@pytest.fixture
+def ways() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ways = socket.socketpair()
+    yield ways
+    for way in ways:
+        way.close()
+
+
+def frames(seed: int) -> list[bytes]:
+    rng = random.Random(seed)
+    return [rng.randbytes(rng.choice([0, 1, 5, 1000, 65531, 65532, 65533, 300_000])) for _ in range(60)]
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 1e-4])
+def test_frames_come_whole_and_in_order(ways: tuple[socket.socket, socket.socket], spin_s: float) -> None:
+    sent, other = frames(1), Wire(ways[1])
+    thread = threading.Thread(target=lambda: [Wire(ways[0]).send(frame) for frame in sent])
+    thread.start()
+    assert [other.recv(spin_s) for _ in sent] == sent
+    thread.join()
+
+
+def test_bytes_that_come_one_by_one_are_frames_too(ways: tuple[socket.socket, socket.socket]) -> None:
+    other, came = Wire(ways[1]), []
+    for byte in b"\0\0\0\3abc\0\0\0\0\0\0\0\1d":
+        ways[0].send(bytes([byte]))
+        came += list(other.frames())
+    assert came == [b"abc", b"", b"d"]
+
+
+def test_who_posts_waits_for_nobody_and_keeps_the_order(ways: tuple[socket.socket, socket.socket]) -> None:
+    wire, other = Wire(ways[0]), Wire(ways[1])
+    sent = [bytes([number]) * size for number, size in enumerate([3, LARGE, 5, LARGE, 7])]
+    for frame in sent:
+        wire.post(frame)  # though nobody reads
+    assert [other.recv() for _ in sent] == sent
+    wire.post(b"last")
+    assert other.recv() == b"last"
+
+
+def test_it_speaks_as_connections_of_multiprocessing_do(ways: tuple[socket.socket, socket.socket]) -> None:
+    wire, other = Wire(ways[0]), Connection(ways[1].detach())
+    wire.send(b"a" * 70_000)
+    other.send_bytes(b"b" * 20_000)
+    assert (other.recv_bytes(), wire.recv()) == (b"a" * 70_000, b"b" * 20_000)
+    other.close()
+
+
+@pytest.mark.parametrize("last", [b"", b"\0\0", b"\0\0\0\5ab", b"\xff\xff\xff\xff"])
+def test_an_end_within_a_frame_is_an_end(ways: tuple[socket.socket, socket.socket], last: bytes) -> None:
+    ways[0].sendall(last)
+    ways[0].close()
+    with pytest.raises(EOFError):
+        Wire(ways[1]).recv()
+
+
+def test_what_is_shut_down_wakes_its_reader(ways: tuple[socket.socket, socket.socket]) -> None:
+    wire = Wire(ways[0])
+    timer = threading.Timer(0.05, wire.shutdown)
+    timer.start()
+    with pytest.raises(EOFError):
+        wire.recv()
+    with pytest.raises(EOFError):
+        Wire(ways[1]).recv()
+    with pytest.raises(BrokenPipeError):
+        wire.post(b"late")
+    wire.close()
+    wire.close()
+    timer.join()

@@ -1,0 +1,138 @@
+"""Adapters on ranks that share each layer say what they say on one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.errors import ConfigError
+from quire.outputs import RequestOutput
+from tests.fixtures.quick import quick
+from tests.fixtures.thread_ranks import ThreadRanks
+from tests.fixtures.tiny_models import oracle_of
+from tests.fixtures.wide_llama import write_wide_llama
+from tests.lora.adapters import extend, linear_shapes, table_shapes, write_adapter
+
+PROMPTS = [[3, 1, 4, 1, 5] * 5, [2, 7, 1, 8], [99] * 30, [32, 101, 116, 7]]
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=2)
+BY_INPUTS = ("o_proj", "down_proj")
+LIMITS = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 64}
+CASES: dict[str, dict[str, Any]] = {
+    "two": {"tensor_parallel_size": 2},
+    "four, of two key-value heads": {"tensor_parallel_size": 4, "async_scheduling": True},
+    "two, int8": {
+        "tensor_parallel_size": 2,
+        "quantization": "int8",
+        "quantization_config": {"mode": "precise"},  # what rounds activations differs more than adapters may
+    },
+    "two, kernel by kernel": {"tensor_parallel_size": 2, "enforce_eager": True},
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wide_llama(tiny_model("llama"), tmp_path_factory.mktemp("wide"))
+
+
+@pytest.fixture(scope="module")
+def adapters(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
+    """Of all linear layers with biases; of the tables, with trained and added tokens; of lengths of rows (DoRA)."""
+    oracle = oracle_of(wide)
+    linears, tables = linear_shapes(oracle), table_shapes(oracle)
+    by_outputs = {
+        name: shape for name, shape in linears.items() if not name.endswith((*BY_INPUTS, "lm_head"))
+    }
+    base, rows = tmp_path_factory.mktemp("adapters"), torch.randn(4, 256)
+    vocab_size = oracle.config.vocab_size
+    everything = write_adapter(base / "all", linears, rank=4, seed=1, lora_bias=True)
+    of_tables = write_adapter(base / "tables", {**tables, "lm_head": linears["lm_head"]}, rank=8, seed=2)
+    tokens = [7, 101, vocab_size - 1, vocab_size]
+    extend(
+        of_tables,
+        {f"{name}.token_adapter.trainable_tokens_delta": rows for name in ("model.embed_tokens", "lm_head")},
+        trainable_token_indices={"embed_tokens": tokens, "lm_head": tokens},
+    )
+    dora = write_adapter(base / "dora", by_outputs, rank=2, seed=3, use_dora=True)
+    return [
+        LoRARequest(path.name, number, str(path))
+        for number, path in enumerate((everything, of_tables, dora), 1)
+    ]
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+
+
+def started(model: Path, **args: Any) -> LLM:
+    return LLM(str(model), enable_lora=True, max_loras=4, cpu_threads=1, **LIMITS | args)
+
+
+def said(llm: LLM, adapters: list[LoRARequest]) -> list[RequestOutput]:
+    """Each prompt with each adapter and with none, in one batch."""
+    each = [(prompt, adapter) for prompt in PROMPTS for adapter in (*adapters, None)]
+    prompts, chosen = [list(prompt) for prompt, _ in each], [adapter for _, adapter in each]
+    return llm.generate(prompts, PARAMS, lora_request=chosen, use_tqdm=False)
+
+
+def numbers(outputs: list[RequestOutput]) -> torch.Tensor:
+    steps = [step for output in outputs for step in output.outputs[0].logprobs or ()]
+    return torch.tensor([[one.logprob for one in step.values()] for step in steps])
+
+
+@pytest.mark.parametrize("case", quick(CASES, ("two", "four, of two key-value heads")))
+@pytest.mark.usefixtures("threads")
+def test_adapters_say_on_ranks_what_they_say_on_one(
+    case: str, wide: Path, adapters: list[LoRARequest]
+) -> None:
+    options = CASES[case]
+    one = started(wide, **options | {"tensor_parallel_size": 1})
+    alone = said(one, adapters)
+    ranks = started(wide, **options)
+    for _ in range(2):
+        found = said(ranks, adapters)
+        assert [output.outputs[0].token_ids for output in found] == [
+            output.outputs[0].token_ids for output in alone
+        ]
+        assert torch.allclose(numbers(found).exp(), numbers(alone).exp(), atol=1e-4)
+    assert len({tuple(output.outputs[0].token_ids) for output in found[:4]}) == 4, "adapters change tokens"
+    ranks.llm_engine.remove_lora("tables")
+    ranks.llm_engine.shutdown()
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_a_rank_cannot_read_alone_is_refused_and_costs_only_itself(
+    wide: Path, adapters: list[LoRARequest], tmp_path: Path
+) -> None:
+    oracle = oracle_of(wide)
+    shapes = {name: shape for name, shape in linear_shapes(oracle).items() if name.endswith("o_proj")}
+    dora = write_adapter(tmp_path / "dora", shapes, use_dora=True)
+    table = write_adapter(tmp_path / "table", shapes)
+    extend(table, {"model.embed_tokens.weight": torch.randn(oracle.config.vocab_size, 256)})
+    llm = started(wide, tensor_parallel_size=2)
+    for path, words in (
+        (dora, r"DoRA needs all inputs of model\.layers\.0\.self_attn\.o_proj on one rank"),
+        (
+            table,
+            r"embed_tokens\.weight' is a whole table, which is not supported with --tensor-parallel-size",
+        ),
+    ):
+        request = LoRARequest(path.name, 9, str(path))
+        (output,) = llm.generate([[1, 2]], PARAMS, lora_request=request, use_tqdm=False)
+        assert output.outputs[0].finish_reason == "error"
+        assert re.search(words, str(output.outputs[0].stop_reason))
+    assert said(llm, adapters)
+    llm.llm_engine.shutdown()
+
+
+def test_stages_have_no_adapters(wide: Path) -> None:
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size is 2, which wants no --enable-lora"):
+        started(wide, pipeline_parallel_size=2)
