@@ -202,6 +202,7 @@ class BrokenScheduler(Scheduler):
         raise IntegrityError("a block is lost", {"block": 7})
 
 
+@pytest.mark.more
 def test_the_core_of_a_server_checks_its_integrity_when_it_has_become_idle(
     make_config: Callable[..., EngineConfig],
     capfd: pytest.CaptureFixture[str],

@@ -49,6 +49,7 @@ def test_stages_have_the_bits_of_one_process(
     engine.shutdown()
 
 
+@pytest.mark.more
 def test_stages_that_are_processes_until_one_is_killed(tiny_model: Callable[[str], Path]) -> None:
     one = started(tiny_model("llama"))
     alone = run(one)

@@ -13,6 +13,7 @@ from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from tests.engine.slow_schedulers import Slow
 from tests.entrypoints.openai.serving import LiveServer, client_for, events
+from tests.fixtures.quick import quick
 
 BODY = {"prompt": "hello", "max_tokens": 30, "ignore_eos": True, "seed": 1}
 ADMIN = {"authorization": "Bearer admin"}
@@ -122,7 +123,7 @@ async def test_a_stream_that_is_kept_pauses_and_goes_on(served: httpx.AsyncClien
     assert text_of(await running) == expected
 
 
-@pytest.mark.parametrize("mode", ["abort", "keep"])
+@pytest.mark.parametrize("mode", quick(["abort", "keep"], ["keep"]))
 async def test_a_signal_ends_a_server_that_sleeps(mode: str) -> None:
     """At once if nothing is in flight; what was kept has the patience that everybody has."""
     engine = started()
