@@ -129,7 +129,7 @@ async def test_a_signal_ends_a_server_that_sleeps(mode: str) -> None:
     engine = started()
     server = LiveServer(engine, admin_api_key="admin", shutdown_timeout=0.5)  # type: ignore[arg-type]
     await engine.wait_ready()
-    async with httpx.AsyncClient(base_url=server.url, headers=ADMIN) as client:
+    async with httpx.AsyncClient(base_url=server.url, headers=ADMIN, timeout=60) as client:
         running = asyncio.create_task(client.post("/v1/completions", json={**BODY, "max_tokens": 600}))
         while not (await client.get("/v1/requests")).json()["data"]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
