@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 import pytest
+from hypothesis import settings
 
 from tests.fixtures.entry_points import offer as offer
 from tests.fixtures.pooling import pair_model_dir as pair_model_dir
@@ -28,6 +29,9 @@ from tests.kernels import triton_interpreter
 
 collect_ignore = ["clients"]  # needs packages of its own: `make clients`
 triton_interpreter.start()
+# The same examples in every run, however slow the machine; a test that wants more than these says so.
+settings.register_profile("quick", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("quick")
 # A shell gives its background jobs an ignored Ctrl-C, which tests of interrupts cannot do with.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -241,6 +241,7 @@ def run_program(package: Path, registered: str = "", **environment: str) -> subp
     )
 
 
+@pytest.mark.more
 def test_an_installed_package_registers_its_model_in_the_core_process_too(package: Path) -> None:
     done = run_program(package)
     assert "tokens [" in done.stdout, done.stderr

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -60,6 +61,10 @@ class RemoteClient(CoreClient):
         self._heartbeat = Heartbeat(config.supervision.core_heartbeat_timeout)
         self._failure: CoreFailed | None = None
         self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        # One that is dropped is collected in any order: a context that goes before its sockets would wait for them.
+        self._close_sockets = weakref.finalize(self, _close, self._sockets, self._context)
+        self._close_sockets.atexit = False  # its thread may be in one of them
         self._directory = directory
         try:
             self._outbox = self._socket(zmq.PUSH, REQUESTS)
@@ -152,6 +157,7 @@ class RemoteClient(CoreClient):
         check_length(path)
         # A connecting socket queues messages until its peer is there, and after it is gone.
         socket = self._context.socket(kind)
+        self._sockets.append(socket)
         socket.set_hwm(0)
         socket.linger = 0
         socket.reconnect_ivl = RECONNECT_MS
@@ -161,7 +167,13 @@ class RemoteClient(CoreClient):
 
     def _release(self) -> None:
         with self._send_lock, self._receive_lock:
-            self._context.destroy()
+            self._close_sockets()
+
+
+def _close(sockets: Iterable[zmq.Socket[bytes]], context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    for socket in sockets:
+        socket.close()
+    context.term()
 
 
 def check_length(path: Path) -> None:

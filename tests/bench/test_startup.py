@@ -47,6 +47,7 @@ def test_a_phase_is_all_that_happened_since_the_one_before() -> None:
     assert stopwatch.phases == {"imports": 2.0, "weights": 1.0}
 
 
+@pytest.mark.more
 def test_a_fresh_process_reports_every_phase(tiny_model: Callable[[str], Path]) -> None:
     run = first_token(EngineConfig.from_args(model=str(tiny_model("llama")), max_model_len=64))
     assert set(run) == PHASES

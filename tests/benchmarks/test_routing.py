@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.routing import measure
 
 
+@pytest.mark.more
 def test_prefix_routing_serves_half_as_many_again_in_time_as_round_robin() -> None:
     prefix, others = (measure(policy, 4, 32, 28.0, 160) for policy in ("prefix", "round_robin"))
     assert prefix.in_time > 0.9

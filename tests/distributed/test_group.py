@@ -290,7 +290,7 @@ time.sleep(600)
     [
         ("gloo", signal.SIGKILL, ""),
         ("shared_memory", signal.SIGKILL, r"process \d+ has ended"),
-        ("shared_memory", signal.SIGSTOP, r"process \d+ is stopped"),
+        pytest.param("shared_memory", signal.SIGSTOP, r"process \d+ is stopped", marks=pytest.mark.more),
     ],
     ids=["gloo, killed", "shared memory, killed", "shared memory, stopped"],
 )

@@ -41,6 +41,7 @@ def text_of(server: Server, model: str) -> str:
     return str(reply["choices"][0]["text"])
 
 
+@pytest.mark.more
 def test_each_name_answers_as_itself(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     directories = adapters_of(tiny_model("llama"), tmp_path, 3)
     flags = [word for one in directories for word in ("--lora-modules", f"{one.name}={one}")]

@@ -169,6 +169,7 @@ def test_a_process_that_hangs_is_replaced_and_costs_its_streams_alone(tmp_path: 
         assert Streams(server, pool).results() == [wanted] * NUM_STREAMS
 
 
+@pytest.mark.more
 def test_nothing_outlives_the_first_process(tmp_path: Path) -> None:
     with several(tmp_path) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         children = server.children("quire.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import shlex
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.entrypoints.cli.main import main
 from tests.end_to_end.server import Server
 from tests.fixtures.draft_heads import HEADS
 
@@ -103,7 +106,15 @@ def run(command: list[str], cwd: Path) -> str:
 
 
 def quire(arguments: list[str], cwd: Path) -> str:
-    return run([sys.executable, "-m", "quire.entrypoints.cli.main", *arguments], cwd)
+    """What a command writes that runs in this process: most take less time than Python takes to start for them."""
+    out, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        patch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            code = main(arguments)
+    assert code == 0, f"quire {shlex.join(arguments)}\n{out.getvalue()}\n{errors.getvalue()}"
+    return out.getvalue()
 
 
 def write_batch(file: Path) -> Path:

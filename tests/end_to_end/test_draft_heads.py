@@ -53,7 +53,7 @@ def generate(model: Path, **args: Any) -> None:
     serve(texts, model=str(model), **small, enable_prefix_caching=False, **args)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", quick(HEADS, ["medusa", "eagle", "eagle3"]))
 def test_guesses_are_those_of_the_formulas(
     name: str,
     tiny_model: Callable[[str], Path],
@@ -98,7 +98,7 @@ def test_states_behind_which_nothing_is_guessed_are_not_lost(
         assert found == heads.guesses(target, tensors, ids, NUM_GUESSES)
 
 
-@pytest.mark.parametrize("family", quick(MTP, ["deepseekv3", "mimo"]))
+@pytest.mark.parametrize("family", quick(MTP, ["deepseekv3"]))
 def test_a_layer_of_the_model_guesses_as_the_formula_does(
     family: str,
     tiny_model: Callable[[str], Path],
@@ -115,6 +115,7 @@ def test_a_layer_of_the_model_guesses_as_the_formula_does(
         assert found == oracle.guesses(ids, NUM_GUESSES)[: len(found)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", quick(["medusa", "eagle3"], ["eagle3"]))
 def test_stops_and_aborts_leave_nothing_behind(
     name: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None

@@ -16,6 +16,7 @@ from quire.engine.draft_model import fingerprint
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, StartupError
 from tests.end_to_end.test_overlapped import STEM, Job, jobs_of_all_kinds, overlapped, serve
+from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
 FEW_BLOCKS = {"max_num_seqs": 8, "num_gpu_blocks_override": 9, "max_num_batched_tokens": 24}
@@ -51,7 +52,7 @@ def jobs() -> list[Job]:
     return made
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", quick(ENGINES, ["preempted"]))
 def test_who_guesses_for_himself_is_always_right(
     engine: str, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:
@@ -63,7 +64,7 @@ def test_who_guesses_for_himself_is_always_right(
     assert stats.get("num_preemptions", 0) > 0 or engine == "eager"
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+@pytest.mark.parametrize("family", quick(["gemma3", "gpt2"], ["gemma3"]))
 def test_a_model_of_another_family_guesses(
     family: str, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:

@@ -175,6 +175,7 @@ def test_a_log_that_nobody_reads_costs_no_request(tmp_path: Path) -> None:
         process.wait()
 
 
+@pytest.mark.more
 @pytest.mark.item(41, 49)
 def test_the_reason_of_a_failed_start_is_told(tmp_path: Path) -> None:
     server = Server(*NULL, "--num-gpu-blocks-override", "2", log=tmp_path / "log")

@@ -59,7 +59,7 @@ def believe(service: Service, paths: list[str], tmp_path: Path) -> None:
     """Let schemathesis try it."""
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG), "run"]
     command += [str(document(service, tmp_path / "openapi.json")), "--url", service.url]
-    command += [*paths, "--checks", "all", "--max-examples", "20", "--no-color"]
+    command += [*paths, "--checks", "all", "--max-examples", "12", "--no-color"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False

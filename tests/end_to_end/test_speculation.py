@@ -44,13 +44,12 @@ METHODS: tuple[dict[str, Any], ...] = (
 )
 LOW_LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
 """What heads read of families with any number of layers."""
-JOBS_PER_SCENARIO = 15
 
 
-def random_jobs(draw: random.Random) -> list[Job]:
+def random_jobs(draw: random.Random, count: int) -> list[Job]:
     """Prompts and choices that make texts repeat themselves more or less."""
     jobs = []
-    for number in range(JOBS_PER_SCENARIO):
+    for number in range(count):
         phrase = [draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 9))]
         prompt = (STEM[: draw.randrange(20)] + phrase * draw.randrange(1, 5))[: draw.choice([9, 40, 60])]
         shape = {
@@ -86,13 +85,15 @@ def guessing_for(model: Path, method: str, expected: list[RequestOutput], direct
     return {"model": str(path)} if path.exists() else {}
 
 
-def compare(seeds: range, tiny_model: Callable[[str], Path], family: str, directory: Path) -> tuple[int, int]:
+def compare(
+    seeds: range, tiny_model: Callable[[str], Path], family: str, directory: Path, num_jobs: int = 15
+) -> tuple[int, int]:
     """Each scenario without and with speculation; how many tokens were drafted, and how many accepted."""
     drafted = accepted = 0
     with_mtp = write_mtp("qwen3.5moe", tiny_model("qwen3.5moe"), directory / "qwen3.5moe")
     for seed in seeds:
         draw = random.Random(seed)
-        jobs = random_jobs(draw)
+        jobs = random_jobs(draw, num_jobs)
         method = METHODS[seed % len(METHODS)]
         model = with_mtp if method["method"] == "mtp" else tiny_model(family)
         args = {"model": str(model), "max_model_len": 96, **ENGINES[seed % len(ENGINES)]}
@@ -110,8 +111,8 @@ def compare(seeds: range, tiny_model: Callable[[str], Path], family: str, direct
 def test_random_requests_of_every_method_are_as_without(
     tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
 ) -> None:
-    drafted, accepted = compare(range(len(METHODS)), tiny_model, "llama-tied-bias", tmp_path)
-    assert drafted > accepted > 100
+    drafted, accepted = compare(range(len(METHODS)), tiny_model, "llama-tied-bias", tmp_path, num_jobs=6)
+    assert drafted > accepted > 30
 
 
 @pytest.mark.more

@@ -79,6 +79,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.more
 def test_texts_are_what_was_asked_for_whoever_is_near(llm: LLM) -> None:
     """Alone, where what is forced is guessed ahead, they are the same."""
     constraints = [constraint for constraint, _ in CONSTRAINTS]

@@ -34,9 +34,10 @@ def make_engine(model_dir: Path, *, in_process: bool = True, **args: Any) -> Asy
     return AsyncLLM(EngineConfig.from_args(**args), in_process=in_process)
 
 
-@pytest.fixture(
-    params=quick(["in process", "own process", "own process, overlapped"], ["in process", "own process"])
-)
+KINDS = "in process", "own process", "own process, overlapped"
+
+
+@pytest.fixture(params=quick(KINDS, ["in process"]))
 async def engine(request: pytest.FixtureRequest, null_model_dir: Path) -> AsyncIterator[AsyncLLM]:
     in_process, overlapped = request.param == "in process", request.param.endswith("overlapped")
     engine = make_engine(null_model_dir, in_process=in_process, async_scheduling=overlapped)
@@ -82,6 +83,7 @@ async def assert_all_blocks_free(engine: AsyncLLM) -> None:
     assert engine.num_unfinished_requests() == 0
 
 
+@pytest.mark.parametrize("engine", quick(KINDS, ["in process", "own process"]), indirect=True)
 async def test_200_streams_with_disconnects(engine: AsyncLLM) -> None:
     rng = random.Random(0)
 

@@ -150,6 +150,7 @@ async def test_statistics_are_told_to_one_front_end(null_model_dir: Path) -> Non
         assert (first.num_tokens, second.num_tokens, second.stats) == (0, 60, [])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("num_deaths", [1, pytest.param(2, marks=pytest.mark.more)])
 async def test_a_killed_core_is_a_pause_for_every_front_end(
     num_deaths: int, null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -307,6 +308,7 @@ async def test_the_queue_limit_is_one_for_all_front_ends(null_model_dir: Path) -
         assert len((await tokens(other, [1, 2]))[0]) == 60
 
 
+@pytest.mark.more
 async def test_nothing_is_left_of_a_core_with_several_front_ends(
     null_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

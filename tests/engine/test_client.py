@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +204,7 @@ class BrokenScheduler(Scheduler):
         raise IntegrityError("a block is lost", {"block": 7})
 
 
+@pytest.mark.more
 def test_the_core_of_a_server_checks_its_integrity_when_it_has_become_idle(
     make_config: Callable[..., EngineConfig],
     capfd: pytest.CaptureFixture[str],
@@ -218,3 +221,18 @@ def test_the_core_of_a_server_checks_its_integrity_when_it_has_become_idle(
     log = capfd.readouterr().err
     assert "IntegrityError: a block is lost" in log
     assert "block: 7" in log, "the log has the state"
+
+
+def test_a_client_that_is_dropped_holds_up_nobody(make_config: Callable[..., EngineConfig]) -> None:
+    """As by a program, or a test, that fails: its traceback and the client hold each other until both are collected."""
+    client = ProcessClient(make_config())
+    process, client.traceback = client.process, client  # type: ignore[attr-defined]
+    try:
+        del client
+        collection = threading.Thread(target=gc.collect, daemon=True)
+        collection.start()
+        collection.join(30)
+        assert not collection.is_alive()
+    finally:
+        process.kill()
+        process.wait()

@@ -58,7 +58,7 @@ SIZES = st.lists(st.integers(0, 5), max_size=20)
 
 
 @pytest.mark.item(38, 58)
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(derandomize=True, max_examples=20, deadline=None)
 @given(data=st.data(), skip=st.booleans(), sizes=SIZES)
 def test_joined_deltas_of_valid_text_are_what_the_library_decodes(
     kind: Kind, data: st.DataObject, skip: bool, sizes: list[int]
@@ -73,7 +73,7 @@ def test_joined_deltas_of_valid_text_are_what_the_library_decodes(
     )
 
 
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(derandomize=True, max_examples=20, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_text_after_a_prompt_is_what_the_whole_has_more(kind: Kind, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(valid_ids(kind))
@@ -84,7 +84,7 @@ def test_text_after_a_prompt_is_what_the_whole_has_more(kind: Kind, data: st.Dat
     assert before + "".join(deltas(kind, prompt, output, [1] * len(output), skip=skip)) == whole
 
 
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(derandomize=True, max_examples=20, deadline=None)
 @given(data=st.data(), skip=st.booleans(), sizes=SIZES)
 def test_invalid_bytes_too_are_the_same_streamed_and_whole(
     kind: Kind, data: st.DataObject, skip: bool, sizes: list[int]
@@ -96,7 +96,7 @@ def test_invalid_bytes_too_are_the_same_streamed_and_whole(
         assert whole == kind.backend.decode(ids, skip_special_tokens=skip)
 
 
-@settings(derandomize=True, max_examples=30, deadline=None)
+@settings(derandomize=True, max_examples=15, deadline=None)
 @given(data=st.data())
 def test_no_delta_is_undone_by_later_tokens(kind: Kind, data: st.DataObject) -> None:
     ids = data.draw(any_ids(kind))
@@ -104,7 +104,7 @@ def test_no_delta_is_undone_by_later_tokens(kind: Kind, data: st.DataObject) -> 
     assert all(whole.startswith(text) for text in accumulate(deltas(kind, [], ids, [1] * len(ids))))
 
 
-@settings(derandomize=True, max_examples=30, deadline=None)
+@settings(derandomize=True, max_examples=15, deadline=None)
 @given(text=st.text(CHARACTERS, max_size=60))
 def test_a_character_is_given_out_whole_with_its_last_byte(kind_with_bytes: Kind, text: str) -> None:
     ids = kind_with_bytes.spell("." + text)
@@ -113,7 +113,7 @@ def test_a_character_is_given_out_whole_with_its_last_byte(kind_with_bytes: Kind
     assert pieces == [*expected, "", "", ""]
 
 
-@settings(derandomize=True, max_examples=30, deadline=None)
+@settings(derandomize=True, max_examples=15, deadline=None)
 @given(data=st.data())
 def test_bytes_of_each_token_joined_are_the_text(kind: Kind, data: st.DataObject) -> None:
     detokenizer = IncrementalDetokenizer(kind.tokenizer, [], skip_special_tokens=False)
@@ -154,7 +154,7 @@ def test_character_split_between_prompt_and_output_is_completed(kind_with_bytes:
 
 @pytest.mark.item(38, 58)
 @pytest.mark.parametrize("include", [False, True])
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(
     text=st.text("abc", max_size=40),
     stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),

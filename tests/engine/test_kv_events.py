@@ -179,6 +179,7 @@ def test_a_subscriber_that_misses_messages_rebuilds_the_cache_exactly(
         assert view.blocks == content(cached_blocks(engine))
 
 
+@pytest.mark.more
 def test_a_core_in_another_process_publishes_too(null_model_dir: Path, addresses: dict[str, str]) -> None:
     with engine_and_subscriber(null_model_dir, addresses, in_process=False) as (engine, subscriber, first):
         run(engine, [[1] * 40])

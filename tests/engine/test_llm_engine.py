@@ -30,6 +30,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.policies import FixedOrder
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
+from tests.fixtures.quick import quick
 
 PROMPTS = [[1, 2, 3], [4] * 40, [5, 6], list(range(7, 27))]
 
@@ -200,6 +201,7 @@ def test_swap_space_becomes_host_blocks_and_changes_nothing(engine: LLMEngine, n
     assert_all_blocks_free(swapping)
 
 
+@pytest.mark.parametrize("engine", quick(LOOPS, ["overlapped"]), indirect=True)
 def test_a_core_in_its_own_process_gives_the_same(engine: LLMEngine, null_model_dir: Path) -> None:
     remote = make_engine(null_model_dir, in_process=False)
     try:

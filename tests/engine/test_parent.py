@@ -97,7 +97,7 @@ def check_that_nothing_is_left(
 @pytest.mark.item(46)
 @pytest.mark.parametrize(
     ("kill_after_s", "when_ready"),
-    quick([(0.0, False), (0.4, False), (0.1, True)], [(0.0, False), (0.1, True)]),
+    quick([(0.0, False), (0.4, False), (0.1, True)], [(0.1, True)]),
 )
 def test_nothing_is_left_of_the_core_of_a_killed_parent(
     kill_after_s: float, when_ready: bool, null_model_dir: Path
@@ -106,6 +106,7 @@ def test_nothing_is_left_of_the_core_of_a_killed_parent(
     check_that_nothing_is_left(null_model_dir, kill_after_s, when_ready=when_ready)
 
 
+@pytest.mark.more
 @pytest.mark.item(46)
 def test_nothing_is_left_of_a_core_that_is_loading(null_model_dir: Path) -> None:
     check_that_nothing_is_left(null_model_dir, 1.0, scheduler=NeverThere)

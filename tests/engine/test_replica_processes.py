@@ -121,6 +121,7 @@ def generated(**args: Any) -> list[Any]:
     return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
 
 
+@pytest.mark.more
 def test_offline_replicas_give_the_bits_of_one() -> None:
     assert generated(data_parallel_size=2) == generated()
 

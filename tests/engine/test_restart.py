@@ -22,6 +22,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from tests.engine.slow_schedulers import POISON, Poisoned, Slow
+from tests.fixtures.quick import quick
 
 
 async def started(
@@ -175,6 +176,7 @@ async def test_a_request_on_which_two_cores_die_ends_and_those_behind_it_go_on(
     await engine.shutdown()
 
 
+@pytest.mark.more
 @pytest.mark.item(36)
 async def test_what_joins_or_leaves_while_there_is_no_core(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -292,7 +294,9 @@ async def test_signals_for_the_whole_group_leave_the_core_alone(null_model_dir: 
     await engine.shutdown()
 
 
-@pytest.mark.parametrize(("policy", "resumed", "failed"), [("resume", 2, 0), ("error", 0, 2)])
+@pytest.mark.parametrize(
+    ("policy", "resumed", "failed"), quick([("resume", 2, 0), ("error", 0, 2)], [("error", 0, 2)])
+)
 async def test_a_death_is_counted_with_what_became_of_its_requests(
     null_model_dir: Path, policy: str, resumed: int, failed: int
 ) -> None:

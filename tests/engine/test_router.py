@@ -53,7 +53,7 @@ class Routers:
         return self.router._policy.loads.of(core, load)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.integers(0, 5), st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=20))
 def test_recent_keys_are_those_of_the_last_uses(max_keys: int, uses: list[list[int]]) -> None:
     recent: Recent[int] = Recent(max_keys)
@@ -66,7 +66,7 @@ def test_recent_keys_are_those_of_the_last_uses(max_keys: int, uses: list[list[i
     assert [key for key in range(10) if key in recent] == sorted(kept)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.integers(0, 12), st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=30))
 def test_the_known_prefix_is_that_of_a_search_from_the_start(
     max_pieces: int, prompts: list[list[int]]
@@ -84,7 +84,7 @@ def test_the_known_prefix_is_that_of_a_search_from_the_start(
 
 
 @pytest.mark.parametrize("policy", ["prefix", "round_robin", "least_loaded"])
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(data=st.data())
 def test_what_is_counted_is_what_is_in_flight(policy: str, data: st.DataObject) -> None:
     routers = Routers(routing_policy=policy)

@@ -219,6 +219,7 @@ class SleeplessOnce(Slow):
         super().forget(now)
 
 
+@pytest.mark.more
 async def test_a_core_that_fails_while_falling_asleep_is_replaced_by_one_that_sleeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_what_has_no_effect_on_a_gpu(args: dict[str, Any], expected: set[str]) -
     assert {field for field, _ in without_effect(config)} == expected
 
 
+@pytest.mark.more
 def test_an_engine_on_a_cpu_loads_nothing_of_torchs_compiler() -> None:
     """It takes longer to import than the model in the box to load."""
     program = (

@@ -265,7 +265,7 @@ def options(max_examples: int, num_events: int, **more: Any) -> settings:
 def test_every_output_is_that_of_the_request_alone() -> None:
     """Some 3,000 steps: drafts are accepted, prompts pooled, and requests preempted, most to the host."""
     for machine in (EngineMachine, SwappingMachine):
-        run_state_machine_as_test(machine, settings=options(20, 30, derandomize=True))
+        run_state_machine_as_test(machine, settings=options(12, 30, derandomize=True))
     seen = EngineMachine.seen
     # Hypothesis draws constants from whatever modules are imported, so how many there are of each is not fixed.
     often = (seen["num_accepted"], seen["num_pooled"], seen["num_held"])

@@ -72,6 +72,7 @@ def said(llm: LLM) -> Any:
     ]
 
 
+@pytest.mark.more
 def test_two_ranks_have_the_bits_of_one_and_say_where_they_differ(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:

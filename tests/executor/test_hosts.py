@@ -140,6 +140,7 @@ def test_a_server_takes_its_hosts_with_it_and_a_host_its_server(
             wait_for_end([*processes, *([server.process.pid] if victim else [host.pid])], 10)
 
 
+@pytest.mark.more
 def test_a_host_that_differs_is_told_in_what(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
     model, port = tiny_model("llama"), free_port()
     words = "all ranks must have the same --max-num-seqs, and rank 0 has another than 1"

@@ -116,6 +116,7 @@ def test_whichever_rank_ends_or_stops_is_named_within_seconds(
     assert all(map(is_gone, pids.values()))
 
 
+@pytest.mark.more
 def test_stages_that_are_processes_until_one_is_killed(tiny_model: Callable[[str], Path]) -> None:
     one = started(tiny_model("llama"))
     alone = run(one)

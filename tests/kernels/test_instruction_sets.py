@@ -32,6 +32,7 @@ def bits(isa: str, **environment: str) -> dict[object, bytes]:
     return {key: sums.numpy().tobytes() for key, sums in products.items()}
 
 
+@pytest.mark.more
 def test_portable_products_do_not_depend_on_the_rows() -> None:
     products_by("portable")
 

@@ -204,6 +204,7 @@ print(same, 0 < len(os.listdir("/proc/self/task")) - before < 200)
 """
 
 
+@pytest.mark.more
 def test_threads_that_the_system_refuses_are_done_without() -> None:
     """The address space has room for the stacks of a few."""
     result = run_python(REFUSED)

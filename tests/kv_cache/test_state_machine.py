@@ -332,7 +332,7 @@ def options(max_examples: int) -> settings:
 @pytest.mark.item(55)
 def test_the_cache_is_what_a_model_of_its_tokens_says() -> None:
     """Some 4,000 operations."""
-    run_state_machine_as_test(KVCacheMachine, settings=options(60))
+    run_state_machine_as_test(KVCacheMachine, settings=options(30))
     assert all(KVCacheMachine.seen[what] > 50 for what in ("forks", "swaps", "hits", "forgotten")), (
         KVCacheMachine.seen
     )

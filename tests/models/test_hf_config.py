@@ -504,7 +504,7 @@ KEYS = sorted(
 
 @pytest.mark.item(26, 58)
 @settings(
-    max_examples=200,
+    max_examples=100,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -194,6 +194,7 @@ for _ in range(10):
 """
 
 
+@pytest.mark.more
 def test_racing_processes_leave_one_whole_file(cache: PackedCache) -> None:
     command = [sys.executable, "-c", WRITER, str(cache.path.parent)]
     with ExitStack() as stack:

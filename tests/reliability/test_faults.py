@@ -313,7 +313,7 @@ NULL = ("--distributed-executor-backend", "null")
 @pytest.mark.parametrize(
     "shell",
     [
-        'exec "$@" 1>&- 2>&-',
+        pytest.param('exec "$@" 1>&- 2>&-', marks=pytest.mark.more),
         pytest.param('exec "$@" 0<&- 1>&- 2>&-', marks=pytest.mark.more),
         'exec "$@" >/dev/full 2>&1',
         pytest.param('ulimit -f 2000; head -c 1024000 /dev/zero; exec "$@"', marks=pytest.mark.more),

@@ -308,6 +308,7 @@ def test_a_client_that_does_not_read_costs_nobody_else(service: Service) -> None
         client.close()
 
 
+@pytest.mark.more
 @pytest.mark.item(40)
 def test_a_cache_that_is_too_small_for_all_serves_all(tmp_path: Path, service: Service) -> None:
     """64 requests grow in a cache of 40 blocks, which is room for six, and give what they give with room for all."""

@@ -135,7 +135,7 @@ def steps_to_first_token(engine: Engine, name: str, prompt: list[int], tenant: s
 
 @pytest.mark.item(30)
 @pytest.mark.parametrize("max_num_seqs", [2, 4, 8])
-@settings(max_examples=15, derandomize=True, deadline=None)
+@settings(max_examples=8, derandomize=True, deadline=None)
 @given(
     flood=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 24)), min_size=1, max_size=12),
     num_steps=st.integers(1, 80),
@@ -183,7 +183,7 @@ def test_fair_within_a_tenant_and_between_tenants_nobody_is_forgotten():
 
 @pytest.mark.item(40)
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
-@settings(max_examples=10, derandomize=True, deadline=None)
+@settings(max_examples=5, derandomize=True, deadline=None)
 @given(
     requests=st.lists(
         st.tuples(

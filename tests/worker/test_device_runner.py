@@ -294,6 +294,7 @@ def test_swapped_blocks_come_back(
     assert facts(got) == facts(serve(jobs, **args)[0])
 
 
+@pytest.mark.more
 def test_rows_with_adapters_equal_the_hosts(
     tiny_model: Callable[[str], Path],
     tmp_path: Path,

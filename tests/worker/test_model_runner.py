@@ -58,7 +58,7 @@ def test_chunked_equals_whole(kind: int, chunk: int) -> None:
     assert result(driver.generate("a", NUM_OUTPUT, chunk)) == result(alone(13, 1, kind))
 
 
-@settings(derandomize=True, max_examples=15, deadline=None)
+@settings(derandomize=True, max_examples=8, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_company_chunking_and_preemption_equals_alone(seed: int) -> None:
     """Requests come, go, are cut and preempted at random; each gets what it gets alone."""

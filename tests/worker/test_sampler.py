@@ -137,7 +137,7 @@ def kept_tokens(logits: list[float], sampling: SamplingParams, draws: int = 400)
     )
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(derandomize=True, max_examples=50, deadline=None)
 @given(st.lists(requests, min_size=1, max_size=5), st.integers(0, 2**32), st.booleans(), modes)
 def test_equals_the_plain_sampler(members: list[NewRequestData], seed: int, ties: bool, mode: str) -> None:
     rng = random.Random(seed)
@@ -160,7 +160,7 @@ def test_equals_the_plain_sampler(members: list[NewRequestData], seed: int, ties
             assert entry.logprobs == pytest.approx(logprobs, abs=1e-5)
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=30, deadline=None)
 @given(st.lists(requests, min_size=1, max_size=4), st.integers(0, 2**32), st.data())
 def test_behind_drafts_it_is_as_if_they_were_known(
     members: list[NewRequestData], seed: int, data: st.DataObject
@@ -192,7 +192,7 @@ def continued(member: NewRequestData, more: list[int]) -> NewRequestData:
     return NewRequestData(**fields | {"token_ids": [*member.token_ids, *more]})
 
 
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(derandomize=True, max_examples=20, deadline=None)
 @given(st.lists(requests, min_size=2, max_size=7), st.integers(0, 2**32))
 def test_a_row_is_the_same_alone_and_in_any_batch(members: list[NewRequestData], seed: int) -> None:
     rng = random.Random(seed)
@@ -248,7 +248,7 @@ def test_history_as_generated_equals_history_as_given(members: list[NewRequestDa
     assert bench.sample(logits).token_ids.tolist() == Bench(resumed).sample(logits).token_ids.tolist()
 
 
-@settings(derandomize=True, max_examples=25, deadline=None)
+@settings(derandomize=True, max_examples=15, deadline=None)
 @given(requests, requests, st.integers(0, 2**32))
 def test_a_reused_row_remembers_nothing(first: NewRequestData, second: NewRequestData, seed: int) -> None:
     """Also beside a row that keeps every feature at work."""

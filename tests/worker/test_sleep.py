@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -100,24 +101,20 @@ def test_sleeping_deeper_drops_what_was_parked(engine: LLMEngine) -> None:
     assert tokens(engine) == expected
 
 
-@pytest.mark.parametrize("failing", ["load_model", "allocate_kv_cache"])
-def test_what_cannot_wake_sleeps_on(failing: str, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_wake_sleeps_on(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is gone, or memory that others have taken: the operator may try again."""
     expected = tokens(engine)
     engine.sleep(2)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise (
-            worker_module.StartupError("there is none")
-            if failing == "load_model"
-            else RuntimeError("no memory")
-        )
-
-    with monkeypatch.context() as patch:
-        patch.setattr(worker_module, failing, fail)
-        for _ in range(2):
-            with pytest.raises(EngineError, match="wake_up"):
-                engine.wake_up()
+    failures = {
+        "load_model": worker_module.StartupError("there is none"),
+        "allocate_kv_cache": RuntimeError("no memory"),
+    }
+    for failing, error in failures.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_module, failing, Mock(side_effect=error))
+            for _ in range(2):
+                with pytest.raises(EngineError, match="wake_up"):
+                    engine.wake_up()
     assert engine.is_sleeping
     engine.wake_up()
     assert tokens(engine) == expected

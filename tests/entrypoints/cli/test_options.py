@@ -85,7 +85,7 @@ def spelt(name: str, value: Any, underscores: bool) -> list[str]:
     return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
-@settings(derandomize=True, max_examples=5, deadline=None)
+@settings(derandomize=True, max_examples=3, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_flag_reaches_its_field_and_no_other(name: str, data: st.DataObject) -> None:

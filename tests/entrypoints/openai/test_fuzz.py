@@ -17,7 +17,7 @@ from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for, events
 
 SETTINGS = settings(
-    derandomize=True, deadline=None, max_examples=50, suppress_health_check=list(HealthCheck), database=None
+    derandomize=True, deadline=None, max_examples=25, suppress_health_check=list(HealthCheck), database=None
 )
 odd = st.sampled_from(
     [0, 1, 2, -1, 3.5, 1e300, -0.0, 10**19, True, False, None, "", "x", "é\0", [], [1], ["a"], [[]], [None], {},

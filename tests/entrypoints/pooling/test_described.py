@@ -26,7 +26,7 @@ BODIES: dict[str, tuple[PoolingSpec, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("path", list(BODIES))
 async def test_what_fits_the_schema_is_taken_and_what_does_not_is_refused(path: str, serve: Serve) -> None:
-    """Each field of each request with each odd value, with a third of them if an earlier route has it, too."""
+    """Each field of each request with each odd value, with a sixth of them if an earlier route has it, too."""
     spec, base = BODIES[path]
     earlier = [other for other in list(BODIES)[: list(BODIES).index(path)] if BODIES[other][0] is spec]
     async with serve(spec) as client:

@@ -167,7 +167,7 @@ def strict(schemas: dict[str, Any]) -> list[Function]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
-@settings(derandomize=True, max_examples=6, deadline=None)
+@settings(derandomize=True, max_examples=4, deadline=None)
 @given(drawn=functions(), is_special=st.booleans())
 def test_what_a_format_writes_is_allowed(row: ToolFormat, drawn: Any, is_special: bool) -> None:
     schemas, calls = drawn
@@ -178,7 +178,7 @@ def test_what_a_format_writes_is_allowed(row: ToolFormat, drawn: Any, is_special
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
-@settings(derandomize=True, max_examples=6, deadline=None)
+@settings(derandomize=True, max_examples=4, deadline=None)
 @given(drawn=functions(), is_special=st.booleans(), at_most_one=st.booleans(), seed=st.integers(0, 2**32))
 def test_what_is_allowed_is_read_as_valid_calls(
     row: ToolFormat, drawn: Any, is_special: bool, at_most_one: bool, seed: int

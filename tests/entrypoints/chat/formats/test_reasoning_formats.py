@@ -159,7 +159,7 @@ words = st.sampled_from(
 
 
 @pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(text=st.lists(words, max_size=9).map("".join), data=st.data())
 def test_whatever_is_written_cuts_do_not_matter(row: ReasoningFormat, text: str, data: st.DataObject) -> None:
     at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))

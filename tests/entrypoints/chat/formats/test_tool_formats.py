@@ -50,7 +50,7 @@ words = st.sampled_from(
 
 @pytest.mark.item(18, 58)
 @pytest.mark.parametrize("row", FORMATS, ids=IDS)
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(text=st.lists(words, max_size=9).map("".join), data=st.data())
 def test_whatever_is_written_cuts_do_not_matter_and_arguments_are_json(
     row: ToolFormat, text: str, data: st.DataObject
