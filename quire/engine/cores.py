@@ -22,7 +22,7 @@ from quire.engine.attached import AttachedClient, NoCore
 from quire.engine.client import ProcessClient, make_clients
 from quire.engine.core_client import CoreClient
 from quire.engine.guests import JOIN_S, GuestClient, Guests
-from quire.engine.remote import CoreAddress, RemoteClient
+from quire.engine.remote import CoreAddress
 from quire.engine.replicas import configs_of_replicas, with_meeting
 from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Blame, Supervisor, Verdict
 from quire.errors import EngineDeadError, QuireError, StartupError

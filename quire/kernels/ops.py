@@ -745,8 +745,8 @@ def experts(
     chosen [T, k] int32, different in a row, and weights [T, k] float32 as `route` makes them; an id that is none is an
     IndexError. An expert is `down(activation(gate(x), up(x)))`, or without a gate `down(activation(up(x)))`, each
     product as in `packed_linear`; only those that are chosen are read. A token's experts are added up in float32 in the
-    order of their ids, whoever else is in the step. Of choices that are not among the numbers of `of`, which other ranks
-    have, nothing is added.
+    order of their ids, whoever else is in the step. Of choices that are not among the numbers of `of`, which other
+    ranks have, nothing is added.
 
     With adapters, of which `adapter_rows` [T] int32 says which a token has, each product has added what they make of
     its input, as in `lora_linear`, gate and up before they are activated.

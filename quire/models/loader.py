@@ -79,9 +79,7 @@ def without_weights(
             check_shared(model, f"--tensor-parallel-size {shard.of}")
         parallel = config.parallel
         if parallel.tp_invariant:
-            check_shared(
-                model, "--tp-invariant", SHARED if parallel.enable_expert_parallel else SLICED
-            )
+            check_shared(model, "--tp-invariant", SHARED if parallel.enable_expert_parallel else SLICED)
             slice_sums(model, shard)
         methods = quant_methods(model, config)
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):

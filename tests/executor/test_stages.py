@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.errors import EngineError
-from tests.executor.test_multiproc import PARAMS, executor_of, is_gone, numbers, pids_of, run, said, started
+from tests.executor.test_multiproc import PARAMS, is_gone, numbers, pids_of, run, said, started
 from tests.fixtures.quick import quick, quick_models
 from tests.fixtures.thread_ranks import ThreadRanks
 from tests.models.harness import prepared_config

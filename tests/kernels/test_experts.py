@@ -111,6 +111,8 @@ def test_adapters_that_are_none_are_refused() -> None:
     other = expert_adapters(2, random_experts(COUNT, HIDDEN, INNER + 1, FLOAT, torch.float32))
     with pytest.raises(ValueError, match="are not of 7 experts with 50 features of 90"):
         binding.experts(rows(2), chosen, weights, of, torch.tensor([0, 1], dtype=torch.int32), other)
+
+
 def members(of: ExpertWeights, first: int, end: int) -> ExpertWeights:
     """Those that a rank has."""
     parts = {name: getattr(of, name)[first:end] for name in ("gate_up", "down", "gate_up_bias", "down_bias")}

@@ -116,7 +116,9 @@ def _gate_up(
         sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
     if ACTIVATION == "none":
         choice = tl.load(order + place, mask=used, other=0).to(tl.int64)
-        target = out + (choice * HALVES * inner)[:, None] + (column % HALVES * inner + column // HALVES)[None, :]
+        target = (
+            out + (choice * HALVES * inner)[:, None] + (column % HALVES * inner + column // HALVES)[None, :]
+        )
         tl.store(target, sums, mask=used[:, None] & column_used[None, :])
         return
     if HALVES == 1:
@@ -241,7 +243,11 @@ def experts(
 
     rows, row_scales = as_multiplied(x, up.one)
     between = torch.empty(choices, inner, dtype=x.dtype, device=device)
-    raw = between if slots is None else torch.empty(choices, of.halves * inner, dtype=torch.float32, device=device)
+    raw = (
+        between
+        if slots is None
+        else torch.empty(choices, of.halves * inner, dtype=torch.float32, device=device)
+    )
     _gate_up[(tiles, triton.cdiv(of.halves * inner, BLOCK_N))](
         raw, rows, row_scales, rows.stride(0), chosen, order, starts, *up.tensors(), count, top_k, hidden, inner,
         ACTIVATION=of.activation if slots is None else "none", HALVES=of.halves, HAS_BIAS=up.bias is not None,
