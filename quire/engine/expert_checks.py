@@ -31,6 +31,11 @@ def check_experts(config: EngineConfig) -> None:
             f"{OPTION} shares out {count} experts unevenly among {ranks} ranks, which would cut the model into "
             "different stages: give --pipeline-partition"
         )
+    if ranks > 1:
+        wants = {
+            "no --enable-lora, whose adapters of experts are not shared out yet": config.lora.enable_lora
+        }
+        require(wants, f"{OPTION} is given")
     if parallel.shares_experts:
         _check_replicas(config)
 

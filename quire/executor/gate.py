@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
 
 import msgspec
 
+from quire import joining
 from quire.config.device import ParallelConfig
 from quire.errors import StartupError
 from quire.version import __version__
@@ -26,12 +24,7 @@ logger = logging.getLogger(__name__)
 
 JOIN_S = 300.0
 """Hosts are started by hand or by a scheduler, one after the other."""
-HELLO_S = 5.0
 LOOK_S = 1.0
-RETRY_S = 0.2
-MOST_HELLO_BYTES = 4096
-SILENCE_S = 5
-"""A host that is silent for so long, though its system would answer, is gone."""
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -66,14 +59,7 @@ class Gate:
         self, parallel: ParallelConfig, place: tuple[str, int], wanted: Mapping[int, int], key: str = ""
     ) -> None:
         self._parallel, self._wanted, self._key = parallel, wanted, key
-        try:
-            family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server(place, family=family)
-        except OSError as error:
-            raise StartupError(
-                f"hosts cannot join at {place[0]}:{place[1]}: {error}; --master-addr must be an address of this host, "
-                "and --master-port free, also of other engines"
-            ) from error
+        self._listener = joining.listening(place, "--master-addr and --master-port")
 
     @staticmethod
     def of_hosts(parallel: ParallelConfig) -> Gate:
@@ -120,13 +106,15 @@ class Gate:
         self._listener.close()
 
     def _receive(self, guest: socket.socket, peer: tuple[str, int], inside: dict[int, socket.socket]) -> None:
-        hello = _heard(guest)
+        hello = joining.heard(guest, Hello)
         problem = "this is no rank of quire" if hello is None else self._problem(hello, inside)
         if hello is None or problem:
             logger.warning("a connection from %s is refused: %s", peer[0], problem)
-            _answer(guest, problem)
+            joining.answered(guest, problem)
             guest.close()
-        elif _answer(guest, ""):
+        elif joining.answered(guest, ""):
+            if hello.rank in inside:  # a host that has gone comes again
+                inside[hello.rank].close()
             inside[hello.rank] = guest
             logger.info("rank %d of host %d has joined from %s", hello.rank, hello.node_rank, peer[0])
 
@@ -166,82 +154,9 @@ def join(place: tuple[str, int], hello: Hello, join_s: float = JOIN_S) -> socket
     Raises:
         StartupError: there is none within `join_s`, or it has no place for this rank; the message says why.
     """
-    way = _opened(place, hello, join_s)
-    where = f"{place[0]}:{place[1]}"
-    try:
-        connection = Connection(os.dup(way.fileno()))
-        with connection:
-            _set_patience(way, HELLO_S * 2)
-            connection.send_bytes(msgspec.msgpack.encode(hello))
-            problem = connection.recv_bytes(MOST_HELLO_BYTES).decode()
-    except (EOFError, OSError, UnicodeDecodeError) as error:
-        way.close()
-        raise StartupError(
-            f"the first host, at {where}, does not answer ({error!r}): it may have all its ranks already"
-        ) from error
-    if problem:
-        way.close()
-        raise StartupError(f"the first host, at {where}, refuses this one: {problem}")
-    _set_patience(way, 0)
-    return way
-
-
-def watched(way: socket.socket) -> socket.socket:
-    """A connection that fails within seconds when the other host is gone without a word."""
-    way.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    way.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    wanted = {
-        "TCP_KEEPIDLE": 2,
-        "TCP_KEEPINTVL": 1,
-        "TCP_KEEPCNT": SILENCE_S - 2,
-        "TCP_USER_TIMEOUT": SILENCE_S * 1000,
-    }
-    for name, value in wanted.items():
-        if hasattr(socket, name):
-            way.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return way
-
-
-def _opened(place: tuple[str, int], hello: Hello, join_s: float) -> socket.socket:
-    until = time.monotonic() + join_s
-    while True:
-        try:
-            return watched(socket.create_connection(place, timeout=HELLO_S))
-        except OSError as error:
-            if time.monotonic() > until:
-                raise StartupError(
-                    f"host {hello.node_rank} has waited {join_s:g} s for the first one, at {place[0]}:{place[1]}: "
-                    f"{error}"
-                ) from error
-            time.sleep(RETRY_S)
-
-
-def _heard(guest: socket.socket) -> Hello | None:
-    """What a connection says of itself, if that is a word of ours and comes in time."""
-    try:
-        _set_patience(watched(guest), HELLO_S)
-        with Connection(os.dup(guest.fileno())) as connection:
-            hello = msgspec.msgpack.decode(connection.recv_bytes(MOST_HELLO_BYTES), type=Hello)
-        _set_patience(guest, 0)
-    except (EOFError, OSError, msgspec.DecodeError):
-        return None
-    return hello
-
-
-def _answer(guest: socket.socket, problem: str) -> bool:
-    """Whether it has been told."""
-    try:
-        with Connection(os.dup(guest.fileno())) as connection:
-            connection.send_bytes(problem.encode())
-    except OSError:
-        return False
-    return True
-
-
-def _set_patience(way: socket.socket, seconds: float) -> None:
-    """How long to wait for its words, as the system counts; 0: as long as it takes."""
-    way.setblocking(True)
-    way.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+    way = joining.opened(place, f"host {hello.node_rank}", join_s)
+    assert way is not None, "nobody stops it"
+    return joining.introduced(way, hello, place)
 
 
 def _is_gone(guest: socket.socket) -> bool:

@@ -19,6 +19,7 @@ from tests.fixtures.thread_ranks import ThreadRanks
 from tests.fixtures.tiny_models import oracle_of
 from tests.fixtures.wide_llama import write_wide_llama
 from tests.lora.adapters import extend, linear_shapes, table_shapes, write_adapter
+from tests.lora.test_experts import of_each_expert, write_stacked
 
 PROMPTS = [[3, 1, 4, 1, 5] * 5, [2, 7, 1, 8], [99] * 30, [32, 101, 116, 7]]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -105,6 +106,26 @@ def test_adapters_say_on_ranks_what_they_say_on_one(
         assert torch.allclose(numbers(found).exp(), numbers(alone).exp(), atol=1e-4)
     assert len({tuple(output.outputs[0].token_ids) for output in found[:4]}) == 4, "adapters change tokens"
     ranks.llm_engine.remove_lora("tables")
+    ranks.llm_engine.shutdown()
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("threads")
+def test_adapters_of_experts_say_on_ranks_what_they_say_on_one(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Each rank has some features of every expert, and of what adapters add to it."""
+    model = tiny_model("qwen3moe")
+    stacked = write_stacked(tmp_path / "stacked", oracle_of(model))
+    single = write_adapter(tmp_path / "single", of_each_expert("qwen3moe", tiny_model), seed=2)
+    adapters = [LoRARequest(path.name, number, str(path)) for number, path in enumerate((stacked, single), 1)]
+    one, ranks = (started(model, tensor_parallel_size=size) for size in (1, 2))
+    alone, found = said(one, adapters), said(ranks, adapters)
+    assert [output.outputs[0].token_ids for output in found] == [
+        output.outputs[0].token_ids for output in alone
+    ]
+    assert torch.allclose(numbers(found).exp(), numbers(alone).exp(), atol=1e-4)
+    assert len({tuple(output.outputs[0].token_ids) for output in found[:3]}) == 3, "adapters change tokens"
     ranks.llm_engine.shutdown()
 
 
