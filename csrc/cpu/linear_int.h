@@ -207,8 +207,8 @@ inline auto with_code_panels(const Packing& packing, Body body) {
     return shifts ? body(Of<Int8Groups<32, true>>{}) : body(Of<Int8Groups<32, false>>{});
 }
 
-// With `whole_chunks` a row's chunk lies together, as tiles have it, and not the rows' values of a quad.
-template <class Panels, bool whole_chunks = false>
+// With `tiled` a row's chunk lies together, and not the rows' values of a quad, and weights come without their zero point.
+template <class Panels, bool tiled = false>
 struct IntKernel {
     const Linear& job;
     Panels panels;
@@ -264,11 +264,11 @@ struct IntKernel {
         for (int64_t part = 0; part < kParts; ++part) {
             const int8_t* values = rounded + part * Dot::kPart;
             const int64_t place = (chunk * kParts + part) * rows + row;
-            starts(tiling, start)[place] = Dot::start_word(values, sums[part], -panels.zero());
+            if (!tiled) starts(tiling, start)[place] = Dot::start_word(values, sums[part], -panels.zero());
             if (Panels::kShifts) minus(tiling, start)[place].value = static_cast<float>(-sums[part]);
         }
-        int32_t* out = words(start) + chunk * kChunkWords * rows + row * (whole_chunks ? kChunkWords : 1);
-        constexpr int64_t kBytes = whole_chunks ? kChunk : kQuad;
+        int32_t* out = words(start) + chunk * kChunkWords * rows + row * (tiled ? kChunkWords : 1);
+        constexpr int64_t kBytes = tiled ? kChunk : kQuad;
         for (int64_t i = 0; i < kChunk / kBytes; ++i) {
             __builtin_memcpy(out + i * rows, rounded + i * kBytes, kBytes);
         }
