@@ -6,6 +6,7 @@ Run as a program, so that the memory it takes is free again when engines are mea
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -55,4 +56,6 @@ def write_tokenizer(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Write the checkpoint of benchmarks.compare: 0.5B, random weights.")
+    parser.add_argument("directory", type=Path)
+    write(parser.parse_args().directory)

@@ -3,8 +3,8 @@
 // Choices are sorted by expert, and runs of experts are computed together, at most kBlockRows rows at a time: those rows are
 // all that is ever in scratch memory. A row's products are those of any linear layer, and a token's experts are added up in the
 // order of their numbers; so no bit depends on the batch, or on how it is cut into runs. Where adapters change a product, gate
-// and up are activated behind it, with the same bits. Ranks that share experts leave what they make of each choice apart, and it
-// is added up once all of it is in one place.
+// and up are activated behind it, with the same bits. Ranks that share experts leave what they make of each choice apart, and
+// it is added up once all of it is in one place.
 
 #pragma once
 
@@ -155,8 +155,9 @@ private:
         Float32 *between = memory.between + at * call.inner, *raw = memory.raw + at * call.halves() * call.inner;
         void* packed = memory.packed + at * memory.row_floats;
         const Expert& of = call.table[expert];
-        up[blocks].job = contiguous(adapts ? raw : between, call.x, of.up.bias, packed, rows,
-                                    adapts ? static_cast<int64_t>(kNone) : call.activation, call.up_weight(expert), tokens + at);
+        const int64_t activation = adapts ? static_cast<int64_t>(kNone) : call.activation;
+        up[blocks].job = contiguous(adapts ? raw : between, call.x, of.up.bias, packed, rows, activation,
+                                    call.up_weight(expert), tokens + at);
         down[blocks].job = contiguous(memory.behind + at * call.hidden, between, of.down.bias, packed, rows, kNone,
                                       call.down_weight(expert));
         end += rows, ++blocks;

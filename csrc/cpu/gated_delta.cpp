@@ -165,7 +165,8 @@ inline void walk_all(const Delta& delta, const StateBatch& batch) {
 
 }  // namespace
 
-// `steps` is 1, or `keys`, of a value head; `decays` [rows, value heads, steps] and `gates` are scratch. Returns 1 + a request that does not fit, and nothing was done then; -1 for sizes that are not served.
+// `steps` is 1, or `keys`, of a value head; `decays` [rows, value heads, steps] and `gates` are scratch. Returns 1 + a request
+// that does not fit, and nothing was done then; -1 for sizes that are not served.
 int64_t gated_delta(void* out, const void* qkv, const void* ba, const void* rates, const void* bias, void* states,
                     void* gates, void* decays, const int32_t* starts, const int32_t* lengths, const int32_t* kept,
                     const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width, int64_t block_size,

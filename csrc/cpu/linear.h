@@ -94,10 +94,10 @@ inline int64_t needed_scratch(const Linear& job) {
 
 // Rows cut into tiles of at most `most`: as evenly as possible, or with all but the last one whole.
 struct Tiling {
-    int64_t rows, tiles, size_of_most, one_more;
+    int64_t rows, tiles, common, larger;  // so many are by one larger than is common
     Tiling(int64_t rows, int64_t most, bool even = true)
-        : rows(rows), tiles((rows + most - 1) / most), size_of_most(even ? rows / tiles : most), one_more(even ? rows % tiles : 0) {}
-    int64_t start(int64_t tile) const { return smaller_of(tile * size_of_most + smaller_of(tile, one_more), rows); }
+        : rows(rows), tiles((rows + most - 1) / most), common(even ? rows / tiles : most), larger(even ? rows % tiles : 0) {}
+    int64_t start(int64_t tile) const { return smaller_of(tile * common + smaller_of(tile, larger), rows); }
     int64_t size(int64_t tile) const { return start(tile + 1) - start(tile); }
 };
 

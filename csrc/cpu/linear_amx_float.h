@@ -88,13 +88,15 @@ private:
             end = k == whole ? depth() : smaller_of(k + kBlock, whole);
             for (int64_t tile = tiles.begin; tile < tiles.end; tile += 2) {
                 const bool more = tile + 1 < tiles.end;
-                const Shape wanted = {tiling.size(tile), more ? tiling.size(tile + 1) : 0, k == whole ? depth() - whole : kDepth};
+                const int64_t width = k == whole ? depth() - whole : kDepth;
+                const Shape wanted = {tiling.size(tile), more ? tiling.size(tile + 1) : 0, width};
                 if (wanted != shape) use((shape = wanted).tiles());
                 const Pair* x = packed(tiling.start(tile)) + k / 2 * shape.rows;
                 const Pair* y = more ? packed(tiling.start(tile + 1)) + k / 2 * shape.more_rows : x;
                 Float32* to = sums + (tiling.start(tile) - tiling.start(tiles.begin)) * stride;
                 const bool first = tile == tiles.begin;
-                const Step step = {panels.panel(panel) + k * kPanel, panels.panel(panel + two) + k * kPanel, x, y, shape, first};
+                const BFloat16 *v = panels.panel(panel) + k * kPanel, *w = panels.panel(panel + two) + k * kPanel;
+                const Step step = {v, w, x, y, shape, first};
                 if (end == depth()) outputs.fetch(tiling.start(tile), shape.rows + shape.more_rows);
                 if (two) step.multiply<true>(to, stride, end - k, k == 0);
                 else step.multiply<false>(to, stride, end - k, k == 0);

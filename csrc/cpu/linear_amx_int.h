@@ -32,18 +32,38 @@ struct TiledIntKernel : IntKernel<Panels, true> {
         int32_t of[kTogether][kParts][kTileRows][kPanel];
     };
 
+    // One or two tiles of rows, from some chunk on, by one or two panels.
+    struct Square {
+        PackedRows x[2];
+        int64_t rows[2];         // the second is 0 where there is one tile
+        const int32_t* after[2];  // activations that are wanted once these chunks are done
+        const Bytes* weights;
+        bool two_panels;
+        Float32* sums;
+        int64_t stride;
+
+        bool two_tiles() const { return rows[1] != 0; }
+        const int32_t* words(int tile, int64_t chunk, int64_t part) const {
+            return x[tile].words + chunk * rows[tile] * Base::kChunkWords + part * kPart / kQuad;
+        }
+        void skip(int64_t chunks) {
+            for (int tile = 0; tile < 2; ++tile) {
+                x[tile].words += chunks * rows[tile] * Base::kChunkWords;
+                x[tile].scales += chunks * rows[tile], x[tile].minus += chunks * kParts * rows[tile];
+            }
+        }
+    };
+
     // Products 0 to 3, of activations 4 and 5 and weights 6 and 7.
-    static TileShapes shapes(int64_t rows, int64_t more_rows) {
+    static TileShapes shapes(const int64_t (&rows)[2]) {
         TileShapes shapes;
         for (int which = 0; which < 2; ++which) {
-            const int64_t height = which ? more_rows : rows;
-            if (height == 0) continue;
-            shapes.set(2 * which, height, kTileBytes);
-            shapes.set(2 * which + 1, height, kTileBytes);
-            shapes.set(4 + which, height, kPart);
             shapes.set(6 + which, kPart / kQuad, kTileBytes);
+            if (rows[which] == 0) continue;
+            shapes.set(2 * which, rows[which], kTileBytes);
+            shapes.set(2 * which + 1, rows[which], kTileBytes);
+            shapes.set(4 + which, rows[which], kPart);
         }
-        shapes.set(7, kPart / kQuad, kTileBytes);
         return shapes;
     }
 
@@ -78,62 +98,69 @@ struct TiledIntKernel : IntKernel<Panels, true> {
     void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel, bool two,
                          const Outputs& outputs) const {
         Bytes weights[2];
-        int64_t rows = 0, more_rows = 0;
+        int64_t rows[2] = {};
         for (int64_t chunk = 0; chunk < this->chunks(); chunk += kBlock) {
             const int64_t chunks = smaller_of(this->chunks() - chunk, kBlock);
             unpack(weights[0], panel, chunk, chunks);
             if (two) unpack(weights[1], panel + 1, chunk, chunks);
             for (int64_t tile = tiles.begin; tile < tiles.end; tile += 2) {
-                const int64_t wanted = tiling.size(tile), more_wanted = tile + 1 < tiles.end ? tiling.size(tile + 1) : 0;
-                if (wanted != rows || more_wanted != more_rows) use(shapes(rows = wanted, more_rows = more_wanted));
-                if (chunk + chunks == this->chunks()) outputs.fetch(tiling.start(tile), rows + more_rows);
                 Float32* to = sums + (tiling.start(tile) - tiling.start(tiles.begin)) * stride;
-                multiply_tiles(to, stride, tiling, tile, more_rows != 0, panel, two, chunk, chunks, weights);
+                const Square square = square_of(tiling, tiles, tile, chunk, weights, two, to, stride);
+                if (square.rows[0] != rows[0] || square.rows[1] != rows[1]) {
+                    rows[0] = square.rows[0], rows[1] = square.rows[1];
+                    use(shapes(rows));
+                }
+                if (chunk + chunks == this->chunks()) outputs.fetch(tiling.start(tile), rows[0] + rows[1]);
+                multiply_square(square, panel, chunk, chunks);
             }
         }
     }
 
-    // A block of k for one or two tiles of rows, and one or two panels.
-    void multiply_tiles(Float32* sums, int64_t stride, const Tiling& tiling, int64_t tile, bool more, int64_t panel, bool two,
-                        int64_t chunk, int64_t chunks, const Bytes* weights) const {
+    Square square_of(const Tiling& tiling, Tiles tiles, int64_t tile, int64_t chunk, const Bytes* weights, bool two,
+                     Float32* sums, int64_t stride) const {
+        Square square = {{}, {}, {}, weights, two, sums, stride};
+        for (int64_t which = 0; which < 2; ++which) {
+            const int64_t own = smaller_of(tile + which, tiles.end - 1), next = smaller_of(tile + 2 + which, tiles.end - 1);
+            square.x[which] = this->packed(tiling, own, chunk);
+            square.rows[which] = own == tile + which ? tiling.size(own) : 0;
+            square.after[which] = this->packed(tiling, next, chunk).words;
+        }
+        return square;
+    }
+
+    void multiply_square(Square square, int64_t panel, int64_t chunk, int64_t chunks) const {
         Dots dots[2][2];
-        const int64_t rows[2] = {tiling.size(tile), tiling.size(tile + more)};
-        PackedRows x[2] = {this->packed(tiling, tile, chunk), this->packed(tiling, tile + more, chunk)};
         for (int64_t first = 0; first < chunks; first += kTogether) {
             const int64_t count = smaller_of(chunks - first, kTogether);
             for (int64_t i = 0; i < count; ++i) {
-                for (int64_t part = 0; part < kParts; ++part) {
-                    const int64_t at = part * kPart / kQuad;
-                    dot(dots, i, part, x[0].words + i * rows[0] * Base::kChunkWords + at, x[1].words + i * rows[1] * Base::kChunkWords + at,
-                        weights[0].of[first + i][part], weights[1].of[first + i][part], more, two);
-                }
+                for (int64_t part = 0; part < kParts; ++part) dot(dots, square, i, first + i, part);
             }
             written();
-            for (int64_t t = 0; t <= more; ++t) {
-                const PackedRows own = x[t];
-                x[t].words += count * rows[t] * Base::kChunkWords;
-                x[t].scales += count * rows[t], x[t].minus += count * kParts * rows[t];
-                const int32_t* next = first + count < chunks ? x[t].words : this->packed(tiling, smaller_of(tile + 2 + t, tiling.tiles - 1), chunk).words;
-                for (int64_t p = 0; p <= two; ++p) {
+            const Square own = square;
+            square.skip(count);
+            for (int tile = 0; tile <= own.two_tiles(); ++tile) {
+                const int32_t* next = first + count < chunks ? square.x[tile].words : own.after[tile];
+                for (int p = 0; p <= own.two_panels; ++p) {
                     const auto groups = this->panels.groups(panel + p, (chunk + first) * kParts);
-                    Float32* to = sums + t * rows[0] * stride + p * kPanel;
-                    with_rows<kTogether>(count, [&](auto chunks) {
-                        constexpr int C = decltype(chunks)::value;
-                        if (rows[t] == kTileRows) add<C, kTileRows>(to, stride, own, dots[t][p], groups, kTileRows, next + p * 16);
-                        else add<C, 0>(to, stride, own, dots[t][p], groups, rows[t], next + p * 16);
+                    Float32* to = own.sums + tile * own.rows[0] * own.stride + p * kPanel;
+                    const int64_t rows = own.rows[tile];
+                    with_rows<kTogether>(count, [&](auto together) {
+                        constexpr int C = decltype(together)::value;
+                        if (rows == kTileRows) add<C, kTileRows>(to, own, tile, dots[tile][p], groups, next + p * kPanel);
+                        else add<C, 0>(to, own, tile, dots[tile][p], groups, next + p * kPanel);
                     });
                 }
             }
         }
     }
 
-    // All products are begun before the first is stored, which waits for it.
-    static void dot(Dots (&dots)[2][2], int64_t chunk, int64_t part, const int32_t* x, const int32_t* y, const int8_t* v,
-                    const int8_t* w, bool more, bool two) {
-        _tile_loadd(6, v, kTileBytes);
-        _tile_loadd(4, x, kTileBytes);
-        if (two) _tile_loadd(7, w, kTileBytes);
-        if (more) _tile_loadd(5, y, kTileBytes);
+    // All products are begun before the first is stored, which waits for it; `i` is the chunk's place among those together.
+    static void dot(Dots (&dots)[2][2], const Square& square, int64_t i, int64_t chunk, int64_t part) {
+        const bool more = square.two_tiles(), two = square.two_panels;
+        _tile_loadd(6, square.weights[0].of[chunk][part], kTileBytes);
+        _tile_loadd(4, square.words(0, i, part), kTileBytes);
+        if (two) _tile_loadd(7, square.weights[1].of[chunk][part], kTileBytes);
+        if (more) _tile_loadd(5, square.words(1, i, part), kTileBytes);
         _tile_zero(0);
         _tile_dpbssd(0, 4, 6);
         if (two) {
@@ -148,23 +175,24 @@ struct TiledIntKernel : IntKernel<Panels, true> {
             _tile_zero(3);
             _tile_dpbssd(3, 5, 7);
         }
-        _tile_stored(0, dots[0][0].of[chunk][part], kTileBytes);
-        if (two) _tile_stored(1, dots[0][1].of[chunk][part], kTileBytes);
-        if (more) _tile_stored(2, dots[1][0].of[chunk][part], kTileBytes);
-        if (more && two) _tile_stored(3, dots[1][1].of[chunk][part], kTileBytes);
+        _tile_stored(0, dots[0][0].of[i][part], kTileBytes);
+        if (two) _tile_stored(1, dots[0][1].of[i][part], kTileBytes);
+        if (more) _tile_stored(2, dots[1][0].of[i][part], kTileBytes);
+        if (more && two) _tile_stored(3, dots[1][1].of[i][part], kTileBytes);
     }
 
-    // sums[rows][stride] += the integers of C chunks, scaled as multiply_chunks does it; R is `rows` where that is known. Meanwhile
-    // every other line of the activations at `next` is fetched.
+    // sums[rows][stride] += the integers of C chunks for a tile, scaled as multiply_chunks does it; R is its rows where that is
+    // known. Meanwhile every other line of the activations at `next` is fetched.
     template <int C, int R, class Groups>
-    static void add(Float32* sums, int64_t stride, PackedRows x, const Dots& dots, const Groups& groups, int64_t rows,
+    static void add(Float32* sums, const Square& square, int tile, const Dots& dots, const Groups& groups,
                     const int32_t* next) {
-        if constexpr (R) rows = R;
+        const int64_t rows = R ? R : square.rows[tile], stride = square.stride;
+        const PackedRows& x = square.x[tile];
         decltype(groups.at(0, 0)) group[C * kParts];
 #pragma GCC unroll 4
         for (int64_t part = 0; part < C * kParts; ++part) group[part] = groups.at(0, part);
         for (int64_t r = 0; r < rows; ++r) {
-            for (int64_t line = 0; line < C; line += 2) __builtin_prefetch(next + (r * C + line) * 16);
+            for (int64_t line = 0; line < C; line += 2) __builtin_prefetch(next + (r * C + line) * kPanel);
             Lanes16 total = load16(sums + r * stride);
 #pragma GCC unroll 4
             for (int64_t chunk = 0; chunk < C; ++chunk) {

@@ -200,7 +200,8 @@ struct FloatKernel {
 
     // Block after block of k, each for all tiles while it is in the first-level cache, and the next one on its way there.
     template <int P>
-    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel, const Outputs& outputs) const {
+    void multiply_panels(Float32* sums, int64_t stride, const Tiling& tiling, Tiles tiles, int64_t panel,
+                         const Outputs& outputs) const {
         constexpr int64_t kBlock = (kReadsFloats && !kWidens ? kDirectBlock : kWideBlock) / P;
         alignas(64) Float32 wide[kWidens ? P * kBlock * kPanel : 1];
         const int64_t depth = panels.depth(), first_row = tiling.start(tiles.begin);

@@ -114,7 +114,8 @@ int64_t experts(void* out, const void* x, const void* chosen, const void* weight
     if (!has_own(call, call.up) || !has_own(call, call.down) || scratch_bytes < 4 * ExpertMemory(call).floats ||
         count_refused(call)) {
         return QUIRE_BASE::experts(out, x, chosen, weights, table, adapter_rows, adapters, scratch, scratch_bytes, tokens,
-                                   top_k, count, first, total, hidden, inner, activation, up_group, up_scales, up_zeros, up_fast, up_format,
+                                   top_k, count, first, total, hidden, inner, activation, up_group, up_scales, up_zeros,
+                                   up_fast, up_format,
                                    down_group, down_scales, down_zeros, down_fast, down_format);
     }
     run_experts(call, [&](const Matrix& matrix, Block* blocks, int64_t blocks_count) {

@@ -72,8 +72,8 @@ inline float round_whole(int8_t* out, int32_t (&sums)[parts], const Float32* x) 
     for (int i = 0; i < kVectors; ++i) rounded[i] = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
     // Packing puts each quarter of a register behind that of the other one.
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i shuffled = _mm512_packs_epi16(_mm512_packs_epi32(rounded[0], rounded[1]), _mm512_packs_epi32(rounded[2], rounded[3]));
-    const __m512i bytes = _mm512_permutexvar_epi32(order, shuffled);
+    const __m512i low = _mm512_packs_epi32(rounded[0], rounded[1]), high = _mm512_packs_epi32(rounded[2], rounded[3]);
+    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
     _mm512_storeu_si512(out, bytes);
     __m512i quads = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
     quads = _mm512_add_epi32(quads, _mm512_shuffle_epi32(quads, _MM_PERM_CDAB));
