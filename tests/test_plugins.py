@@ -84,7 +84,7 @@ def forgotten() -> Iterator[None]:
 
 def test_an_executor_of_a_package_is_named_like_any_other(offer: Offer) -> None:
     with pytest.raises(
-        ConfigError, match="must be one of auto, uni, mp, external_launcher, null, got 'abacus'"
+        ConfigError, match="must be one of auto, uni, mp, ray, external_launcher, null, got 'abacus'"
     ):
         ParallelConfig(distributed_executor_backend="abacus")
     offer(EXECUTORS.group, f"abacus={__name__}:Abacus")
@@ -116,7 +116,7 @@ def test_a_class_of_another_kind_is_refused(offer: Offer) -> None:
 
 def test_a_built_in_row_cannot_be_replaced(offer: Offer) -> None:
     offer(EXECUTORS.group, f"null={__name__}:Abacus")
-    assert EXECUTORS.names() == ["uni", "mp", "external_launcher", "null"]
+    assert EXECUTORS.names() == ["uni", "mp", "ray", "external_launcher", "null"]
     assert resolve_executor("null") is NullExecutor
 
 
@@ -167,8 +167,8 @@ def test_the_variable_says_which_plug_ins_are_let_in(offer: Offer, monkeypatch: 
         ("x", []),
     ]:
         monkeypatch.setenv("QUIRE_PLUGINS", value)
-        assert EXECUTORS.names()[4:] == expected
-    with pytest.raises(ConfigError, match="must be one of uni, mp, external_launcher, null, got 'abacus'"):
+        assert EXECUTORS.names()[5:] == expected
+    with pytest.raises(ConfigError, match="must be one of uni, mp, ray, external_launcher, null, got 'abacus'"):
         resolve_executor("abacus")
 
 

@@ -6,11 +6,13 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 constexpr int64_t kColumns = 256;  // that a thread adds up at a time
 
-// The place of the lowest number that is larger than `last`; numbers of a token are different.
+// The place that comes behind `last` in the order of numbers, and of places where two are the same; -1 is in front of all, and
+// comes behind the last one.
 inline int64_t next_place(const int32_t* chosen, int64_t top_k, int64_t last) {
     int64_t best = -1;
     for (int64_t k = 0; k < top_k; ++k) {
-        if (chosen[k] > last && (best < 0 || chosen[k] < chosen[best])) best = k;
+        const bool is_behind = last < 0 || chosen[k] > chosen[last] || (chosen[k] == chosen[last] && k > last);
+        if (is_behind && (best < 0 || chosen[k] < chosen[best])) best = k;
     }
     return best;
 }
@@ -30,13 +32,11 @@ int64_t add_choices(void* out, const void* rows, const void* chosen, const void*
         const auto from = static_cast<const Float32*>(rows) + token * top_k * hidden + start;
         const auto to = static_cast<Float32*>(out) + token * hidden + start;
         for_each_vector(size, [&](int64_t i, auto lanes) { store(to + i, Vec{}, lanes); });
-        int64_t last = -1;
-        for (int64_t place = next_place(ids, top_k, last); place >= 0; place = next_place(ids, top_k, last)) {
+        for (int64_t place = next_place(ids, top_k, -1); place >= 0; place = next_place(ids, top_k, place)) {
             const Vec weight = splat(shares[place].value);
             for_each_vector(size, [&](int64_t i, auto lanes) {
                 store(to + i, fma(weight, load(from + place * hidden + i, lanes), load(to + i, lanes)), lanes);
             });
-            last = ids[place];
         }
     });
     return 0;

@@ -80,7 +80,7 @@ def expert_rows(x: Tensor, chosen: Tensor, of: ExpertWeights) -> Tensor:
 
 
 def add_choices(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    order = chosen.argsort(1)
+    order = chosen.argsort(dim=1, stable=True)
     rows, weights = rows.gather(1, order[..., None].expand_as(rows)), weights.gather(1, order)
     out = torch.zeros_like(rows[:, 0])
     for place in range(chosen.shape[1]):

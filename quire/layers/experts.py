@@ -38,7 +38,7 @@ class _InStack(MatrixLayer):
     stack = ExpertStack()
 
     def stored_modules(self, names: Sequence[str]) -> list[str]:
-        return [".".join(name.rsplit(f".{self.index}.", 1)) for name in names]
+        return [".".join(f"{name}.".rsplit(f".{self.index}.", 1))[:-1] for name in names]
 
     def stored_name(self, module: str, tensor: str) -> str:
         return module + self.stack.suffix(tensor)

@@ -190,5 +190,5 @@ def test_executor_is_its_worker(config: EngineConfig) -> None:
 
 
 def test_unknown_executor_is_named() -> None:
-    with pytest.raises(ConfigError, match="one of uni, mp, external_launcher, null, got 'ray'"):
-        resolve_executor("ray")
+    with pytest.raises(ConfigError, match="one of uni, mp, ray, external_launcher, null, got 'rays'"):
+        resolve_executor("rays")

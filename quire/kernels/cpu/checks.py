@@ -16,10 +16,15 @@ def say(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def dtype_code(op: str, name: str, tensor: Tensor) -> int:
-    """The code of a tensor's dtype; it must be on the CPU."""
+def check_on_cpu(op: str, name: str, tensor: Tensor) -> None:
+    """Of any dtype."""
     if not tensor.is_cpu:
         raise ValueError(f"{op}: {name} must be on the CPU, but is on {tensor.device}")
+
+
+def dtype_code(op: str, name: str, tensor: Tensor) -> int:
+    """The code of a tensor's dtype; it must be on the CPU."""
+    check_on_cpu(op, name, tensor)
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None:
         raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, but is {tensor.dtype}")

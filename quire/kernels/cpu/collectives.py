@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.distributed.shared_memory import SharedMemory
 from quire.kernels.cpu.calls import call, empty
-from quire.kernels.cpu.checks import dtype_code, say
+from quire.kernels.cpu.checks import check_on_cpu, dtype_code, say
 
 
 def all_reduce(x: Tensor, group: SharedMemory) -> Tensor:
@@ -33,6 +33,7 @@ def all_gather(x: Tensor, group: SharedMemory, dim: int = -1) -> Tensor:
 
 
 def all_to_all(x: Tensor, counts: Sequence[int], group: SharedMemory) -> tuple[Tensor, list[int]]:
+    check_on_cpu("all_to_all", "x", x)
     if not x.dim() or len(counts) != group.size or sum(counts) != len(x) or min(counts) < 0:
         raise ValueError(f"all_to_all: {list(counts)} rows are for {group.size} ranks, of {say(x)}")
     x, given = x.contiguous(), torch.tensor(counts)
