@@ -168,7 +168,9 @@ def test_the_variable_says_which_plug_ins_are_let_in(offer: Offer, monkeypatch: 
     ]:
         monkeypatch.setenv("QUIRE_PLUGINS", value)
         assert EXECUTORS.names()[5:] == expected
-    with pytest.raises(ConfigError, match="must be one of uni, mp, ray, external_launcher, null, got 'abacus'"):
+    with pytest.raises(
+        ConfigError, match="must be one of uni, mp, ray, external_launcher, null, got 'abacus'"
+    ):
         resolve_executor("abacus")
 
 

@@ -56,6 +56,8 @@ def write_tokenizer(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the checkpoint of benchmarks.compare: 0.5B, random weights.")
+    parser = argparse.ArgumentParser(
+        description="Write the checkpoint of benchmarks.compare: 0.5B, random weights."
+    )
     parser.add_argument("directory", type=Path)
     write(parser.parse_args().directory)
