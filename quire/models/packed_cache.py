@@ -7,12 +7,14 @@ so no reader sees half of it, and several writers at once do no harm.
 """
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ PAGE = 4096
 
 _FILLER = "_filler."
 _SEAL = "_seal"
+_DRAFT_BYTES = 4
+"""Of a random number in the name of a file that is not finished."""
 _SEAL_BYTES = hashlib.sha256().digest_size
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -99,9 +103,10 @@ class PackedCache:
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep the tensors for the next start."""
         started = time.monotonic()
-        draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
+        draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(_DRAFT_BYTES)}")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            self._clear_abandoned()
             try:
                 self._write(draft, tensors)
                 draft.rename(self.path)
@@ -112,9 +117,17 @@ class PackedCache:
             return
         logger.info("packed weights written to %s in %.2f s", self.path, time.monotonic() - started)
 
+    def _clear_abandoned(self) -> None:
+        """Delete the drafts of writers that were killed: nobody has a lock on them."""
+        for draft in self._directory.glob(f".*.safetensors.{'?' * 2 * _DRAFT_BYTES}"):
+            with suppress(OSError), draft.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                draft.unlink()
+
     def _write(self, draft: Path, tensors: Mapping[str, Tensor]) -> None:
         seal = self._new_seal()
         with draft.open("xb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             for part in (_header(tensors), *tensors.values()):
                 for pages in _whole_pages(part):
                     file.write(pages.numpy().data)

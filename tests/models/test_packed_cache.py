@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import logging
 import os
 import shutil
@@ -167,6 +168,17 @@ def test_a_full_disk_leaves_nothing_behind(
     cache.write(TENSORS)
     assert "No space left on device" in caplog.text
     assert list(cache.path.parent.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_deleted_and_what_another_writes_is_not(cache: PackedCache) -> None:
+    cache.path.parent.mkdir(parents=True, exist_ok=True)
+    abandoned, written = (cache.path.with_name(f".another.safetensors.{end}") for end in ("0" * 8, "1" * 8))
+    for draft in (abandoned, written):
+        draft.write_bytes(b"half of it")
+    with written.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        cache.write(TENSORS)
+    assert sorted(cache.path.parent.iterdir()) == sorted([cache.path, written])
 
 
 def test_racing_writers_and_readers_see_whole_files(cache: PackedCache) -> None:
