@@ -69,7 +69,8 @@ def read_adapter(
     by_layer: dict[int, list[AdaptedModule]] = {}
     for module in modules:
         for index in dict.fromkeys(place.layer for place in module.target.places if module.of_layers):
-            by_layer.setdefault(index, []).append(module)
+            if targets.layers[index].is_here:
+                by_layer.setdefault(index, []).append(module)
     rows = read_own_rows(file, modules, targets, max_rows, dtype)
     return Adapter(
         {index: _LayerReader(file, targets, index).stacks(found, dtype) for index, found in by_layer.items()},

@@ -93,7 +93,9 @@ def _rows_of(
             own = (
                 TokenRows(torch.tensor(module.tokens, dtype=torch.int64), rows.clone())
                 if kind == "rows"
-                else _changed_rows(rows, _whole_table(file, info, module, targets))
+                else _changed_rows(
+                    rows, _whole_table(file, info, module, targets), is_here=_is_here(module, targets)
+                )
             )
             yield info, own, kind != "table"
 
@@ -128,10 +130,18 @@ def _merged(first: TokenRows | None, then: TokenRows) -> TokenRows:
     return TokenRows(*(torch.cat((one[left], other)) for one, other in zip(first, then, strict=True)))
 
 
-def _changed_rows(table: Tensor, layer: VocabEmbedding) -> TokenRows:
-    """Those of a table [V or more, H], in the model's dtype, that are not what the layer has."""
+def _is_here(module: AdaptedModule, targets: Targets) -> bool:
+    """Whether a module's table is this stage's, be it the head's or that of the tokens."""
+    return any(targets.layers[index].is_here for index in _tied(module, targets))
+
+
+def _changed_rows(table: Tensor, layer: VocabEmbedding, *, is_here: bool) -> TokenRows:
+    """Those of a table [V or more, H], in the model's dtype, that are not what the layer has.
+
+    Of one that another stage has, those behind the layer's, by which tokens are counted.
+    """
     known, found = table[: layer.shape[0]], []
-    for start in range(0, len(known), _CHUNK):
+    for start in range(0, len(known) if is_here else 0, _CHUNK):
         part = known[start : start + _CHUNK]
         differs = (_kept(part, layer) != _base(start, len(part), layer)).any(1)
         found.append(differs.nonzero()[:, 0].cpu() + start)

@@ -62,7 +62,6 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(
         ({"pipeline_parallel_size": 1, "pipeline_partition": "1,2"}, "1,2 has 2 stages with 3 layers; .*-size is 1"),
         ({"pipeline_partition": "3,0"}, "--pipeline-partition must be such as 3,5, got '3,0'"),
         ({"pipeline_partition": "all"}, "--pipeline-partition must be such as 3,5, got 'all'"),
-        ({"enable_lora": True}, "--pipeline-parallel-size is 2, which wants no --enable-lora"),
         ({"distributed_executor_backend": "uni"}, "is 2, which wants --distributed-executor-backend mp, not uni"),
         ({"runner": "pooling"}, "--pipeline-parallel-size is 2, which wants a model that generates"),
     ],

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.errors import ConfigError
+from quire.lora.store import AdapterStore
 from quire.outputs import RequestOutput
 from tests.fixtures.quick import quick
 from tests.fixtures.thread_ranks import ThreadRanks
@@ -154,6 +154,79 @@ def test_what_a_rank_cannot_read_alone_is_refused_and_costs_only_itself(
     llm.llm_engine.shutdown()
 
 
-def test_stages_have_no_adapters(wide: Path) -> None:
-    with pytest.raises(ConfigError, match="--pipeline-parallel-size is 2, which wants no --enable-lora"):
-        started(wide, pipeline_parallel_size=2)
+def stores(llm: LLM) -> list[AdapterStore]:
+    """Of each rank, a thread or this process."""
+    executor = llm.llm_engine._clients[0]._core.executor  # type: ignore[attr-defined]
+    workers = (
+        [rank.worker for rank in executor._ranks._ranks]
+        if hasattr(executor, "_ranks")
+        else [executor._worker]
+    )
+    return [worker.adapters for worker in workers]
+
+
+def written_tables(directory: Path, model: Path, seed: int) -> LoRARequest:
+    """An adapter with tables saved whole, two rows of which were trained, and one of a token behind the model's."""
+    oracle = oracle_of(model)
+    linears = {name: shape for name, shape in linear_shapes(oracle).items() if name.endswith("q_proj")}
+    table, head = oracle.get_input_embeddings().weight, oracle.get_output_embeddings().weight
+    tensors = {}
+    for name, weight in (("model.embed_tokens", table), ("lm_head", head)):
+        rows = torch.cat((weight.detach(), torch.randn(1, weight.shape[1])))
+        rows[[7, 101]] += torch.randn(2, weight.shape[1])
+        tensors[f"{name}.weight"] = rows
+    path = extend(write_adapter(directory, linears, seed=seed), tensors)
+    return LoRARequest(path.name, seed, str(path))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.usefixtures("threads")
+def test_stages_have_the_adapters_of_their_layers_and_the_bits_of_one_process(
+    tied: bool, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = write_wide_llama(tiny_model("llama"), tmp_path / "model", tie_word_embeddings=tied)
+    oracle = oracle_of(model)
+    linears, tables = linear_shapes(oracle), table_shapes(oracle)
+    everything = {
+        name: shape for name, shape in {**linears, **tables}.items() if not (tied and name == "lm_head")
+    }
+    dora = {name: shape for name, shape in linears.items() if name != "lm_head"}
+    paths = [
+        write_adapter(tmp_path / "all", everything, rank=4, seed=1),
+        write_adapter(tmp_path / "dora", dora, rank=2, seed=2, use_dora=True),
+    ]
+    tokens = [7, 101, oracle.config.vocab_size]
+    names = ("model.embed_tokens",) if tied else ("model.embed_tokens", "lm_head")
+    rows = torch.randn(3, 256)
+    extend(
+        paths[0],
+        {f"{name}.token_adapter.trainable_tokens_delta": rows for name in names},
+        trainable_token_indices={name.rpartition(".")[2]: tokens for name in names},
+    )
+    adapters = [LoRARequest(path.name, number, str(path)) for number, path in enumerate(paths, 1)]
+    adapters.append(written_tables(tmp_path / "tables", model, seed=3))
+    one = started(model)
+    alone = said(one, adapters)
+    assert len({tuple(output.outputs[0].token_ids) for output in alone[:4]}) == 4, "adapters change tokens"
+    stages = started(model, pipeline_parallel_size=2, async_scheduling=True)
+    for _ in range(2):
+        found = said(stages, adapters)
+        assert [output.outputs[0].token_ids for output in found] == [
+            output.outputs[0].token_ids for output in alone
+        ]
+        assert torch.equal(numbers(found), numbers(alone))
+    (whole,), parts = ([store.get(adapters[1]) for store in stores(llm)] for llm in (one, stages))
+    assert sum(len(part.layers) for part in parts) == len(whole.layers), "each has what is of its layers"
+    stages.llm_engine.shutdown()
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_no_stage_has_is_refused_by_all(wide: Path, adapters: list[LoRARequest], tmp_path: Path) -> None:
+    llm = started(wide, pipeline_parallel_size=2, max_cpu_loras=4)
+    for number, module in enumerate(("model.layers.9.self_attn.q_proj", "model.layers.0.self_attn.gate"), 7):
+        path = write_adapter(tmp_path / str(number), {module: (256, 256)})
+        request = LoRARequest(path.name, number, str(path))
+        (output,) = llm.generate([[1, 2]], PARAMS, lora_request=request, use_tqdm=False)
+        assert f"is for {module}, which is no layer" in str(output.outputs[0].stop_reason)
+    assert said(llm, adapters)
+    llm.llm_engine.shutdown()
