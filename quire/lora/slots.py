@@ -56,7 +56,8 @@ class AdapterSlots:
                 self._rows[index] = rows
 
     def put(self, slot: int, adapter: Adapter) -> None:
-        """Let a slot be this adapter; whatever it was before is forgotten."""
+        """Let a slot be this adapter; whatever it was before is forgotten. All ranks do so at once."""
+        adapter.settle()
         left, self._filled[slot] = self._filled[slot], {*adapter.layers}
         for index in sorted(left | self._filled[slot]):
             own, stacks = self._layers[index], self._stacks[index]
