@@ -97,7 +97,8 @@ class AdaptableExpert(AdaptableLayer):
 
     def launch(self, stacks: LoraStacks, row: Tensor) -> None:
         """The first one, for all, which have the same shapes."""
-        if self.layer.expert == 0:
+        assert self.layer.shared_adapters is not None, "an expert's"
+        if self.layer.expert == self.layer.shared_adapters.numbers.start:
             AdaptableLayer.launch(self, stacks, row)
 
 
@@ -232,7 +233,7 @@ def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], Adaptable]]:
             parts = (layer.num_rows,) if len(names) == 1 else tuple(map(length, layer.rows))
             yield names, AdaptableLayer(layer, parts, is_here)
         if isinstance(layer, Linear) and layer.shared_adapters is not None:
-            yield names, AdaptableExpert(layer, tuple(map(length, layer.rows)), is_here)
+            yield names, AdaptableExpert(layer, tuple(map(length, layer.rows)), is_here and layer.is_here)
         if isinstance(layer, PerHeadLinear):
             yield names, AdaptableHeads(layer, is_here)
         is_looked_up = layer is not head or model.config.arch.tie_word_embeddings

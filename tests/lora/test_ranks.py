@@ -105,17 +105,18 @@ def test_adapters_say_on_ranks_what_they_say_on_one(
     ranks.llm_engine.shutdown()
 
 
-@pytest.mark.more
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.more), True])
 @pytest.mark.usefixtures("threads")
 def test_adapters_of_experts_say_on_ranks_what_they_say_on_one(
-    tiny_model: Callable[[str], Path], tmp_path: Path
+    whole: bool, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Each rank has some features of every expert, and of what adapters add to it."""
+    """Each rank has some features of every expert, and of what adapters add to it; or some experts as a whole."""
     model = tiny_model("qwen3moe")
     stacked = write_stacked(tmp_path / "stacked", oracle_of(model))
     single = write_adapter(tmp_path / "single", of_each_expert("qwen3moe", tiny_model), seed=2)
     adapters = [LoRARequest(path.name, number, str(path)) for number, path in enumerate((stacked, single), 1)]
-    one, ranks = (started(model, tensor_parallel_size=size) for size in (1, 2))
+    one = started(model)
+    ranks = started(model, tensor_parallel_size=2, enable_expert_parallel=whole)
     alone, found = said(one, adapters), said(ranks, adapters)
     assert [output.outputs[0].token_ids for output in found] == [
         output.outputs[0].token_ids for output in alone
