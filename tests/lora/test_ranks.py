@@ -202,3 +202,17 @@ def test_what_no_stage_has_is_refused_by_all(wide: Path, adapters: list[LoRARequ
         assert f"is for {module}, which is no layer" in str(output.outputs[0].stop_reason)
     assert said(llm, adapters)
     llm.llm_engine.shutdown()
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_one_stage_refuses_no_other_keeps(wide: Path, tmp_path: Path) -> None:
+    oracle = oracle_of(wide)
+    shapes = {name: shape for name, shape in linear_shapes(oracle).items() if name.endswith("o_proj")}
+    path = write_adapter(tmp_path / "table", shapes)
+    extend(path, {"model.embed_tokens.weight": torch.randn(oracle.config.vocab_size, 256)})
+    llm = started(wide, pipeline_parallel_size=2, lora_extra_vocab_size=8)
+    request = LoRARequest("table", 1, str(path))
+    (output,) = llm.generate([[1, 2]], PARAMS, lora_request=request, use_tqdm=False)
+    assert "--lora-extra-vocab-size is 8" in str(output.outputs[0].stop_reason)
+    assert not any(store._kept for store in stores(llm))
+    llm.llm_engine.shutdown()
