@@ -21,20 +21,17 @@ from quire.layers.shard import Shard, members_of
 MOST_FLOATS = 1 << 24
 """Of rows of choices that are there at a time: 64 MiB."""
 
+Adapted = tuple[()] | tuple[Tensor, ExpertAdapters]
+"""Which adapter each token has, [T], and those of the rank's experts; or nothing."""
+
 
 class Exchange(Protocol):
     """Stands in the place of `ops.experts`, where a rank has some of them."""
 
     def experts(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        of: ExpertWeights,
-        adapter_rows: Tensor | None = None,
-        adapters: ExpertAdapters | None = None,
+        self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights, adapted: Adapted = ()
     ) -> Tensor:
-        """x [T, H], chosen and weights [T, k] -> [T, H]; `of` are the experts of this rank, and adapters are theirs."""
+        """x [T, H], chosen and weights [T, k] -> [T, H]; `of` are the experts of this rank."""
 
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
@@ -60,35 +57,22 @@ class SameTokens:
         self._group = group
 
     def experts(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        of: ExpertWeights,
-        adapter_rows: Tensor | None = None,
-        adapters: ExpertAdapters | None = None,
+        self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights, adapted: Adapted = ()
     ) -> Tensor:
         num_tokens, top_k = chosen.shape
         most = max(1, MOST_FLOATS // (top_k * x.shape[1]))
         if num_tokens <= most:
-            return self._sums(x, chosen, weights, of, adapter_rows, adapters)
+            return self._sums(x, chosen, weights, of, adapted)
         parts = []
         for start in range(0, num_tokens, most):
             part = slice(start, start + most)
-            rows = None if adapter_rows is None else adapter_rows[part]
-            parts.append(self._sums(x[part], chosen[part], weights[part], of, rows, adapters))
+            own = (adapted[0][part], adapted[1]) if adapted else ()
+            parts.append(self._sums(x[part], chosen[part], weights[part], of, own))
         return torch.cat(parts)
 
     def _sums(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        of: ExpertWeights,
-        adapter_rows: Tensor | None,
-        adapters: ExpertAdapters | None,
+        self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights, adapted: Adapted
     ) -> Tensor:
-        adapted = () if adapters is None else (adapter_rows, adapters)
         rows = ops.all_reduce(ops.expert_rows(x, chosen, of, *adapted), self._group)
         return ops.add_choices(rows, chosen, weights).to(x.dtype)
 
@@ -109,15 +93,9 @@ class OwnTokens:
         self._owners = torch.tensor(owners, device="cpu")
 
     def experts(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        of: ExpertWeights,
-        adapter_rows: Tensor | None = None,
-        adapters: ExpertAdapters | None = None,
+        self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights, adapted: Adapted = ()
     ) -> Tensor:
-        assert adapters is None, "replicas that share experts have no adapters"
+        assert not adapted, "replicas that share experts have no adapters"
         most = -(-len(x) // self._shares.size)
         part = slice(self._shares.rank * most, (self._shares.rank + 1) * most)
         rows = self._rows(x[part], chosen[part], of)

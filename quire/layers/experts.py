@@ -22,7 +22,7 @@ from quire.kernels.linear import PackedWeight
 from quire.kernels.lora import SharedStacks
 from quire.layers.activation import FUSED
 from quire.layers.base import Module, activation_dtype, device_type, model_dtype
-from quire.layers.expert_exchange import Exchange, exchange_of
+from quire.layers.expert_exchange import Adapted, Exchange, exchange_of
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Member, Shard, members_of
@@ -183,9 +183,9 @@ class Experts(Module):
 
     def _multiplied(self, x: Tensor, chosen: Tensor, weights: Tensor, adapter_rows: Tensor | None) -> Tensor:
         adapters = None if adapter_rows is None else self._of_adapters()
-        adapted = () if adapters is None else (adapter_rows, adapters)
+        adapted: Adapted = () if adapter_rows is None or adapters is None else (adapter_rows, adapters)
         if self._exchange is not None:
-            return self._exchange.experts(x, chosen, weights, self._of(), *adapted)
+            return self._exchange.experts(x, chosen, weights, self._of(), adapted)
         out = ops.experts(x, chosen, weights, self._of(), *adapted)
         return out if self._adds_up_with is None else ops.all_reduce(out, self._adds_up_with)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.layers import expert_exchange
 from quire.lora.store import AdapterStore
 from quire.outputs import RequestOutput
 from tests.fixtures.quick import quick
@@ -31,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
         "quantization": "int8",
         "quantization_config": {"mode": "precise"},  # what rounds activations differs more than adapters may
     },
+    "two stages of two": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "two, kernel by kernel": {"tensor_parallel_size": 2, "enforce_eager": True},
 }
 
@@ -91,7 +93,7 @@ def test_adapters_say_on_ranks_what_they_say_on_one(
     case: str, wide: Path, adapters: list[LoRARequest]
 ) -> None:
     options = CASES[case]
-    one = started(wide, **options | {"tensor_parallel_size": 1})
+    one = started(wide, **options | {"tensor_parallel_size": 1, "pipeline_parallel_size": 1})
     alone = said(one, adapters)
     ranks = started(wide, **options)
     for _ in range(2):
@@ -108,10 +110,13 @@ def test_adapters_say_on_ranks_what_they_say_on_one(
 @pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.more), True])
 @pytest.mark.usefixtures("threads")
 def test_adapters_of_experts_say_on_ranks_what_they_say_on_one(
-    whole: bool, tiny_model: Callable[[str], Path], tmp_path: Path
+    whole: bool, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank has some features of every expert, and of what adapters add to it; or some experts as a whole."""
     model = tiny_model("qwen3moe")
+    arch = oracle_of(model).config
+    most = 4 * arch.num_experts_per_tok * arch.hidden_size
+    monkeypatch.setattr(expert_exchange, "MOST_FLOATS", most)  # of larger steps, four tokens at a time
     stacked = write_stacked(tmp_path / "stacked", oracle_of(model))
     single = write_adapter(tmp_path / "single", of_each_expert("qwen3moe", tiny_model), seed=2)
     adapters = [LoRARequest(path.name, number, str(path)) for number, path in enumerate((stacked, single), 1)]
@@ -151,7 +156,7 @@ def written_tables(directory: Path, model: Path, seed: int) -> LoRARequest:
     return LoRARequest(path.name, seed, str(path))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.more), True])
 @pytest.mark.usefixtures("threads")
 def test_stages_have_the_adapters_of_their_layers_and_the_bits_of_one_process(
     tied: bool, tiny_model: Callable[[str], Path], tmp_path: Path
