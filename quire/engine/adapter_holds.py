@@ -124,6 +124,7 @@ class AdapterHolds:
                 continue
             if not isinstance(failure, ValidationError):
                 raise failure
+            self._executor.drop_adapter(key)  # other ranks may have been able to read it
             for one in added:
                 one.set_exception(failure)
             ids = self._scheduler.adapted().get(key, [])

@@ -31,11 +31,6 @@ def check_experts(config: EngineConfig) -> None:
             f"{OPTION} shares out {count} experts unevenly among {ranks} ranks, which would cut the model into "
             "different stages: give --pipeline-partition"
         )
-    if ranks > 1:
-        wants = {
-            "no --enable-lora, whose adapters of experts are not shared out yet": config.lora.enable_lora
-        }
-        require(wants, f"{OPTION} is given")
     if parallel.shares_experts:
         _check_replicas(config)
 
@@ -46,6 +41,7 @@ def _check_replicas(config: EngineConfig) -> None:
     wants = wants_of_ranks(config) | {
         f"--distributed-executor-backend mp, not {executor}": executor != "mp",
         "--pipeline-parallel-size 1": parallel.pipeline_parallel_size > 1,
+        "no --enable-lora: tokens go to experts without their adapters": config.lora.enable_lora,
         "all replicas in one server, since those of others are not reached": parallel.num_replicas < size,
     }
     require(wants, f"{OPTION} is given and --data-parallel-size is {size}")

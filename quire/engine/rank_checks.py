@@ -80,7 +80,6 @@ def _check_stages(config: EngineConfig) -> None:
         )
     method = config.speculative.settings.method
     wants = {
-        "no --enable-lora: adapters are read whole": config.lora.enable_lora,
         "a model that generates: one that is pooled runs in one stage": config.pooling is not None,
         f"no model or heads that guess ({method}): ngram and suffix need none": method in MODEL_KEYS,
     }

@@ -111,7 +111,10 @@ class Executor(ABC):
         return done
 
     def drop_adapter(self, key: str) -> None:
-        """Let go of an adapter that was prepared, once the steps that were submitted have run."""
+        """Let go of an adapter that was prepared, wherever it is, once the steps that were submitted have run.
+
+        One that cannot be used is dropped as well: some ranks may have it.
+        """
         return None
 
     def shutdown(self) -> None:

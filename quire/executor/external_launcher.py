@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -19,7 +20,7 @@ from quire.distributed.agreement import different_ranks
 from quire.distributed.gloo import Gloo, address_towards, tcp_store
 from quire.distributed.group import ALONE, Group
 from quire.distributed.shared_memory import share_memory
-from quire.errors import ConfigError, EngineError
+from quire.errors import ConfigError, EngineError, ValidationError
 from quire.executor.agreement import check_ranks_agree
 from quire.executor.host_share import config_of_rank, memory_of_ranks
 from quire.executor.places import JOIN_S
@@ -109,10 +110,18 @@ class ExternalLauncherExecutor(UniprocExecutor):
         return done
 
     def prepare_adapter(self, request: LoRARequest) -> Future[None]:
-        """As above."""
+        """As above; what a rank cannot use, none does, or they would plan differently."""
         done = super().prepare_adapter(request)
         wait([done])
-        return done
+        failed = self._lane.start(partial(self._who, done.exception() is not None))()
+        if not failed or done.exception() is not None:
+            return done
+        elsewhere: Future[None] = Future()
+        problem = f"rank {failed[0]} cannot use it; its log says why"
+        elsewhere.set_exception(
+            ValidationError(f"adapter {request.lora_name!r}: {problem}", param="lora_request")
+        )
+        return elsewhere
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -126,6 +135,11 @@ class ExternalLauncherExecutor(UniprocExecutor):
                 "the same requests in the same order on every rank"
             )
         return super()._execute(plan)
+
+    def _who(self, own: bool) -> list[int]:
+        """The ranks that say yes; all are asked at once."""
+        said = self._plans.all_gather(torch.tensor([own]))
+        return [rank for rank, other in enumerate(said) if other.item()]
 
     def _join(self, config: EngineConfig) -> Group:
         launch, size = self._launch, config.parallel.tensor_parallel_size

@@ -169,7 +169,7 @@ class NullExecutor(Executor):
         return super().prepare_adapter(request)
 
     def drop_adapter(self, key: str) -> None:
-        self._adapters.remove(key)
+        self._adapters.discard(key)
 
     def submit(self, plan: SchedulerOutput) -> None:
         """Keep the plan until its result is asked for: the latest that a worker may begin."""

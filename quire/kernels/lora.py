@@ -98,14 +98,16 @@ class LoraStacks:
 class SharedStacks:
     """Slots of several layers that are alike, in one memory, where a kernel finds those of a layer by its number."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, numbers: range) -> None:
+        self.numbers = numbers
+        """Those of the layers."""
         self.all: LoraStacks | None = None
         """Those of the first layer, then those of the next; None: the engine serves no adapters."""
 
     def of_layer(self, index: int, num_slots: int, make: Callable[[int], LoraStacks]) -> LoraStacks:
-        """Slots of a layer; `make` makes so many, for all, when the first layer asks."""
-        if index == 0:
-            self.all = make(self._count * num_slots)
+        """Slots of a layer, by its number; `make` makes so many, for all, when the first layer asks."""
+        place = self.numbers.index(index)
+        if place == 0:
+            self.all = make(len(self.numbers) * num_slots)
         assert self.all is not None, "layers ask in their order"
-        return self.all.part(slice(index * num_slots, (index + 1) * num_slots))
+        return self.all.part(slice(place * num_slots, (place + 1) * num_slots))

@@ -215,7 +215,7 @@ def _experts_in_panels(
     return of.layout == "panels"
 
 
-def _expert_rows_in_panels(_x: Tensor, _chosen: Tensor, of: ExpertWeights) -> bool:
+def _expert_rows_in_panels(_x: Tensor, _chosen: Tensor, of: ExpertWeights, *_adapters: Any) -> bool:
     """Whether experts are packed in the layout of CPUs."""
     return of.layout == "panels"
 
@@ -755,12 +755,19 @@ def experts(
 
 
 @op(_cpu("experts.expert_rows", _expert_rows_in_panels))
-def expert_rows(x: Tensor, chosen: Tensor, /, of: ExpertWeights) -> Tensor:
+def expert_rows(
+    x: Tensor,
+    chosen: Tensor,
+    /,
+    of: ExpertWeights,
+    adapter_rows: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
     """What each of a token's experts makes of it: x [T, H], chosen [T, k] as in `experts` -> float32 [T, k, H].
 
-    Zeros for choices that are not among the numbers of `of`.
+    Zeros for choices that are not among the numbers of `of`. Adapters, those of the numbers of `of`, as in `experts`.
     """
-    return reference_experts.expert_rows(x, chosen, of)
+    return reference_experts.expert_rows(x, chosen, of, adapter_rows, adapters)
 
 
 @op(_cpu("experts.add_choices"))

@@ -72,9 +72,15 @@ def experts(
     return out.to(x.dtype)
 
 
-def expert_rows(x: Tensor, chosen: Tensor, of: ExpertWeights) -> Tensor:
+def expert_rows(
+    x: Tensor,
+    chosen: Tensor,
+    of: ExpertWeights,
+    adapter_rows: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
     out = torch.zeros((*chosen.shape, x.shape[1]), dtype=torch.float32, device=x.device)
-    for rows, places, made in _made("expert_rows", x, chosen, of):
+    for rows, places, made in _made("expert_rows", x, chosen, of, adapter_rows, adapters):
         out[rows, places] = made
     return out
 

@@ -146,9 +146,10 @@ class VocabEmbedding(MatrixLayer):
 
     def looked_up(self, ids: Tensor) -> Tensor:
         """Rows [T, H] of the table as it is kept, for ids [T] in [0, V)."""
-        return looked_up_among(self.group, self.rows[0], ids, self._rows)
+        return looked_up_among(self.group, self.rows[0], ids, self.rows_here)
 
-    def _rows(self, ids: Tensor) -> Tensor:
+    def rows_here(self, ids: Tensor) -> Tensor:
+        """Rows [T, H] of those that this rank has, for ids [T] counted from its first, as they are kept."""
         if self.packed is not None:
             return ops.packed_embedding(ids, self.packed)
         assert self.weight is not None

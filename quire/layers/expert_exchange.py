@@ -15,18 +15,23 @@ from torch.nn.functional import pad
 
 from quire.distributed.group import Group
 from quire.kernels import ops
-from quire.kernels.experts import ExpertWeights
+from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.layers.shard import Shard, members_of
 
 MOST_FLOATS = 1 << 24
 """Of rows of choices that are there at a time: 64 MiB."""
 
+Adapted = tuple[()] | tuple[Tensor, ExpertAdapters]
+"""Which adapter each token has, [T], and those of the rank's experts; or nothing."""
+
 
 class Exchange(Protocol):
     """Stands in the place of `ops.experts`, where a rank has some of them."""
 
-    def experts(self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
-        """x [T, H], chosen and weights [T, k] -> [T, H]; `of` are the experts that this rank has."""
+    def experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights, adapted: Adapted = ()
+    ) -> Tensor:
+        """x [T, H], chosen and weights [T, k] -> [T, H]; `of` are the experts of this rank."""
 
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
@@ -51,16 +56,24 @@ class SameTokens:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def experts(self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
+    def experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights, adapted: Adapted = ()
+    ) -> Tensor:
         num_tokens, top_k = chosen.shape
         most = max(1, MOST_FLOATS // (top_k * x.shape[1]))
         if num_tokens <= most:
-            return self._sums(x, chosen, weights, of)
-        parts = zip(x.split(most), chosen.split(most), weights.split(most), strict=True)
-        return torch.cat([self._sums(*part, of) for part in parts])
+            return self._sums(x, chosen, weights, of, adapted)
+        parts = []
+        for start in range(0, num_tokens, most):
+            part = slice(start, start + most)
+            own = (adapted[0][part], adapted[1]) if adapted else ()
+            parts.append(self._sums(x[part], chosen[part], weights[part], of, own))
+        return torch.cat(parts)
 
-    def _sums(self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
-        rows = ops.all_reduce(ops.expert_rows(x, chosen, of), self._group)
+    def _sums(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights, adapted: Adapted
+    ) -> Tensor:
+        rows = ops.all_reduce(ops.expert_rows(x, chosen, of, *adapted), self._group)
         return ops.add_choices(rows, chosen, weights).to(x.dtype)
 
     def why_not_captured(self) -> str | None:
@@ -79,7 +92,10 @@ class OwnTokens:
         owners = [rank for rank in range(group.size) for _ in members_of(rank, group.size, count)]
         self._owners = torch.tensor(owners, device="cpu")
 
-    def experts(self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
+    def experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights, adapted: Adapted = ()
+    ) -> Tensor:
+        assert not adapted, "replicas that share experts have no adapters"
         most = -(-len(x) // self._shares.size)
         part = slice(self._shares.rank * most, (self._shares.rank + 1) * most)
         rows = self._rows(x[part], chosen[part], of)

@@ -22,10 +22,10 @@ from quire.kernels.linear import PackedWeight
 from quire.kernels.lora import SharedStacks
 from quire.layers.activation import FUSED
 from quire.layers.base import Module, activation_dtype, device_type, model_dtype
-from quire.layers.expert_exchange import Exchange, exchange_of
+from quire.layers.expert_exchange import Adapted, Exchange, exchange_of
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
-from quire.layers.shard import Member, Shard
+from quire.layers.shard import Member, Shard, members_of
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 
@@ -154,9 +154,7 @@ class Experts(Module):
         for index in range(experts.count):
             name = f"{prefix}.{index}"
             self.add_module(str(index), Expert(config=config, experts=experts, index=index, prefix=name))
-        self._slots = SharedStacks(experts.count), SharedStacks(experts.count)
-        for member in self._members():
-            member.up.shared_adapters, member.down_proj.shared_adapters = self._slots
+        self._have_slots(range(experts.count))
         self._count, self._top_k = experts.count, experts.routing.top_k
         self._hidden_size = experts.latent_size or config.arch.hidden_size
         self._activation = FUSED[experts.activation]
@@ -170,6 +168,7 @@ class Experts(Module):
     def take_share(self, shard: Shard) -> None:
         if self._are_whole:
             self._exchange = exchange_of(shard, self._count)
+            self._have_slots(members_of(shard.experts.rank, shard.experts.size, self._count))
         else:
             self._adds_up_with = shard.group
 
@@ -183,13 +182,11 @@ class Experts(Module):
         self._multiplied(torch.empty(0, self._hidden_size, dtype=self._dtype), chosen, chosen.float(), None)
 
     def _multiplied(self, x: Tensor, chosen: Tensor, weights: Tensor, adapter_rows: Tensor | None) -> Tensor:
-        if self._exchange is not None:
-            return self._exchange.experts(x, chosen, weights, self._of())
         adapters = None if adapter_rows is None else self._of_adapters()
-        if adapters is None:
-            out = ops.experts(x, chosen, weights, self._of())
-        else:
-            out = ops.experts(x, chosen, weights, self._of(), adapter_rows, adapters)
+        adapted: Adapted = () if adapter_rows is None or adapters is None else (adapter_rows, adapters)
+        if self._exchange is not None:
+            return self._exchange.experts(x, chosen, weights, self._of(), adapted)
+        out = ops.experts(x, chosen, weights, self._of(), *adapted)
         return out if self._adds_up_with is None else ops.all_reduce(out, self._adds_up_with)
 
     def why_not_captured(self) -> str | None:
@@ -210,6 +207,12 @@ class Experts(Module):
         if self._adapters is None and gate_up is not None and down is not None:
             self._adapters = ExpertAdapters(gate_up, down)
         return self._adapters
+
+    def _have_slots(self, numbers: range) -> None:
+        """Those of the experts that this rank has."""
+        self._slots = SharedStacks(numbers), SharedStacks(numbers)
+        for member in self._members():
+            member.up.shared_adapters, member.down_proj.shared_adapters = self._slots
 
     def _members(self) -> list[Expert]:
         return [member for member in self.children() if isinstance(member, Expert)]

@@ -21,7 +21,7 @@ from quire.layers.own_rows import OwnOutputs, OwnRows
 from quire.layers.per_head import PerHeadLinear
 from quire.layers.slot import length
 from quire.layers.table_adapters import TableAdapters
-from quire.models.base import CausalLM
+from quire.models.base import CausalLM, Uncut
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class AdaptableLayer:
     layer: Linear | VocabEmbedding
     parts: tuple[int, ...]
     """Outputs of each: a module that is merged with others has a part of its own."""
+    is_here: bool = True
+    """Whether this rank has it."""
 
     is_table = False
     blocks = 1
@@ -95,7 +97,8 @@ class AdaptableExpert(AdaptableLayer):
 
     def launch(self, stacks: LoraStacks, row: Tensor) -> None:
         """The first one, for all, which have the same shapes."""
-        if self.layer.expert == 0:
+        assert self.layer.shared_adapters is not None, "an expert's"
+        if self.layer.expert == self.layer.shared_adapters.numbers.start:
             AdaptableLayer.launch(self, stacks, row)
 
 
@@ -104,6 +107,7 @@ class AdaptableTable:
     """A table [V, H] of which rows are looked up: a matrix [H, V] whose inputs are tokens."""
 
     layer: VocabEmbedding
+    is_here: bool = True
 
     is_table = True
     blocks = 1
@@ -156,6 +160,7 @@ class AdaptableHeads:
     """A matrix [N, K] for each head, which may be what the checkpoint multiplies by, or the other way round."""
 
     layer: PerHeadLinear
+    is_here: bool = True
 
     is_table = False
     has_vectors = False
@@ -216,23 +221,27 @@ Adaptable = AdaptableLayer | AdaptableTable | AdaptableHeads
 
 
 def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], Adaptable]]:
-    """Each with the names of its modules; a table that is the head, too, is there as both."""
-    for names, layer in model.checkpoint_layers():
+    """Each with the names of its modules; a table that is the head, too, is there as both.
+
+    Those of other pipeline stages are among them, so each stage refuses an adapter for what any would refuse it for.
+    """
+    here = {layer for _, layer in model.checkpoint_layers()}
+    layers, head, enters = model.uncut or Uncut([*model.checkpoint_layers()], model.lm_head)
+    for names, layer in layers:
+        is_here = layer in here
         if isinstance(layer, Linear) and layer.takes_adapters:
             parts = (layer.num_rows,) if len(names) == 1 else tuple(map(length, layer.rows))
-            yield names, AdaptableLayer(layer, parts)
+            yield names, AdaptableLayer(layer, parts, is_here)
         if isinstance(layer, Linear) and layer.shared_adapters is not None:
-            yield names, AdaptableExpert(layer, tuple(map(length, layer.rows)))
+            yield names, AdaptableExpert(layer, tuple(map(length, layer.rows)), is_here and layer.is_here)
         if isinstance(layer, PerHeadLinear):
-            yield names, AdaptableHeads(layer)
-        is_looked_up = layer is not model.lm_head or model.config.arch.tie_word_embeddings
+            yield names, AdaptableHeads(layer, is_here)
+        is_looked_up = layer is not head or model.config.arch.tie_word_embeddings
         if isinstance(layer, VocabEmbedding) and is_looked_up and _takes_adapters(layer):
-            yield names, AdaptableTable(layer)
-    if model.lm_head is not None and _takes_adapters(model.lm_head):
-        yield (
-            [model.renamed.get("lm_head", "lm_head")],
-            AdaptableLayer(model.lm_head, (model.lm_head.num_rows,)),
-        )
+            yield names, AdaptableTable(layer, is_here and enters)
+    if head is not None and _takes_adapters(head):
+        is_here = model.lm_head is not None
+        yield [model.renamed.get("lm_head", "lm_head")], AdaptableLayer(head, (head.num_rows,), is_here)
 
 
 def _put(stacks: LoraStacks, part: int, columns: slice, piece: Piece, a: Tensor, b: Tensor) -> None:

@@ -6,7 +6,7 @@ Invariant: all that the directory holds fits the model and the limits, or nothin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,12 +21,11 @@ from quire.lora.directory import WEIGHTS_NAME
 from quire.lora.modules import adapted_modules
 from quire.lora.own_rows import count_added, read_own_rows
 from quire.lora.peft_config import read_peft_config
+from quire.lora.row_lengths import RowLengths, settle
 from quire.lora.targets import Place, Targets
 from quire.models.safetensors_file import SafetensorsFile
 
 _PICKLED_NAME = "adapter_model.bin"
-_LEAST = 1e-12
-"""Taken for the length of a row of zeros, whose outputs stay 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,13 @@ class Adapter:
     """By the index of each table, rows in place of its own, or behind them."""
     num_added: int = 0
     """Tokens behind the model's."""
+    lengths: dict[int, RowLengths] = field(default_factory=dict)
+    """Of layers whose inputs ranks share, until they are settled."""
+
+    def settle(self) -> None:
+        """Have ranks put together what each knows a part of; all do at once, and the first time counts."""
+        settle(self.lengths, self.layers)
+        self.lengths.clear()
 
     @property
     def nbytes(self) -> int:
@@ -69,13 +75,18 @@ def read_adapter(
     by_layer: dict[int, list[AdaptedModule]] = {}
     for module in modules:
         for index in dict.fromkeys(place.layer for place in module.target.places if module.of_layers):
-            by_layer.setdefault(index, []).append(module)
+            if targets.layers[index].is_here:
+                by_layer.setdefault(index, []).append(module)
     rows = read_own_rows(file, modules, targets, max_rows, dtype)
-    return Adapter(
-        {index: _LayerReader(file, targets, index).stacks(found, dtype) for index, found in by_layer.items()},
-        rows,
-        count_added(file, rows, targets),
-    )
+    layers, lengths = {}, {}
+    for index, found in by_layer.items():
+        reader = _LayerReader(file, targets, index)
+        layers[index] = reader.stacks(found, dtype)
+        if reader.lengths is not None:
+            lengths[index] = reader.lengths
+    settle({index: own for index, own in lengths.items() if own.group is None}, layers)
+    shared = {index: own for index, own in lengths.items() if own.group is not None}
+    return Adapter(layers, rows, count_added(file, rows, targets), shared)
 
 
 def _weights_file(directory: Path) -> Path:
@@ -98,6 +109,8 @@ class _LayerReader:
         self._own = targets.layers[index]
         self._layer = self._own.layer
         self._weight: Tensor | None = None
+        self.lengths: RowLengths | None = None
+        """What DoRA divides by, if any of the modules has it."""
 
     def stacks(self, modules: Sequence[AdaptedModule], dtype: torch.dtype) -> LoraStacks:
         """Those of one adapter."""
@@ -118,20 +131,19 @@ class _LayerReader:
         self, stacks: LoraStacks, place: Place, module: AdaptedModule, tensors: Mapping[Kind, Tensor]
     ) -> None:
         part, rank, here, rows = place.part, module.rank, place.piece.place, place.piece.rows
-        factors: Tensor | float = 1.0
-        offsets = self._offsets(place, module, tensors)
         if rank:
             a, b = tensors["a"], tensors["b"]
             if "magnitude" in tensors:
-                lengths = self._lengths(place, module.scale * (b[rows] @ a))
-                own = tensors["magnitude"][rows] / lengths
-                offsets = offsets + (1 - own) * self._own_bias(place)
-                factors, b = own, b.index_copy(0, torch.arange(rows.start, rows.stop), b[rows] * own[:, None])
+                product = module.scale * (b[rows] @ a[:, self._layer.columns])
+                lengths = self._lengths(stacks)
+                lengths.add(
+                    here, self._own_weight(here) + product, tensors["magnitude"][rows], self._own_bias(place)
+                )
             self._own.put(stacks, part, place.piece, a, b)
             stacks.scales[:, part] = module.scale
             stacks.ranks[:, part] = rank
         if tensors.keys() - {"a", "b"}:
-            stacks.factors[0, here], stacks.offsets[0, here] = factors, offsets
+            stacks.offsets[0, here] = self._offsets(place, module, tensors)
             stacks.affine[0, part] = 1
 
     def _offsets(self, place: Place, module: AdaptedModule, tensors: Mapping[Kind, Tensor]) -> Tensor | float:
@@ -150,17 +162,14 @@ class _LayerReader:
         bias = self._layer.bias
         return 0.0 if bias is None else bias.detach()[place.piece.place].float().cpu()
 
-    def _lengths(self, place: Place, product: Tensor) -> Tensor:
-        """Of the rows of the weight, as it was rounded, and the product together.
+    def _lengths(self, stacks: LoraStacks) -> RowLengths:
+        if self.lengths is None:
+            is_shared = length(self._layer.columns) != self._layer.inputs
+            self.lengths = RowLengths(stacks.factors.shape[1], self._layer.group if is_shared else None)
+        return self.lengths
 
-        Raises:
-            ModelLoadError: this rank has not all inputs.
-        """
-        if length(self._layer.columns) != self._layer.inputs:
-            raise ModelLoadError(
-                f"{self._file.path}: DoRA needs all inputs of {place.piece.name} on one rank"
-            )
+    def _own_weight(self, here: slice) -> Tensor:
+        """Rows of the weight, as it was rounded."""
         if self._weight is None:
             self._weight = self._layer.unpacked()
-        lengths: Tensor = (self._weight[place.piece.place].float().cpu() + product).norm(dim=1)
-        return lengths.clamp(min=_LEAST)
+        return self._weight[here].float().cpu()

@@ -15,6 +15,7 @@ from quire.kernels import ops
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.own_rows import TokenRows
 from quire.lora.adapted import TABLES, AdaptedModule, wrong
+from quire.lora.row_marks import marks_of
 from quire.lora.targets import Target, Targets
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
@@ -93,7 +94,7 @@ def _rows_of(
             own = (
                 TokenRows(torch.tensor(module.tokens, dtype=torch.int64), rows.clone())
                 if kind == "rows"
-                else _changed_rows(rows, _whole_table(file, info, module, targets))
+                else _changed_rows(rows, module, targets)
             )
             yield info, own, kind != "table"
 
@@ -102,16 +103,6 @@ def _table_of(module: AdaptedModule, targets: Targets) -> VocabEmbedding:
     layer = targets.layers[module.target.places[0].layer].layer
     assert isinstance(layer, VocabEmbedding), "no other module has such tensors"
     return layer
-
-
-def _whole_table(
-    file: SafetensorsFile, info: TensorInfo, module: AdaptedModule, targets: Targets
-) -> VocabEmbedding:
-    """With which a rank compares rows; it is not for a reader in the background to ask other ranks for theirs."""
-    table = _table_of(module, targets)
-    if table.group is not None:
-        raise wrong(file, info, "is a whole table, which is not supported with --tensor-parallel-size")
-    return table
 
 
 def _tied(module: AdaptedModule, targets: Targets) -> list[int]:
@@ -128,19 +119,28 @@ def _merged(first: TokenRows | None, then: TokenRows) -> TokenRows:
     return TokenRows(*(torch.cat((one[left], other)) for one, other in zip(first, then, strict=True)))
 
 
-def _changed_rows(table: Tensor, layer: VocabEmbedding) -> TokenRows:
-    """Those of a table [V or more, H], in the model's dtype, that are not what the layer has."""
+def _changed_rows(table: Tensor, module: AdaptedModule, targets: Targets) -> TokenRows:
+    """Those of a table [V or more, H], in the model's dtype, that are not what the module's layer has.
+
+    Of a layer that another stage has, those behind the layer's, by which tokens are counted.
+    """
+    layer = _table_of(module, targets)
+    is_here = any(targets.layers[index].is_here for index in _tied(module, targets))
     known, found = table[: layer.shape[0]], []
-    for start in range(0, len(known), _CHUNK):
-        part = known[start : start + _CHUNK]
-        differs = (_kept(part, layer) != _base(start, len(part), layer)).any(1)
+    for start in range(0, len(known) if is_here else 0, _CHUNK):
+        kept = _kept(known[start : start + _CHUNK], layer)
+        differs = _differ(kept, start, layer, targets.marks.get(layer))
         found.append(differs.nonzero()[:, 0].cpu() + start)
     tokens = torch.cat((*found, torch.arange(len(known), len(table))))
     return TokenRows(tokens, table[tokens])
 
 
-def _base(start: int, count: int, layer: VocabEmbedding) -> Tensor:
-    return layer.looked_up(torch.arange(start, start + count, device=_device_of(layer)))
+def _differ(kept: Tensor, start: int, layer: VocabEmbedding, marks: Tensor | None) -> Tensor:
+    """Which of these rows, counted from `start`, are not the layer's; of one that ranks share marks are compared."""
+    if marks is not None:
+        return (marks_of(kept) != marks[start : start + len(kept)]).any(1)
+    own = layer.rows_here(torch.arange(start, start + len(kept), device=kept.device))
+    return (kept != own).any(1)
 
 
 def _kept(rows: Tensor, layer: VocabEmbedding) -> Tensor:

@@ -42,19 +42,22 @@ class AdapterSlots:
     ) -> None:
         self._upload = upload
         self._layers = targets.layers
-        self._stacks: list[LoraStacks] = []
+        self._stacks: dict[int, LoraStacks] = {}
         self._filled: list[set[int]] = [
             set() for _ in range(num_slots)
         ]  # layers in which a slot has something
         self._rows: dict[int, OwnRows | OwnOutputs] = {}
         for index, own in enumerate(self._layers):
-            self._stacks.append(own.make_room(num_slots, max_rank, dtype, device))
+            if not own.is_here:
+                continue
+            self._stacks[index] = own.make_room(num_slots, max_rank, dtype, device)
             rows = own.give_rows(num_slots, max_rows, dtype, device) if max_rows else None
             if rows is not None:
                 self._rows[index] = rows
 
     def put(self, slot: int, adapter: Adapter) -> None:
-        """Let a slot be this adapter; whatever it was before is forgotten."""
+        """Let a slot be this adapter; whatever it was before is forgotten. All ranks do so at once."""
+        adapter.settle()
         left, self._filled[slot] = self._filled[slot], {*adapter.layers}
         for index in sorted(left | self._filled[slot]):
             own, stacks = self._layers[index], self._stacks[index]
@@ -79,13 +82,13 @@ class AdapterSlots:
 
     def launch(self) -> None:
         """Launch each layer's kernel over a row without an adapter, so that it is compiled, where kernels are."""
-        for own, stacks in zip(self._layers, self._stacks, strict=True):
+        for index, stacks in self._stacks.items():
             row = torch.full((1,), -1, dtype=torch.int32, device=stacks.a.device)
-            own.launch(stacks, row)
+            self._layers[index].launch(stacks, row)
         for rows in self._rows.values():
             rows.launch(row)
 
     @property
     def nbytes(self) -> int:
         """Memory of all slots."""
-        return sum(part.nbytes for part in (*self._stacks, *self._rows.values()))
+        return sum(part.nbytes for part in (*self._stacks.values(), *self._rows.values()))

@@ -53,8 +53,8 @@ class AdapterStore:
         return self._kept[request.key]
 
     def drop(self, key: str) -> None:
-        """Let go of an adapter."""
-        del self._kept[key]
+        """Let go of an adapter, if it could be read."""
+        self._kept.pop(key, None)
 
     def close(self) -> None:
         """Read nothing more; calling it twice is fine."""

@@ -9,11 +9,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from quire.config.arch import ExpertsArch
+from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import Piece
 from quire.layers.slot import length
 from quire.lora.adaptable import Adaptable, AdaptableExpert, adaptable_layers
+from quire.lora.row_marks import table_marks
 from quire.models.base import CausalLM
 
 HEAD = "lm_head"
@@ -57,7 +61,10 @@ class ExpertMatrices:
 
 
 class Targets:
-    """What of a model can have adapters, in its order, and the modules that it stands for."""
+    """What of a model can have adapters, in its order, and the modules that it stands for.
+
+    All ranks make theirs at once.
+    """
 
     def __init__(self, model: CausalLM) -> None:
         self._part_of = model.config.arch.part_of
@@ -73,6 +80,13 @@ class Targets:
             for name, of in places.items()
             if sum(length(place.piece.region) for place in of) == of[0].piece.num_rows
         }
+        tables = dict.fromkeys(own.layer for own in self.layers if own.is_here)
+        self.marks: Mapping[Layer, Tensor] = {
+            layer: table_marks(layer)
+            for layer in tables
+            if isinstance(layer, VocabEmbedding) and layer.group is not None
+        }
+        """Of each table that ranks share, all rows'."""
         self._experts = _expert_matrices(model.config.arch.experts, found)
 
     def experts_of(self, module: str) -> Mapping[str, ExpertMatrices] | None:

@@ -6,7 +6,7 @@ H hidden size, V vocabulary rows.
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,16 @@ from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 
 T = TypeVar("T")
+
+
+class Uncut(NamedTuple):
+    """A model as it was before it was cut into pipeline stages; layers of other stages never have memory."""
+
+    layers: list[tuple[list[str], Layer]]
+    """As `CausalLM.checkpoint_layers` gave them."""
+    head: VocabEmbedding | None
+    enters: bool = True
+    """Whether this stage looks tokens up."""
 
 
 class CausalLM(Module):
@@ -40,6 +50,8 @@ class CausalLM(Module):
     """None where the model is pooled, and in a stage before the last."""
     elsewhere: frozenset[str] = frozenset()
     """Checkpoint tensors that other pipeline stages have."""
+    uncut: Uncut | None = None
+    """None: the model is in one stage."""
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         """`prefix`, with its dot, goes before the names of all layers and their caches."""

@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 from quire.layers.base import Module
 from quire.layers.kv_cache import cache_users
 from quire.layers.step import StepContext
-from quire.models.base import CausalLM
+from quire.models.base import CausalLM, Uncut
 from quire.models.decoder import DecoderForCausalLM
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
     first, end = list(pairwise([0, *accumulate(counts)]))[stage.index]
     logger.info("stage %d of %d: layers %d to %d of %d", stage.index, stage.of, first, end - 1, sum(counts))
     names = model.checkpoint_slots().keys()
+    model.uncut = Uncut([*model.checkpoint_layers()], model.lm_head, stage.is_first)
     for number, _ in enumerate(model.model.layers):
         if not first <= number < end:
             model.model.layers[number] = Elsewhere()

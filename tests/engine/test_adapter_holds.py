@@ -34,8 +34,8 @@ class Worker:
 
     def read(self, request: LoRARequest, failure: Exception | None = None) -> None:
         future = self.reading.pop(request.key)
+        self.kept.add(request.key)  # one that a rank cannot read others may have read
         if failure is None:
-            self.kept.add(request.key)
             future.set_result(None)
         else:
             future.set_exception(failure)

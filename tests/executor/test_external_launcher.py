@@ -12,18 +12,21 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.startup import prepare
 from quire.errors import ConfigError
 from quire.executor.external_launcher import Launch
 from quire.structured_output.params import StructuredOutputsParams
+from tests.fixtures.tiny_models import oracle_of
+from tests.lora.adapters import linear_shapes, write_adapter
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "somewhere", "MASTER_PORT": "29500"}
+LORA = {"enable_lora": True, "max_loras": 2, "tp_invariant": False}
 PROGRAM = """
 import json, os, sys
 from quire.errors import QuireError
-from tests.executor.test_external_launcher import said, started
+from tests.executor.test_external_launcher import LORA, said, said_by_adapters, started
 
 rank = int(os.environ["RANK"])
 model, out = sys.argv[1:]
@@ -39,8 +42,10 @@ option = refused(lambda: started(model, tensor_parallel_size=2, max_num_seqs=3 +
 llm = started(model, tensor_parallel_size=2)
 outputs = said(llm)
 plan = refused(lambda: llm.generate([[1 + rank]], use_tqdm=False))
+os.environ["HOME"] = f"{out}/home{rank}"
+adapted = said_by_adapters(started(model, tensor_parallel_size=2, **LORA), "~")
 with open(f"{out}/{rank}", "w") as file:
-    json.dump({"size": size, "option": option, "plan": plan, "said": outputs}, file)
+    json.dump({"size": size, "option": option, "plan": plan, "said": outputs, "adapted": adapted}, file)
 """
 
 
@@ -53,7 +58,7 @@ def started(model: str, **args: Any) -> LLM:
     }
     if "tensor_parallel_size" in args:
         args["distributed_executor_backend"] = "external_launcher"
-    return LLM(model, device="cpu", tp_invariant=True, **limits | args)
+    return LLM(model, device="cpu", **{"tp_invariant": True} | limits | args)
 
 
 def said(llm: LLM) -> Any:
@@ -72,20 +77,46 @@ def said(llm: LLM) -> Any:
     ]
 
 
+def said_by_adapters(llm: LLM, home: str) -> Any:
+    """Tokens, or why there are none, without an adapter and with two, of which rank 1 may lack the second."""
+    adapters = [
+        LoRARequest(name, number, f"{home}/{name}") for number, name in enumerate(("both", "first"), 1)
+    ]
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    outputs = [
+        llm.generate([[3, 1, 4, 1, 5]], params, use_tqdm=False, lora_request=adapter)
+        for adapter in (None, *adapters, adapters[0])
+    ]
+    return [[list(output.outputs[0].token_ids), output.outputs[0].stop_reason] for (output,) in outputs]
+
+
 @pytest.mark.more
 def test_two_ranks_have_the_bits_of_one_and_say_where_they_differ(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
     model = str(tiny_model("llama"))
+    layers = {
+        name: shape
+        for name, shape in linear_shapes(oracle_of(tiny_model("llama"))).items()
+        if "layers" in name
+    }
+    for path in ("home0/both", "home1/both", "home0/first"):
+        write_adapter(tmp_path / path, layers, use_dora=True)
     (tmp_path / "program.py").write_text(PROGRAM)
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-m", *launcher, str(tmp_path / "program.py"), model, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run(command, check=True, timeout=600, env=environment)
     alone = said(started(model))
+    adapted = said_by_adapters(started(model, **LORA), str(tmp_path / "home0"))
+    assert adapted[0] != adapted[1], "adapters change tokens"
     for rank in "01":
         found = json.loads((tmp_path / rank).read_text())
         assert found["said"] == json.loads(json.dumps(alone))
+        assert [found["adapted"][index] for index in (0, 1, 3)] == [adapted[index] for index in (0, 1, 3)]
+        reason = "adapter_config.json: " if rank == "1" else "rank 1 cannot use it; its log says why"
+        assert found["adapted"][2][0] == []
+        assert f"adapter 'first': {reason}" in found["adapted"][2][1]
         assert found["size"] == (
             "the launcher has started 2 ranks (WORLD_SIZE), and --tensor-parallel-size is 4"
         )

@@ -352,7 +352,12 @@ def expert_rows(dtype: torch.dtype) -> Iterator[Arguments]:
                     torch.rand(tokens, count).argsort(1)[:, :top_k].int(),
                 )
                 yield (x, chosen, of), {}
-                yield (x, (chosen + 3) % (count + 4), replace(of, first=3, total=count + 4)), {}
+                some = replace(of, first=3, total=count + 4)
+                yield (x, (chosen + 3) % (count + 4), some), {}
+                if tokens == 70:
+                    adapter_rows = torch.randint(-1, 2, (tokens,), dtype=torch.int32)
+                    adapters = expert_adapters(2, of)
+                    yield (x, (chosen + 3) % (count + 4), some, adapter_rows, adapters), {}
 
 
 @cases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from quire.config.arch import Routing
 from quire.kernels import ops
 from quire.kernels.cpu import library
 from quire.kernels.cpu.threads import set_num_threads
-from quire.kernels.experts import ExpertWeights
+from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.linear import FLOAT, Ending, GatedActivation, WeightScheme
 from tests.kernels.op_cases import ROUTINGS, SCHEMES, expert_adapters, random_experts
 
@@ -132,6 +133,21 @@ def test_what_ranks_make_of_their_experts_adds_up_to_the_same_bits(
         assert not ((made != 0).any(-1).sum(0) > 1).any()
         total = binding.add_choices(made.sum(0), chosen, weights)
         assert torch.equal(total, binding.experts(x, chosen, weights, of))
+
+
+def test_what_ranks_make_of_their_experts_adapters_adds_up_to_the_same_bits() -> None:
+    of, ends = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32, biased=True), [0, 1, 5, COUNT]
+    adapters = expert_adapters(2, of)
+    for tokens in (1, 5, 130):
+        x, (chosen, weights) = rows(tokens), choices(tokens)
+        adapter_rows = torch.randint(-1, 2, (tokens,), dtype=torch.int32)
+        made = []
+        for first, end in pairwise(ends):
+            own = slice(2 * first, 2 * end)
+            here = ExpertAdapters(adapters.gate_up.part(own), adapters.down.part(own))
+            made.append(binding.expert_rows(x, chosen, members(of, first, end), adapter_rows, here))
+        total = binding.add_choices(torch.stack(made).sum(0), chosen, weights)
+        assert torch.equal(total, binding.experts(x, chosen, weights, of, adapter_rows, adapters))
 
 
 @pytest.mark.more

@@ -81,8 +81,14 @@ def experts(
     return out if x.dtype is torch.float32 else out.to(x.dtype)
 
 
-def expert_rows(x: Tensor, chosen: Tensor, of: ExpertWeights) -> Tensor:
-    return _run("expert_rows", x, chosen, None, of)
+def expert_rows(
+    x: Tensor,
+    chosen: Tensor,
+    of: ExpertWeights,
+    adapter_rows: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
+    return _run("expert_rows", x, chosen, None, of, adapter_rows, adapters)
 
 
 def add_choices(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

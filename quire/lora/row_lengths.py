@@ -1,0 +1,58 @@
+"""What DoRA divides a layer's outputs by: the lengths of the rows of weight and product (S. Liu et al., 2024).
+
+A rank that has some inputs of each row knows a part of its sum of squares, and a reader in the background asks no other
+rank for theirs. They are added up when the adapter first comes into a slot, which is in the same step on all ranks.
+
+Shapes: N outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.distributed.group import Group
+from quire.kernels import ops
+from quire.kernels.lora import LoraStacks
+
+_LEAST = 1e-12
+"""Taken for the length of a row of zeros, whose outputs stay 0."""
+
+
+class RowLengths:
+    """Those of one layer, as far as this rank knows them; `group` knows the rest, None: there is none."""
+
+    def __init__(self, num_outputs: int, group: Group | None) -> None:
+        self.group = group
+        self.squares = torch.zeros(num_outputs)
+        self._magnitudes = torch.zeros(num_outputs)
+        self._bias = torch.zeros(num_outputs)
+        self._is_here = torch.zeros(num_outputs, dtype=torch.bool)
+
+    def add(self, here: slice, matrix: Tensor, magnitudes: Tensor, bias: Tensor | float) -> None:
+        """Some outputs have this matrix, weight and product, have these lengths instead, and add the layer's bias."""
+        self.squares[here] = matrix.square().sum(1)
+        self._magnitudes[here], self._bias[here] = magnitudes, bias
+        self._is_here[here] = True
+
+    def apply(self, squares: Tensor, stacks: LoraStacks) -> None:
+        """Let an adapter's stacks, of a single slot, multiply outputs; squares [N] are those of all inputs."""
+        lengths = squares.sqrt().clamp(min=_LEAST)
+        factors = torch.where(self._is_here, self._magnitudes / lengths, 1.0)
+        stacks.b[0] = stacks.b[0] * factors
+        stacks.factors[0] = factors
+        stacks.offsets[0] += (1 - factors) * self._bias
+
+
+def settle(lengths: Mapping[int, RowLengths], layers: Mapping[int, LoraStacks]) -> None:
+    """Apply an adapter's, by the indices of layers, in which the same ranks share inputs: one sum over them for all."""
+    if not lengths:
+        return
+    squares = torch.cat([own.squares for own in lengths.values()])
+    group = next(iter(lengths.values())).group
+    sums = squares if group is None else ops.all_reduce(squares, group)
+    sizes = [len(own.squares) for own in lengths.values()]
+    for (index, own), of_layer in zip(lengths.items(), torch.split(sums, sizes), strict=True):
+        own.apply(of_layer, layers[index])

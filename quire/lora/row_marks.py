@@ -1,0 +1,47 @@
+"""Marks of the rows of tables, by which a rank knows whether a row is the model's that another rank has.
+
+A mark is two sums of a row's numbers, as integers, times random ones, modulo 2**64 (J. Carter and M. Wegman, 1979): two
+rows that differ have the same with a chance of 2**-64 or less.
+
+Shapes: n rows of H numbers; marks int64 [n, 2].
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quire.kernels import ops
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.slot import length
+
+_CHUNK = 256
+"""Rows whose numbers are multiplied at once."""
+
+
+def marks_of(rows: Tensor) -> Tensor:
+    """Rows [n, H] -> marks [n, 2] on the host; 0.0 and -0.0 are the same number."""
+    found = []
+    for part in torch.split(rows, _CHUNK):
+        numbers = (part.float().cpu() + 0.0).view(torch.int32).long()
+        found.append(torch.stack([(numbers * own).sum(1) for own in _factors(rows.shape[1])], 1))
+    return torch.cat(found) if found else torch.zeros(0, 2, dtype=torch.int64)
+
+
+def table_marks(layer: VocabEmbedding) -> Tensor:
+    """Of all rows [V, 2] of a table that ranks share, as it keeps them; all of them ask at the same time."""
+    assert layer.group is not None, "a table that is whole is there to compare with"
+    device = next(iter(layer.tensors().values())).device
+    ids = torch.arange(length(layer.rows[0]), device=device)
+    marks = torch.cat([marks_of(layer.rows_here(part)) for part in torch.split(ids, _CHUNK)])
+    return ops.all_gather(marks, layer.group, 0)
+
+
+@cache
+def _factors(size: int) -> Tensor:
+    """Two for each number of a row, the same on all ranks: [2, size] odd int64."""
+    generator = torch.Generator().manual_seed(size)
+    halves = torch.randint(0, 1 << 32, (2, 2, size), generator=generator, dtype=torch.int64)
+    return (halves[0] << 32) | halves[1] | 1
