@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
 from quire.layers.differential_attention import DifferentialAttention
 from quire.layers.gated_delta_net import GatedDeltaNet
+from quire.layers.headed_mamba import HeadedMambaMixer
 from quire.layers.kimi_delta_attention import KimiDeltaAttention
 from quire.layers.latent_self_attention import LatentSelfAttention
 from quire.layers.lightning_attention import LightningAttention
@@ -34,6 +35,7 @@ Mixer = (
     | MixtureOfAttention
     | MambaMixer
     | Mamba2Mixer
+    | HeadedMambaMixer
     | TwoMixers
     | ShortConv
     | GatedDeltaNet
@@ -52,6 +54,7 @@ MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "mixture_of_attention": ("self_attn", MixtureOfAttention),
     "mamba": ("mamba", MambaMixer),
     "mamba2": ("mamba", Mamba2Mixer),
+    "headed_mamba": ("mamba", HeadedMambaMixer),
     "attention_and_mamba2": ("mixers", TwoMixers),
     "short_conv": ("conv", ShortConv),
     "lightning": ("self_attn", LightningAttention),

@@ -206,6 +206,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("Phi3ForCausalLM", "phi:read_phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
         BuiltIn("PhiForCausalLM", "phi:read_phi", "Phi-1, Phi-1.5, Phi-2"),
         BuiltIn("PhimoeForCausalLM", "phi:read_phimoe", "Phi-3.5-MoE"),
+        BuiltIn("Plamo2ForCausalLM", "plamo:read_plamo2", "PLaMo 2 1B and 8B", oracle="plain torch"),
         BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ"),
         BuiltIn("Qwen2MoeForCausalLM", "sparse:read_qwen2_moe", "Qwen 1.5 MoE A2.7B, Qwen 2 57B-A14B"),
         BuiltIn("Qwen3_5ForCausalLM", "qwen_next:read_qwen3_5", "Qwen 3.5 (text)"),

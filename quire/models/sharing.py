@@ -15,6 +15,8 @@ from quire.layers.causal_conv import CausalConv
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
 from quire.layers.experts import EXPERTS
 from quire.layers.gated_delta_net import DeltaRule, GatedDeltaNet
+from quire.layers.head_norm import HeadRMSNorm
+from quire.layers.headed_mamba import HeadedMambaMixer
 from quire.layers.kimi_delta_attention import KimiDeltaAttention
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.latent_self_attention import LatentSelfAttention
@@ -40,7 +42,7 @@ from quire.models.blocks import BLOCKS
 from quire.models.decoder import Decoder, DecoderForCausalLM
 
 _MATRICES = frozenset({VocabEmbedding, Linear, ExactLinear, QKVLinear, GateUpLinear, Router})
-_BY_HEADS = frozenset({Attention, Sinks})
+_BY_HEADS = frozenset({Attention, Sinks, HeadRMSNorm})
 _ON_WHOLE_ROWS_OR_HEADS = frozenset(
     {
         LayerNorm,
@@ -63,6 +65,7 @@ _WITH_STATES = frozenset(
         Mamba2Mixer,
         HeadScan,
         GroupRMSNorm,
+        HeadedMambaMixer,
         TwoMixers,
         ShortConv,
         GatedDeltaNet,
