@@ -494,6 +494,8 @@ class ModelArch:
     short_conv: ShortConvArch | None = None
     delta: DeltaArch | None = None
     recurrent_unit: RecurrentUnitArch | None = None
+    lightning_norm_groups: int = 1
+    """Equal parts of what lightning attention with rotated heads makes, of which each is normed."""
     two_mixers: TwoMixersArch | None = None
     alternating: AlternatingArch | None = None
     shared_blocks: SharedBlocksArch | None = None

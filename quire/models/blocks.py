@@ -22,6 +22,7 @@ from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.recurrent_unit import RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.rotated_lightning import RotatedLightningAttention
 from quire.layers.self_attention import SelfAttention
 from quire.layers.short_conv import ShortConv
 from quire.layers.sparse_mlp import SparseMLP
@@ -41,6 +42,7 @@ Mixer = (
     | GatedDeltaNet
     | KimiDeltaAttention
     | LightningAttention
+    | RotatedLightningAttention
     | RecurrentUnit
 )
 MLP = GatedMLP | PlainMLP | SparseMLP
@@ -58,6 +60,7 @@ MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "attention_and_mamba2": ("mixers", TwoMixers),
     "short_conv": ("conv", ShortConv),
     "lightning": ("self_attn", LightningAttention),
+    "rotated_lightning": ("self_attn", RotatedLightningAttention),
     "gated_delta": ("linear_attn", GatedDeltaNet),
     "kimi_delta": ("self_attn", KimiDeltaAttention),
     "recurrent_unit": ("recurrent_unit", RecurrentUnit),

@@ -73,6 +73,12 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("BailingHybridForCausalLM", "kimi_linear:read_bailing_hybrid", "Ling 3.0"),
         BuiltIn("BailingMoeForCausalLM", "bailing:read_bailing", "Ling lite and plus", oracle="plain torch"),
         BuiltIn(
+            "BailingMoeLinearV2ForCausalLM",
+            "bailing:read_bailing_linear",
+            "Ring-mini-linear 2.0, Ring-flash-linear 2.0",
+            oracle="plain torch",
+        ),
+        BuiltIn(
             "BailingMoeV2ForCausalLM",
             "bailing:read_bailing_v2",
             "Ling 2.0 mini and flash, Ring 2.0",

@@ -20,6 +20,7 @@ from quire.layers.headed_mamba import HeadedMambaMixer
 from quire.layers.kimi_delta_attention import KimiDeltaAttention
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.latent_self_attention import LatentSelfAttention
+from quire.layers.lightning_attention import LightningScan
 from quire.layers.linear import ExactLinear, GateUpLinear, Linear, QKVLinear
 from quire.layers.mamba import MambaMixer, SelectiveScan, UnitRMSNorm
 from quire.layers.mamba2 import GroupRMSNorm, HeadScan, Mamba2Mixer
@@ -28,6 +29,7 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.per_head import PerHeadLinear
 from quire.layers.recurrent_unit import RGLRU, RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding, Unrotated
+from quire.layers.rotated_lightning import RotatedLightningAttention
 from quire.layers.router import Router
 from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
@@ -71,6 +73,8 @@ _WITH_STATES = frozenset(
         GatedDeltaNet,
         DeltaRule,
         KimiDeltaAttention,
+        LightningScan,
+        RotatedLightningAttention,
         RecurrentUnit,
         RGLRU,
     }

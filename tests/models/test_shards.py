@@ -84,7 +84,9 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     lists |= {key: config[key][-1:] for key in ("mlp_layer_types",) if config.get(key)}  # the sparse one
     local = {"attention_types": [[["local"], 1]]} if "attention_types" in config else {}
     sparse = {"moe_layers": [0]} if config.get("moe_layers") else {}
-    mixed = {"num_hidden_layers": 2} if "hidden_size_per_head" in config else {}  # a layer of each kind
+    mixed = (
+        {"num_hidden_layers": 2} if {"hidden_size_per_head", "group_norm_size"} & config.keys() else {}
+    )  # a layer of each kind
     nested = {
         key: config[key] | inner
         for key, inner in (

@@ -1,4 +1,4 @@
-"""Ling, by its architecture's name Bailing (Ling team, 2025, arXiv:2503.05139), Ling 2.0 (arXiv:2510.22115) and 3.0."""
+"""Ling, by its architecture's name Bailing (Ling team, 2025, arXiv:2503.05139), Ling 2.0 (arXiv:2510.22115) and Ring."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from typing import Any
 
 from quire.config.arch import CheckpointNames, ExpertsArch, ModelArch
 from quire.models.families.experts import MAX_EXPERTS, all_layers, read_deepseek_experts, read_experts
-from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH, biases, either, read_head_dim, read_llama
+from quire.models.families.fields import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    biases,
+    either,
+    read_head_dim,
+    read_llama,
+)
 from quire.models.json_object import JsonObject
-from quire.models.rope_config import read_rope
+from quire.models.rope_config import FULL, read_rope
 
 _NAMES = {
     "embed_tokens": "word_embeddings",
@@ -38,7 +46,7 @@ def read_bailing(architecture: str, config: JsonObject) -> ModelArch:
     return _read(architecture, config, experts, head_of_unit_rows=config.flag("norm_head", False))
 
 
-def read_bailing_v2(architecture: str, config: JsonObject) -> ModelArch:
+def read_bailing_v2(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
     """Ling 2.0: DeepSeek-V3's choice of experts, norms of each head, of which half is rotated."""
     config.only("score_function", "sigmoid")
     head_dim = read_head_dim(config, config.integer("num_attention_heads"))
@@ -58,6 +66,28 @@ def read_bailing_v2(architecture: str, config: JsonObject) -> ModelArch:
         head_dim=head_dim,
         rope=read_rope(config, head_dim=head_dim, partial=0.5),
         qk_norm="rms" if config.flag("use_qk_norm", False) else None,
+        **fields,
+    )
+
+
+def read_bailing_linear(architecture: str, config: JsonObject) -> ModelArch:
+    """Ring-linear (arXiv:2510.19338): Ling 2.0, in which the last layer of each group, and those behind all, attend."""
+    for key in ("linear_silu", "use_linear_silu", "use_bias", "use_qkv_bias"):
+        config.only(key, False)
+    config.only("linear_rope", True)
+    heads = config.integer("num_attention_heads", high=MAX_HEADS)
+    groups, layers = config.integer("group_norm_size", 1, high=heads), all_layers(config)
+    if heads % groups:
+        raise config.wrong("group_norm_size", f"a divisor of num_attention_heads ({heads})")
+    size = config.integer("layer_group_size", 1, high=MAX_LAYERS)
+    grouped = len(layers) // size * size
+    return read_bailing_v2(
+        architecture,
+        config,
+        layer_types=tuple(
+            FULL if (layer + 1) % size == 0 or layer >= grouped else "rotated_lightning" for layer in layers
+        ),
+        lightning_norm_groups=groups,
     )
 
 
