@@ -298,6 +298,16 @@ class HeadedMambaArch:
 
 
 @dataclass(frozen=True)
+class RotatedLightningArch:
+    """Layers of lightning attention whose heads are normed and rotated (Ring-linear)."""
+
+    head_dim: int
+    groups: int
+    """Equal parts of what a layer makes, of which each is normed."""
+    qk_norm: bool
+
+
+@dataclass(frozen=True)
 class TwoMixersArch:
     """Layers in which attention and Mamba 2 mix tokens side by side, and by what each reads and gives is multiplied."""
 
@@ -494,8 +504,7 @@ class ModelArch:
     short_conv: ShortConvArch | None = None
     delta: DeltaArch | None = None
     recurrent_unit: RecurrentUnitArch | None = None
-    lightning_norm_groups: int = 1
-    """Equal parts of what lightning attention with rotated heads makes, of which each is normed."""
+    rotated_lightning: RotatedLightningArch | None = None
     two_mixers: TwoMixersArch | None = None
     alternating: AlternatingArch | None = None
     shared_blocks: SharedBlocksArch | None = None
@@ -509,7 +518,7 @@ class ModelArch:
     rope: RopeScaling | None = None
     """None where positions come in another way."""
     rope_local: RopeScaling | None = None
-    """Of the layers with a window, where theirs differs."""
+    """Of the layers with a window, or of lightning attention, where theirs differs."""
     unrotated_layers: tuple[int, ...] = ()
     alibi: float | None = None
     """What ALiBi's slopes are multiplied with; None where there is no ALiBi."""

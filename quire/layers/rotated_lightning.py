@@ -12,7 +12,7 @@ from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.lightning_attention import LightningScan
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.mamba2 import GroupRMSNorm
-from quire.layers.qk_norm import QK_NORMS
+from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import Span
 from quire.layers.step import StepContext
@@ -25,11 +25,9 @@ class RotatedLightningAttention(Module):
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__()
-        arch, dtype, heads = (
-            config.arch,
-            model_dtype(config),
-            Span(config.arch.num_heads, config.arch.head_dim),
-        )
+        arch, own, dtype = config.arch, config.arch.rotated_lightning, model_dtype(config)
+        assert own is not None, "a layer of this kind is described"
+        heads = Span(arch.num_heads, own.head_dim)
         self.qkv_proj = QKVLinear(
             hidden_size=arch.hidden_size,
             num_heads=heads.units,
@@ -40,9 +38,16 @@ class RotatedLightningAttention(Module):
             name=f"{prefix}.qkv_proj",
         )
         self.q_norm = self.k_norm = None
-        if arch.qk_norm is not None:
-            self.q_norm = QK_NORMS[arch.qk_norm](config, heads.units, f"{prefix}.q_norm")
-            self.k_norm = QK_NORMS[arch.qk_norm](config, heads.units, f"{prefix}.k_norm")
+        if own.qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(
+                    size=own.head_dim,
+                    eps=arch.norm_eps,
+                    dtype=activation_dtype(config),
+                    name=f"{prefix}.{name}",
+                )
+                for name in ("q_norm", "k_norm")
+            )
         self.rotary = rotary
         self.g_proj = Linear(
             in_features=arch.hidden_size,
@@ -55,7 +60,7 @@ class RotatedLightningAttention(Module):
         )
         self.g_norm = GroupRMSNorm(
             size=heads.size,
-            groups=arch.lightning_norm_groups,
+            groups=own.groups,
             eps=arch.norm_eps,
             dtype=activation_dtype(config),
             name=f"{prefix}.g_norm",

@@ -78,6 +78,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "Ring-mini-linear 2.0, Ring-flash-linear 2.0",
             oracle="plain torch",
         ),
+        BuiltIn("BailingMoeV2_5ForCausalLM", "bailing:read_bailing_v2_5", "Ling 2.5", oracle="plain torch"),
         BuiltIn(
             "BailingMoeV2ForCausalLM",
             "bailing:read_bailing_v2",

@@ -84,7 +84,7 @@ NOTES = """
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
 - JetMoE's attention reads the projections of all its experts in each step, and is not cut for several ranks.
-- Not there, and refused: Ling 2.5 (latent attention beside Ring-linear's layers), RWKV,
+- Not there, and refused: RWKV,
   xLSTM and Zaya.
 
 ## Any other
