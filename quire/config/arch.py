@@ -285,6 +285,29 @@ class Mamba2Arch:
 
 
 @dataclass(frozen=True)
+class HeadedMambaArch:
+    """Layers with a selective state space of heads, of which the convolution's outputs choose the steps (PLaMo 2)."""
+
+    heads: int
+    head_dim: int
+    states: int
+    taps: int
+    """Of the convolution."""
+    rank: int
+    """Numbers of which a token's time steps are made."""
+
+
+@dataclass(frozen=True)
+class RotatedLightningArch:
+    """Layers of lightning attention whose heads are normed and rotated (Ring-linear)."""
+
+    head_dim: int
+    groups: int
+    """Equal parts of what a layer makes, of which each is normed."""
+    qk_norm: bool
+
+
+@dataclass(frozen=True)
 class TwoMixersArch:
     """Layers in which attention and Mamba 2 mix tokens side by side, and by what each reads and gives is multiplied."""
 
@@ -430,6 +453,8 @@ class ModelArch:
     """Of the last norm, where it differs."""
     norm_offset: float = 0.0
     """What the checkpoint leaves out of the weights of its norms."""
+    norm_offsets: Mapping[str, float] = field(default_factory=dict)
+    """The same of some of a layer's norms, by our names, where it differs."""
     norm_weight: bool = True
     norm_bias: bool = True
     """Of layer norms; others have none."""
@@ -475,9 +500,11 @@ class ModelArch:
     """How each layer mixes tokens: a key of `quire.models.blocks.MIXERS`, or "mlp" if it is an MLP and mixes none."""
     mamba: MambaArch | None = None
     mamba2: Mamba2Arch | None = None
+    headed_mamba: HeadedMambaArch | None = None
     short_conv: ShortConvArch | None = None
     delta: DeltaArch | None = None
     recurrent_unit: RecurrentUnitArch | None = None
+    rotated_lightning: RotatedLightningArch | None = None
     two_mixers: TwoMixersArch | None = None
     alternating: AlternatingArch | None = None
     shared_blocks: SharedBlocksArch | None = None
@@ -491,7 +518,7 @@ class ModelArch:
     rope: RopeScaling | None = None
     """None where positions come in another way."""
     rope_local: RopeScaling | None = None
-    """Of the layers with a window, where theirs differs."""
+    """Of the layers with a window, or of lightning attention, where theirs differs."""
     unrotated_layers: tuple[int, ...] = ()
     alibi: float | None = None
     """What ALiBi's slopes are multiplied with; None where there is no ALiBi."""

@@ -16,18 +16,56 @@ from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import Span
+from quire.layers.shard import Shard, Span
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
 
 _NORM_EPS = 1e-6
 
 
-class LightningAttention(Module):
-    """`out(norm(attention(silu(qkv(x)))) * sigmoid(gate(x)))`; the deeper the layer, the longer it remembers."""
+class LightningScan(Module):
+    """What heads have seen, as it decays at `rates` [h], below 0, read at their queries; `name` is the layer's."""
 
     rates: Tensor
     zeros: Tensor
+
+    def __init__(
+        self, *, config: EngineConfig, heads: Span, rates: Tensor, scale: float = 1.0, name: str
+    ) -> None:
+        super().__init__()
+        self.units, self.scale, self.name = Span(heads.units), scale, name
+        # Values are scaled as time steps of another length would.
+        self.register_buffer("rates", rates / scale, persistent=False)
+        self.register_buffer("zeros", torch.zeros_like(rates), persistent=False)
+        parts = [((self.units,), heads.unit, heads.unit)]
+        self.cache = StateCache(config=config, name=f"{name}.cache", parts=parts)
+
+    def take_share(self, shard: Shard) -> None:
+        own = self.units.piece(shard, self.name)
+        self.rates, self.zeros = self.rates[own], self.zeros[own]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: StepContext) -> Tensor:
+        """q, k and v [T, h * D] of a rank's heads -> [T, h * D]."""
+        metadata, (states,) = self.cache.metadata(step), self.cache.views
+        heads = len(self.rates)
+        return ops.ssd_scan(
+            v,
+            torch.zeros_like(v[:, :heads]),
+            self.rates,
+            k,
+            q,
+            self.zeros,
+            self.zeros,
+            None,
+            states,
+            metadata,
+            groups=heads,
+            time_limits=(self.scale, self.scale),
+        )
+
+
+class LightningAttention(Module):
+    """`out(norm(attention(silu(qkv(x)))) * sigmoid(gate(x)))`; the deeper the layer, the longer it remembers."""
 
     def __init__(
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
@@ -69,33 +107,13 @@ class LightningAttention(Module):
             cut="input",
         )
         share = 1.0 - layer / (arch.num_layers - 1 + 1e-5) + 1e-5
-        self.register_buffer("rates", -share * slopes(heads.units), persistent=False)
-        self.register_buffer("zeros", torch.zeros(heads.units, device="cpu"), persistent=False)
-        self.heads = heads
-        parts = [((Span(heads.units),), heads.unit, heads.unit)]
-        self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=parts)
+        self.scan = LightningScan(config=config, heads=heads, rates=-share * slopes(heads.units), name=prefix)
 
     def reads(self, source: RowSource) -> None:
         """x has two readers here, so nobody rounds it before."""
 
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
-        metadata, (states,) = self.cache.metadata(step), self.cache.views
         q, k, v = ops.activate(self.lightning_qkv(x, step), "silu").chunk(3, dim=1)
-        times = torch.zeros_like(v[:, : self.heads.units])
-        out = ops.ssd_scan(
-            v,
-            times,
-            self.rates,
-            k,
-            q,
-            self.zeros,
-            self.zeros,
-            None,
-            states,
-            metadata,
-            groups=self.heads.units,
-            time_limits=(1.0, 1.0),
-        )
         gate = ops.activate(self.output_gate(x, step), "sigmoid")
-        return self.out_proj(self.norm(out) * gate, step)
+        return self.out_proj(self.norm(self.scan(q, k, v, step)) * gate, step)

@@ -121,13 +121,14 @@ def block_norm(config: EngineConfig, name: str, eps: float | None = None) -> RMS
     """A norm of hidden states, of the kind that the model has, and perhaps with an epsilon of its own."""
     arch, dtype = config.arch, activation_dtype(config)
     eps = arch.norm_eps if eps is None else eps
+    offset = arch.norm_offsets.get(name.rpartition(".")[2], arch.norm_offset)
     if arch.norm == "rms":
         return RMSNorm(
             size=arch.hidden_size,
             eps=eps,
             dtype=dtype,
             has_weight=arch.norm_weight,
-            offset=arch.norm_offset,
+            offset=offset,
             name=name,
         )
     return LayerNorm(
@@ -136,6 +137,6 @@ def block_norm(config: EngineConfig, name: str, eps: float | None = None) -> RMS
         dtype=dtype,
         has_weight=arch.norm_weight,
         has_bias=arch.norm_bias,
-        offset=arch.norm_offset,
+        offset=offset,
         name=name,
     )

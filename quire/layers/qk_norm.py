@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.layers.base import Layer, Module, activation_dtype, parameter
+from quire.layers.head_norm import HeadRMSNorm
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.slot import Slot
 
@@ -87,6 +88,13 @@ def _row_rms(config: EngineConfig, heads: int, name: str) -> RMSNorm:
     )
 
 
+def _each_head_rms(config: EngineConfig, heads: int, name: str) -> HeadRMSNorm:
+    arch = config.arch
+    return HeadRMSNorm(
+        size=arch.head_dim, heads=heads, eps=arch.norm_eps, dtype=activation_dtype(config), name=name
+    )
+
+
 def _layer(config: EngineConfig, heads: int, name: str) -> LayerNorm:
     arch = config.arch
     return LayerNorm(size=arch.head_dim, eps=arch.norm_eps, dtype=activation_dtype(config), name=name)
@@ -114,6 +122,7 @@ QK_NORMS: dict[str, Callable[[EngineConfig, int, str], Module]] = {
     "unweighted_rms": _unweighted_rms,
     "unweighted_rms_after_rope": _unweighted_rms,
     "row_rms": _row_rms,
+    "each_head_rms": _each_head_rms,
     "layer": _layer,
     "each_head_layer": _each_head_layer,
     "each_head_layer_apart": _each_head_layer_apart,

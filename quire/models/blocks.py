@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
 from quire.layers.differential_attention import DifferentialAttention
 from quire.layers.gated_delta_net import GatedDeltaNet
+from quire.layers.headed_mamba import HeadedMambaMixer
 from quire.layers.kimi_delta_attention import KimiDeltaAttention
 from quire.layers.latent_self_attention import LatentSelfAttention
 from quire.layers.lightning_attention import LightningAttention
@@ -21,6 +22,7 @@ from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.recurrent_unit import RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.rotated_lightning import RotatedLightningAttention
 from quire.layers.self_attention import SelfAttention
 from quire.layers.short_conv import ShortConv
 from quire.layers.sparse_mlp import SparseMLP
@@ -34,11 +36,13 @@ Mixer = (
     | MixtureOfAttention
     | MambaMixer
     | Mamba2Mixer
+    | HeadedMambaMixer
     | TwoMixers
     | ShortConv
     | GatedDeltaNet
     | KimiDeltaAttention
     | LightningAttention
+    | RotatedLightningAttention
     | RecurrentUnit
 )
 MLP = GatedMLP | PlainMLP | SparseMLP
@@ -52,9 +56,11 @@ MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "mixture_of_attention": ("self_attn", MixtureOfAttention),
     "mamba": ("mamba", MambaMixer),
     "mamba2": ("mamba", Mamba2Mixer),
+    "headed_mamba": ("mamba", HeadedMambaMixer),
     "attention_and_mamba2": ("mixers", TwoMixers),
     "short_conv": ("conv", ShortConv),
     "lightning": ("self_attn", LightningAttention),
+    "rotated_lightning": ("self_attn", RotatedLightningAttention),
     "gated_delta": ("linear_attn", GatedDeltaNet),
     "kimi_delta": ("self_attn", KimiDeltaAttention),
     "recurrent_unit": ("recurrent_unit", RecurrentUnit),

@@ -73,6 +73,13 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("BailingHybridForCausalLM", "kimi_linear:read_bailing_hybrid", "Ling 3.0"),
         BuiltIn("BailingMoeForCausalLM", "bailing:read_bailing", "Ling lite and plus", oracle="plain torch"),
         BuiltIn(
+            "BailingMoeLinearV2ForCausalLM",
+            "bailing:read_bailing_linear",
+            "Ring-mini-linear 2.0, Ring-flash-linear 2.0",
+            oracle="plain torch",
+        ),
+        BuiltIn("BailingMoeV2_5ForCausalLM", "bailing:read_bailing_v2_5", "Ling 2.5", oracle="plain torch"),
+        BuiltIn(
             "BailingMoeV2ForCausalLM",
             "bailing:read_bailing_v2",
             "Ling 2.0 mini and flash, Ring 2.0",
@@ -206,6 +213,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("Phi3ForCausalLM", "phi:read_phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
         BuiltIn("PhiForCausalLM", "phi:read_phi", "Phi-1, Phi-1.5, Phi-2"),
         BuiltIn("PhimoeForCausalLM", "phi:read_phimoe", "Phi-3.5-MoE"),
+        BuiltIn("Plamo2ForCausalLM", "plamo:read_plamo2", "PLaMo 2 1B and 8B", oracle="plain torch"),
         BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ"),
         BuiltIn("Qwen2MoeForCausalLM", "sparse:read_qwen2_moe", "Qwen 1.5 MoE A2.7B, Qwen 2 57B-A14B"),
         BuiltIn("Qwen3_5ForCausalLM", "qwen_next:read_qwen3_5", "Qwen 3.5 (text)"),

@@ -98,6 +98,7 @@ def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:
         "differential_attention": rotary,
         "mixture_of_attention": rotary,
         "attention_and_mamba2": rotary,
+        "rotated_lightning": local,
     }
     return [
         None if layer in arch.unrotated_layers else by_type.get(kind)

@@ -65,8 +65,8 @@ are refused. For texts, logits are within 1e-4 of the whole model's (`tests/mode
 NOTES = """
 ## Limits
 
-- Tokenizers: a tokenizer.json, or one that transformers converts without code of the checkpoint. ChatGLM, QWen (2023)
-  and Baichuan as published have neither; name a converted one with `--tokenizer`.
+- Tokenizers: a tokenizer.json, or one that transformers converts without code of the checkpoint. ChatGLM, QWen (2023),
+  Baichuan and PLaMo 2 as published have neither; name a converted one with `--tokenizer`.
 - What stretches positions (`rope_scaling`): linear, dynamic, llama3, yarn, longrope.
 - Falcon 1B's linear biases are computed in float32. transformers rounds them to bfloat16, which shows after 256 tokens.
 - QWen (2023) contexts end at `seq_length`: beyond it the model would rescale queries by the length of the prompt.
@@ -84,7 +84,7 @@ NOTES = """
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
 - JetMoE's attention reads the projections of all its experts in each step, and is not cut for several ranks.
-- Not there, and refused: the layers of Ling 2.5 (linear attention of another kind than Ling 3.0's), Plamo 2, RWKV,
+- Not there, and refused: RWKV,
   xLSTM and Zaya.
 
 ## Any other

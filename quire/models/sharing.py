@@ -15,9 +15,12 @@ from quire.layers.causal_conv import CausalConv
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
 from quire.layers.experts import EXPERTS
 from quire.layers.gated_delta_net import DeltaRule, GatedDeltaNet
+from quire.layers.head_norm import HeadRMSNorm
+from quire.layers.headed_mamba import HeadedMambaMixer
 from quire.layers.kimi_delta_attention import KimiDeltaAttention
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.latent_self_attention import LatentSelfAttention
+from quire.layers.lightning_attention import LightningScan
 from quire.layers.linear import ExactLinear, GateUpLinear, Linear, QKVLinear
 from quire.layers.mamba import MambaMixer, SelectiveScan, UnitRMSNorm
 from quire.layers.mamba2 import GroupRMSNorm, HeadScan, Mamba2Mixer
@@ -26,6 +29,7 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.per_head import PerHeadLinear
 from quire.layers.recurrent_unit import RGLRU, RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding, Unrotated
+from quire.layers.rotated_lightning import RotatedLightningAttention
 from quire.layers.router import Router
 from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
@@ -40,7 +44,7 @@ from quire.models.blocks import BLOCKS
 from quire.models.decoder import Decoder, DecoderForCausalLM
 
 _MATRICES = frozenset({VocabEmbedding, Linear, ExactLinear, QKVLinear, GateUpLinear, Router})
-_BY_HEADS = frozenset({Attention, Sinks})
+_BY_HEADS = frozenset({Attention, Sinks, HeadRMSNorm})
 _ON_WHOLE_ROWS_OR_HEADS = frozenset(
     {
         LayerNorm,
@@ -63,11 +67,14 @@ _WITH_STATES = frozenset(
         Mamba2Mixer,
         HeadScan,
         GroupRMSNorm,
+        HeadedMambaMixer,
         TwoMixers,
         ShortConv,
         GatedDeltaNet,
         DeltaRule,
         KimiDeltaAttention,
+        LightningScan,
+        RotatedLightningAttention,
         RecurrentUnit,
         RGLRU,
     }

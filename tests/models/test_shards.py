@@ -59,7 +59,7 @@ LARGER = {
         "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
         "lru_width", "block_multiple_of",
     ),
-    32: ("head_dim", "kv_channels", "v_head_dim", "linear_head_dim", "linear_value_head_dim"),
+    32: ("head_dim", "kv_channels", "v_head_dim", "linear_head_dim", "linear_value_head_dim", "hidden_size_per_head"),
     1: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     0: ("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"),
 }  # fmt: skip
@@ -84,6 +84,9 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     lists |= {key: config[key][-1:] for key in ("mlp_layer_types",) if config.get(key)}  # the sparse one
     local = {"attention_types": [[["local"], 1]]} if "attention_types" in config else {}
     sparse = {"moe_layers": [0]} if config.get("moe_layers") else {}
+    mixed = (
+        {"num_hidden_layers": 2} if {"hidden_size_per_head", "group_norm_size"} & config.keys() else {}
+    )  # a layer of each kind
     nested = {
         key: config[key] | inner
         for key, inner in (
@@ -97,7 +100,7 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
         key: rope[key] * 2 for key in ("short_factor", "long_factor") if key in rope
     }  # heads are twice as large
     longrope = {"rope_parameters": rope | factors} if factors else {}
-    return config | sizes | widened | lists | local | sparse | nested | longrope
+    return config | sizes | widened | lists | local | sparse | mixed | nested | longrope
 
 
 @pytest.fixture(scope="module")
