@@ -22,10 +22,15 @@ inline Lanes16 fma(Lanes16 a, Lanes16 b, Lanes16 c) {
     return floats_of([&](int i) { return vfmaq_f32(c.at[i], a.at[i], b.at[i]); });
 }
 inline Lanes16 operator*(Lanes16 a, Lanes16 b) { return floats_of([&](int i) { return vmulq_f32(a.at[i], b.at[i]); }); }
+inline Lanes16 operator+(Lanes16 a, Lanes16 b) { return floats_of([&](int i) { return vaddq_f32(a.at[i], b.at[i]); }); }
 inline Lanes16 operator-(Lanes16 a, Lanes16 b) { return floats_of([&](int i) { return vsubq_f32(a.at[i], b.at[i]); }); }
 inline Ints16 operator*(Ints16 a, Ints16 b) { return ints_of([&](int i) { return vmulq_s32(a.at[i], b.at[i]); }); }
 inline Ints16 operator-(Ints16 a, Ints16 b) { return ints_of([&](int i) { return vsubq_s32(a.at[i], b.at[i]); }); }
 inline Lanes16 to_floats(Ints16 v) { return floats_of([&](int i) { return vcvtq_f32_s32(v.at[i]); }); }
+
+inline Vec low_half(Lanes16 v) { return joined(v.at[0], v.at[1]); }
+inline Vec high_half(Lanes16 v) { return joined(v.at[2], v.at[3]); }
+inline Lanes16 joined(Vec low, Vec high) { return {{low_half(low), high_half(low), low_half(high), high_half(high)}}; }
 
 inline Ints16 load_words(const void* p) {
     return ints_of([&](int i) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + 16 * i)); });

@@ -56,6 +56,7 @@ class LightningAttention(Module):
             name=f"{prefix}.output_gate",
             cut="output",
             spans=(heads,),
+            activation="sigmoid",
         )
         self.norm = RMSNorm(
             size=heads.size, eps=_NORM_EPS, dtype=activation_dtype(config), name=f"{prefix}.norm"
@@ -97,5 +98,4 @@ class LightningAttention(Module):
             groups=self.heads.units,
             time_limits=(1.0, 1.0),
         )
-        gate = ops.activate(self.output_gate(x, step), "sigmoid")
-        return self.out_proj(self.norm(out) * gate, step)
+        return self.out_proj(self.norm(out) * self.output_gate(x, step), step)

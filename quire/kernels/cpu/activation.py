@@ -6,17 +6,25 @@ from torch import Tensor
 
 from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import dtype_code, say
-from quire.kernels.reference import Function
+from quire.kernels.linear import Function
 
-_FUNCTIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "sigmoid": 4, "tanh": 5}
-"""The codes of `enum Function` in csrc/cpu/activation.cpp."""
+FUNCTIONS: dict[Function, int] = {
+    "relu2": 3,
+    "relu": 4,
+    "silu": 5,
+    "gelu": 6,
+    "gelu_tanh": 7,
+    "sigmoid": 8,
+    "tanh": 9,
+}
+"""The codes of `enum Activation` in csrc/cpu/activations.h, but for those of products alone."""
 
 
 def activate(x: Tensor, function: Function) -> Tensor:
     dtype = dtype_code("activate", "x", x)
-    code = _FUNCTIONS.get(function)
+    code = FUNCTIONS.get(function)
     if code is None:
-        raise ValueError(f"activate: function must be one of {', '.join(_FUNCTIONS)}; it is {function!r}")
+        raise ValueError(f"activate: function must be one of {', '.join(FUNCTIONS)}; it is {function!r}")
     x = x.contiguous()
     out = empty(x, *x.shape)
     call("activate", (out, x), x.numel(), code, dtype)
