@@ -31,10 +31,10 @@ inline Ints16 operator*(Ints16 a, Ints16 b) { return {_mm512_mullo_epi32(a.all, 
 inline Ints16 operator-(Ints16 a, Ints16 b) { return {_mm512_sub_epi32(a.all, b.all)}; }
 inline Lanes16 to_floats(Ints16 v) { return {_mm512_cvtepi32_ps(v.all)}; }
 
-inline Vec low_half(Lanes16 v) { return reinterpret_cast<Vec>(_mm512_castps512_ps256(v.all)); }
-inline Vec high_half(Lanes16 v) { return reinterpret_cast<Vec>(_mm512_extractf32x8_ps(v.all, 1)); }
-inline Lanes16 joined(Vec low, Vec high) {
-    return {_mm512_insertf32x8(_mm512_castps256_ps512(reinterpret_cast<__m256>(low)), reinterpret_cast<__m256>(high), 1)};
+// What a function of two vectors makes of them.
+template <class Function>
+inline Lanes16 by_vectors(Function function, Lanes16 a, Lanes16 b) {
+    return {reinterpret_cast<__m512>(function(reinterpret_cast<Wide>(a.all), reinterpret_cast<Wide>(b.all)))};
 }
 
 inline Ints16 load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
@@ -79,9 +79,10 @@ inline Ints16 operator*(Ints16 a, Ints16 b) { return {a.low * b.low, a.high * b.
 inline Ints16 operator-(Ints16 a, Ints16 b) { return {a.low - b.low, a.high - b.high}; }
 inline Lanes16 to_floats(Ints16 v) { return {__builtin_convertvector(v.low, Vec), __builtin_convertvector(v.high, Vec)}; }
 
-inline Vec low_half(Lanes16 v) { return v.low; }
-inline Vec high_half(Lanes16 v) { return v.high; }
-inline Lanes16 joined(Vec low, Vec high) { return {low, high}; }
+template <class Function>
+inline Lanes16 by_vectors(Function function, Lanes16 a, Lanes16 b) {
+    return {function(a.low, b.low), function(a.high, b.high)};
+}
 
 inline Ints16 load_words(const void* p) {
     Ints16 v;

@@ -28,9 +28,13 @@ inline Ints16 operator*(Ints16 a, Ints16 b) { return ints_of([&](int i) { return
 inline Ints16 operator-(Ints16 a, Ints16 b) { return ints_of([&](int i) { return vsubq_s32(a.at[i], b.at[i]); }); }
 inline Lanes16 to_floats(Ints16 v) { return floats_of([&](int i) { return vcvtq_f32_s32(v.at[i]); }); }
 
-inline Vec low_half(Lanes16 v) { return joined(v.at[0], v.at[1]); }
-inline Vec high_half(Lanes16 v) { return joined(v.at[2], v.at[3]); }
-inline Lanes16 joined(Vec low, Vec high) { return {{low_half(low), high_half(low), low_half(high), high_half(high)}}; }
+// What a function of two vectors makes of them.
+template <class Function>
+inline Lanes16 by_vectors(Function function, Lanes16 a, Lanes16 b) {
+    const Vec low = function(joined(a.at[0], a.at[1]), joined(b.at[0], b.at[1]));
+    const Vec high = function(joined(a.at[2], a.at[3]), joined(b.at[2], b.at[3]));
+    return {{low_half(low), high_half(low), low_half(high), high_half(high)}};
+}
 
 inline Ints16 load_words(const void* p) {
     return ints_of([&](int i) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + 16 * i)); });

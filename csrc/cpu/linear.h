@@ -111,13 +111,6 @@ inline void store16(Float32* p, Lanes16 v, int64_t count) {
     for (int64_t i = 0; i < count; ++i) p[i] = padded[i];
 }
 
-// What an ending makes of sixteen lanes.
-template <class Ending>
-inline Lanes16 ended(Ending ending, Lanes16 first, Lanes16 second) {
-    if constexpr (std::is_invocable_v<Ending, Lanes16, Lanes16>) return ending(first, second);
-    else return joined(ending(low_half(first), low_half(second)), ending(high_half(first), high_half(second)));
-}
-
 // What becomes of the sums of a unit's panels: where the outputs of each begin, how many exist, by what they are multiplied and
 // what is added to them. What stands for a scale or a bias that is not there changes no bit.
 class Outputs {
@@ -146,7 +139,7 @@ public:
         with_ending(job_.activation, [&](auto ending) {
             for (int64_t row = 0; row < rows; ++row, out += job_.out_stride, sums += panels_ * kPanel) {
                 for (int64_t p = 0, step = parts(); p < panels_; p += step) {
-                    const Lanes16 value = ended(ending, finished(sums, p), finished(sums, p + step - 1));
+                    const Lanes16 value = by_vectors(ending, finished(sums, p), finished(sums, p + step - 1));
                     if (count_[p] == kPanel) store16(out + first_[p], value);
                     else store16(out + first_[p], value, count_[p]);
                 }

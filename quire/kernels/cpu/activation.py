@@ -1,14 +1,17 @@
 """Activations, plain and gated, as functions on tensors, with every check."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import dtype_code, say
-from quire.kernels.linear import Function
+from quire.kernels.linear import Ending, Function
 
-FUNCTIONS: dict[Function, int] = {
+ACTIVATIONS: dict[Ending | None, int] = {
+    None: 0,
+    "silu_and_mul": 1,
+    "clamped_swiglu": 2,
     "relu2": 3,
     "relu": 4,
     "silu": 5,
@@ -17,14 +20,15 @@ FUNCTIONS: dict[Function, int] = {
     "sigmoid": 8,
     "tanh": 9,
 }
-"""The codes of `enum Activation` in csrc/cpu/activations.h, but for those of products alone."""
+"""The codes of `enum Activation` in csrc/cpu/activations.h."""
+_FUNCTIONS: dict[Function, int] = {function: ACTIVATIONS[function] for function in get_args(Function)}
 
 
 def activate(x: Tensor, function: Function) -> Tensor:
     dtype = dtype_code("activate", "x", x)
-    code = FUNCTIONS.get(function)
+    code = _FUNCTIONS.get(function)
     if code is None:
-        raise ValueError(f"activate: function must be one of {', '.join(FUNCTIONS)}; it is {function!r}")
+        raise ValueError(f"activate: function must be one of {', '.join(_FUNCTIONS)}; it is {function!r}")
     x = x.contiguous()
     out = empty(x, *x.shape)
     call("activate", (out, x), x.numel(), code, dtype)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.linear import ACTIVATIONS
+from quire.kernels.cpu.activation import ACTIVATIONS
 from quire.kernels.formats import STREAM_CODES
 from quire.kernels.formats.scaling import BLOCK
 from quire.kernels.linear import GATED
