@@ -98,14 +98,16 @@ inline void for_panels(int64_t count, Body body) {
     for (; P > 1 && panel < count; ++panel) body(std::integral_constant<int, 1>{}, panel);
 }
 
-// Sixteen lanes of which the first few exist; the others read as 0.
+// Sixteen lanes, or the first few of them; others read as 0.
 inline Lanes16 load16(const Float32* p, int64_t count) {
+    if (count == kPanel) return load16(p);
     Float32 padded[kPanel] = {};
     for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
     return load16(padded);
 }
 
 inline void store16(Float32* p, Lanes16 v, int64_t count) {
+    if (count == kPanel) return store16(p, v);
     Float32 padded[kPanel];
     store16(padded, v);
     for (int64_t i = 0; i < count; ++i) p[i] = padded[i];
@@ -140,8 +142,7 @@ public:
             for (int64_t row = 0; row < rows; ++row, out += job_.out_stride, sums += panels_ * kPanel) {
                 for (int64_t p = 0, step = parts(); p < panels_; p += step) {
                     const Lanes16 value = by_vectors(ending, finished(sums, p), finished(sums, p + step - 1));
-                    if (count_[p] == kPanel) store16(out + first_[p], value);
-                    else store16(out + first_[p], value, count_[p]);
+                    store16(out + first_[p], value, count_[p]);
                 }
             }
         });

@@ -93,18 +93,19 @@ class Linear(MatrixLayer):
         """x [T, K] -> [T, N]; the rows are those of the step's tokens. K is the rank's share if that is cut, else N."""
         adapts = self.adapters is not None and step.adapter_rows is not None
         if self._ending is None or self.packed is None or adapts:
-            return self._activated(self._sums(x, step))
+            return self._activated(self.sums(x, step))
         return ops.packed_linear(self._in_order(x), self.packed, self.bias, self._ending)
 
-    def _activated(self, sums: Tensor) -> Any:
-        return sums if self._function is None else ops.activate(sums, self._function)
-
-    def _sums(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
+    def sums(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
+        """What `forward` activates: [T, K] -> [T, N]."""
         out = self._product(x)
         if self.adapters is not None and step.adapter_rows is not None:
             assert isinstance(x, Tensor), "what serves adapters does not quantise x"
             ops.lora_linear(out, x, step.adapter_rows, self.adapters)
         return out if self._adds_up_with is None else ops.all_reduce(out, self._adds_up_with)
+
+    def _activated(self, sums: Tensor) -> Any:
+        return sums if self._function is None else ops.activate(sums, self._function)
 
     def _product(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.packed is not None:
