@@ -168,10 +168,12 @@ private:
 inline void adapt_up(const Experts& call, const ExpertMemory& memory, const Run& run) {
     const int64_t rows = run.end - run.begin, n = call.inner;
     add_adapters(call.adapters[0], {memory.raw, call.x, run.slots, rows, run.tokens}, memory.adapting);
-    share(rows, kElementWork * rows * n, [&](int64_t row) {
-        const Float32 *first = memory.raw + row * call.halves() * n, *second = first + (call.halves() - 1) * n;
-        for_each_vector(n, [&](int64_t i, auto lanes) {
-            store(memory.between + row * n + i, ended(call.activation, load(first + i, lanes), load(second + i, lanes)), lanes);
+    with_ending(call.activation, [&](auto ending) {
+        share(rows, kElementWork * rows * n, [&](int64_t row) {
+            const Float32 *first = memory.raw + row * call.halves() * n, *second = first + (call.halves() - 1) * n;
+            for_each_vector(n, [&](int64_t i, auto lanes) {
+                store(memory.between + row * n + i, ending(load(first + i, lanes), load(second + i, lanes)), lanes);
+            });
         });
     });
 }

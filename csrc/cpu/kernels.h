@@ -8,9 +8,6 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// x * sigmoid(x), wherever it is fused.
-inline Vec silu(Vec x) { return x / (exp(-x) + 1.0f); }
-
 // Calls body(T{}) with the element type of a code; returns its status, or -1 for an unknown code.
 template <class Body>
 inline int64_t with_dtype(int64_t dtype, Body body) {

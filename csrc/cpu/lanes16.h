@@ -25,10 +25,17 @@ inline Lanes16 splat16(float x) { return {_mm512_set1_ps(x)}; }
 inline Ints16 splat16(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Lanes16 fma(Lanes16 a, Lanes16 b, Lanes16 c) { return {_mm512_fmadd_ps(a.all, b.all, c.all)}; }
 inline Lanes16 operator*(Lanes16 a, Lanes16 b) { return {a.all * b.all}; }
+inline Lanes16 operator+(Lanes16 a, Lanes16 b) { return {a.all + b.all}; }
 inline Lanes16 operator-(Lanes16 a, Lanes16 b) { return {a.all - b.all}; }
 inline Ints16 operator*(Ints16 a, Ints16 b) { return {_mm512_mullo_epi32(a.all, b.all)}; }
 inline Ints16 operator-(Ints16 a, Ints16 b) { return {_mm512_sub_epi32(a.all, b.all)}; }
 inline Lanes16 to_floats(Ints16 v) { return {_mm512_cvtepi32_ps(v.all)}; }
+
+// What a function of two vectors makes of them.
+template <class Function>
+inline Lanes16 by_vectors(Function function, Lanes16 a, Lanes16 b) {
+    return {reinterpret_cast<__m512>(function(reinterpret_cast<Wide>(a.all), reinterpret_cast<Wide>(b.all)))};
+}
 
 inline Ints16 load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline Ints16 bits_of(Ints16 v, int64_t shift, int32_t mask) {
@@ -66,10 +73,16 @@ inline Lanes16 splat16(float x) { return {splat(x), splat(x)}; }
 inline Ints16 splat16(int32_t x) { return {x + Ints{}, x + Ints{}}; }
 inline Lanes16 fma(Lanes16 a, Lanes16 b, Lanes16 c) { return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)}; }
 inline Lanes16 operator*(Lanes16 a, Lanes16 b) { return {a.low * b.low, a.high * b.high}; }
+inline Lanes16 operator+(Lanes16 a, Lanes16 b) { return {a.low + b.low, a.high + b.high}; }
 inline Lanes16 operator-(Lanes16 a, Lanes16 b) { return {a.low - b.low, a.high - b.high}; }
 inline Ints16 operator*(Ints16 a, Ints16 b) { return {a.low * b.low, a.high * b.high}; }
 inline Ints16 operator-(Ints16 a, Ints16 b) { return {a.low - b.low, a.high - b.high}; }
 inline Lanes16 to_floats(Ints16 v) { return {__builtin_convertvector(v.low, Vec), __builtin_convertvector(v.high, Vec)}; }
+
+template <class Function>
+inline Lanes16 by_vectors(Function function, Lanes16 a, Lanes16 b) {
+    return {function(a.low, b.low), function(a.high, b.high)};
+}
 
 inline Ints16 load_words(const void* p) {
     Ints16 v;

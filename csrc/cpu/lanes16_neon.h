@@ -22,10 +22,19 @@ inline Lanes16 fma(Lanes16 a, Lanes16 b, Lanes16 c) {
     return floats_of([&](int i) { return vfmaq_f32(c.at[i], a.at[i], b.at[i]); });
 }
 inline Lanes16 operator*(Lanes16 a, Lanes16 b) { return floats_of([&](int i) { return vmulq_f32(a.at[i], b.at[i]); }); }
+inline Lanes16 operator+(Lanes16 a, Lanes16 b) { return floats_of([&](int i) { return vaddq_f32(a.at[i], b.at[i]); }); }
 inline Lanes16 operator-(Lanes16 a, Lanes16 b) { return floats_of([&](int i) { return vsubq_f32(a.at[i], b.at[i]); }); }
 inline Ints16 operator*(Ints16 a, Ints16 b) { return ints_of([&](int i) { return vmulq_s32(a.at[i], b.at[i]); }); }
 inline Ints16 operator-(Ints16 a, Ints16 b) { return ints_of([&](int i) { return vsubq_s32(a.at[i], b.at[i]); }); }
 inline Lanes16 to_floats(Ints16 v) { return floats_of([&](int i) { return vcvtq_f32_s32(v.at[i]); }); }
+
+// What a function of two vectors makes of them.
+template <class Function>
+inline Lanes16 by_vectors(Function function, Lanes16 a, Lanes16 b) {
+    const Vec low = function(joined(a.at[0], a.at[1]), joined(b.at[0], b.at[1]));
+    const Vec high = function(joined(a.at[2], a.at[3]), joined(b.at[2], b.at[3]));
+    return {{low_half(low), high_half(low), low_half(high), high_half(high)}};
+}
 
 inline Ints16 load_words(const void* p) {
     return ints_of([&](int i) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + 16 * i)); });

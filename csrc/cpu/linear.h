@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "activations.h"
 #include "panels.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
@@ -34,28 +35,6 @@ constexpr int64_t kUnitPanels = 4;  // most panels that a thread works on togeth
 constexpr int64_t kPartTiles = 4;   // fewest tiles that a block's rows are cut into: weights are unpacked for each
 constexpr int64_t kPackWork = 2 * kElementWork;  // of an activation
 constexpr int64_t kUnitsPerThread = 4;  // at least, where there are so many, for threads are not equally fast
-
-enum Activation : int64_t { kNone = 0, kSiluAndMul = 1, kClampedSwiglu = 2, kSquaredRelu = 3 };
-
-// Whether it combines two halves, gate and up.
-inline bool is_gated(int64_t activation) { return activation == kSiluAndMul || activation == kClampedSwiglu; }
-
-// The SwiGLU of gpt-oss (arXiv:2508.10925).
-inline Vec clamped_swiglu(Vec gate, Vec up) {
-    const Vec most = splat(7.0f);
-    const Vec g = gate > most ? most : gate, u = up > most ? most : up < -most ? -most : up;
-    return (u + 1.0f) * (g / (exp(-1.702f * g) + 1.0f));
-}
-
-// What a product ends in: `second` is its other half, or nothing where there is none.
-inline Vec ended(int64_t activation, Vec first, Vec second) {
-    switch (activation) {
-        case kSiluAndMul: return silu(first) * second;
-        case kClampedSwiglu: return clamped_swiglu(first, second);
-        case kSquaredRelu: return first > 0.0f ? first * first : Vec{};
-        default: return first;
-    }
-}
 
 // out [M, N], or [M, N / 2] where halves are combined; x [M, K], or rows of it by their numbers; bias [N] or null; all
 // float32. Rows of x, and of out, are `x_stride` and `out_stride` apart.
@@ -119,63 +98,65 @@ inline void for_panels(int64_t count, Body body) {
     for (; P > 1 && panel < count; ++panel) body(std::integral_constant<int, 1>{}, panel);
 }
 
-inline void store_some(Float32* out, Vec v, int64_t count) {
-    if (count >= kLanes) store(out, v, All{});
-    else if (count > 0) store(out, v, First{count});
+// Sixteen lanes, or the first few of them; others read as 0.
+inline Lanes16 load16(const Float32* p, int64_t count) {
+    if (count == kPanel) return load16(p);
+    Float32 padded[kPanel] = {};
+    for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
+    return load16(padded);
 }
 
-inline Vec load_some(const Float32* p, int64_t count) {
-    return count >= kLanes ? load(p, All{}) : count > 0 ? load(p, First{count}) : Vec{};
+inline void store16(Float32* p, Lanes16 v, int64_t count) {
+    if (count == kPanel) return store16(p, v);
+    Float32 padded[kPanel];
+    store16(padded, v);
+    for (int64_t i = 0; i < count; ++i) p[i] = padded[i];
 }
 
-// What becomes of the sums of a unit's panels: where the outputs of each begin, how many exist, and what is added to them.
+// What becomes of the sums of a unit's panels: where the outputs of each begin, how many exist, by what they are multiplied and
+// what is added to them. What stands for a scale or a bias that is not there changes no bit.
 class Outputs {
 public:
     Outputs(const Linear& job, int64_t panel, int64_t panels) : job_(job), panels_(panels) {
         for (int64_t p = 0; p < panels; ++p) {
             first_[p] = job.weight.row(panel + p), count_[p] = job.weight.count(panel + p);
-            if (!job.bias) continue;
-            for (int64_t i = 0; i < kPanel; i += kLanes)
-                store(bias_ + p * kPanel + i, load_some(job.bias + first_[p] + i, count_[p] - i), All{});
+            scale_[p] = splat16(1.0f);
+            bias_[p] = job.bias ? load16(job.bias + first_[p], count_[p]) : splat16(-0.0f);
         }
     }
+
+    // Of panel p of the unit.
+    void scale(int64_t p, Lanes16 by) { scale_[p] = by; }
 
     // Brings where some rows' outputs will be nearer: they lie far apart, and each is written once.
     void fetch(int64_t first_row, int64_t rows) const {
-        const int64_t step = is_gated(job_.activation) ? 2 : 1;
         for (int64_t row = first_row; row < first_row + rows; ++row) {
-            for (int64_t p = 0; p < panels_; p += step) __builtin_prefetch(job_.out + row * job_.out_stride + first_[p], 1);
+            for (int64_t p = 0; p < panels_; p += parts()) __builtin_prefetch(job_.out + row * job_.out_stride + first_[p], 1);
         }
     }
 
-    // Of one row: sums [panels][16], still without bias, which it changes.
-    void write(int64_t row, Float32* sums) const {
-        Float32* out = job_.out + row * job_.out_stride;
-        for (int64_t i = 0; job_.bias && i < panels_ * kPanel; i += kLanes)
-            store(sums + i, load(sums + i, All{}) + load(bias_ + i, All{}), All{});
-        if (is_gated(job_.activation)) return write_gated(out, sums);
-        for (int64_t p = 0; p < panels_; ++p) {
-            for (int64_t i = 0; i < kPanel; i += kLanes) {
-                const Vec value = ended(job_.activation, load(sums + p * kPanel + i, All{}), Vec{});
-                store_some(out + first_[p] + i, value, count_[p] - i);
+    // Of some rows: sums [rows][panels][16].
+    __attribute__((noinline)) void write(int64_t first_row, int64_t rows, const Float32* sums) const {
+        Float32* out = job_.out + first_row * job_.out_stride;
+        with_ending(job_.activation, [&](auto ending) {
+            for (int64_t row = 0; row < rows; ++row, out += job_.out_stride, sums += panels_ * kPanel) {
+                for (int64_t p = 0, step = parts(); p < panels_; p += step) {
+                    const Lanes16 value = by_vectors(ending, finished(sums, p), finished(sums, p + step - 1));
+                    store16(out + first_[p], value, count_[p]);
+                }
             }
-        }
+        });
     }
 
 private:
-    void write_gated(Float32* out, const Float32* sums) const {
-        for (int64_t p = 0; p < panels_; p += 2) {
-            const Float32 *gate = sums + p * kPanel, *up = gate + kPanel;
-            for (int64_t i = 0; i < kPanel; i += kLanes) {
-                const Vec value = ended(job_.activation, load(gate + i, All{}), load(up + i, All{}));
-                store_some(out + first_[p] + i, value, count_[p] - i);
-            }
-        }
-    }
+    // Panels that one output is made of.
+    int64_t parts() const { return is_gated(job_.activation) ? 2 : 1; }
+
+    Lanes16 finished(const Float32* sums, int64_t p) const { return load16(sums + p * kPanel) * scale_[p] + bias_[p]; }
 
     const Linear& job_;
     int64_t panels_, first_[kUnitPanels], count_[kUnitPanels];
-    alignas(64) Float32 bias_[kUnitPanels * kPanel];
+    Lanes16 scale_[kUnitPanels], bias_[kUnitPanels];
 };
 
 // Tiles of a block: [begin, end).

@@ -53,7 +53,7 @@ struct TiledFloatKernel {
             multiply_panels(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, p + 1 < count, outputs);
         }
         _tile_release();
-        for (int64_t row = 0; row < rows; ++row) outputs.write(start + row, sums + row * count * kPanel);
+        outputs.write(start, rows, sums);
     }
 
 private:

@@ -84,14 +84,14 @@ struct TiledIntKernel : IntKernel<Panels, true> {
 
     void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
-        const Outputs outputs(this->job, panel, count);
+        const Outputs outputs = this->outputs_of(panel, count);
         const int64_t start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
         for (int64_t i = 0; i < rows * count; ++i) store16(sums + i * kPanel, splat16(0.0f));
         for (int64_t p = 0; p < count; p += 2) {
             multiply_panels(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, p + 1 < count, outputs);
         }
         _tile_release();
-        this->finish(start, rows, panel, count, sums, outputs);
+        outputs.write(start, rows, sums);
     }
 
     // Block after block of k, each for all tiles.

@@ -179,7 +179,7 @@ struct FloatKernel {
         else for_panels<1, 1, Rows::kPanels>(count, [&](auto width, int64_t p) {
             multiply_panels<decltype(width)::value>(sums + p * kPanel, stride, tiling, tiles, panel + p, outputs);
         });
-        for (int64_t row = 0; row < rows; ++row) outputs.write(start + row, sums + row * stride);
+        outputs.write(start, rows, sums);
     }
 
     // All rows are one tile: panels are read side by side.

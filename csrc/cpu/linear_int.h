@@ -277,27 +277,21 @@ struct IntKernel {
     void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
         const int64_t start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
-        const Outputs outputs(job, panel, count);
+        const Outputs outputs = outputs_of(panel, count);
         for (int64_t i = 0; i < rows * count; ++i) store16(sums + i * kPanel, splat16(0.0f));
         if (tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
         else for_panels<1, 1, kWidePanels>(count, [&](auto width, int64_t p) {
             multiply_panels<decltype(width)::value>(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, outputs);
         });
-        finish(start, rows, panel, count, sums, outputs);
+        outputs.write(start, rows, sums);
     }
 
-    void finish(int64_t first, int64_t rows, int64_t panel, int64_t count, Float32* sums, const Outputs& outputs) const {
-        Lanes16 scales[kUnitPanels];
+    Outputs outputs_of(int64_t panel, int64_t count) const {
+        Outputs outputs(job, panel, count);
         if constexpr (Panels::kScalesOutputs) {
-            for (int64_t p = 0; p < count; ++p) scales[p] = panels.scale(panel + p);
+            for (int64_t p = 0; p < count; ++p) outputs.scale(p, panels.scale(panel + p));
         }
-        for (int64_t row = 0; row < rows; ++row) {
-            Float32* at = sums + row * count * kPanel;
-            if constexpr (Panels::kScalesOutputs) {
-                for (int64_t p = 0; p < count; ++p) store16(at + p * kPanel, load16(at + p * kPanel) * scales[p]);
-            }
-            outputs.write(first + row, at);
-        }
+        return outputs;
     }
 
     const uint8_t* packed_weights(int64_t panel, int64_t chunk) const {

@@ -1,6 +1,7 @@
 // Real-gated linear recurrent units (S. De et al., 2024, arXiv:2402.19427): two gates of each channel, made of its head's
 // channels, and a recurrence that each channel walks by itself.
 
+#include "activations.h"
 #include "lanes16.h"
 #include "states.h"
 
@@ -48,8 +49,6 @@ inline void make_gates(const Units& units, int64_t begin, int64_t end, int64_t h
     for (; row + kRows <= end; row += kRows) multiply<kRows, registers>(units, row, head, column);
     for (; row < end; ++row) multiply<1, registers>(units, row, head, column);
 }
-
-inline Vec sigmoid(Vec x) { return 1.0f / (exp(-x) + 1.0f); }
 
 inline Vec root(Vec x) {
     for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);

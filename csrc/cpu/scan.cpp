@@ -5,6 +5,7 @@
 
 #include <cstddef>
 
+#include "activations.h"
 #include "lanes16.h"
 #include "states.h"
 

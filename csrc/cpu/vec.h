@@ -54,6 +54,23 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+#ifdef __AVX512F__
+// Sixteen lanes in one register, for what is written for any number of lanes: its bits are the same.
+typedef float Wide __attribute__((vector_size(64)));
+typedef uint32_t WideBits __attribute__((vector_size(64)));
+
+inline WideBits as_bits(Wide v) { return reinterpret_cast<WideBits>(v); }
+inline Wide as_floats(WideBits v) { return reinterpret_cast<Wide>(v); }
+inline Wide fma(Wide a, Wide b, Wide c) {
+    return reinterpret_cast<Wide>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b),
+                                                  reinterpret_cast<__m512>(c)));
+}
+#endif
+
+// The same number in each lane.
+template <class V>
+inline V all_lanes(float x) { return V{} + x; }
+
 // The halves of a vector are folded onto each other three times: one fixed tree, so that the same eight numbers always give
 // the same sum.
 template <class Fold>
@@ -218,39 +235,42 @@ inline void for_each_vector(int64_t n, Body body) {
 }
 
 // e^x with a relative error near 1e-7; x is held to [-87, 87] so that neither end leaves the normal range.
-inline Vec exp(Vec x) {
-    x = x > 87.0f ? splat(87.0f) : x;
-    x = x < -87.0f ? splat(-87.0f) : x;
+template <class V>
+inline V exp(V x) {
+    x = x > 87.0f ? all_lanes<V>(87.0f) : x;
+    x = x < -87.0f ? all_lanes<V>(-87.0f) : x;
     // Adding 1.5 * 2^23 rounds to an integer that stands in the low bits of the sum.
-    const Vec shifted = fma(x, splat(1.44269504f), splat(12582912.0f));
-    const Vec n = shifted - 12582912.0f;
+    const V shifted = fma(x, all_lanes<V>(1.44269504f), all_lanes<V>(12582912.0f));
+    const V n = shifted - 12582912.0f;
     // ln 2 in two parts, the first exact in few enough bits that n times it is exact.
-    const Vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
+    const V r = fma(n, all_lanes<V>(2.12194440e-4f), fma(n, all_lanes<V>(-0.693359375f), x));
     constexpr float taylor[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-    Vec series = splat(1.0f / 5040);  // |r| <= ln 2 / 2
-    for (float coefficient : taylor) series = fma(series, r, splat(coefficient));
+    V series = all_lanes<V>(1.0f / 5040);  // |r| <= ln 2 / 2
+    for (float coefficient : taylor) series = fma(series, r, all_lanes<V>(coefficient));
     return series * as_floats((as_bits(shifted) + (127 - 0x4b400000)) << 23);
 }
 
 // 2^x for x <= 127 with a relative error near 2e-7: exactly 1 at 0, and exactly 0 below -126, so that -infinity may mark
 // what does not count.
-inline Vec exp2(Vec x) {
-    const Vec shifted = x + 12582912.0f;
-    const Vec r = x - (shifted - 12582912.0f);
+template <class V>
+inline V exp2(V x) {
+    const V shifted = x + 12582912.0f;
+    const V r = x - (shifted - 12582912.0f);
     // Least relative error on [-1/2, 1/2] among polynomials that are 1 at 0.
     constexpr float coefficients[] = {9.6184369e-3f, 5.5503324e-2f, 0.24022648f, 0.69314718f, 1.0f};
-    Vec series = fma(splat(1.5353362e-4f), r, splat(1.3398874e-3f));
-    for (float coefficient : coefficients) series = fma(series, r, splat(coefficient));
-    const Vec power = series * as_floats((as_bits(shifted) + (127 - 0x4b400000)) << 23);
-    return x < -126.0f ? Vec{} : power;
+    V series = fma(all_lanes<V>(1.5353362e-4f), r, all_lanes<V>(1.3398874e-3f));
+    for (float coefficient : coefficients) series = fma(series, r, all_lanes<V>(coefficient));
+    const V power = series * as_floats((as_bits(shifted) + (127 - 0x4b400000)) << 23);
+    return x < -126.0f ? V{} : power;
 }
 
 constexpr float kLog2E = 1.44269504f;
 
 // Through 2^x; its error is near 1e-7 of 1, not of the result.
-inline Vec tanh(Vec x) {
-    Vec doubled = x * (2 * kLog2E);
-    doubled = doubled > 126.0f ? splat(126.0f) : doubled;
+template <class V>
+inline V tanh(V x) {
+    V doubled = x * (2 * kLog2E);
+    doubled = doubled > 126.0f ? all_lanes<V>(126.0f) : doubled;
     return 1.0f - 2.0f / (exp2(doubled) + 1.0f);
 }
 

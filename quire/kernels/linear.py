@@ -51,8 +51,11 @@ FLOAT = WeightScheme(fast=False)
 
 GatedActivation = Literal["silu_and_mul", "clamped_swiglu"]
 """What a product with a weight in two halves, gate and up, may end in."""
-Ending = GatedActivation | Literal["relu2"]
-"""What any product may end in: of a weight in one part, ReLU squared (So et al., 2021, arXiv:2109.08668)."""
+Function = Literal["relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"]
+"""An activation of each element: "relu2" is ReLU squared (So et al., 2021, arXiv:2109.08668), and "gelu_tanh" GELU's
+approximation through tanh."""
+Ending = GatedActivation | Function
+"""What a product may end in."""
 GATED: tuple[Ending, ...] = ("silu_and_mul", "clamped_swiglu")
 """Those that make one output of two."""
 

@@ -39,7 +39,7 @@ from quire.kernels import (
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
-from quire.kernels.linear import PANEL, Ending, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import PANEL, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import RANK_UNIT, LoraStacks
 
 P = ParamSpec("P")
@@ -268,8 +268,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) ->
 
 
 @op(_cpu("activation.activate"), _triton("activation.activate"))
-def activate(x: Tensor, /, function: reference.Function) -> Tensor:
-    """relu, silu, gelu, gelu_tanh, sigmoid or tanh of each element: x [..., I], returned in x's dtype and shape."""
+def activate(x: Tensor, /, function: Function) -> Tensor:
+    """One of `Function`, such as "gelu", of each element: x [..., I], returned in x's dtype and shape."""
     return reference.activate(x, function)
 
 
@@ -632,7 +632,7 @@ def packed_linear(
     E4M3 times its largest magnitude / 448, and takes x [T, K] in that form, too.
     With an activation, what that makes of it. Of a weight in two halves, [..., N / 2], it is `ops.silu_and_mul` or
     "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g). Of any other it is
-    "relu2": max(y, 0) squared.
+    one of `ops.activate`, with the bits that this one makes of the product.
     """
     return reference.packed_linear(x, weight, bias, activation)
 

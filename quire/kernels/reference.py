@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata, check_features
 from quire.kernels.formats import FP8_MAX, format_of, whole_chunks
-from quire.kernels.linear import CHUNK, Ending, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import CHUNK, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
 
 # Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).
 _GATHER_ELEMENTS = 1 << 25
@@ -58,11 +58,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
 
 
-Function = Literal["relu", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"]
-"""An activation; "gelu_tanh" is the approximation of the one before through tanh."""
-
 _FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -87,14 +85,10 @@ def clamped_swiglu(x: Tensor) -> Tensor:
     return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(x.dtype)
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    return x.float().relu().square().to(x.dtype)
-
-
 ENDINGS: dict[Ending, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": silu_and_mul,
     "clamped_swiglu": clamped_swiglu,
-    "relu2": squared_relu,
+    **{function: partial(activate, function=function) for function in _FUNCTIONS},
 }
 
 

@@ -10,7 +10,7 @@ from statistics import NormalDist
 from torch import Tensor
 
 from quire.kernels import ops, reference
-from quire.kernels.linear import Ending, QuantizedRows
+from quire.kernels.linear import Ending, Function, QuantizedRows
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -24,7 +24,7 @@ GATED: dict[str, Activation] = {
 """act(first half) * second half: [T, 2 * I] -> [T, I]."""
 
 FUSED: dict[str, Ending] = {"clamped_swiglu": "clamped_swiglu", "silu": "silu_and_mul", "relu2": "relu2"}
-"""Those in which a packed product can end; the last is of one part."""
+"""Those in which a packed product with gates, or an expert's, can end; the last is of one part."""
 
 GATED_FP8: dict[str, Callable[[Tensor], QuantizedRows]] = {
     "silu": ops.silu_and_mul_fp8,
@@ -33,12 +33,6 @@ GATED_FP8: dict[str, Callable[[Tensor], QuantizedRows]] = {
     "gelu_pytorch_tanh": partial(ops.gelu_and_mul_fp8, approximate="tanh"),
 }
 """The same for a linear layer in fp8."""
-
-
-def _relu2(x: Tensor) -> Tensor:
-    """ReLU, squared (So et al., 2021, arXiv:2109.08668)."""
-    positive = ops.activate(x, function="relu")
-    return positive * positive
 
 
 def gaussian_top(sparsity: float) -> Activation:
@@ -56,14 +50,19 @@ def gaussian_top(sparsity: float) -> Activation:
     return kept
 
 
-PLAIN: dict[str, Activation] = {
-    "relu": partial(ops.activate, function="relu"),
-    "relu2": _relu2,
-    "tanh": partial(ops.activate, function="tanh"),
-    "silu": partial(ops.activate, function="silu"),
-    "gelu": partial(ops.activate, function="gelu"),
-    "gelu_new": partial(ops.activate, function="gelu_tanh"),
-    "gelu_fast": partial(ops.activate, function="gelu_tanh"),
-    "gelu_pytorch_tanh": partial(ops.activate, function="gelu_tanh"),
+FUNCTIONS: dict[str, Function] = {
+    "relu": "relu",
+    "relu2": "relu2",
+    "tanh": "tanh",
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Element by element: [T, I] -> [T, I]."""
+"""Element by element, which is what any `Linear` may end in."""
+
+PLAIN: dict[str, Activation] = {
+    name: partial(ops.activate, function=function) for name, function in FUNCTIONS.items()
+}
+"""The same, alone: [T, I] -> [T, I]."""

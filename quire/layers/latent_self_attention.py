@@ -6,7 +6,6 @@ Shapes: T tokens of the step, H hidden size, Hq heads, R rank of the latents, D 
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kernels import ops
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import Linear
@@ -84,6 +83,7 @@ class LatentSelfAttention(Module):
                 name=f"{prefix}.g_proj",
                 cut="output",
                 spans=(Span(arch.num_heads),),
+                activation="sigmoid",
             )
         self.o_proj = Linear(
             in_features=arch.num_heads * latent.value_size,
@@ -115,7 +115,7 @@ class LatentSelfAttention(Module):
         latents = self.attn(self.k_up(q, step), q_rope, compressed[:, self.query_rank :], positions, step)
         out = self.v_up(latents, step)
         if self.g_proj is not None:
-            out = out * ops.activate(self.g_proj(x, step), "sigmoid").unsqueeze(2)
+            out = out * self.g_proj(x, step).unsqueeze(2)
         return self.o_proj(out.flatten(1), step)
 
     def _queries(self, x: Tensor, compressed: Tensor, step: StepContext) -> Tensor:

@@ -94,6 +94,7 @@ class LightningAttention(Module):
             name=f"{prefix}.output_gate",
             cut="output",
             spans=(heads,),
+            activation="sigmoid",
         )
         self.norm = RMSNorm(
             size=heads.size, eps=_NORM_EPS, dtype=activation_dtype(config), name=f"{prefix}.norm"
@@ -115,5 +116,4 @@ class LightningAttention(Module):
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
         q, k, v = ops.activate(self.lightning_qkv(x, step), "silu").chunk(3, dim=1)
-        gate = ops.activate(self.output_gate(x, step), "sigmoid")
-        return self.out_proj(self.norm(self.scan(q, k, v, step)) * gate, step)
+        return self.out_proj(self.norm(self.scan(q, k, v, step)) * self.output_gate(x, step), step)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.linear import QuantizedRows
+from quire.kernels.linear import Ending, Function, QuantizedRows
 from quire.kernels.lora import LoraStacks, SharedStacks
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
@@ -22,7 +22,7 @@ from quire.layers.step import StepContext
 
 
 class Linear(MatrixLayer):
-    """`x @ weight.T + bias`, weight [N, K].
+    """`x @ weight.T + bias`, weight [N, K], and what `activation` makes of each element.
 
     `cut` says how several ranks may share it. `spans` has the output rows of each part if this layer stands for
     several of the checkpoint's, and `groups` how these are stored; see `MatrixLayer`. `transposed` says that the
@@ -46,9 +46,11 @@ class Linear(MatrixLayer):
         transposed: bool = False,
         groups: int = 1,
         member: Member | None = None,
+        activation: Function | None = None,
     ) -> None:
         spans = spans or (Span(out_features),)
         assert sum(span.size for span in spans) == out_features
+        assert activation is None or cut != "input", "what ranks have parts of is activated behind their sum"
         super().__init__(
             spans,
             in_features,
@@ -60,6 +62,8 @@ class Linear(MatrixLayer):
             groups=groups,
             member=member,
         )
+        self._function = activation
+        self._ending: Ending | None = activation
         # In a tuple, for it is no part of this layer.
         self._source: tuple[RowSource, ...] = ()
         self.adapters: LoraStacks | None = None
@@ -87,11 +91,21 @@ class Linear(MatrixLayer):
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
         """x [T, K] -> [T, N]; the rows are those of the step's tokens. K is the rank's share if that is cut, else N."""
+        adapts = self.adapters is not None and step.adapter_rows is not None
+        if self._ending is None or self.packed is None or adapts:
+            return self._activated(self.sums(x, step))
+        return ops.packed_linear(self._in_order(x), self.packed, self.bias, self._ending)
+
+    def sums(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
+        """What `forward` activates: [T, K] -> [T, N]."""
         out = self._product(x)
         if self.adapters is not None and step.adapter_rows is not None:
             assert isinstance(x, Tensor), "what serves adapters does not quantise x"
             ops.lora_linear(out, x, step.adapter_rows, self.adapters)
         return out if self._adds_up_with is None else ops.all_reduce(out, self._adds_up_with)
+
+    def _activated(self, sums: Tensor) -> Any:
+        return sums if self._function is None else ops.activate(sums, self._function)
 
     def _product(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.packed is not None:
@@ -210,19 +224,13 @@ class GateUpLinear(Linear):
         self.activation = activation
         self._gate: Callable[[Tensor], Tensor | QuantizedRows] = GATED[activation]
         self._prepare = prepare
-        self._fused = FUSED.get(activation) if prepare is None else None
+        self._ending = FUSED.get(activation) if prepare is None else None
 
-    def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Any:
-        adapts = self.adapters is not None and step.adapter_rows is not None
-        if self.packed is None or self._fused is None or adapts:
-            return self._gate(self._prepared(super().forward(x, step)))
-        return ops.packed_linear(self._in_order(x), self.packed, self.bias, self._fused)
-
-    def _prepared(self, rows: Tensor) -> Tensor:
+    def _activated(self, sums: Tensor) -> Any:
         if self._prepare is None:
-            return rows
-        gate, up = rows.chunk(2, dim=1)
-        return torch.cat((self._prepare(gate), up), dim=1)
+            return self._gate(sums)
+        gate, up = sums.chunk(2, dim=1)
+        return self._gate(torch.cat((self._prepare(gate), up), dim=1))
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         if self.up_first and len(names) == 1:
@@ -230,7 +238,7 @@ class GateUpLinear(Linear):
         return super().pieces(names)
 
     def quantize_rows(self) -> None:
-        self._gate, self._fused = GATED_FP8[self.activation], None
+        self._gate, self._ending = GATED_FP8[self.activation], None
 
     def halves(self) -> int:
         return 2 if self.activation in FUSED else 1

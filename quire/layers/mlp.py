@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.layers.activation import PLAIN, Activation, gaussian_top
+from quire.layers.activation import FUNCTIONS, Activation, gaussian_top
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.shard import Cut
@@ -72,7 +72,7 @@ class PlainMLP(Module):
     def __init__(self, *, config: EngineConfig, prefix: str, intermediate_size: int | None = None) -> None:
         super().__init__()
         arch = config.arch
-        size = intermediate_size or arch.intermediate_size
+        size, learned = intermediate_size or arch.intermediate_size, arch.hidden_act == "xielu"
         self.up_proj = Linear(
             in_features=arch.hidden_size,
             out_features=size,
@@ -81,13 +81,10 @@ class PlainMLP(Module):
             name=f"{prefix}.up_proj",
             cut="output",
             transposed=arch.transposed_weights,
+            activation=None if learned else FUNCTIONS[arch.hidden_act],
         )
+        self.act_fn = XIELU(dtype=activation_dtype(config), name=f"{prefix}.act_fn") if learned else None
         self.down_proj = _down_proj(config, prefix, size)
-        self.act_fn: Activation = (
-            XIELU(dtype=activation_dtype(config), name=f"{prefix}.act_fn")
-            if arch.hidden_act == "xielu"
-            else PLAIN[arch.hidden_act]
-        )
 
     def reads(self, source: RowSource) -> None:
         """As `GatedMLP.reads`."""
@@ -95,7 +92,8 @@ class PlainMLP(Module):
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return self.down_proj(self.act_fn(self.up_proj(x, step)), step)
+        inner = self.up_proj(x, step)
+        return self.down_proj(inner if self.act_fn is None else self.act_fn(inner), step)
 
 
 def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int, cut: Cut = "input") -> Linear:

@@ -6,7 +6,6 @@ Shapes: T tokens of the step, H hidden size.
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kernels import ops
 from quire.layers.base import Module, RowSource, model_dtype
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
@@ -47,6 +46,7 @@ class SparseMLP(Module):
                 bias=False,
                 dtype=model_dtype(config),
                 name=f"{prefix}.shared_expert_gate",
+                activation="sigmoid",
             )
 
     def reads(self, source: RowSource) -> None:
@@ -73,7 +73,7 @@ class SparseMLP(Module):
         out: Tensor = self.shared_expert(x, step)
         if self.shared_expert_gate is None:
             return out
-        return out * ops.activate(self.shared_expert_gate(x, step), "sigmoid")
+        return out * self.shared_expert_gate(x, step)
 
 
 def _latent_proj(config: EngineConfig, inputs: int, outputs: int, name: str) -> Linear:

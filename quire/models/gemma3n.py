@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.config.arch import AlternatingArch
-from quire.layers.activation import PLAIN
+from quire.kernels.linear import Function
+from quire.layers.activation import FUNCTIONS
 from quire.layers.altup import AltUp
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
@@ -71,10 +72,11 @@ class Gemma3nBlock(Module):
         self.pre_feedforward_layernorm = block_norm(config, f"{prefix}.pre_feedforward_layernorm")
         self.post_feedforward_layernorm = block_norm(config, f"{prefix}.post_feedforward_layernorm")
         hidden, size = arch.hidden_size, own.token_size
-        self.per_layer_input_gate = _linear(config, f"{prefix}.per_layer_input_gate", hidden, size, "output")
+        self.per_layer_input_gate = _linear(
+            config, f"{prefix}.per_layer_input_gate", hidden, size, "output", FUNCTIONS[arch.hidden_act]
+        )
         self.per_layer_projection = _linear(config, f"{prefix}.per_layer_projection", size, hidden, "input")
         self.post_per_layer_input_norm = block_norm(config, f"{prefix}.post_per_layer_input_norm")
-        self.act_fn = PLAIN[arch.hidden_act]
 
     def keys_and_values(self) -> Attention:
         """What layers behind read."""
@@ -90,7 +92,7 @@ class Gemma3nBlock(Module):
         x = (attended + self.laurel(x, step)) * math.sqrt(0.5)
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), step))
         streams = self.altup.correct(predicted, x, step)
-        gate = self.act_fn(self.per_layer_input_gate(self.altup.correct_output_scale(streams[0]), step))
+        gate = self.per_layer_input_gate(self.altup.correct_output_scale(streams[0]), step)
         told = self.post_per_layer_input_norm(self.per_layer_projection(gate * told, step))
         return torch.cat((streams[:1], streams[1:] + told))
 
@@ -201,7 +203,20 @@ def _own(config: EngineConfig) -> AlternatingArch:
     return config.arch.alternating
 
 
-def _linear(config: EngineConfig, name: str, inputs: int, outputs: int, cut: Cut = "whole") -> Linear:
+def _linear(
+    config: EngineConfig,
+    name: str,
+    inputs: int,
+    outputs: int,
+    cut: Cut = "whole",
+    activation: Function | None = None,
+) -> Linear:
     return Linear(
-        in_features=inputs, out_features=outputs, bias=False, dtype=model_dtype(config), name=name, cut=cut
+        in_features=inputs,
+        out_features=outputs,
+        bias=False,
+        dtype=model_dtype(config),
+        name=name,
+        cut=cut,
+        activation=activation,
     )

@@ -5,7 +5,8 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from itertools import cycle
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from quire.distributed.shared_memory import share_memory
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
-from quire.kernels.linear import FLOAT, GATED, Ending, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.linear import FLOAT, GATED, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import LoraStacks
 from tests.kernels.state_batches import state_batch
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
+FUNCTIONS: tuple[Function, ...] = get_args(Function)
 E4M3_STEP = (0.126, 2.0**-9)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -60,7 +62,7 @@ def layer_norm(dtype: torch.dtype) -> Iterator[Arguments]:
 @cases
 def activate(dtype: torch.dtype) -> Iterator[Arguments]:
     extremes = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0, 3e4, -3e4, torch.nan], dtype=dtype)
-    for function in ("relu", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"):
+    for function in FUNCTIONS:
         for shape in [(0, 64), (1, 1), (5, 77), (2, 3, 40), (3, 4099)]:
             yield (3 * randn(*shape, dtype=dtype),), {"function": function}
         yield (extremes,), {"function": function}
@@ -260,6 +262,7 @@ def pack_weight(dtype: torch.dtype) -> Iterator[Arguments]:
 
 @cases
 def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
+    functions = cycle(FUNCTIONS)
     for scheme in schemes(dtype):
         for shape, outputs in [((0, 16), 8), ((1, 16), 8), ((7, 45), 34), ((2, 3, 64), 10), ((40, 600), 66)]:
             for weight_dtype in {dtype, torch.float32} if scheme in FLOATS else {torch.float32}:
@@ -272,7 +275,7 @@ def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
                 )
                 yield (randn(*shape, dtype=dtype), weight), {"activation": "clamped_swiglu"}
                 alone = reference.pack_weight(rows, scheme)
-                yield (randn(*shape, dtype=dtype), alone, randn(outputs)), {"activation": "relu2"}
+                yield (randn(*shape, dtype=dtype), alone, randn(outputs)), {"activation": next(functions)}
 
 
 @cases

@@ -25,6 +25,7 @@ from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.lora import LoraStacks
 from tests.kernels.op_cases import (
     CASES,
+    FUNCTIONS,
     SCHEMES,
     TOLERANCES,
     int8_caches,
@@ -142,7 +143,8 @@ def test_linears(
     assert all(map(torch.equal, tensors(weight), tensors(expected)))
     x = randn(rows, inputs + 3, dtype=x_dtype)[:, : inputs if seed % 5 else None][:, :inputs]
     bias = torch.randn(outputs) if seed % 4 else None
-    agree("packed_linear", x_dtype, x, weight, bias, "silu_and_mul" if halves == 2 else None, offset=seed % 3)
+    ending = "silu_and_mul" if halves == 2 else (None, *FUNCTIONS)[seed % 8]
+    agree("packed_linear", x_dtype, x, weight, bias, ending, offset=seed % 3)
     agree("packed_embedding", torch.float32, torch.randint(0, outputs, (rows,)), weight, offset=seed % 2)
 
 
@@ -159,7 +161,7 @@ def test_norms_activations_and_tables(
     agree("fused_add_rms_norm", dtype, x, residual, weight, 1e-5, offset=offset)
     agree("layer_norm", dtype, x, weight, weight.flip(0) if seed % 2 else None, 1e-5, offset=offset)
     gated = randn(rows, 2 * size, dtype=dtype)
-    function = ("relu", "silu", "gelu", "gelu_tanh")[seed % 4]
+    function = FUNCTIONS[seed % len(FUNCTIONS)]
     agree("activate", dtype, x, offset=offset, function=function)
     agree("silu_and_mul", dtype, gated, offset=offset)
     agree("gelu_and_mul", dtype, gated, offset=offset, approximate=("none", "tanh")[seed % 2])

@@ -10,7 +10,7 @@ from quire.kernels import ops, reference
 from quire.kernels.cpu import library
 from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.linear import FLOAT, PackedWeight, WeightScheme, num_panels
-from tests.kernels.op_cases import INTEGERS, SCHEMES
+from tests.kernels.op_cases import FUNCTIONS, INTEGERS, SCHEMES
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
@@ -70,6 +70,18 @@ def test_the_fused_activation_is_the_op_of_its_own(
         x, bias = random_rows(rows, 77), torch.linspace(-1, 1, 2 * half)
         apart = ops.silu_and_mul(binding.packed_linear(x, weight, bias))
         assert torch.equal(binding.packed_linear(x, weight, bias, "silu_and_mul"), apart), rows
+
+
+@every_format
+def test_a_product_that_ends_in_an_activation_is_both_ops(scheme: WeightScheme, dtype: torch.dtype) -> None:
+    weight, bias = binding.pack_weight(random_weight(83, 77, dtype), scheme), torch.linspace(-1, 1, 83)
+    bias[5], bias[81] = torch.nan, -torch.inf
+    for rows in (1, 3, 40, 200):
+        x = 3 * random_rows(rows, 77)
+        sums = binding.packed_linear(x, weight, bias)
+        for function in FUNCTIONS:
+            got, want = binding.packed_linear(x, weight, bias, function), ops.activate(sums, function)
+            assert torch.equal(got.view(torch.int32), want.view(torch.int32)), (function, rows)
 
 
 @every_format

@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.errors import ConfigError
 from quire.kernels import ops, reference
 from quire.kernels.formats import Numbers, format_of
-from quire.kernels.linear import PackedWeight, WeightScheme
-from quire.kernels.triton import fp8, linear, matmul, quantize, widen
-from tests.kernels.op_cases import randn
+from quire.kernels.linear import Function, PackedWeight, WeightScheme
+from quire.kernels.triton import activation, fp8, linear, matmul, quantize, widen
+from tests.kernels.op_cases import FUNCTIONS, randn
 
 DTYPES = [torch.float32, torch.float16]
 """What the interpreter gets right."""
@@ -78,6 +78,14 @@ def test_a_matrix_in_one_part_or_in_several(
     assert linear._cut(packed)[0] == parts
     want = reference.linear(x, stands_for(weight, scheme), bias)
     torch.testing.assert_close(linear.packed_linear(x, packed, bias), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_product_that_ends_in_an_activation_is_both_ops(function: Function) -> None:
+    torch.manual_seed(0)
+    packed, x, bias = linear.pack_weight(matrix(34, 45), INTEGERS[0]), randn(3, 45), randn(34)
+    want = activation.activate(linear.packed_linear(x, packed, bias), function)
+    assert torch.equal(linear.packed_linear(x, packed, bias, function), want)
 
 
 @pytest.mark.parametrize("scheme", [*INTEGERS, *CODES], ids=str)

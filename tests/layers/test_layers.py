@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from quire.kernels import ops
 from quire.kernels.linear import WeightScheme
+from quire.kernels.lora import LoraStacks
 from quire.layers.activation import GATED, PLAIN
 from quire.layers.alibi import slopes
 from quire.layers.base import Layer
@@ -50,6 +52,30 @@ def test_gate_up_is_two_linears_and_an_activation(activation: str, loaded: bool)
         layer.finish_loading()
     expected = torch.cat([x @ tensors[f"{name}.weight"].t() for name in ("gate", "up")], 1)
     torch.testing.assert_close(layer(x, STEP), GATED[activation](expected))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_an_activation_comes_behind_the_product_and_what_adapters_add(loaded: bool) -> None:
+    ends, plain = (
+        Linear(in_features=20, out_features=24, bias=True, dtype=F32, activation=activation)
+        for activation in ("gelu", None)
+    )
+    for layer in (ends, plain):
+        torch.manual_seed(3)
+        fill(layer, "up")
+        if loaded:
+            layer.finish_loading()
+        layer.adapters = LoraStacks.empty(2, (24,), 20, 16, F32, torch.device("cpu"))
+        layer.adapters.a.normal_()
+        layer.adapters.b.normal_()
+        layer.adapters.scales.fill_(1.0)
+        layer.adapters.ranks.fill_(5)
+    x, rows = torch.randn(6, 20), torch.tensor([0, -1, 1, -1, -1, 0], dtype=torch.int32)
+    alone, adapted = ends(x, STEP), ends(x, StepContext((), adapter_rows=rows))
+    assert torch.equal(alone, ops.activate(plain(x, STEP), "gelu"))
+    assert torch.equal(adapted, ops.activate(plain(x, StepContext((), adapter_rows=rows)), "gelu"))
+    assert torch.equal(adapted[rows < 0], alone[rows < 0])
+    assert not torch.isclose(adapted[rows >= 0], alone[rows >= 0]).all(1).any()
 
 
 def test_heads_put_together_by_key_value_heads() -> None:

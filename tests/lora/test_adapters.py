@@ -176,14 +176,15 @@ def test_magnitudes_over_rounded_weights_are_those_of_what_they_stand_for(
         )
         for place in target.places:
             layer, here, rows = targets.layers[place.layer].layer, place.piece.place, place.piece.rows
+            assert isinstance(layer, Linear)
             x = torch.randn(3, layer.inputs)
             weight = reference.unpack_weight(layer.matrix())[here]
             bias = 0 if layer.bias is None else layer.bias[here]
             product = 2.0 * b[rows] @ a
-            base = Linear.forward(layer, x, StepContext(()))[:, here] - bias
+            base = layer.sums(x, StepContext(()))[:, here] - bias
             expected = m[rows] / (weight + product).norm(dim=1) * (base + x @ product.t()) + bias
             adapter_rows = torch.full((3,), 2, dtype=torch.int32)
-            got = Linear.forward(layer, x, StepContext((), adapter_rows))[:, here]
+            got = layer.sums(x, StepContext((), adapter_rows))[:, here]
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 

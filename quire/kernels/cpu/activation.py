@@ -1,15 +1,27 @@
 """Activations, plain and gated, as functions on tensors, with every check."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import dtype_code, say
-from quire.kernels.reference import Function
+from quire.kernels.linear import Ending, Function
 
-_FUNCTIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "sigmoid": 4, "tanh": 5}
-"""The codes of `enum Function` in csrc/cpu/activation.cpp."""
+ACTIVATIONS: dict[Ending | None, int] = {
+    None: 0,
+    "silu_and_mul": 1,
+    "clamped_swiglu": 2,
+    "relu2": 3,
+    "relu": 4,
+    "silu": 5,
+    "gelu": 6,
+    "gelu_tanh": 7,
+    "sigmoid": 8,
+    "tanh": 9,
+}
+"""The codes of `enum Activation` in csrc/cpu/activations.h."""
+_FUNCTIONS: dict[Function, int] = {function: ACTIVATIONS[function] for function in get_args(Function)}
 
 
 def activate(x: Tensor, function: Function) -> Tensor:

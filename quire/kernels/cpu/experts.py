@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from quire.config.arch import Routing
+from quire.kernels.cpu.activation import ACTIVATIONS
 from quire.kernels.cpu.calls import NOTHING, call, empty
 from quire.kernels.cpu.checks import check_array, dtype_code, say
-from quire.kernels.cpu.linear import ACTIVATIONS, BLOCK_ROWS, SCRATCH, checked
+from quire.kernels.cpu.linear import BLOCK_ROWS, SCRATCH, checked
 from quire.kernels.cpu.lora import NativeStacks, native_stacks
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.linear import Native, PackedWeight

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import library
+from quire.kernels.cpu.activation import ACTIVATIONS
 from quire.kernels.cpu.calls import NOTHING, call, empty, recording
 from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
 from quire.kernels.cpu.huge_pages import matrix_memory
 from quire.kernels.formats import STREAM_CODES, format_of
 from quire.kernels.linear import GATED, Ending, Native, PackedWeight, WeightScheme, num_panels
 
-ACTIVATIONS: dict[Ending | None, int] = {None: 0, "silu_and_mul": 1, "clamped_swiglu": 2, "relu2": 3}
-"""The codes of `enum Activation` in csrc/cpu/linear.h."""
 _NO_STREAM = -1
 """Stands for the type of what is not there: `kNoStream` of csrc/cpu/scaling.h."""
 BLOCK_ROWS = 192

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.linear import ACTIVATIONS
+from quire.kernels.cpu.activation import ACTIVATIONS
 from quire.kernels.formats import STREAM_CODES
 from quire.kernels.formats.scaling import BLOCK
+from quire.kernels.linear import GATED
 
 _BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4}
 """Of a weight, by `enum Format` of csrc/cpu/panels.h."""
+_GATED = [ACTIVATIONS[activation] for activation in GATED]
 _STREAM_BITS = {-1: 0} | {code: 8 * dtype.itemsize for dtype, code in STREAM_CODES.items()}
 """Of what a group is scaled or shifted by, but for the steps of blocks."""
 
@@ -56,7 +58,7 @@ def _of_experts(values: Sequence[int]) -> int:
     (*up_groups, _, up_format), (*down_groups, _, down_format) = values[17:22], values[22:27]
     choices = {*(ctypes.c_int32 * (tokens * top_k)).from_address(chosen)}
     used = sum(first <= expert < first + count for expert in choices)
-    halves = 1 if activation == ACTIVATIONS["relu2"] else 2
+    halves = 2 if activation in _GATED else 1
     up = _of_matrix(halves * inner, hidden, up_groups, up_format)
     return used * (up + _of_matrix(hidden, inner, down_groups, down_format))
 

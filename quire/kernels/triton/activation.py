@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.linear import QuantizedRows
-from quire.kernels.reference import Function
+from quire.kernels.linear import Function, QuantizedRows
 from quire.kernels.triton.launch import next_power_of_2, num_warps
 from quire.kernels.triton.quantize import empty_rows, store_quantized
 
@@ -21,9 +20,12 @@ TILE = 1024
 
 
 @triton.jit
-def _activated(x, KIND: tl.constexpr):
+def activated(x, KIND: tl.constexpr):
     if KIND == "relu":
         x = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+    elif KIND == "relu2":
+        x = tl.where(x < 0.0, 0.0, x)
+        x = x * x
     elif KIND == "silu":
         x = x / (1.0 + tl.exp(-x))
     elif KIND == "sigmoid":
@@ -43,7 +45,7 @@ def _activated(x, KIND: tl.constexpr):
 def _elements(out, x, n, KIND: tl.constexpr, TILE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     value = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32)
-    tl.store(out + place, _activated(value, KIND), mask=place < n)
+    tl.store(out + place, activated(value, KIND), mask=place < n)
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def _gated(x, column, n, KIND: tl.constexpr):
     """Some columns of the row behind x, rounded to its dtype; 0 beyond n."""
     gate = tl.load(x + column, mask=column < n, other=0.0).to(tl.float32)
     up = tl.load(x + n + column, mask=column < n, other=0.0).to(tl.float32)
-    return (_activated(gate, KIND) * up).to(x.dtype.element_ty)
+    return (activated(gate, KIND) * up).to(x.dtype.element_ty)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quire.kernels.experts import ExpertAdapters, ExpertWeights, stacked
 from quire.kernels.linear import PackedWeight
+from quire.kernels.triton.activation import activated
 from quire.kernels.triton.codes import book_of
 from quire.kernels.triton.launch import next_power_of_2
 from quire.kernels.triton.lora import lora_linear
@@ -81,14 +82,13 @@ def _tile(chosen, order, starts, count, BLOCK_M: tl.constexpr, BY_CHOICE: tl.con
 
 @triton.jit
 def _activated(gate, up, KIND: tl.constexpr):
-    if KIND == "relu2":  # of one half
-        positive = tl.maximum(gate, 0.0)
-        return positive * positive
-    elif KIND == "clamped_swiglu":
+    if KIND == "clamped_swiglu":
         gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
         return up * gate / (1.0 + tl.exp(-1.702 * gate))
-    else:
-        return gate / (1.0 + tl.exp(-gate)) * up
+    elif KIND == "silu_and_mul":
+        return activated(gate, "silu") * up
+    else:  # of one half
+        return activated(gate, KIND)
 
 
 @triton.jit

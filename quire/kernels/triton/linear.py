@@ -24,7 +24,7 @@ from quire.kernels import reference
 from quire.kernels.formats import format_of
 from quire.kernels.linear import Ending, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import fp8
-from quire.kernels.triton.activation import silu_and_mul
+from quire.kernels.triton.activation import activate, silu_and_mul
 from quire.kernels.triton.codes import book_of, code_options, code_tile, has_own_product
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.launch import next_power_of_2
@@ -161,14 +161,13 @@ def packed_linear(
     multiply = _OWN.get(weight.scheme.kind, _code_linear) if has_own_product(weight) else _code_linear
     out = multiply(rows, weight, bias)
     out = out.view(*x.shape[:-1], weight.outputs)
-    return out if activation is None else _ENDINGS[activation](out)
+    return out if activation is None else _ended(out, activation)
 
 
-_ENDINGS: dict[Ending, Callable[[Tensor], Tensor]] = {
-    "silu_and_mul": silu_and_mul,
-    "clamped_swiglu": reference.clamped_swiglu,
-    "relu2": reference.squared_relu,
-}
+def _ended(out: Tensor, activation: Ending) -> Tensor:
+    if activation == "silu_and_mul":
+        return silu_and_mul(out)
+    return reference.clamped_swiglu(out) if activation == "clamped_swiglu" else activate(out, activation)
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:

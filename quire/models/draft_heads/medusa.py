@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.kernels import ops
 from quire.layers.base import Layer, Module, model_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
@@ -33,6 +32,7 @@ class ResidualBlocks(Module):
                 bias=draft.bias,
                 dtype=model_dtype(config),
                 name=f"{prefix}.layers.{layer}",
+                activation="silu",
             )
             for layer in range(arch.num_layers)
         )
@@ -40,7 +40,7 @@ class ResidualBlocks(Module):
     def forward(self, x: Tensor) -> Tensor:
         """[N, H] -> [N, H]."""
         for layer in self.layers:
-            x = x + ops.activate(layer(x, _NO_STEP), "silu")
+            x = x + layer(x, _NO_STEP)
         return x
 
 
