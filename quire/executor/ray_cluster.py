@@ -109,7 +109,8 @@ def _ray(directory: str, num_cpus: float) -> Iterator[tuple[Any, str]]:
         except Exception as error:  # of many kinds, all Ray's
             what = f"cannot be joined at {ADDRESS}={address}" if address else f"does not start in {directory}"
             raise StartupError(f"Ray {what}: {_first_line(error)}") from error
-        yield ray, ray.util.get_node_ip_address() if address else LOOPBACK
+        util: Any = ray.util
+        yield ray, util.get_node_ip_address() if address else LOOPBACK
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
