@@ -95,7 +95,7 @@ def agree(name: str, dtype: torch.dtype, *args: Any, offset: int = 0, **options:
 
 
 def same(dtype: torch.dtype, ours: Any, theirs: Any) -> None:
-    """As nearly as the dtype of a case allows, or that of a result, which may be coarser where an argument was changed."""
+    """As nearly as the dtype of a case allows, or that of a result, which is coarser where an argument was changed."""
     for got, want in zip(tensors(ours), tensors(theirs), strict=True):
         rtol, atol = max(TOLERANCES[dtype], TOLERANCES.get(got.dtype, (0.0, 0.0)))
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
