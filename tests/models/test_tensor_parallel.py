@@ -53,8 +53,8 @@ QUICK_IN_SLICES = [case for case in CASES if case[1] != "float32"]
 EVERY_FAMILY = TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()
 REFUSED = {
     "bamba", "cohere-qk-norm", "diffllama", "falconh1-gated-after", "flexolmo", "gemma3n", "granite4", "jetmoe",
-    "mamba2", "minimax", "minimaxm2", "olmo2", "olmo3", "olmoe", "olmohybrid", "opt", "opt-no-bias", "opt-post-norm", "stablelm-parallel",
-    "zamba2", "zamba2-adapted",
+    "mamba2", "minimax", "minimaxm2", "olmo2", "olmo3", "olmoe", "olmohybrid", "olmohybrid-rotated", "opt",
+    "opt-no-bias", "opt-post-norm", "stablelm-parallel", "zamba2", "zamba2-adapted",
 }  # fmt: skip
 
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
