@@ -20,9 +20,9 @@ SIZES = {
     "head_dim": 64,
 }
 CASES: dict[str, tuple[float, dict[str, Any]]] = {
-    "halves": (0.62, {"tensor_parallel_size": 2}),
-    "stages": (0.62, {"pipeline_parallel_size": 2}),
-    "quarters": (0.37, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "halves": (0.7, {"tensor_parallel_size": 2}),
+    "stages": (0.65, {"pipeline_parallel_size": 2}),
+    "quarters": (0.4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "halves, int8": (0.25, {"tensor_parallel_size": 2, "quantization": "int8"}),
 }
 """What a rank may take of the checkpoint's size, of which its share is a half or a quarter."""
