@@ -110,7 +110,7 @@ def quire(arguments: list[str], cwd: Path) -> str:
     out, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(cwd)
-        patch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             code = main(arguments)
     assert code == 0, f"quire {shlex.join(arguments)}\n{out.getvalue()}\n{errors.getvalue()}"
