@@ -43,6 +43,8 @@ JOIN_S = 300.0
 """Hosts are started by hand or by a scheduler, one after the other."""
 POLL_S = 0.2
 CLOSE_S = 5.0
+LEAVE_S = 3.0
+"""A host may be back before it is noticed here that it has gone."""
 SILENCE_S = 30.0
 """A host says every second that it is there; one that is silent for so long is stopped, or worse."""
 
@@ -126,11 +128,18 @@ class Guests:
 
     def _took(self, hello: ReplicaHello) -> str:
         """Why one cannot join; empty: it has its place."""
-        with self._lock:
-            problem = self._problem(hello)
-            if not problem:
-                self._inside.add(hello.replica)
-            return problem
+        until = time.monotonic() + LEAVE_S
+        while True:
+            with self._lock:
+                problem = self._problem(hello)
+                is_free = hello.replica not in self._inside
+                if not problem and is_free:
+                    self._inside.add(hello.replica)
+            if problem or is_free:
+                return problem
+            if time.monotonic() > until:
+                return f"replica {hello.replica} has joined before; --data-parallel-start-rank says which a host has"
+            time.sleep(POLL_S)
 
     def _problem(self, hello: ReplicaHello) -> str:
         """Why one cannot join, for its operator; empty: it can."""
@@ -143,10 +152,6 @@ class Guests:
         if hello.replica not in self._arrived:
             return (
                 f"there is no replica {hello.replica} to come from another host, but {_shown(self._arrived)}"
-            )
-        if hello.replica in self._inside:
-            return (
-                f"replica {hello.replica} has joined before; --data-parallel-start-rank says which a host has"
             )
         return ""
 
