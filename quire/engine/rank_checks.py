@@ -29,16 +29,10 @@ def check_ranks(config: EngineConfig, *, serves: bool) -> None:
         )
     if parallel.distributed_executor_backend == LAUNCHED:
         _check_launched(config, serves=serves)
-    for option, size, executors in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size, EXECUTORS),
-        (
-            "--pipeline-parallel-size",
-            parallel.pipeline_parallel_size,
-            ("uni",),
-        ),  # to "null" plans are all there is
-    ):
-        if size > 1:
-            require(wants_of_ranks(config, executors), f"{option} is {size}")
+    if (ranks := parallel.tensor_parallel_size) > 1:
+        require(wants_of_ranks(config), f"--tensor-parallel-size is {ranks}")
+    if (stages := parallel.pipeline_parallel_size) > 1:  # to "null" plans are all there is
+        require(wants_of_ranks(config, ("uni",)), f"--pipeline-parallel-size is {stages}")
     _check_stages(config)
     _check_shares(config.arch, parallel.tensor_parallel_size)
 

@@ -51,10 +51,8 @@ def with_meeting(config: EngineConfig) -> EngineConfig:
     if not config.parallel.shares_experts:
         return config
     try:
-        meeting = tempfile.mkdtemp(
-            prefix="quire-all-"
-        )  # no longer than the names of other directories of sockets
-        return replace(config, meeting=meeting)
+        # No longer than the names of other directories of sockets.
+        return replace(config, meeting=tempfile.mkdtemp(prefix="quire-all-"))
     except OSError as error:
         raise StartupError(f"replicas cannot meet: {error}; look at TMPDIR and at the room there") from error
 

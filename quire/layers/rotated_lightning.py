@@ -6,7 +6,6 @@ Shapes: T tokens of the step, H hidden size, h heads of size D.
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kernels import ops
 from quire.layers.alibi import slopes
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.lightning_attention import LightningScan
@@ -57,6 +56,7 @@ class RotatedLightningAttention(Module):
             name=f"{prefix}.g_proj",
             cut="output",
             spans=(heads,),
+            activation="sigmoid",
         )
         self.g_norm = GroupRMSNorm(
             size=heads.size,
@@ -91,4 +91,4 @@ class RotatedLightningAttention(Module):
         if self.rotary is not None:
             q, k = self.rotary(positions, q, k)
         out = self.g_norm(self.scan(q.flatten(1), k.flatten(1), v.flatten(1), step))
-        return self.o_proj(out * ops.activate(self.g_proj(x, step), "sigmoid"), step)
+        return self.o_proj(out * self.g_proj(x, step), step)

@@ -124,11 +124,8 @@ def _run(
     wide = x.float().contiguous()
     out = empty(wide, tokens, hidden) if weights is not None else empty(wide, tokens, top_k, hidden)
     rows = min(tokens * top_k, BLOCK_ROWS)
-    floats, own_rows, own_table = (
-        rows * (native.row_floats + inner + hidden) + tokens * top_k + count,
-        NOTHING,
-        NOTHING,
-    )
+    floats = rows * (native.row_floats + inner + hidden) + tokens * top_k + count
+    own_rows = own_table = NOTHING
     if adapters is not None and adapter_rows is not None:
         check_array("experts", "adapter_rows", adapter_rows, torch.int32, (tokens,))
         own = adapters.native or _checked_adapters(adapters, native)
