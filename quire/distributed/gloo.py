@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +61,11 @@ class Gloo(Group):
         options._devices = [_torch.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=answer_s)
         self._outbox: Outbox | None = None
-        self._group: Any = _torch.ProcessGroupGloo(_torch.PrefixStore("gloo", store), rank, size, options)
+        self._open: list[Any] = [
+            _torch.ProcessGroupGloo(_torch.PrefixStore("gloo", store), rank, size, options)
+        ]
+        # Its threads let go of tensors, for which they want the interpreter: they must have ended before it does.
+        self._end = weakref.finalize(self, self._open.clear)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         own = _as_bytes(x)
@@ -94,7 +99,12 @@ class Gloo(Group):
         self._wait(lambda: self._group.recv([_as_bytes(out)], source, 0))
 
     def close(self, reason: str = "it has ended") -> None:
-        self._group = None
+        self._end()
+
+    @property
+    def _group(self) -> Any:
+        """Which nobody asks for once it is closed."""
+        return self._open[0]
 
     def _wait(self, start: Callable[[], Any]) -> None:
         try:

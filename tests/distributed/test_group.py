@@ -331,3 +331,27 @@ def test_a_process_that_is_killed_or_stopped_is_named_by_all(
     victim.kill()
     victim.wait()
     victim.stdout.close()
+
+
+SURVIVOR = """
+import sys
+from pathlib import Path
+import torch
+from quire.distributed.gloo import Gloo, file_store
+group = Gloo(int(sys.argv[1]), 2, file_store(Path(sys.argv[2]), 2))
+for _ in range(50):
+    group.all_gather(torch.zeros(1000))
+"""
+
+
+@pytest.mark.more
+def test_a_program_may_end_with_a_group_that_is_open(tmp_path: Path) -> None:
+    for meeting in range(10):  # a thread that wants the interpreter once it is gone aborts; not every time
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", SURVIVOR, str(rank), str(tmp_path / f"meet{meeting}")],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(2)
+        ]
+        assert [rank.wait(100) for rank in ranks] == [0, 0]
