@@ -73,7 +73,8 @@ inline int64_t needed_scratch(const Linear& job) {
 
 // Rows cut into tiles of at most `most`: as evenly as possible, or with all but the last one whole.
 struct Tiling {
-    int64_t rows, tiles, common, larger;  // so many are by one larger than is common
+    int64_t rows = 0, tiles = 0, common = 0, larger = 0;  // so many are by one larger than is common
+    Tiling() = default;
     Tiling(int64_t rows, int64_t most, bool even = true)
         : rows(rows), tiles((rows + most - 1) / most), common(even ? rows / tiles : most), larger(even ? rows % tiles : 0) {}
     int64_t start(int64_t tile) const { return smaller_of(tile * common + smaller_of(tile, larger), rows); }
@@ -192,7 +193,7 @@ struct Units {
 // A job of at most kBlockRows rows among those that run together, and how many tiles and units the ones before it have.
 struct Block {
     Linear job;
-    Tiling tiling{0, 1};
+    Tiling tiling;
     int64_t first_tile = 0, first_unit = 0;
 };
 
