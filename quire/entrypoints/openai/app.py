@@ -57,6 +57,7 @@ from quire.entrypoints.openai.middleware.boundary import Boundary
 from quire.entrypoints.openai.middleware.head import Head
 from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
 from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters, Quota
+from quire.entrypoints.openai.middleware.visits import Visits
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.openapi import pages
 from quire.entrypoints.openai.openapi.document import Document
@@ -216,6 +217,7 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
             is_draining=lambda: state.draining,
             root_path=config.root_path,
         ),
+        Middleware(Visits, in_flight=state.in_flight),
         Middleware(BodyEncoding, max_bytes=config.max_request_bytes),
         Middleware(BodyLimit, max_bytes=config.max_request_bytes),
     ]
