@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry
@@ -16,10 +17,13 @@ from prometheus_client import CollectorRegistry
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.client import ProcessClient
+from quire.engine.messages import EngineCoreOutputs, UtilityResult
+from quire.engine.remote import messages_of
 from quire.errors import EngineDeadError, EngineError, UnavailableError
 from quire.metrics.prometheus import PrometheusStatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
 from tests.engine.slow_schedulers import POISON, Poisoned, Slow
 from tests.fixtures.quick import quick
@@ -282,6 +286,31 @@ async def test_garbage_on_the_socket_costs_a_line_in_the_log(
     assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
     await engine.shutdown()
     assert capfd.readouterr().err.count("is no message of a front end") >= 1
+
+
+@pytest.mark.item(51)
+async def test_garbage_to_the_front_end_costs_a_line_in_the_log(
+    null_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer that nobody asked for, and an update of no request, too."""
+    engine = await started(null_model_dir)
+    (client,) = engine._clients
+    assert isinstance(client, ProcessClient)
+    first = client.process
+    stray = [UtilityResult(77), EngineCoreOutputs([RequestUpdate("nobody's", [1], "stop")])]
+    frames = [b"", b"\xc1", b"\x81\xa4type\xa5ready", bytes(10**6), *map(msgspec.msgpack.encode, stray)]
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(f"ipc://{client._directory / messages_of(0)}")
+        for frame in frames:
+            socket.send(frame)
+    assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
+    async with asyncio.timeout(30):
+        while "answers call 77" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
+    assert process_of(engine) is first
+    assert caplog.text.count("is no message of a core") == 4
+    await engine.shutdown()
 
 
 async def test_signals_for_the_whole_group_leave_the_core_alone(null_model_dir: Path) -> None:

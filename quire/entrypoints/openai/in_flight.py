@@ -1,8 +1,8 @@
 """The requests that clients are waiting for right now.
 
 Invariant: a generation ends when its client goes away, when the server gives up waiting for it, or by itself;
-in every case its coroutine has ended before `run` returns, so nothing keeps running unowned. Between its parts a request
-that is a visit is in flight all the same.
+in every case its coroutine has ended before `run` returns, so nothing keeps running unowned. A request is in flight
+between its parts, too.
 """
 
 from __future__ import annotations
