@@ -152,6 +152,20 @@ def test_tokens_that_were_computed_are_paid_before_the_next_request() -> None:
     meters["a"].enter()
 
 
+def test_what_was_not_computed_is_not_paid() -> None:
+    meters = Meters({"a": Tenant(keys=["k"], tokens_per_minute=1000)}, lambda: 0.0)
+
+    def left() -> str:
+        return dict(meters["a"].headers())[b"x-ratelimit-remaining-tokens"].decode()
+
+    in_queue = FinishedRequestStats("abort", 900, 0, 0, 0, None, 0, 0, 0, 0, tenant="a")
+    fork = FinishedRequestStats("stop", 900, 7, 0, 0, None, 0, 0, 0, 0, tenant="a", is_fork=True)
+    meters.record(IterationStats(finished=[in_queue, fork]), None, 0)
+    assert left() == "993"
+    meters.record(IterationStats(spent_in_vain={"a": 93, "nobody": 5}), None, 0)
+    assert left() == "900"
+
+
 def test_a_bucket_fills_up_to_its_limit() -> None:
     now = 0.0
     bucket = Bucket(6, lambda: now, [0.0, 0.0])
