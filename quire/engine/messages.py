@@ -175,7 +175,7 @@ class CoreFailed(msgspec.Struct, tag="failed", frozen=True):
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", frozen=True):
     """All updates of one step, in the order of the plan.
 
-    `spent` are, by tenant, prompt tokens that were computed for requests which their front end has ended before they had
+    `spent` are, by tenant, prompt tokens that were computed for requests whose front end has ended them before they had
     a token.
     """
 

@@ -73,7 +73,9 @@ async def test_a_text_that_is_cut_or_counted_is_bounded(
     assert (refused.status_code, taken.status_code) == (400, 200), taken.text
     error, field = refused.json()["error"], "messages" if "messages" in body else "prompt"
     assert error["param"] == field
-    assert re.match(f"there are 10.* characters in the {field}; .* there may be 8192: 2 for each", error["message"])
+    assert re.match(
+        f"there are 10.* characters in the {field}; .* there may be 8192: 2 for each", error["message"]
+    )
 
 
 @pytest.mark.item(28, 52)

@@ -132,7 +132,9 @@ async def until(condition: Callable[[], Any]) -> None:
 class Early:
     """Requests of which nothing has come to the engine: one sends its body, one waits for its prompt's tokens."""
 
-    def __init__(self, server: LiveServer, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, server: LiveServer, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.go_on, self._server = asyncio.Event(), server
         tokenize = completions.completion_prompts
 
