@@ -92,7 +92,9 @@ class EngineCore:
         self._grammars = GrammarHolds(self.executor, self.scheduler)
         self._adapters = AdapterHolds(config.lora, self.executor, self.scheduler)
         self._lockstep = lockstep
-        executor = self.executor if progress is None else followed(self.executor, progress)
+        executor = self.executor
+        if progress is not None:
+            executor = followed(executor, progress, is_alone=lockstep is None)
         executor = executor if lockstep is None else in_step(executor, lockstep)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
         sleeper = Sleeper(self.scheduler, self.executor, self._loop, clock, self._tell, progress)

@@ -163,7 +163,7 @@ class RemoteClient(CoreClient):
 
     def _look(self) -> None:
         turns, used = self._progress.num_turns, cpu_seconds_with_children(self._pid)
-        if self._heartbeat.hangs(time.monotonic(), turns, used):
+        if self._heartbeat.hangs(time.monotonic(), turns, used, self._progress.expected_s):
             self._on_hang(self._heartbeat.silent_s)
 
     def _death(self) -> StartupError | EngineDeadError:

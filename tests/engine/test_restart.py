@@ -25,7 +25,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
-from tests.engine.slow_schedulers import POISON, Poisoned, Slow
+from tests.engine.slow_schedulers import POISON, Poisoned, Slow, Spinning
 from tests.fixtures.quick import quick
 
 
@@ -158,6 +158,19 @@ async def test_a_stopped_core_is_killed_and_replaced(
             await asyncio.sleep(0.05)
     assert first.poll() is None, "a core that does not answer is not ready before it is given up"
     assert [result[0] for result in await streams] == [result[0] for result in results]
+    assert first.returncode == -signal.SIGKILL
+    await engine.shutdown()
+
+
+@pytest.mark.item(44)
+async def test_a_core_that_spins_is_found_by_what_its_steps_should_take(null_model_dir: Path) -> None:
+    """Not after the 20 timeouts that a step may take of which nothing is known."""
+    engine = await started(null_model_dir, Spinning, core_heartbeat_timeout=1.0, on_core_death="error")
+    first = process_of(engine)
+    await collect(engine, [1], params())
+    async with asyncio.timeout(15):
+        with pytest.raises(UnavailableError):
+            await collect(engine, [POISON], params())
     assert first.returncode == -signal.SIGKILL
     await engine.shutdown()
 

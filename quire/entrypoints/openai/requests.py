@@ -138,8 +138,10 @@ async def aborted(server: ServerState, request_ids: list[str] | None) -> int:
 
 
 async def _explained(server: ServerState, labels: Iterable[str]) -> list[list[ShownSequence]]:
-    """The sequences of each request, none of one that is unknown or has ended; a core is asked for all at once, since it
-    answers between two steps."""
+    """The sequences of each request, none of one that is unknown or has ended.
+
+    A core is asked for all at once, since it answers between two steps.
+    """
     return await asyncio.gather(*(_sequences(server, label) for label in labels))
 
 
