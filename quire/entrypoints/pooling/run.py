@@ -71,10 +71,10 @@ class Job:
         Raises:
             QuireError: a prompt cannot be honoured, or the engine cannot take or finish it.
         """
-        self.server.engine.check_admission()
         try:
-            async with asyncio.timeout(self.body.time_left()):
-                prompts = await beside_loop(num_chars, tokenize)
+            with self.server.engine.reserve():
+                async with asyncio.timeout(self.body.time_left()):
+                    prompts = await beside_loop(num_chars, tokenize)
         except TimeoutError:
             raise DeadlineError("the request's time was over before its prompts were ready") from None
         check_count(len(prompts))
