@@ -2,7 +2,7 @@
 
 Invariant: a client that is slow, silent or gone keeps a connection for a bounded time, whatever it was doing, and more
 connections than there are file descriptors for are answered at once instead of failing somewhere. A connection that is
-cut ends its request, as a disconnect. A client that sends no more may listen, or have gone: that shows by writing to it.
+cut ends its request, as a disconnect. A client that sends no more may listen or have gone: that shows by writing to it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Connection(H11Protocol):
             self._watch_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. Whether the connection stays: for the answer to a request that is here as a whole."""
+        """The client sends no more; the connection stays for the answer to a request that is here as a whole."""
         is_awaited = self.cycle is not None and not self.cycle.response_complete
         is_whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
         # One of HTTP/1.0 cannot be written to before its answer.
