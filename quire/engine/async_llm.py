@@ -244,9 +244,9 @@ class AsyncLLM:
         await self.check_health()
         window = 2 * self.config.scheduler.max_num_seqs
         gathering, names = Gathering(len(prompts)), list[str]()
-        with self._admission.reserve(min(len(prompts), window)) as place:
+        with self._admission.reserve(min(len(prompts), window)) as kept:
             tokenized = [await self._tokenize(prompt, lora_request) for prompt in prompts]
-            self._admission.check_tokens(place, sum(len(one.token_ids) for one in tokenized[:window]))
+            self._admission.check_tokens(kept, sum(len(one.token_ids) for one in tokenized[:window]))
         try:
             while gathering.num_missing:
                 num_open = gathering.num_missing - (len(prompts) - len(names))
