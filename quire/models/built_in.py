@@ -255,6 +255,15 @@ BUILT_IN: dict[str, BuiltIn] = {
 }
 """By architecture, in the order of the alphabet."""
 
+ALSO_CALLED: dict[str, str] = {
+    "AquilaModel": "AquilaForCausalLM",
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""Names by which files as their makers published them call an architecture -> that of its row."""
+
 ENCODER_FAMILIES = (
     EncoderFamily(
         "Bert", "bert:read_bert", "BERT, MiniLM, E5, BGE, GTE (2023), MXBAI, Snowflake Arctic Embed"

@@ -8,7 +8,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from quire.models.built_in import BUILT_IN, ENCODER_FAMILIES, TRANSFORMERS, BuiltIn, EncoderFamily
+from quire.models.built_in import (
+    ALSO_CALLED,
+    BUILT_IN,
+    ENCODER_FAMILIES,
+    TRANSFORMERS,
+    BuiltIn,
+    EncoderFamily,
+)
 from quire.models.multimodal import WRAPPERS, Wrapper
 
 PAGE = Path("docs/models.md")
@@ -38,6 +45,9 @@ of part, `make test-every` for all.
 | architecture | models | logits are those of |
 |---|---|---|
 """
+
+ALSO = """
+Files as their makers published them may have other names for the same: """
 
 ENCODERS = """
 ## Encoders
@@ -122,8 +132,12 @@ def models_page() -> str:
     wrappers = "".join(
         f"| `{row.architecture}` | {row.models} | {_others(row)} |\n" for row in WRAPPERS.values()
     )
-    start = INTRODUCTION.format(count=len(BUILT_IN)) + rows
+    start = INTRODUCTION.format(count=len(BUILT_IN)) + rows + ALSO + _also_called()
     return start + MULTIMODAL + wrappers + ENCODERS + encoders + NOTES
+
+
+def _also_called() -> str:
+    return ", ".join(f"`{name}` for `{row}`" for name, row in ALSO_CALLED.items()) + ".\n"
 
 
 def _architectures(family: EncoderFamily) -> str:
