@@ -28,7 +28,7 @@ _CONTEXT = 256
 
 
 class LlamaCpp:
-    """One build per instruction set; one GGUF file per precision."""
+    """One build per instruction set; one GGUF file per checkpoint and precision."""
 
     name = "llama.cpp"
     precisions: ClassVar[Mapping[str, int]] = {"BF16": 16, "Q8_0": 8, "Q4_0": 4, "Q4_K_M": 4}
@@ -44,6 +44,7 @@ class LlamaCpp:
         self._folder = folder
         self._environment = Environment(folder / "venv")
         self._isa: Isa | None = None
+        self._models = folder
 
     def set_up(self, isa: Isa) -> None:
         if not self._environment.complete:
@@ -54,6 +55,8 @@ class LlamaCpp:
         self._isa = isa
 
     def prepare(self, checkpoint: Path, precision: str) -> None:
+        self._models = self._folder / checkpoint.name
+        self._models.mkdir(parents=True, exist_ok=True)
         full = self.model("BF16")
         if not full.exists():
             unfinished = full.with_suffix(".unfinished")
@@ -130,7 +133,7 @@ class LlamaCpp:
 
     def model(self, precision: str) -> Path:
         """The file of a precision."""
-        return self._folder / f"{precision}.gguf"
+        return self._models / f"{precision}.gguf"
 
 
 def bench_rates(lines: Iterable[str], cases: Iterable[Case]) -> Iterator[Rate]:

@@ -1,30 +1,36 @@
-"""Writes a Qwen 2 checkpoint as a GGUF file in its own precision, bfloat16, for llama.cpp.
+"""Writes a checkpoint of a shape in `benchmarks/models` as a GGUF file in its own precision, bfloat16, for llama.cpp.
 
-The file has no tokenizer: llama.cpp's benchmarks feed token ids. Vectors (norms and biases) become float32, as
-llama.cpp expects; matrices keep their bits.
+The file has no tokenizer: llama.cpp's benchmarks feed token ids. Vectors (norms and biases) and routers become float32,
+as llama.cpp expects; matrices keep their bits. Experts of a layer stand in one tensor, whose first index is the expert.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
-ARCHITECTURE = gguf.MODEL_ARCH.QWEN2
+ARCHITECTURES = {"qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE}
+"""By `model_type`."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def write(checkpoint: Path, target: Path) -> None:
     """Convert a directory with `config.json` and one `model.safetensors`."""
     config = json.loads((checkpoint / "config.json").read_text())
-    writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[ARCHITECTURE])
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[architecture])
     _add_sizes(writer, config)
-    names = gguf.get_tensor_name_map(ARCHITECTURE, config["num_hidden_layers"])
-    for name, bits in bfloat16_tensors(checkpoint / "model.safetensors"):
+    if architecture == gguf.MODEL_ARCH.QWEN3MOE:
+        _add_expert_sizes(writer, config)
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for name, bits in stacked(bfloat16_tensors(checkpoint / "model.safetensors")):
         _add_tensor(writer, names.get_name(name, (".weight", ".bias")), bits)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -43,6 +49,19 @@ def bfloat16_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             raise ValueError(f"{name} is {entry['dtype']}, not BF16")
         first, last = (begin + offset for offset in entry["data_offsets"])
         yield name, data[first:last].view(np.uint16).reshape(entry["shape"])
+
+
+def stacked(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """The same tensors, with those of a layer's experts as one, in the order of their numbers."""
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, bits in tensors:
+        if found := _EXPERT.search(name):
+            number = int(found[0].split(".")[2])
+            experts.setdefault(_EXPERT.sub(".experts.", name), {})[number] = bits
+        else:
+            yield name, bits
+    for name, by_number in experts.items():
+        yield name, np.stack([by_number[number] for number in sorted(by_number)])
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
@@ -64,8 +83,16 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
 
 
+def _add_expert_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
 def _add_tensor(writer: gguf.GGUFWriter, name: str, bits: np.ndarray) -> None:
-    if bits.ndim == 1:
+    if bits.ndim == 1 or "ffn_gate_inp" in name:
         writer.add_tensor(name, widened(bits))
     else:
         writer.add_tensor(name, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
