@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config.fields import Config, option
+from quire.config.keys import hashed_key
 
 
 @dataclass(frozen=True)
 class ServerConfig(Config):
-    """Address, access and limits of the HTTP server."""
+    """Address, access and limits of the HTTP server; of keys it has the hashes (`quire.config.keys`) alone."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
     port: int = option(8000, "Port to listen on; 0: any free one.", ge=0, le=65535)
@@ -113,3 +114,10 @@ class ServerConfig(Config):
         False, "GET /tokenizer_info, which shows the chat template and the special tokens."
     )
     enable_force_include_usage: bool = option(False, "Send usage with every stream, asked for or not.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A frozen dataclass offers no other way to keep something else than it was given.
+        object.__setattr__(self, "api_key", tuple(map(hashed_key, self.api_key)))
+        if self.admin_api_key:
+            object.__setattr__(self, "admin_api_key", hashed_key(self.admin_api_key, "--admin-api-key"))

@@ -36,6 +36,14 @@ class Admission:
             UnavailableError: the engine sleeps.
         """
         self.check_queue(num_sequences, num_prompt_tokens)
+        self.check_memory()
+
+    def check_memory(self) -> None:
+        """Whether there is memory for work of any kind.
+
+        Raises:
+            NoRoomError: not now; says how much is left.
+        """
         if self._front_end.num_unfinished:
             with self._counted():
                 self._memory.check()

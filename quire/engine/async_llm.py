@@ -372,6 +372,14 @@ class AsyncLLM:
         """
         self._admission.check(num_sequences, num_prompt_tokens)
 
+    def check_memory(self) -> None:
+        """Whether there is memory for work that the engine has no part in, such as tokenizing.
+
+        Raises:
+            UnavailableError: not now; says how much is left, and how much is to be.
+        """
+        self._admission.check_memory()
+
     async def call_core(self, method: str, *args: Any) -> Any:
         """Call a utility of the first core and wait for its result.
 

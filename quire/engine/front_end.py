@@ -268,6 +268,7 @@ class FrontEnd:
             now = message.timestamp or self.clock()
             ends, stats = self.output_processor.process(message, now)
             messages = self._beam_searches.process(message.updates, now, stats)
+            stats.spent_in_vain = message.spent
             self.stat_loggers.record(stats, message.stats, core)
             self.router.heard(update.request_id for update in message.updates)
             if message.stats is not None:

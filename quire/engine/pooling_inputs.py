@@ -14,7 +14,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.config.pooling import PoolingSpec
 from quire.engine.fitting import SIDES, Fitter, cut
-from quire.engine.prompt_forms import PromptParts, TokenizedPrompt, check_length
+from quire.engine.prompt_forms import PromptParts, TokenizedPrompt, check_cut_text, check_length
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.pooling_params import PoolingParams
@@ -102,8 +102,7 @@ class PoolingInputs:
         if parts.second_text is not None:
             return next(self.pairs([(parts.text or "", parts.second_text)], options, parts.cache_salt))
         text = self._whole_text(parts.text or "", options)
-        if most is None:
-            self._check_text(text)
+        self._check_text(text, is_cut=most is not None)
         encoded = self._fitter(options).text(text, most)
         return self._with_instruction(
             TokenizedPrompt(encoded.token_ids, parts.text, parts.cache_salt), options
@@ -120,8 +119,7 @@ class PoolingInputs:
         fitter, most = self._fitter(options), self._most(options)
         for first, second in pairs:
             _check_empty(first, second)
-            if most is None:
-                self._check_text(first, second)
+            self._check_text(first, second, is_cut=most is not None)
             encoded = fitter.pair(first, second, most, options.max_tokens_per_text)
             yield TokenizedPrompt(encoded.token_ids, first, cache_salt, encoded.second_text_start)
 
@@ -192,9 +190,12 @@ class PoolingInputs:
         most, limit = options.truncate_prompt_tokens, self.config.model.max_model_len
         return limit if most == WHOLE_CONTEXT else most
 
-    def _check_text(self, *texts: str) -> None:
+    def _check_text(self, *texts: str, is_cut: bool) -> None:
         """Before they are tokenized, which takes long for a long text."""
-        if self._tokenizer is not None and sum(map(len, texts)) > self.config.model.max_model_len:
+        if is_cut:
+            for text in texts:
+                check_cut_text(self.config, text)
+        elif self._tokenizer is not None and sum(map(len, texts)) > self.config.model.max_model_len:
             check_length(self.config, sum(map(self._tokenizer.min_num_tokens, texts)), "at least ")
 
 

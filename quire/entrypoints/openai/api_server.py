@@ -66,8 +66,9 @@ async def _serve(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket, signals: StartSignals
 ) -> int:
     from quire.engine.async_llm import AsyncLLM
-    from quire.entrypoints.openai.keys import make_keyring
+    from quire.entrypoints.openai.keys import make_keyring, with_keys_of_environment
 
+    server_config = with_keys_of_environment(server_config)  # before there are other processes
     if server_config.api_server_count > 1 and engine_config.parallel.guests:
         raise ConfigError(
             f"--api-server-count is {server_config.api_server_count}, which wants all replicas on this host: "

@@ -164,6 +164,8 @@ class Lifecycle:
             await asyncio.sleep(POLL_S)
         self._tell_end(engine.dead_error or EngineDeadError("no reason is known"))
         await self._let_answers_end()
+        self._cancel_all()  # those that have yet to meet the engine
+        await self._let_answers_end()
         return 1
 
     async def _until_drained(self) -> int:

@@ -11,7 +11,12 @@ from typing import Any
 from quire.engine.input_processor import check_listed_ids
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.fill_in import FillIn
-from quire.entrypoints.openai.protocol.requests import CompletionRequest, GenerationRequest, RequestModel
+from quire.entrypoints.openai.protocol.requests import (
+    ChatFields,
+    CompletionRequest,
+    GenerationRequest,
+    RequestModel,
+)
 from quire.entrypoints.openai.protocol.shapes import MAX_PROMPTS
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.text_form import TextForm
@@ -71,13 +76,16 @@ def split_prompts(prompt: Any, name: str = "prompt", most: int = MAX_PROMPTS) ->
 
 
 def check_text(server: ServerState, form: TextForm, text: str, request: RequestModel) -> None:
-    """Refuse a text that is too long however it is tokenized; one that will be cut, or only counted, may be that.
+    """Refuse a text that is too long however it is tokenized; one that will be cut, or only counted, may be longer.
 
     Raises:
-        ValidationError: with the least number of tokens that it has.
+        ValidationError: with the least number of tokens that it has, or its number of characters, and the limit.
     """
+    processor = server.engine.input_processor
     if isinstance(request, GenerationRequest) and request.truncate_prompt_tokens is None:
-        server.engine.input_processor.check_text(text, form.tokenizer)
+        processor.check_text(text, form.tokenizer)
+    else:
+        processor.check_cut_text(text, "messages" if isinstance(request, ChatFields) else "prompt")
 
 
 def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensPrompt:

@@ -16,7 +16,14 @@ from quire.engine.input_processor import InputProcessor
 from quire.engine.lexicons import Lexicon
 from quire.engine.output_stream import Offer
 from quire.engine.prompt_forms import TokenizedPrompt
-from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError, ValidationError
+from quire.errors import (
+    EngineDeadError,
+    MemoryShortError,
+    NotFoundError,
+    QuireError,
+    UnavailableError,
+    ValidationError,
+)
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
@@ -121,6 +128,7 @@ class FakeEngine:
         self.trace_headers: list[Mapping[str, str] | None] = []
         self.late_after: int | None = None
         self.is_full = False
+        self.is_short_of_memory = False
         self.stat_loggers: list[StatLogger] = []
         self.was_shut_down = False
 
@@ -181,6 +189,10 @@ class FakeEngine:
     def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
         if self.is_full:
             raise UnavailableError("the queue is full: 7 sequences wait", retry_after=3)
+
+    def check_memory(self) -> None:
+        if self.is_short_of_memory:
+            raise MemoryShortError("memory is short: 1 MiB are left")
 
     def num_unfinished_requests(self) -> int:
         return len(self.running)
