@@ -175,6 +175,8 @@ def weights(**options: Any) -> dict[str, Any]:
         ({"quant_method": "bitsandbytes"}, ModelLoadError, "load_in_4bit"),
         ({"quant_method": "hqq", "quant_config": {"x": {}}}, ModelLoadError, "'nbits' is missing"),
         ({"bits": 4}, ModelLoadError, "'quant_method' is missing"),
+        ({"method": "mystery"}, UnsupportedModelError, "method = 'mystery' is not supported"),
+        ({"quant_method": "awq", "bits": 4, "format": "marlin"}, UnsupportedModelError, 'format = "marlin"'),
     ],
 )
 def test_a_config_that_cannot_be_followed_is_refused(
@@ -189,6 +191,7 @@ def test_a_config_that_cannot_be_followed_is_refused(
     [
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt"),
         ("quantize_config.json", {"bits": 4, "group_size": 128}, "gptq"),
+        ("quantize_config.json", {"method": "awq", "bits": 4, "format": "gemm"}, "awq"),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 128, "version": "GEMM"}, "awq"),
     ],
 )
