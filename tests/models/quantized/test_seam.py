@@ -14,6 +14,8 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.layers.matrix import MatrixLayer
+from quire.layers.quantized.bitsandbytes import STORAGES
+from quire.layers.quantized.table import codec_of
 from quire.models.hf_config import read_hf_config
 from quire.models.loader import load_model
 from quire.models.quantized.page import PAGE, page
@@ -144,6 +146,36 @@ def test_what_bitsandbytes_says_must_fit(
         load_tiny(path)
 
 
+@pytest.mark.parametrize(("found", "called"), [(1, r"1 \(col32\)"), (3, r"3 \(col_ampere\)"), (9, "9")])
+def test_integers_of_bitsandbytes_must_lie_in_rows(
+    found: int, called: str, llama: Path, tmp_path: Path
+) -> None:
+    case = CASES["bnb-int8"]
+    path, _ = write(llama, tmp_path, dict(case.config), case.writer, but_head)
+    changed(path, f"{DOWN}.weight_format", lambda tensor: torch.full_like(tensor, found))
+    with pytest.raises(ModelLoadError, match=rf"{DOWN}: weight_format is {called}; it must be 0 \(row\)"):
+        load_tiny(path)
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_bytes_of_bitsandbytes_may_be_called_otherwise(kind: str, llama: Path) -> None:
+    config = dict(CASES["bnb-nf4"].config) | {"bnb_4bit_quant_storage": kind}
+    found = read_hf_config(llama, {"quantization_config": config}).quantization
+    assert found is not None
+    encoding = found.encoding_of(DOWN)
+    assert encoding is not None
+    assert codec_of(encoding).tensors(256, 384)["weight"].dtype is STORAGES[kind]
+
+
+def test_keys_and_values_may_be_all_that_is_quantised(llama: Path) -> None:
+    """As ModelOpt writes it: no algorithm for weights."""
+    config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    found = read_hf_config(llama, {"quantization_config": config}).quantization
+    assert found is not None
+    assert found.encoding_of(DOWN) is None
+    assert found.cache_scales
+
+
 CT = dict(CASES["ct-w4a16-g128"].config)
 
 
@@ -172,7 +204,13 @@ def weights(**options: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, UnsupportedModelError, "gemv"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, ModelLoadError, "two positive integers"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, UnsupportedModelError, "W4A8"),
+        ({"quant_method": "modelopt"}, ModelLoadError, "'quant_algo' is missing"),
         ({"quant_method": "bitsandbytes"}, ModelLoadError, "load_in_4bit"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "int4"},
+            UnsupportedModelError,
+            "bnb_4bit_quant_storage",
+        ),
         ({"quant_method": "hqq", "quant_config": {"x": {}}}, ModelLoadError, "'nbits' is missing"),
         ({"bits": 4}, ModelLoadError, "'quant_method' is missing"),
         ({"method": "mystery"}, UnsupportedModelError, "method = 'mystery' is not supported"),
