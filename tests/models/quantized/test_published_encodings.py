@@ -241,6 +241,14 @@ CASES = {
         packed_integers(4, 128),
         cut=False,
     ),
+    "ct-w4a16-asym": Case(
+        compressed("pack-quantized", group(num_bits=4, strategy="group", group_size=64, symmetric=False)),
+        packed_integers(4, 64, symmetric=False),
+    ),
+    "ct-w4a16-reordered": Case(
+        compressed("pack-quantized", group(num_bits=4, strategy="group", group_size=64, actorder="group")),
+        packed_integers(4, 64, reordered=True),
+    ),
     "ct-w4a16-asym-reordered": Case(
         compressed(
             "pack-quantized",
@@ -299,6 +307,12 @@ CASES = {
     ),
     "bnb-int8": Case(BNB | {"load_in_8bit": True}, bnb_int8),
     "bnb-nf4": Case(BNB | {"load_in_4bit": True}, bnb_4bit("nf4", nested=False)),
+    "bnb-nf4-nested": Case(
+        BNB | {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, bnb_4bit("nf4", nested=True)
+    ),
+    "bnb-fp4": Case(
+        BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, bnb_4bit("fp4", nested=False)
+    ),
     "bnb-fp4-nested": Case(
         BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
         bnb_4bit("fp4", nested=True),
@@ -308,7 +322,9 @@ CASES = {
         bnb_4bit("nf4", nested=False, storage=torch.bfloat16),
     ),
     "hqq-4": Case(hqq_config(4, 1), hqq(4, 1)),
+    "hqq-4-across": Case(hqq_config(4, 0), hqq(4, 0)),
     "hqq-3-across": Case(hqq_config(3, 0), hqq(3, 0)),
+    "hqq-3": Case(hqq_config(3, 1), hqq(3, 1)),
     "hqq-2": Case(hqq_config(2, 1), hqq(2, 1)),
     "hqq-1": Case(hqq_config(1, 1), hqq(1, 1)),
     "hqq-8": Case(hqq_config(8, 1), hqq(8, 1)),

@@ -17,12 +17,15 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.quantized.bitsandbytes import STORAGES
 from quire.layers.quantized.table import codec_of
 from quire.models.hf_config import read_hf_config
+from quire.models.json_object import JsonObject
 from quire.models.loader import load_model
-from quire.models.quantized.page import PAGE, page
+from quire.models.quantized.page import EXAMPLES, PAGE, page
+from quire.models.quantized.reader import METHODS
 from quire.models.weights import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import error_of_logits, same, write
-from tests.models.quantized.test_gptq import Writer
+from tests.models.quantized.test_awq import CONFIG as AWQ
+from tests.models.quantized.test_gptq import WRITERS, Writer
 from tests.models.quantized.test_published_encodings import CASES, but_head
 from tests.models.test_expert_parallel import logits, of_replicas
 
@@ -31,6 +34,28 @@ FP8 = CASES["fp8-tensor"]
 
 def test_the_page_says_what_the_code_does() -> None:
     assert Path(PAGE).read_text() == page(), "run: python -m quire.models.quantized.page"
+
+
+def form(config: dict[str, Any]) -> tuple[Any, ...]:
+    """What a config says of a linear layer, but for sizes: all that are larger than 1 are one."""
+    found = METHODS.resolve(config["quant_method"])(JsonObject("config.json", config))
+    encoding = found.encoding_of(DOWN)
+    assert encoding is not None
+    options = {
+        key: min(value, 2) if key in ("group_size", "grid_outputs", "grid_inputs") else value
+        for key, value in encoding.options.items()
+    }
+    return found.method, encoding.kind, tuple(sorted(options.items()))
+
+
+def test_the_logits_of_every_row_are_tested() -> None:
+    """Experts in MXFP4 are by tests/models/test_mxfp4.py."""
+    of_gptq = [writer.config() for (writer,) in (each.values for each in WRITERS)]
+    tested = [dict(case.config) for case in CASES.values()] + of_gptq
+    forms = {form(config) for config in (*tested, AWQ)}
+    assert {
+        form(example.config) for example in EXAMPLES if example.config["quant_method"] != "mxfp4"
+    } <= forms
 
 
 def test_numbers_stay_packed(llama: Path, tmp_path: Path) -> None:
