@@ -22,6 +22,7 @@ from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import Float, QuantMethod, method_of
+from quire.layers.quantized.codec import Codec
 from quire.layers.quantized.merged import merged_scheme
 from quire.layers.quantized.method import Encoded, EncodedModule, Packed
 from quire.layers.quantized.table import codec_of
@@ -147,7 +148,7 @@ class _Encodings:
             symmetric=whole.symmetric,
             fast=fast,
         )
-        if all(module.codec.group_tensor is None for module in modules):
+        if not any(module.codec.reorders for module in modules):
             return Packed(scheme)
         if not layer.makes_products:
             return None
@@ -159,14 +160,21 @@ class _Encodings:
 
     def _order(self, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
         """The inputs of a module group after group; None: its groups are of no size that all have."""
-        name = f"{module.name}.{module.codec.group_tensor}"
-        if name not in self._files:
-            return as_they_come
-        info = self._files[name].tensors[name]
-        return module.codec.order(self._files[name].part(info, tuple(slice(0, size) for size in info.shape)))
+        groups = self._groups(module.name, module.codec) if module.codec.reorders else None
+        return as_they_come if groups is None else module.codec.order(groups)
+
+    def _groups(self, name: str, codec: Codec) -> Tensor | None:
+        """What a module's tensor of groups holds; None: it has none."""
+        tensor = f"{name}.{codec.groups_in}"
+        if codec.groups_in is None or tensor not in self._files:
+            return None
+        info = self._files[tensor].tensors[tensor]
+        return self._files[tensor].part(info, tuple(slice(0, size) for size in info.shape))
 
     def _module(self, layer: MatrixLayer, name: str, encoding: Encoding) -> EncodedModule:
         codec = codec_of(encoding)
+        groups = self._groups(name, codec)
+        codec = codec if groups is None else codec.by_groups(groups)
         in_files = layer.in_files(name, codec.tensors(1, 1), self._tensors)
         return EncodedModule(name, codec, in_files, encoding.weight_only)
 

@@ -153,6 +153,8 @@ class Codec:
 
     cuts: ClassVar[bool] = True
     """Whether a part of the tensors stands for a part of the matrix; else all is read, and cut when it is decoded."""
+    groups_in: ClassVar[str | None] = None
+    """The tensor that says in which group each input is, where a module has it."""
 
     @property
     def input_unit(self) -> int:
@@ -165,12 +167,16 @@ class Codec:
         return None
 
     @property
-    def group_tensor(self) -> str | None:
-        """The tensor that says in which group each input is, if only it does."""
-        return None
+    def reorders(self) -> bool:
+        """Whether inputs are in groups as only the tensor `groups_in` says."""
+        return False
+
+    def by_groups(self, groups: Tensor) -> Codec:
+        """The same for a module whose tensor `groups_in` holds this, whatever the config says of it."""
+        return self
 
     def order(self, groups: Tensor) -> Tensor | None:
-        """The inputs group after group, by what the `group_tensor` holds; None: groups are not of one size."""
+        """The inputs group after group, by what the tensor `groups_in` holds; None: groups are not of one size."""
         return None
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:

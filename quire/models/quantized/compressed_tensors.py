@@ -12,7 +12,7 @@ from quire.models.quantized.fp8 import UNREAD
 from quire.models.quantized.rules import EVERYTHING, beginning, block_shape, has_cache_scales, names, notes
 
 _CLASSES = ("Linear", "LinearBase", "ParallelLMHead")
-_UNREAD = (*UNREAD, r"\.(weight_shape|input_zero_point|input_global_scale|output_zero_point)$")
+_UNREAD = (*UNREAD, r"\.(weight_shape|weight_g_idx|input_zero_point|input_global_scale|output_zero_point)$")
 _KEYS = (
     *("quant_method", "version", "format", "config_groups", "ignore", "kv_cache_scheme", "sparsity_config"),
     *("transform_config", "moe_sparsity_config", "quantization_status", "global_compression_ratio"),

@@ -18,6 +18,9 @@ _ENCODINGS = {
 
 def read_modelopt(config: JsonObject) -> CheckpointQuantization:
     """Modules that are left alone are named with wildcards, or by the beginning of their names."""
+    said = notes(config, "kv_cache_quant_algo", "kv_cache_scheme")
+    if "quant_algo" not in config and said:  # keys and values alone
+        return CheckpointQuantization("modelopt", (), UNREAD, has_cache_scales(config), said)
     algorithm = config.choice("quant_algo", tuple(_ENCODINGS))
     if algorithm == "NVFP4" and config.integer("group_size", 16) != 16:
         raise config.unsupported("group_size", "16")
@@ -27,5 +30,4 @@ def read_modelopt(config: JsonObject) -> CheckpointQuantization:
         for pattern in (translate(name), translate(f"{name}.*"))
     ]
     rules = (*left, *all_but_head(_ENCODINGS[algorithm]))
-    said = notes(config, "kv_cache_quant_algo", "kv_cache_scheme")
     return CheckpointQuantization("modelopt", rules, UNREAD, has_cache_scales(config), said)

@@ -138,7 +138,7 @@ def bnb_int8(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor]
     return tensors, q * (largest[:, None] / 127)
 
 
-def bnb_4bit(kind: str, *, nested: bool) -> Writer:
+def bnb_4bit(kind: str, *, nested: bool, storage: torch.dtype = torch.uint8) -> Writer:
     """All numbers of the matrix in a row, in blocks of 64; their scales in blocks of 256."""
 
     def writer(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
@@ -151,7 +151,7 @@ def bnb_4bit(kind: str, *, nested: bool) -> Writer:
             "dtype": "bfloat16",
         }
         tensors = {
-            "weight": (16 * codes[::2] + codes[1::2]).to(torch.uint8)[:, None],
+            "weight": (16 * codes[::2] + codes[1::2]).to(torch.uint8).view(storage)[:, None],
             "weight.quant_map": table,
         }
         count = weight.numel() // 64
@@ -241,6 +241,14 @@ CASES = {
         packed_integers(4, 128),
         cut=False,
     ),
+    "ct-w4a16-asym": Case(
+        compressed("pack-quantized", group(num_bits=4, strategy="group", group_size=64, symmetric=False)),
+        packed_integers(4, 64, symmetric=False),
+    ),
+    "ct-w4a16-reordered": Case(
+        compressed("pack-quantized", group(num_bits=4, strategy="group", group_size=64, actorder="group")),
+        packed_integers(4, 64, reordered=True),
+    ),
     "ct-w4a16-asym-reordered": Case(
         compressed(
             "pack-quantized",
@@ -299,13 +307,27 @@ CASES = {
     ),
     "bnb-int8": Case(BNB | {"load_in_8bit": True}, bnb_int8),
     "bnb-nf4": Case(BNB | {"load_in_4bit": True}, bnb_4bit("nf4", nested=False)),
+    "bnb-nf4-nested": Case(
+        BNB | {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, bnb_4bit("nf4", nested=True)
+    ),
+    "bnb-fp4": Case(
+        BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, bnb_4bit("fp4", nested=False)
+    ),
     "bnb-fp4-nested": Case(
         BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
         bnb_4bit("fp4", nested=True),
     ),
+    "bnb-nf4-bfloat16": Case(
+        BNB | {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+        bnb_4bit("nf4", nested=False, storage=torch.bfloat16),
+    ),
     "hqq-4": Case(hqq_config(4, 1), hqq(4, 1)),
+    "hqq-4-across": Case(hqq_config(4, 0), hqq(4, 0)),
     "hqq-3-across": Case(hqq_config(3, 0), hqq(3, 0)),
+    "hqq-3": Case(hqq_config(3, 1), hqq(3, 1)),
     "hqq-2": Case(hqq_config(2, 1), hqq(2, 1)),
+    "hqq-1": Case(hqq_config(1, 1), hqq(1, 1)),
+    "hqq-8": Case(hqq_config(8, 1), hqq(8, 1)),
     "ao-int8": Case(ao_config("Int8WeightOnlyConfig", granularity={"_type": "PerRow"}), torchao(0)),
     "ao-fp8": Case(ao_config("Float8WeightOnlyConfig", granularity=None), torchao(0, floats=True)),
     "ao-intx": Case(
