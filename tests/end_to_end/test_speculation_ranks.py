@@ -1,4 +1,4 @@
-"""Speculation on ranks that share each layer: they guess alike whatever their clocks say, and say what one rank says."""
+"""Speculation on ranks that share each layer: they guess alike whatever their clocks say, and say what one says."""
 
 from __future__ import annotations
 

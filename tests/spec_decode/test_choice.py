@@ -171,11 +171,11 @@ def test_a_request_whose_guesses_are_wrong_gets_hardly_any() -> None:
 @pytest.mark.parametrize("num_ahead", [0, 2])
 def test_what_takes_more_than_it_saves_is_asked_more_and_more_seldom(num_ahead: int) -> None:
     """Steps that were planned while guessing rested say nothing about it."""
-    clocks, asked = ToldClocks(), list[int]()
+    clocks, asked, done = ToldClocks(), list[int](), list[int]()
 
     class Slow(Said):
         def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
-            asked.append(step)
+            asked.append(len(done))
             clocks.seconds += 0.5
             return super().propose(texts, most)
 
@@ -183,8 +183,9 @@ def test_what_takes_more_than_it_saves_is_asked_more_and_more_seldom(num_ahead: 
     speculation = Speculation({"slow": slow}, num_ahead=num_ahead, clocks=clocks)
     speculation.add_request("a", 1, ("", None))
     planned = [0] * (1 + num_ahead)
-    for step in range(4000):
+    while len(done) < 4000:
         count = planned.pop(0)
+        done.append(count)
         speculation.note_step({"a": Verified(count, 0)}, 1 + count, 1.0 + 0.05 * count)
         planned.append(len(speculation.propose(tokens("a")).get("a", [])))
     rests = [later - step - 1 for step, later in itertools.pairwise(asked) if later > step + 1]
