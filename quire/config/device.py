@@ -132,6 +132,11 @@ class ParallelConfig(Config):
     )
 
     @property
+    def plans_on_each_rank(self) -> bool:
+        """Whether each rank has a scheduler of its own, which must plan what those of the others plan."""
+        return self.distributed_executor_backend == "external_launcher"
+
+    @property
     def num_ranks(self) -> int:
         """Of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

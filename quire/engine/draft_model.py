@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 
 from quire.config import EngineConfig
+from quire.config.device import ParallelConfig
 from quire.config.lora import LoRAConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.speculative import MTP, SpeculativeConfig
@@ -49,11 +50,16 @@ def draft_model_config(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(
         config,
         model=own,
-        parallel=dataclasses.replace(config.parallel, enable_expert_parallel=False),
+        parallel=whole_on_each_rank(config.parallel),
         quantization=QuantizationConfig(settings.quantization),
         lora=LoRAConfig(),
         speculative=SpeculativeConfig(),
     )
+
+
+def whole_on_each_rank(parallel: ParallelConfig) -> ParallelConfig:
+    """Of what guesses: every rank computes all of it, so none of its sums crosses ranks, and no bit depends on them."""
+    return dataclasses.replace(parallel, tp_invariant=False, enable_expert_parallel=False)
 
 
 def check_draft_model(

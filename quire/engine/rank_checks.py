@@ -121,15 +121,12 @@ def check_hosts(config: EngineConfig, *, headless: bool) -> None:
 
 def _check_launched(config: EngineConfig, *, serves: bool) -> None:
     """Ranks that plan for themselves may not do so by what differs between them, such as time."""
-    settings, scheduler = config.speculative.settings, config.scheduler
+    scheduler = config.scheduler
     ages = scheduler.scheduling_policy == "priority" and scheduler.priority_ageing_s > 0
     wants = {
         "LLM(...), in a program that each rank runs": serves,
         "--data-parallel-size 1": config.parallel.data_parallel_size > 1,
         "--pipeline-parallel-size 1": config.parallel.pipeline_parallel_size > 1,
-        '"adaptive": false in --speculative-config: what a guess costs is measured': settings.method
-        is not None
-        and settings.adaptive,
         "--priority-ageing-s 0: ranks have clocks of their own": ages,
     }
     for wanted, lacks in wants.items():

@@ -26,6 +26,7 @@ from quire.scheduler.output import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from quire.spec_decode.clocks import Clocks
 from quire.spec_decode.speculation import Speculation
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
@@ -71,6 +72,7 @@ class ModelRunner:
         draft: a model that guesses what this one says, or heads that do, its KV cache bound.
         stage: that the model is; what the last one samples is told to the others, and is the result of the last alone.
         speculation: guesses tokens for later plans to verify; by default as the configuration says.
+        clocks: that decide how much is guessed; None: this process's.
         is_rehearsal: its steps are run to see what memory steps take.
     """
 
@@ -86,6 +88,7 @@ class ModelRunner:
         draft: LanguageModel | None = None,
         stage: Stage = ALL,
         speculation: Speculation | None = None,
+        clocks: Clocks | None = None,
         is_rehearsal: bool = False,
     ) -> None:
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
@@ -133,7 +136,9 @@ class ModelRunner:
         self._guessing = None if draft is None else self._guessing_model(draft, config, device)
         if speculation is None and stage.is_last and not is_rehearsal:
             grammars_read = self._samplers.plain.grammar_mask
-            speculation = make_speculation(config, kv_config, self.batch, grammars_read, self._guessing)
+            speculation = make_speculation(
+                config, kv_config, self.batch, grammars_read, self._guessing, clocks
+            )
         self._speculation = speculation
         self._prompt_logprobs = PromptLogprobs(
             self.batch, self._logits, self._slice_size, device.transfers, mode

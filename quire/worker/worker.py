@@ -41,6 +41,7 @@ from quire.worker.parked_weights import ParkedWeights
 from quire.worker.refused_memory import refused_memory
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 from quire.worker.row_adapters import RowAdapters
+from quire.worker.shared_clocks import clocks_of
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class Worker:
             adapters=self._row_adapters(),
             draft=self._draft,
             stage=self._stage,
+            clocks=clocks_of(self._config, self._shard.group),
         )
         self._runner.prepare()
 
