@@ -23,9 +23,12 @@ from quire.engine.startup import prepare
 from quire.errors import ConfigError, EngineError, StartupError
 from quire.executor.gate import Gate, Hello
 from quire.executor.gate import join as join_at
+from quire.kernels.cpu import library
+from quire.kernels.cpu.instruction_sets import arithmetic
 from tests.end_to_end.server import QUIRE, Server, children_of, free_port
 
 LIMITS = {"max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}
+needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 PROMPTS = [[3, 1, 4, 1, 5] * 5, [2, 7, 1, 8], [99] * 30]
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1)
 
@@ -52,12 +55,14 @@ def options(port: int) -> dict[str, Any]:
 
 
 @contextmanager
-def second_host(model: Path, base: Path, port: int, *more: str) -> Iterator[subprocess.Popen[str]]:
+def second_host(
+    model: Path, base: Path, port: int, *more: str, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
     """A host with a copy of the checkpoint, that joins whoever listens at this port; it says what is wrong."""
     own = Path(shutil.copytree(model, base / "elsewhere" / "checkpoint", dirs_exist_ok=True))
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (LIMITS | options(port)).items()]
     command = [*QUIRE, "serve", str(own), "--headless", "--node-rank=1", "--tp-invariant", *flags, *more]
-    environment = os.environ | {"TMPDIR": str(base / "elsewhere")}
+    environment = os.environ | {"TMPDIR": str(base / "elsewhere")} | environment
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
     yield process
     process.kill()
@@ -145,6 +150,24 @@ def test_a_host_that_differs_is_told_in_what(tmp_path: Path, tiny_model: Callabl
     model, port = tiny_model("llama"), free_port()
     words = "all ranks must have the same --max-num-seqs, and rank 0 has another than 1"
     with second_host(model, tmp_path, port, "--max-num-seqs=4"), pytest.raises(StartupError, match=words):
+        LLM(str(model), tp_invariant=True, **LIMITS | options(port))
+
+
+@pytest.mark.more
+@needs_kernels
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"QUIRE_CPU_ISA": "portable"}, "portable on ranks 1"),
+        ({"QUIRE_KERNELS": "reference"}, "torch on ranks 1"),
+    ],
+)
+def test_a_host_that_computes_otherwise_is_refused(
+    environment: dict[str, str], words: str, tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    model, port = tiny_model("llama"), free_port()
+    words = f"the same instruction set: {arithmetic()} on ranks 0, {words}; QUIRE_CPU_ISA set to one"
+    with second_host(model, tmp_path, port, **environment), pytest.raises(StartupError, match=words):
         LLM(str(model), tp_invariant=True, **LIMITS | options(port))
 
 
