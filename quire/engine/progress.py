@@ -13,13 +13,12 @@ from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from quire.config.supervision import BUSY_FACTOR
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor
 
-BUSY_FACTOR = 20
-"""So many timeouts may a core compute without a step: the first of a large model take minutes on a small machine."""
 LONGEST_FACTOR = 10
 """So many times its longest step may one take."""
 MAX_LOOK_S = 1.0

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config.supervision import BUSY_FACTOR
 from quire.engine.progress import (
-    BUSY_FACTOR,
     LONGEST_FACTOR,
     TICK_S,
     Heartbeat,

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, joining
 from quire.config import EngineConfig, ParallelConfig
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, EngineError, StartupError
@@ -197,6 +197,33 @@ def test_a_host_of_another_shape_is_refused_and_the_right_one_let_in(
         assert ways[0].recv(1) == b"!"
         for way in (*ways, *found.values()):
             way.close()
+
+
+def test_strangers_who_say_little_keep_no_host_waiting() -> None:
+    with gate() as (port, inside), ExitStack() as stack:
+        for said in (b"", b"\0\0\0\x10", b"\0"):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stranger.sendall(said)
+        ways = [join(parallel(1, port), rank, join_s=30) for rank in (2, 3)]
+        for way in (*ways, *inside.result(joining.HELLO_S - 1).values()):
+            way.close()
+
+
+def test_who_says_a_byte_now_and_then_is_heard_for_so_long_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "HELLO_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        there = socket.create_connection(listener.getsockname())
+        here, _ = listener.accept()
+        with here, there:
+            hello = pool.submit(joining.heard, here, Hello)
+            there.sendall(b"\0\0\xff\xff")
+            for _ in range(joining.MOST_HELLO_BYTES // 2):  # far from all that is announced
+                if wait([hello], timeout=0.01).done:
+                    break
+                there.sendall(b"\0")
+            assert hello.result(0) is None
 
 
 def test_a_host_comes_once_but_for_one_that_has_gone() -> None:
