@@ -89,6 +89,8 @@ def read_fully(architecture: str, config: JsonObject, reader: ConfigReader) -> M
     refused: list[UnsupportedModelError] = []
     try:
         arch = reader(architecture, config)
+        if "is_causal" not in config.asked:
+            config.only("is_causal", not arch.bidirectional)
     except UnsupportedModelError as error:
         refused.append(error)
     for key in _NEUTRAL.keys() - config.asked:

@@ -12,7 +12,7 @@ from quire.layers.pooling_head import PoolingHead
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 
-_HEADS = ("score", "classifier", "v_head")
+_HEADS = ("score", "classifier", "pre_classifier", "v_head")
 """What heads are called, of which a checkpoint may have one for another use."""
 
 
