@@ -78,7 +78,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     )
     pooling = settle_pooling(config)
     if pooling.spec is not None:
-        config = dataclasses.replace(config, pooling=pooling.spec)
+        config = dataclasses.replace(config, pooling=pooling.spec, model_arch=pooling.arch)
         logger.info("pooling = %s: %s", pooling.spec.pooling, pooling.pooling_reason)
     if config.device.device == "auto":
         config = _settled(config, Choice("device", *choose_device()))

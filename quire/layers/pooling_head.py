@@ -24,8 +24,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
 }
 
-_NO_STEP = StepContext(())
-
 
 class HeadLinear(Linear):
     """A layer of a head. It is small, and what it gives is what a user compares: it is never rounded."""
@@ -52,10 +50,10 @@ class PoolingHead(Module):
         self._names = [layer.name for layer in layers]
         self._activations = [ACTIVATIONS[layer.activation] for layer in layers]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """float32 [N, inputs] -> [N, outputs]."""
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """float32 [N, inputs] -> [N, outputs]; of the step there is no more than the adapters of these rows."""
         for layer, activation in zip(self.layers, self._activations, strict=True):
-            x = activation(layer(x, _NO_STEP))
+            x = activation(layer(x, step))
         return x
 
     def checkpoint_layers(self) -> Iterator[tuple[list[str], HeadLinear]]:

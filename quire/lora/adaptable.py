@@ -19,6 +19,7 @@ from quire.layers.linear import Linear
 from quire.layers.matrix import Piece
 from quire.layers.own_rows import OwnOutputs, OwnRows
 from quire.layers.per_head import PerHeadLinear
+from quire.layers.pooling_head import HeadLinear
 from quire.layers.slot import length
 from quire.layers.table_adapters import TableAdapters
 from quire.models.base import CausalLM, Uncut
@@ -78,6 +79,19 @@ class AdaptableLayer:
         dtype = torch.float32 if isinstance(self.layer, VocabEmbedding) else stacks.b.dtype
         out, x = (row.new_zeros(1, size, dtype=dtype) for size in (stacks.b.shape[-1], stacks.a.shape[2]))
         ops.lora_linear(out, x, row, stacks)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptableHead(AdaptableLayer):
+    """A layer behind what is pooled, of which an adapter may have all: it is never rounded, and nor is that."""
+
+    layer: HeadLinear
+
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
+        """Room for so many adapters, each of a rank of any outputs."""
+        return AdaptableLayer.stacks(
+            self, num_slots, max(max_rank, self.layer.num_rows), torch.float32, device
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +245,10 @@ def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], Adaptable]]:
         is_here = layer in here
         if isinstance(layer, Linear) and layer.takes_adapters:
             parts = (layer.num_rows,) if len(names) == 1 else tuple(map(length, layer.rows))
-            yield names, AdaptableLayer(layer, parts, is_here)
+            if isinstance(layer, HeadLinear):
+                yield names, AdaptableHead(layer, parts, is_here)
+            else:
+                yield names, AdaptableLayer(layer, parts, is_here)
         if isinstance(layer, Linear) and layer.shared_adapters is not None:
             yield names, AdaptableExpert(layer, tuple(map(length, layer.rows)), is_here and layer.is_here)
         if isinstance(layer, PerHeadLinear):

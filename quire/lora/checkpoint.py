@@ -122,6 +122,8 @@ class _LayerReader:
                 kind: module.take(kind, self._file.tensor(info)).float()
                 for kind, info in module.of_layers.items()
             }
+            if "weight" in tensors:
+                tensors |= {"a": tensors["weight"], "b": torch.eye(module.rank)}
             for place in module.target.places:
                 if place.layer == self._index:
                     self._fill(stacks, place, module, tensors)
@@ -142,6 +144,8 @@ class _LayerReader:
             self._own.put(stacks, part, place.piece, a, b)
             stacks.scales[:, part] = module.scale
             stacks.ranks[:, part] = rank
+        if "weight" in tensors:
+            stacks.factors[0, here] = 0.0  # what the layer makes itself does not count
         if tensors.keys() - {"a", "b"}:
             stacks.offsets[0, here] = self._offsets(place, module, tensors)
             stacks.affine[0, part] = 1
@@ -151,6 +155,8 @@ class _LayerReader:
         rows = place.piece.rows
         if not self._layer.adds_once:
             return 0.0
+        if "weight" in tensors:
+            return tensors["bias"][rows] if "bias" in tensors else self._own_bias(place)
         offsets: Tensor | float = 0.0
         if "bias" in tensors:
             offsets = tensors["bias"][rows] - self._own_bias(place)

@@ -16,7 +16,7 @@ from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import Piece
 from quire.layers.slot import length
-from quire.lora.adaptable import Adaptable, AdaptableExpert, adaptable_layers
+from quire.lora.adaptable import Adaptable, AdaptableExpert, AdaptableHead, adaptable_layers
 from quire.lora.row_marks import table_marks
 from quire.models.base import CausalLM
 
@@ -47,6 +47,8 @@ class Target:
     """Whether it is such a table or the head, whose outputs are tokens."""
     has_vectors: bool
     """Whether what its outputs are multiplied by, and what is added to them, can be an adapter's."""
+    is_head: bool = False
+    """Whether all of its weight can be an adapter's: a layer behind what is pooled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Targets:
     def __init__(self, model: CausalLM) -> None:
         self._part_of = model.config.arch.part_of
         self._head = model.renamed.get(HEAD, HEAD)
+        self._base_prefix = model.base_prefix
         found = list(adaptable_layers(model))
         self.layers = [own for _, own in found]
         places: dict[str, list[Place]] = {}
@@ -100,16 +103,25 @@ class Targets:
     def name_of(self, module: str) -> str:
         """What a module is called here, by its name in the whole model that the checkpoint is of.
 
-        The head may go by transformers' name for it, which some checkpoints are older than.
+        The head may go by transformers' name for it, which some checkpoints are older than. What stands before all
+        names of a model that has a head is missing in an adapter of one without (transformers' AutoModel).
         """
         own = module if self._part_of is None else self._part_of.name_alone(module)
-        return self._head if own == HEAD else own
+        own = self._head if own == HEAD else own
+        based = self._base_prefix + own
+        return based if own not in self.modules and based in self.modules else own
 
     def _target(self, places: Sequence[Place]) -> Target:
         own = self.layers[places[0].layer]
         has_rows = isinstance(own.layer, VocabEmbedding)
         return Target(
-            places[0].piece.num_rows, own.inputs, tuple(places), own.is_table, has_rows, own.has_vectors
+            places[0].piece.num_rows,
+            own.inputs,
+            tuple(places),
+            own.is_table,
+            has_rows,
+            own.has_vectors,
+            isinstance(own, AdaptableHead),
         )
 
     def has_bias(self, target: Target) -> bool:

@@ -74,11 +74,17 @@ class CausalLM(Module):
         return self.lm_head.logits(hidden, adapter_rows, num_added)
 
     def pool_head(self) -> Module | None:
-        """What the model itself has behind pooled vectors, if anything: float32 [N, H] -> [N, size]."""
+        """What the model itself has behind pooled vectors, if anything: float32 [N, H] and a step -> [N, size].
+
+        Of that step there is no more than the adapters of the vectors.
+        """
         return None
 
-    def apply_heads(self, pooled: Tensor, task: str) -> Tensor:
-        """Of a model that is pooled, for a task: vectors of texts, or of tokens, float32 [N, H] -> [N, size]."""
+    def apply_heads(self, pooled: Tensor, task: str, adapter_rows: Tensor | None = None) -> Tensor:
+        """Of a model that is pooled, for a task: vectors of texts, or of tokens, float32 [N, H] -> [N, size].
+
+        adapter_rows [N] int32, as in a step: whose they are.
+        """
         raise NotImplementedError
 
     def loaded(self) -> None:

@@ -27,6 +27,8 @@ class BuiltIn:
     """What its logits are held against in tests: the class of transformers with its name, or what else."""
     pools: bool = False
     """Whether it was made to have its prompts pooled, and generates nothing."""
+    both_ways: bool = False
+    """Whether it is served as an encoder, too, where config.json says so (`is_causal`)."""
 
 
 ENCODER = "encoder:EncoderModel"
@@ -174,6 +176,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "LlamaForCausalLM",
             "llama:read_llama",
             "Llama 1 to 3.3, Yi, DeepSeek-LLM, SOLAR, TinyLlama, SmolLM 2",
+            both_ways=True,
         ),
         BuiltIn("Mamba2ForCausalLM", "mamba:read_mamba2", "Mamba 2, Codestral Mamba"),
         BuiltIn("MambaForCausalLM", "mamba:read_mamba", "Mamba 130M to 2.8B"),
@@ -189,7 +192,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("MiniMaxM2ForCausalLM", "minimax:read_minimax_m2", "MiniMax M2 and M2.1"),
         BuiltIn("Ministral3ForCausalLM", "llama:read_ministral3", "Ministral 3 3B to 14B (text)"),
         BuiltIn("MinistralForCausalLM", "llama:read_ministral", "Ministral 8B"),
-        BuiltIn("MistralForCausalLM", "llama:read_mistral", "Mistral 7B, Nemo, Small"),
+        BuiltIn("MistralForCausalLM", "llama:read_mistral", "Mistral 7B, Nemo, Small", both_ways=True),
         BuiltIn("MixtralForCausalLM", "sparse:read_mixtral", "Mixtral 8x7B and 8x22B"),
         BuiltIn(
             "MPTForCausalLM", "alibi:read_mpt", "MPT 7B and 30B as published", oracle="Mpt of transformers"
@@ -214,11 +217,11 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("PhiForCausalLM", "phi:read_phi", "Phi-1, Phi-1.5, Phi-2"),
         BuiltIn("PhimoeForCausalLM", "phi:read_phimoe", "Phi-3.5-MoE"),
         BuiltIn("Plamo2ForCausalLM", "plamo:read_plamo2", "PLaMo 2 1B and 8B", oracle="plain torch"),
-        BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ"),
+        BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ", both_ways=True),
         BuiltIn("Qwen2MoeForCausalLM", "sparse:read_qwen2_moe", "Qwen 1.5 MoE A2.7B, Qwen 2 57B-A14B"),
         BuiltIn("Qwen3_5ForCausalLM", "qwen_next:read_qwen3_5", "Qwen 3.5 (text)"),
         BuiltIn("Qwen3_5MoeForCausalLM", "qwen_next:read_qwen3_5_moe", "Qwen 3.5 with experts (text)"),
-        BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3"),
+        BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3", both_ways=True),
         BuiltIn("Qwen3MoeForCausalLM", "sparse:read_qwen3_moe", "Qwen 3 30B-A3B and 235B-A22B, Qwen 3 Coder"),
         BuiltIn("Qwen3NextForCausalLM", "qwen_next:read_qwen3_next", "Qwen3-Next 80B-A3B, Qwen3 Coder Next"),
         BuiltIn("QWenLMHeadModel", "qwen:read_qwen", "Qwen (2023)", oracle="Qwen2 of transformers"),

@@ -91,6 +91,8 @@ def read_fully(architecture: str, config: JsonObject, reader: ConfigReader) -> M
     refused: list[StartupError] = []
     try:
         arch = reader(architecture, config)
+        if "is_causal" not in config.asked:
+            config.only("is_causal", not arch.bidirectional)
     except UnsupportedModelError as error:
         refused.append(error)
     except ModelLoadError as error:

@@ -195,7 +195,7 @@ class ModelRunner:
             self._guessing.follow(inputs, hidden)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden, inputs.step.adapter_rows)
-        pooled = self._pooler.compute(inputs.layout, hidden)
+        pooled = self._pooler.compute(inputs.layout, hidden, inputs.step.adapter_rows)
         if self._sampling.reads_tokens(inputs):
             self._read_results(set(ids))
         sampled = self._sample(inputs, hidden, scheduled)

@@ -225,3 +225,37 @@ def test_dimensions_cut_before_the_norm(tmp_path: Path) -> None:
     texts = prompts((3, 30))
     expected = [nn.functional.normalize(one[-1, :16], dim=0) for one in hidden_states(model, texts)]
     assert_close(pool(pooling_core(tmp_path), texts, PoolingParams(dimensions=16)), expected)
+
+
+BOTH_WAYS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+@pytest.mark.parametrize("pooling", ["mean_tokens", "lasttoken"])
+def test_a_decoder_that_sees_both_ways_gives_the_oracles_vectors_and_the_same_bits_in_any_batch(
+    name: str, pooling: str, tmp_path: Path
+) -> None:
+    """GTE-Qwen2 and its like: `is_causal` is false, and nothing is cached."""
+    class_name = BASES[name]
+    model = write_model(name, tmp_path, class_name, is_causal=False, sliding_window=None)
+    write_sentence_transformer(tmp_path, pooling=pooling, normalizes=True)
+    model.set_attn_implementation("eager")  # torch's own attention would look at no mask, and be causal
+    texts = prompts()
+    hidden = hidden_states(model, texts)
+    assert (hidden[1][0] - hidden_states(model, [texts[1][:-1]])[0][0]).abs().max() > 0.01
+    core = pooling_core(tmp_path)
+    whole = pool(core, texts)
+    assert_close(whole, [nn.functional.normalize(POOLED[pooling](one), dim=0) for one in hidden])
+    if not cpu.available():
+        return
+    for others in (pool(core, texts, together=False), pool(core, texts[::-1])[::-1]):
+        assert [one.tobytes() for one in others] == [one.tobytes() for one in whole]
+
+
+def test_a_decoder_that_sees_both_ways_classifies_by_its_last_token(tmp_path: Path) -> None:
+    model = write_model("qwen2", tmp_path, "Qwen2ForSequenceClassification", num_labels=3, is_causal=False)
+    model.set_attn_implementation("eager")
+    texts = prompts((3, 30))
+    with torch.inference_mode():
+        expected = [model(torch.tensor([one])).logits[0].softmax(-1) for one in texts]
+    assert_close(pool(pooling_core(tmp_path), texts), expected)

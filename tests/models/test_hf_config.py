@@ -329,6 +329,14 @@ def test_malformed_values(changes: dict[str, Any], words: list[str], tmp_path: P
         ),
         ({"is_encoder_decoder": True}, ["is_encoder_decoder = true"]),
         ({"alibi": True}, ["alibi = true"]),
+        (
+            {"architectures": ["GemmaForCausalLM"], "is_causal": False},
+            ["is_causal = false", "absent or true"],
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "is_causal": False, "sliding_window": 8},
+            ["is_causal = false", "true where layers have windows"],
+        ),
         ({"torch_dtype": "float8_e4m3fn"}, ['torch_dtype = "float8_e4m3fn"', "bfloat16"]),
         ({"partial_rotary_factor": 0.4}, ["partial_rotary_factor = 0.4", "even part of head_dim 8"]),
         (

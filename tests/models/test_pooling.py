@@ -193,6 +193,45 @@ def test_a_model_without_an_output_head_does_not_generate(tmp_path: Path) -> Non
         prepared(write_config(tmp_path, "Qwen3Model"), runner="generate")
 
 
+def test_a_decoder_that_sees_both_ways_pools_and_takes_the_mean(tmp_path: Path) -> None:
+    """As GTE-Qwen2 is published: a language model by name, whose attention is not causal."""
+    config = prepared(write_config(tmp_path, is_causal=False))
+    assert config.pooling is not None
+    assert (config.model.runner, config.pooling.pooling) == ("pooling", "mean")
+    assert not config.scheduler.enable_chunked_prefill
+    assert not config.cache.enable_prefix_caching
+    with pytest.raises(ConfigError, match="is_causal: false"):
+        prepared(tmp_path, runner="generate")
+    assert prepared(write_config(tmp_path, is_causal=True)).model.runner == "generate"
+
+
+BERT = {"model_type": "bert", "layer_norm_eps": 1e-12}
+
+
+def test_an_encoder_is_given_the_head_that_convert_says(tmp_path: Path) -> None:
+    config = prepared(write_config(tmp_path, "BertForMaskedLM", num_labels=3, **BERT), convert="classify")
+    assert config.pooling is not None
+    assert config.arch.head is not None
+    assert (config.pooling.tasks, config.pooling.size) == (("classify",), config.arch.head.classes)
+    assert config.pooling.pooling == config.arch.head.pooling == "cls"
+    of_tokens = prepared(tmp_path, convert="reward")
+    assert of_tokens.pooling is not None
+    assert (of_tokens.pooling.tasks, of_tokens.pooling.activation) == (("token_classify",), "none")
+
+
+def test_an_encoders_own_head_serves_rewards(tmp_path: Path) -> None:
+    write_config(tmp_path, "BertForSequenceClassification", num_labels=1, **BERT)
+    spec = spec_of(tmp_path, convert="reward")
+    assert (spec.tasks, spec.pooling, spec.size) == (("classify",), "cls", 1)
+    assert (spec.activation, spec_of(tmp_path).activation) == ("none", "sigmoid")
+
+
+def test_an_encoder_without_such_a_form_is_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, "Gemma3TextModel")
+    with pytest.raises(ConfigError, match="there is no Gemma3TextForSequenceClassification"):
+        prepared(tmp_path, convert="classify")
+
+
 @pytest.mark.parametrize(
     ("options", "activation"),
     [
