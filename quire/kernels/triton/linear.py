@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -158,11 +157,12 @@ def packed_linear(
     weight: PackedWeight,
     bias: Tensor | None = None,
     activation: Ending | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See `ops.packed_linear`; but for fp8 without groups, activations keep their dtype."""
     rows: Any = x if isinstance(x, QuantizedRows) else x.flatten(0, -2)
     multiply = _OWN.get(weight.scheme.kind, _code_linear) if has_own_product(weight) else _code_linear
-    out = multiply(rows, weight, bias)
+    out = multiply(rows, weight, bias, dtype or x.dtype)
     out = out.view(*x.shape[:-1], weight.outputs)
     return out if activation is None else _ended(out, activation)
 
@@ -180,23 +180,26 @@ def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
     return widened(weight, torch.float32, ids)
 
 
-def _float_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    return invariant_linear(x, weight.data, bias)
+def _float_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return invariant_linear(x, weight.data, bias, dtype)
 
 
-def _fp8_linear(x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _fp8_linear(
+    x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     assert weight.scales is not None
     rows = x if isinstance(x, QuantizedRows) else quantize_rows(x)
     scheme = weight.scheme
-    vendor = scheme.vendor and not scheme.invariant and fp8.vendor_takes(weight.outputs, weight.inputs)
-    multiply = fp8.vendor_linear if vendor else fp8.fp8_linear
-    return multiply(rows, weight.data, weight.scales, bias)
+    may = scheme.vendor and not scheme.invariant
+    if may and fp8.vendor_takes(weight.outputs, weight.inputs, dtype):
+        return fp8.vendor_linear(rows, weight.data, weight.scales, bias)
+    return fp8.fp8_linear(rows, weight.data, weight.scales, bias, dtype)
 
 
-def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if len(x) > MAX_ROWS and not weight.scheme.invariant:
-        return F.linear(x, widened(weight, x.dtype), None if bias is None else bias.to(x.dtype))
-    out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
+        return reference.linear(x, widened(weight, x.dtype), bias, dtype)
+    out = torch.empty(len(x), weight.outputs, dtype=dtype, device=x.device)
     if not out.numel():
         return out
     num_parts, steps_per_part = _cut(weight)
@@ -211,7 +214,7 @@ def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor
     return out
 
 
-_OWN: dict[str, Callable[[Any, PackedWeight, Tensor | None], Tensor]] = {
+_OWN: dict[str, Callable[[Any, PackedWeight, Tensor | None, torch.dtype], Tensor]] = {
     "float": _float_linear,
     "fp8": _fp8_linear,
 }
