@@ -623,8 +623,9 @@ def packed_linear(
     /,
     bias: Tensor | None = None,
     activation: Ending | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
+    """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype, or of another.
 
     On a CPU, an integer weight whose scheme is fast sees x in 8 bits: a row's values of 64 k are rounded to steps of
     their largest magnitude / 127 (int4), or of what the magnitudes of a pair, k and k + 1 with k even, come to at
@@ -634,7 +635,7 @@ def packed_linear(
     "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g). Of any other it is
     one of `ops.activate`, with the bits that this one makes of the product.
     """
-    return reference.packed_linear(x, weight, bias, activation)
+    return reference.packed_linear(x, weight, bias, activation, dtype)
 
 
 def _of_rank_units(_out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LoraStacks) -> bool:

@@ -303,7 +303,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.d
 def _vendor_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Sums leave the product as they are where torch offers that, and rounded to x's dtype elsewhere."""
     if dtype == x.dtype or x.device.type != "cuda" or torch.version.hip:
-        return F.linear(x, weight, bias).to(dtype)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype)).to(dtype)
     out: Tensor = torch.ops.aten.mm.dtype(x.flatten(0, -2), weight.t(), dtype).view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
 
@@ -322,9 +322,10 @@ def packed_linear(
     weight: PackedWeight,
     bias: Tensor | None = None,
     activation: Ending | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     out = linear(seen_by(weight, x), format_of(weight.scheme).multiplied(weight).float(), bias)
-    return (out if activation is None else ENDINGS[activation](out)).to(x.dtype)
+    return (out if activation is None else ENDINGS[activation](out)).to(dtype or x.dtype)
 
 
 def seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:

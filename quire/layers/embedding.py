@@ -133,7 +133,7 @@ class VocabEmbedding(MatrixLayer):
 
     def _product(self, hidden: Tensor) -> Tensor:
         if self.packed is not None:
-            return ops.packed_linear(hidden, self.packed, self.bias).float()
+            return ops.packed_linear(hidden, self.packed, self.bias, dtype=torch.float32)
         assert self.weight is not None
         return ops.linear(hidden, self.weight, self.bias, torch.float32)
 

@@ -273,6 +273,7 @@ def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
                     (randn(*shape, dtype=dtype), weight, randn(outputs)),
                     {"activation": "silu_and_mul"},
                 )
+                yield (randn(*shape, dtype=dtype), weight, randn(outputs)), {"dtype": torch.float32}
                 yield (randn(*shape, dtype=dtype), weight), {"activation": "clamped_swiglu"}
                 alone = reference.pack_weight(rows, scheme)
                 yield (randn(*shape, dtype=dtype), alone, randn(outputs)), {"activation": next(functions)}

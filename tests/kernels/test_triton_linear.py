@@ -100,6 +100,33 @@ def test_many_rows_are_left_to_the_vendors_library(
     assert torch.equal(linear.packed_linear(x, packed, bias), want)
 
 
+@pytest.mark.parametrize("rows", [3, 9])
+@pytest.mark.parametrize(
+    "scheme", [*INTEGERS[:2], CODES[0], CODES[6], FLOAT, replace(FP8[0], vendor=False)], ids=str
+)
+def test_a_product_in_float32_is_rounded_to_nothing_else(
+    scheme: WeightScheme, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As logits are: what comes out in the activations' dtype is that, rounded."""
+    monkeypatch.setattr(linear, "MAX_ROWS", 8)
+    torch.manual_seed(0)
+    packed, bias = linear.pack_weight(matrix(34, 150).half(), scheme), randn(34)
+    x = randn(rows, 150, dtype=torch.float16)
+    wide = linear.packed_linear(x, packed, bias, dtype=torch.float32)
+    assert wide.dtype is torch.float32
+    assert not torch.equal(wide, wide.half().float())
+    assert torch.equal(linear.packed_linear(x, packed, bias), wide.half())
+
+
+def test_fp8_in_float32_is_no_business_of_the_vendors_library() -> None:
+    torch.manual_seed(0)
+    packed, x = linear.pack_weight(matrix(48, 64), FP8[0]), randn(3, 64, dtype=torch.float16)
+    own = replace(packed, scheme=replace(FP8[0], vendor=False))
+    wide = linear.packed_linear(x, packed, dtype=torch.float32)
+    assert torch.equal(wide, linear.packed_linear(x, own, dtype=torch.float32))
+    assert not torch.equal(wide, wide.bfloat16().float())
+
+
 @pytest.mark.parametrize("scheme", [*INTEGERS, *CODES, FLOAT], ids=str)
 def test_packed_embedding(scheme: WeightScheme) -> None:
     torch.manual_seed(0)

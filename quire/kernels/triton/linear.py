@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,6 +39,7 @@ MAX_ROWS = 256
 TARGET_PROGRAMS = 264
 """Programs that fill a large GPU twice: a narrow matrix is cut along k until it has so many."""
 MAX_PARTS = 16
+SUM_TILE = 1024
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -126,17 +126,19 @@ def _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _add_parts(out, parts, bias, count, outputs, num_parts, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = index < count
+def _add_parts(out, parts, bias, outputs, num_parts, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
+    """A row of each part [parts, rows, outputs], a program for some of its outputs."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    output = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = output < outputs
     total = tl.zeros([TILE], tl.float32)
-    place = parts + index
+    place = parts + row * outputs + output
     for _ in range(num_parts):
         total += tl.load(place, mask=inside, other=0.0)
-        place += count
+        place += rows.to(tl.int64) * outputs
     if HAS_BIAS:
-        total += tl.load(bias + index % outputs, mask=inside, other=0.0)
-    tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
+        total += tl.load(bias + output, mask=inside, other=0.0)
+    tl.store(out + row * outputs + output, total.to(out.dtype.element_ty), mask=inside)
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
@@ -155,11 +157,12 @@ def packed_linear(
     weight: PackedWeight,
     bias: Tensor | None = None,
     activation: Ending | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See `ops.packed_linear`; but for fp8 without groups, activations keep their dtype."""
     rows: Any = x if isinstance(x, QuantizedRows) else x.flatten(0, -2)
     multiply = _OWN.get(weight.scheme.kind, _code_linear) if has_own_product(weight) else _code_linear
-    out = multiply(rows, weight, bias)
+    out = multiply(rows, weight, bias, dtype or x.dtype)
     out = out.view(*x.shape[:-1], weight.outputs)
     return out if activation is None else _ended(out, activation)
 
@@ -177,23 +180,26 @@ def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
     return widened(weight, torch.float32, ids)
 
 
-def _float_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    return invariant_linear(x, weight.data, bias)
+def _float_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return invariant_linear(x, weight.data, bias, dtype)
 
 
-def _fp8_linear(x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _fp8_linear(
+    x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     assert weight.scales is not None
     rows = x if isinstance(x, QuantizedRows) else quantize_rows(x)
     scheme = weight.scheme
-    vendor = scheme.vendor and not scheme.invariant and fp8.vendor_takes(weight.outputs, weight.inputs)
-    multiply = fp8.vendor_linear if vendor else fp8.fp8_linear
-    return multiply(rows, weight.data, weight.scales, bias)
+    may = scheme.vendor and not scheme.invariant
+    if may and fp8.vendor_takes(weight.outputs, weight.inputs, dtype):
+        return fp8.vendor_linear(rows, weight.data, weight.scales, bias)
+    return fp8.fp8_linear(rows, weight.data, weight.scales, bias, dtype)
 
 
-def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if len(x) > MAX_ROWS and not weight.scheme.invariant:
-        return F.linear(x, widened(weight, x.dtype), None if bias is None else bias.to(x.dtype))
-    out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
+        return reference.linear(x, widened(weight, x.dtype), bias, dtype)
+    out = torch.empty(len(x), weight.outputs, dtype=dtype, device=x.device)
     if not out.numel():
         return out
     num_parts, steps_per_part = _cut(weight)
@@ -202,13 +208,13 @@ def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor
         return out
     parts = torch.empty(num_parts, *out.shape, dtype=torch.float32, device=x.device)
     _multiply(parts, x, weight, None, num_parts, steps_per_part)
-    _add_parts[(triton.cdiv(out.numel(), 1024),)](
-        out, parts, bias, out.numel(), weight.outputs, num_parts, HAS_BIAS=bias is not None, TILE=1024
+    _add_parts[(len(x), triton.cdiv(weight.outputs, SUM_TILE))](
+        out, parts, bias, weight.outputs, num_parts, HAS_BIAS=bias is not None, TILE=SUM_TILE
     )
     return out
 
 
-_OWN: dict[str, Callable[[Any, PackedWeight, Tensor | None], Tensor]] = {
+_OWN: dict[str, Callable[[Any, PackedWeight, Tensor | None, torch.dtype], Tensor]] = {
     "float": _float_linear,
     "fp8": _fp8_linear,
 }
