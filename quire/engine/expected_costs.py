@@ -1,7 +1,8 @@
 """How long a step should take, by what earlier ones took.
 
 Invariant: an estimate errs upward. Steps are kept by classes of work, each twice as wide as the one below; of one that
-was not met, the next below says how long it takes if it costs in proportion, and the next above that it takes no longer.
+was not met, the next below says how long it takes if it costs in proportion, and the next above that it takes no
+longer.
 """
 
 from __future__ import annotations

@@ -138,6 +138,11 @@ class FrontEnd:
         return self._ready[0] if None not in self._ready else None
 
     @property
+    def stalls(self) -> bool:
+        """Whether a core is ready, and each that is seems to hang."""
+        return not self.cores_up and any(ready is not None for ready in self._ready)
+
+    @property
     def cores_up(self) -> list[int]:
         """Those that have loaded, and do not seem to hang."""
         return [

@@ -73,7 +73,9 @@ class Progress:
 
     def expect(self, seconds: float | None) -> None:
         """The steps in work should take so long."""
-        _WORD.pack_into(self._memory, _EXPECTED_US, 0 if seconds is None else max(1, math.ceil(seconds * 1e6)))
+        _WORD.pack_into(
+            self._memory, _EXPECTED_US, 0 if seconds is None else max(1, math.ceil(seconds * 1e6))
+        )
 
     def begin(self, plan: SchedulerOutput) -> None:
         """The core sets to work on this plan."""

@@ -133,7 +133,7 @@ def test_a_core_that_is_stopped_or_killed_is_a_pause(tmp_path: Path) -> None:
             late = service.complete(timeout=0.3)
             assert late.status_code == 504, "deadlines are kept while the core says nothing"
             wait_until(lambda: service.process.health() == 503, 20, "a core that stands still is not ready")
-            assert service.process.health("/livez") == 200
+            assert service.process.health("/livez") == 503
             os.kill(stopped, signal.SIGCONT)
             assert results() == wanted
         service.baseline.check()

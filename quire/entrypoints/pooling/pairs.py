@@ -25,7 +25,7 @@ from quire.entrypoints.pooling.protocol import (
     ScoreList,
     ScoreRequest,
 )
-from quire.entrypoints.pooling.run import Job, Pooled, called, text_options, usage_of
+from quire.entrypoints.pooling.run import Job, Pooled, called, text_options
 from quire.entrypoints.pooling.scoring import Scoring, scoring_task
 from quire.errors import ValidationError
 
@@ -81,10 +81,9 @@ async def _rank(request: Request, *, with_documents: bool) -> Response:
     results = [
         Ranked(index, scores[index], DocumentText(documents[index]) if shown else UNSET) for index in order
     ]
-    ignored = body.notes.ignored or UNSET
-    return json_response(
-        Ranking(id=job.id, model=job.model, usage=usage_of(pooled), results=results, ignored=ignored)
-    )
+    told = job.head(pooled)
+    del told["created"]  # Jina's and Cohere's have none
+    return json_response(Ranking(results=results, **told))
 
 
 async def _scored(

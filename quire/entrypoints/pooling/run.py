@@ -25,10 +25,13 @@ from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.protocol.requests import EngineRequest
+from quire.entrypoints.openai.protocol.responses import PromptTokensDetails
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.tenant import apply_terms, tenant_of
+from quire.entrypoints.openai.usage import timings_of
 from quire.entrypoints.pooling.protocol import MAX_INPUTS, PoolingFields, PromptUsage
 from quire.errors import DeadlineError, ValidationError
+from quire.outputs import joined_stats
 from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 
@@ -71,10 +74,10 @@ class Job:
         Raises:
             QuireError: a prompt cannot be honoured, or the engine cannot take or finish it.
         """
-        self.server.engine.check_admission()
         try:
-            async with asyncio.timeout(self.body.time_left()):
-                prompts = await beside_loop(num_chars, tokenize)
+            with self.server.engine.reserve():
+                async with asyncio.timeout(self.body.time_left()):
+                    prompts = await beside_loop(num_chars, tokenize)
         except TimeoutError:
             raise DeadlineError("the request's time was over before its prompts were ready") from None
         check_count(len(prompts))
@@ -97,6 +100,7 @@ class Job:
             "created": int(time.time()),
             "model": self.model,
             "usage": usage_of(pooled),
+            "timings": timings_of(joined_stats([one.metrics for one in pooled])),
             "ignored": self.body.notes.ignored or UNSET,
         }
 
@@ -125,7 +129,8 @@ def text_options(body: PoolingFields, **others: Any) -> TextOptions:
 
 def usage_of(pooled: Sequence[Pooled]) -> PromptUsage:
     num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
-    return PromptUsage(num_tokens, num_tokens)
+    num_cached_tokens = sum(one.num_cached_tokens for one in pooled)
+    return PromptUsage(num_tokens, num_tokens, PromptTokensDetails(num_cached_tokens))
 
 
 def encoded(data: NDArray[np.float32], encoding_format: str) -> msgspec.Raw:

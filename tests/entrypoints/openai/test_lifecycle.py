@@ -15,7 +15,8 @@ import pytest
 
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai import completions
-from quire.entrypoints.openai.api_server import run_server
+from quire.entrypoints.openai.api_server import bind, run_server
+from quire.entrypoints.openai.welcome import reaches_others
 from quire.errors import ModelLoadError
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, events, live_server
@@ -55,6 +56,49 @@ async def test_serves_then_ends_with_code_0(engine: FakeEngine, capsys: pytest.C
         server.lifecycle.on_signal()
         assert await server.code() == 0
     assert server.url in capsys.readouterr().out
+
+
+@pytest.mark.item(60)
+@pytest.mark.parametrize(
+    ("host", "needs_key", "warns"),
+    [("0.0.0.0", False, True), ("0.0.0.0", True, False), ("127.0.0.1", False, False)],
+)
+async def test_a_server_that_is_open_to_others_without_a_key_says_so(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, host: str, needs_key: bool, warns: bool
+) -> None:
+    async with (
+        live_server(engine, host=host, needs_key=needs_key) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        await ready(server, client)
+        server.lifecycle.on_signal()
+        assert await server.code() == 0
+    assert (f"listening on {host} without a key" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("host", "others"),
+    [
+        ("::", True),
+        ("", True),
+        ("192.168.1.2", True),
+        ("::1", False),
+        ("127.0.0.9", False),
+        ("localhost", False),
+    ],
+)
+def test_which_addresses_are_there_for_others(host: str, others: bool) -> None:
+    assert reaches_others(host) is others
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6, or one without IPv4")
+def test_all_of_ipv6_is_ipv4_too() -> None:
+    with bind("::", 0) as listener, bind("::1", 0) as local:
+        port = listener.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", local.getsockname()[1]))
 
 
 @pytest.mark.item(48)
