@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.config.encoding import CheckpointQuantization, Encoding, Option
+from quire.config.encoding import Activations, CheckpointQuantization, Encoding, Option
 from quire.models.json_object import JsonObject
 from quire.models.quantized.rules import all_but_head, containing, names
 
@@ -17,8 +17,25 @@ def read_torchao(config: JsonObject) -> CheckpointQuantization:
     name, fields = kind.choice("_type", (*_INT8, *_FP8, *_INTX)), kind.child("_data")
     options = _intx(fields) if name in _INTX else _by_row(fields, floats=name in _FP8)
     left = containing(names(config, "modules_to_not_convert"))
-    rules = (*left, *all_but_head(Encoding("torchao", options, weight_only="Dynamic" not in name)))
+    rounded = _activations(name, fields) if "Dynamic" in name else None
+    rules = (*left, *all_but_head(Encoding("torchao", options, rounded)))
     return CheckpointQuantization("torchao", rules, (r"\._weight_act_quant_(scale|zero_point)$",))
+
+
+def _activations(name: str, fields: JsonObject) -> Activations:
+    """Those of a class whose name says that scales are found."""
+    if name in _FP8:
+        if (
+            _granularity(fields, first=True, default="PerTensor") == "PerTensor"
+            or "activation_value_lb" in fields
+        ):
+            return Activations(unlike="a scale for all tokens of a step")
+        return Activations("e4m3", bound=fields.optional_number("activation_value_ub"))
+    if fields.flag("reduce_range", False) or _granularity(fields, first=True) == "PerTensor":
+        return Activations(unlike="a scale for all tokens of a step, or fewer integers")
+    mapping = fields.child("act_mapping_type").get("_data")
+    default = "ASYMMETRIC" if name in _INTX else "SYMMETRIC"
+    return Activations(symmetric=(mapping or default) == "SYMMETRIC")
 
 
 def _by_row(fields: JsonObject, *, floats: bool) -> dict[str, Option]:
@@ -27,11 +44,15 @@ def _by_row(fields: JsonObject, *, floats: bool) -> dict[str, Option]:
 
 
 def _grid_outputs(fields: JsonObject) -> int:
-    """Of the granularity of weights, which is the last of two."""
+    return int(_granularity(fields, first=False) == "PerRow")
+
+
+def _granularity(fields: JsonObject, *, first: bool, default: str = "PerRow") -> str:
+    """Of activations, which is the first of two, or of weights."""
     said = fields.get("granularity")
-    last = {"granularity": said[-1]} if isinstance(said, list) and said else {}
-    granularity = fields.with_values(**last).child("granularity")
-    return int(granularity.choice("_type", ("PerRow", "PerTensor"), "PerRow") == "PerRow")
+    one = {"granularity": said[0 if first else -1]} if isinstance(said, list) and said else {}
+    granularity = fields.with_values(**one).child("granularity")
+    return granularity.choice("_type", ("PerRow", "PerTensor"), default)
 
 
 def _intx(fields: JsonObject) -> dict[str, Option]:
