@@ -111,7 +111,7 @@ key.
 
 - Refused, by name: sparse weights, transforms and keys that are unknown (compressed-tensors), GPTQ's marlin layout,
   AWQ's gemv layout, bits that the table does not have, LLM.int8() in another layout than rows (`weight_format`),
-  quantised scales (HQQ), torchao's int4 classes that are laid out for one GPU.
+  quantised scales (HQQ), torchao's int4 in layouts of one kind of GPU (preshuffled, int32, tiles of AMD's).
 - Latent attention (DeepSeek) has no cache in fp8, so scales for one are left out.
 - A file that disagrees with its config (shapes, group sizes, `sym`, `g_idx`) is an error at start-up that names file,
   tensor and both values.
@@ -196,6 +196,12 @@ EXAMPLES = (
     ),
     _ao("Int8WeightOnly, Int8DynamicActivationInt8Weight", "Int8WeightOnlyConfig"),
     _ao("IntxWeightOnly, Int8DynamicActivationIntxWeight", "IntxWeightOnlyConfig", granularity=_GROUP),
+    _ao("Int4WeightOnly, plain", "Int4WeightOnlyConfig"),
+    _ao(
+        "Int4WeightOnly, in tiles (tinygemm)",
+        "Int4WeightOnlyConfig",
+        int4_packing_format={"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"},
+    ),
     _ao("Float8WeightOnly, Float8DynamicActivationFloat8Weight", "Float8WeightOnlyConfig"),
     _Example("experts (gpt-oss)", {"quant_method": "mxfp4"}),
 )

@@ -60,11 +60,16 @@ def beginning(config: JsonObject, key: str, pattern: str) -> str:
     Raises:
         ModelLoadError: it is none.
     """
+    return f"{whole(config, key, pattern)}.*"
+
+
+def whole(config: JsonObject, key: str, pattern: str) -> str:
+    """The pattern of names that are what a regular expression says; raises as `beginning` does."""
     try:
         re.compile(pattern)
     except re.error as error:
         raise config.wrong(key, f"regular expressions; {pattern!r} is none: {error}") from error
-    return f"(?:{pattern}).*"
+    return f"(?:{pattern})"
 
 
 def all_but_head(encoding: Encoding) -> list[EncodingRule]:
