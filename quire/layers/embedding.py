@@ -32,6 +32,7 @@ class VocabEmbedding(MatrixLayer):
     rank looks up those that it has, and makes their logits.
     """
 
+    rounds_inputs = True
     takes_adapters = True
     """Whether whoever calls it says whose the tokens are."""
 
@@ -96,7 +97,8 @@ class VocabEmbedding(MatrixLayer):
 
         Logits behind V are those of tokens that adapters have there; those of others mean nothing.
         """
-        logits = self._product(hidden)
+        rounded = self.rounded_inputs
+        logits = self._product(hidden) if rounded is None else rounded.product(hidden, self._product)
         if self.group is not None:
             logits = ops.all_gather(logits, self.group)
         if adapter_rows is None:

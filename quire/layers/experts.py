@@ -128,7 +128,7 @@ class Expert(Module):
             member=member,
         )
         for layer in (self.up, self.down_proj):
-            layer.takes_adapters = layer.makes_products = False  # `Experts` does both
+            layer.takes_adapters = layer.makes_products = layer.rounds_inputs = False  # `Experts` does all
             layer.expert = index
             if isinstance(layer, _InStack):
                 assert stack is not None, "a member of it"

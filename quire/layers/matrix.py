@@ -18,6 +18,7 @@ from quire.kernels import reference
 from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Layer, parameter
 from quire.layers.quantization import FLOATS, TABLE, Elsewhere, QuantMethod
+from quire.layers.rounded_inputs import RoundedInputs
 from quire.layers.shard import WHOLE, Cut, Member, Shard, Span
 from quire.layers.slot import Part, Slot, length
 
@@ -50,6 +51,9 @@ class MatrixLayer(Layer):
 
     makes_products = False
     """Whether all products of its matrix are made by itself, so that it can bring what it reads into another order."""
+
+    rounds_inputs = False
+    """Whether its products see `rounded_inputs`."""
 
     def __init__(
         self,
@@ -90,6 +94,8 @@ class MatrixLayer(Layer):
         self.packed: PackedWeight | None = None
         self.input_order: nn.Parameter | None = None
         """int64 [K]: column j of `packed` is that of input input_order[j]; None: as they come."""
+        self.rounded_inputs: RoundedInputs | None = None
+        """What it is multiplied by, where a checkpoint says how that is rounded; None: as it comes."""
         self.method.create(self)
         crosses = shard.group.size > 1 and self.cut != "whole"
         self.group: Group | None = shard.group if crosses else None

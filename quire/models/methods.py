@@ -4,6 +4,7 @@ Invariant: decided for all layers before one has memory, from the config and the
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -15,9 +16,10 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.config.encoding import Encoding
 from quire.config.quantization import QuantizationConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import cpu
 from quire.kernels.linear import WeightScheme
+from quire.kernels.rounding import RowRounding
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import MatrixLayer
@@ -112,6 +114,7 @@ class _Encodings:
     def __init__(self, config: EngineConfig, scheme: WeightScheme) -> None:
         self._says = config.arch.quantization
         self._scheme = scheme
+        self._as_checkpoint = config.quantization.follows_checkpoint
         self._files: Mapping[str, TensorFile] = {}
         self._tensors: Mapping[str, Tensor] = {}
         for note in self._says.notes if self._says is not None else ():
@@ -176,7 +179,55 @@ class _Encodings:
         groups = self._groups(name, codec)
         codec = codec if groups is None else codec.by_groups(groups)
         in_files = layer.in_files(name, codec.tensors(1, 1), self._tensors)
-        return EncodedModule(name, codec, in_files, encoding.weight_only)
+        rounding = self._rounding(layer, name, encoding) if self._as_checkpoint else None
+        return EncodedModule(name, codec, in_files, encoding.weight_only, rounding)
+
+    def _rounding(self, layer: MatrixLayer, name: str, encoding: Encoding) -> RowRounding | None:
+        """How what a module is multiplied by is rounded.
+
+        Raises:
+            ConfigError: that cannot be followed here.
+            ModelLoadError: its scale is missing, or is none.
+        """
+        said = encoding.activations
+        if said is None:
+            return None
+        if said.unlike or not layer.rounds_inputs:
+            why = f"with {said.unlike}" if said.unlike else f"in {type(layer).__name__}"
+            raise ConfigError(
+                f"--quantization-config: mode checkpoint cannot round what {name} is multiplied by {why}: "
+                "give precise, or fast"
+            )
+        how = RowRounding(said.codes, group=said.group, symmetric=said.symmetric, bound=said.bound)
+        if not said.static or not self._files:
+            return how if self._files or not said.static else replace(how, scale=1.0)
+        return replace(how, scale=self._scale(layer, name), zero=self._zero(layer, name))
+
+    def _scale(self, layer: MatrixLayer, name: str) -> float:
+        names = [layer.stored_name(name, each) for each in ("input_scale", "activation_scale")]
+        stored = next((each for each in names if each in self._files), None)
+        if stored is None:
+            raise ModelLoadError(
+                f"{name}: the config says that activations have a scale, but there is no {names[0]}"
+            )
+        return self._number(stored, positive=True)
+
+    def _zero(self, layer: MatrixLayer, name: str) -> float:
+        stored = layer.stored_name(name, "input_zero_point")
+        return self._number(stored) if stored in self._files else 0.0
+
+    def _number(self, name: str, *, positive: bool = False) -> float:
+        """A tensor of one."""
+        file = self._files[name]
+        info = file.tensors[name]
+        if math.prod(info.shape) != 1:
+            raise ModelLoadError(
+                f"{file.path}: tensor {name!r} has shape {[*info.shape]}; it must be one number"
+            )
+        number = float(file.part(info, tuple(slice(0, size) for size in info.shape)).float())
+        if not math.isfinite(number) or (positive and number <= 0):
+            raise ModelLoadError(f"{file.path}: tensor {name!r} holds {number}, which is no scale")
+        return number
 
     def _encoding(self, layer: MatrixLayer, name: str) -> Encoding | None:
         encoding = self._says.encoding_of(name) if self._says is not None else None

@@ -36,6 +36,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "fused_add_rms_norm": ("out total x residual weight", "qqdqq"),
     "activate": ("out x", "qqq"),
     "silu_and_mul": ("out x", "qqq"),
+    "round_rows": ("out x", "qqqqddddq"),
     "rotary_embedding": ("q k positions cos_sin_cache", "qqqqqqqqqqq"),
     "pack_weight": ("data scales zeros weight", "qqqqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqqqq"),
@@ -64,9 +65,9 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "layer_norm": ("out x weight bias", "qqqqqdqq"),
     "gelu_and_mul": ("out x", "qqqq"),
     "embedding": ("out ids weight", "qqq"),
-    "write_kv": ("k v k_cache v_cache slot_mapping", "qqqqqqqqqqq"),
+    "write_kv": ("k v k_cache v_cache slot_mapping scales", "qqqqqqqqqqq"),
     "rotary_and_write_kv": (
-        "q k v k_cache v_cache positions cos_sin_cache slot_mapping q_norm k_norm",
+        "q k v k_cache v_cache positions cos_sin_cache slot_mapping scales q_norm k_norm",
         "qqqqqqqqqqqqqqqdqqq",
     ),
     "paged_attention": (

@@ -24,29 +24,33 @@ from quire.layers.slot import FLOATS
 class Axis:
     """A dimension of a tensor: `per` indices for every `unit` outputs or inputs, the last of which may be begun.
 
-    One that goes along neither has `per` indices, which every rank reads; 0: as many as the file has.
+    Of one that is `filled` the last has all of its indices. One that goes along neither has `per` indices, which every
+    rank reads; 0: as many as the file has.
     """
 
     along: Literal["outputs", "inputs", "neither"]
     unit: int = 1
     per: int = 1
+    filled: bool = False
 
     def size(self, outputs: int, inputs: int) -> int:
         """Indices in the file."""
-        count = {"outputs": outputs, "inputs": inputs, "neither": 1}[self.along]
-        return -(-count * self.per // self.unit)
+        return self._end({"outputs": outputs, "inputs": inputs, "neither": 1}[self.along])
 
     def indices(self, side: slice) -> slice:
         """Those of some outputs or inputs, which begin at a whole unit."""
-        return slice(side.start // self.unit * self.per, -(-side.stop * self.per // self.unit))
+        return slice(side.start // self.unit * self.per, self._end(side.stop))
+
+    def _end(self, count: int) -> int:
+        return -(-count // self.unit) * self.per if self.filled else -(-count * self.per // self.unit)
 
 
-def outputs(unit: int = 1, per: int = 1) -> Axis:
-    return Axis("outputs", unit, per)
+def outputs(unit: int = 1, per: int = 1, *, filled: bool = False) -> Axis:
+    return Axis("outputs", unit, per, filled)
 
 
-def inputs(unit: int = 1, per: int = 1) -> Axis:
-    return Axis("inputs", unit, per)
+def inputs(unit: int = 1, per: int = 1, *, filled: bool = False) -> Axis:
+    return Axis("inputs", unit, per, filled)
 
 
 def every(count: int = 1) -> Axis:

@@ -19,10 +19,12 @@ from quire.kernels import ops
 from quire.kernels.formats import format_of
 from quire.kernels.formats.grouped import GroupedFormat
 from quire.kernels.linear import Layout, WeightScheme
+from quire.kernels.rounding import RowRounding
 from quire.layers.base import parameter
 from quire.layers.quantization import QuantMethod
 from quire.layers.quantized.codec import Axis, Codec, Coded, Stored
 from quire.layers.quantized.merged import merged_numbers
+from quire.layers.rounded_inputs import RoundedInputs
 from quire.layers.slot import Part, Slot, length
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class EncodedModule:
     in_files: Mapping[str, Tensor]
     weight_only: bool = False
     """Whether activations are not to be rounded."""
+    rounding: RowRounding | None = None
+    """How what it is multiplied by is rounded before; None: not by what the checkpoint says."""
 
     def tensors(self, num_outputs: int, num_inputs: int) -> dict[str, Stored]:
         """What is there, or has to be."""
@@ -93,6 +97,11 @@ class _Source:
     def parameter_name(self, tensor: str) -> str:
         return f"stored{self.index}_{tensor.replace('.', '_')}"
 
+    @property
+    def places(self) -> list[slice]:
+        """Its rows in the layer."""
+        return [place for take in self.takes for _, place in take.places if length(place)]
+
     def place(self, rows: Tensor, layer: Tensor) -> None:
         """Copy what was read of the module, a row for each output, to where it is in the layer."""
         start = 0
@@ -137,6 +146,9 @@ class Encoded(QuantMethod):
             _check_cut(layer, source, name, stored)
             shape = (self._length(layer, source, axis) for axis in stored.axes)
             setattr(layer, source.parameter_name(name), parameter(*shape, dtype=stored.dtype))
+        if any(module.rounding is not None for module in self._modules):
+            places = [(source.module.rounding, source.places) for source in self._sources(layer)]
+            layer.rounded_inputs = RoundedInputs.of(places, layer.columns, layer.inputs, layer.name)
 
     def slots(self, layer: MatrixLayer, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         for source, name, stored in self._tensors(layer, names):

@@ -36,7 +36,8 @@ quire serve path/to/model-GPTQ-Int4
 
 Where one of quire's packed formats holds exactly the numbers of the file, they are packed as they are: weights are
 those of the checkpoint. What is left of error is that of the mode ([quantization](quantization.md)): "fast", the
-default, rounds the activations of integers to 8 bits on a CPU; `--quantization-config '{"mode": "precise"}'` does not.
+default, rounds the activations of integers to 8 bits on a CPU; `--quantization-config '{"mode": "precise"}'` does not,
+and "checkpoint" rounds them [as the file says](#activations).
 Everything else ("floats") is decoded in float32 while it loads and kept as `--dtype` says: `--dtype float32` keeps it
 exactly, in four bytes for each weight. "Shifted" are numbers with zero points or minimums.
 
@@ -64,7 +65,8 @@ it (`fp8`, per matrix or in blocks, and `fbgemm_fp8`).
 
 ## Activations
 
-A checkpoint may say that activations are to be rounded as well. What is done instead:
+A checkpoint may say that activations are to be rounded as well. What is done instead, unless `--quantization-config
+'{"mode": "checkpoint"}'` is given:
 
 | a checkpoint says | CPU | GPU |
 |---|---|---|
@@ -75,7 +77,16 @@ A checkpoint may say that activations are to be rounded as well. What is done in
 | 4 bits (NVFP4, MXFP4) | 8 bits, 64 values a scale; "precise": not rounded | not rounded |
 | not at all | integers, 4-bit floats: 8 bits, 64 values a scale; "precise": not rounded | not rounded |
 
-So there is no option to follow it to the letter: it would take the same time on a CPU, or more, for a larger error.
+"checkpoint" (CPU) follows the file to the letter: what a linear layer is multiplied by is rounded to int8 or E4M3 and
+widened again, by the formula of those who define it, in float32, with a scale for each token, for each group or block
+of its inputs, or the one in the file (`input_scale`, `input_zero_point`), and then multiplied as in the precise mode.
+Modules that are merged keep scales of their own. Nothing else is rounded: where weights alone are quantised it is the
+precise mode, and it costs what that costs, and a pass over activations. Refused with a message that says so:
+activations of 4 bits, a scale that all tokens of a step share (results would depend on the batch), experts and latent
+attention (their products are not a linear layer's own), and ranks that have parts of what shares a scale. bitsandbytes'
+LLM.int8() computes in 8 bits, which its files do not ask for, and stays with weights.
+
+It is for those who compare; for speed "fast" rounds less, and takes less time.
 Of the logits of the model in the box, its weights floats, by `python -m benchmarks.activations`:
 
 | rounding | relative error |
@@ -91,15 +102,16 @@ Of the logits of the model in the box, its weights floats, by `python -m benchma
 
 With `--kv-cache-dtype fp8` (GPU) keys and values are kept as the checkpoint says: divided by its scales, of a layer or
 of each head, and rounded to E4M3. They are `k_scale` and `v_scale` of the attention block, of `k_proj` and `v_proj`, or
-`output_scale` of these; a layer without has 1. int8 (CPU) has a scale for each vector, which it finds itself, and does
-not read those of the files. Where a config asks for rounded activations, keys or values, the log says so by the name of
-the key.
+`output_scale` of these; a layer without has 1. With `--kv-cache-dtype int8` (CPU) so are those of a checkpoint that
+asks for int8 (`kv_cache_scheme` of compressed-tensors, symmetric, static); any other has a scale for each vector, which
+is found as it is kept. Where a config asks for rounded activations, keys or values, the log says so by the name of the
+key.
 
 ## Limits
 
 - Refused, by name: sparse weights, transforms and keys that are unknown (compressed-tensors), GPTQ's marlin layout,
-  AWQ's gemv layout, bits that the table does not have, quantised scales (HQQ), torchao's int4 classes that are laid out
-  for one GPU.
+  AWQ's gemv layout, bits that the table does not have, LLM.int8() in another layout than rows (`weight_format`),
+  quantised scales (HQQ), torchao's int4 in layouts of one kind of GPU (preshuffled, int32, tiles of AMD's).
 - Latent attention (DeepSeek) has no cache in fp8, so scales for one are left out.
 - A file that disagrees with its config (shapes, group sizes, `sym`, `g_idx`) is an error at start-up that names file,
   tensor and both values.
@@ -184,6 +196,12 @@ EXAMPLES = (
     ),
     _ao("Int8WeightOnly, Int8DynamicActivationInt8Weight", "Int8WeightOnlyConfig"),
     _ao("IntxWeightOnly, Int8DynamicActivationIntxWeight", "IntxWeightOnlyConfig", granularity=_GROUP),
+    _ao("Int4WeightOnly, plain", "Int4WeightOnlyConfig"),
+    _ao(
+        "Int4WeightOnly, in tiles (tinygemm)",
+        "Int4WeightOnlyConfig",
+        int4_packing_format={"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"},
+    ),
     _ao("Float8WeightOnly, Float8DynamicActivationFloat8Weight", "Float8WeightOnlyConfig"),
     _Example("experts (gpt-oss)", {"quant_method": "mxfp4"}),
 )

@@ -192,6 +192,37 @@ def test_bytes_of_bitsandbytes_may_be_called_otherwise(kind: str, llama: Path) -
     assert codec_of(encoding).tensors(256, 384)["weight"].dtype is STORAGES[kind]
 
 
+def torchao(kind: str, version: int = 2, **data: Any) -> dict[str, Any]:
+    kinds = {"default": {"_type": kind, "_version": version, "_data": data}}
+    return {"quant_method": "torchao", "quant_type": kinds, "modules_to_not_convert": ["lm_head"]}
+
+
+@pytest.mark.parametrize("key", ["fqn_to_config", "module_fqn_to_config"])
+def test_torchao_may_say_it_by_names(key: str, llama: Path, tmp_path: Path) -> None:
+    """The whole name, then a pattern, then all others; and null is floats."""
+    four, eight = ("ao-int4", "ao-int8")
+    of = {name: CASES[name].config["quant_type"]["default"] for name in (four, eight)}
+    found = {
+        "re:.*mlp.*": of[eight],
+        r"re:.*\.mlp\.up_proj\.weight": of[four],
+        "_default": of[four],
+        "model.layers.1.mlp.up_proj": None,
+        "model.layers.0.self_attn.q_proj.weight": of[eight],
+    }
+
+    def writer(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        is_eight = weight.shape in ((384, 256), (256, 384), (256, 256)) and next(turns)
+        return CASES[eight if is_eight else four].writer(weight, random)
+
+    # In the order of the file: down, gate, up of the first layer, k, o, q, v; then the second layer.
+    turns = iter([True, True, True, False, True, True, True, False, False])
+    left = ("lm_head", "layers.1.mlp.up_proj")
+    paths = write(
+        llama, tmp_path, torchao("FqnToConfig", **{key: found}), writer, lambda name: not name.endswith(left)
+    )
+    same(*map(load_tiny, paths), tolerance=1e-6)
+
+
 def test_keys_and_values_may_be_all_that_is_quantised(llama: Path) -> None:
     """As ModelOpt writes it: no algorithm for weights."""
     config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
@@ -236,6 +267,14 @@ def weights(**options: Any) -> dict[str, Any]:
             UnsupportedModelError,
             "bnb_4bit_quant_storage",
         ),
+        (torchao("Int4WeightOnlyConfig", 1), UnsupportedModelError, "_version = 1"),
+        (
+            torchao("Int4WeightOnlyConfig", int4_packing_format={"_data": "PRESHUFFLED"}),
+            UnsupportedModelError,
+            'int4_packing_format: _data = "PRESHUFFLED"',
+        ),
+        (torchao("FqnToConfig", fqn_to_config={"re:(": None}), ModelLoadError, r"'\(' is none"),
+        (torchao("MysteryConfig"), UnsupportedModelError, "MysteryConfig"),
         ({"quant_method": "hqq", "quant_config": {"x": {}}}, ModelLoadError, "'nbits' is missing"),
         ({"bits": 4}, ModelLoadError, "'quant_method' is missing"),
         ({"method": "mystery"}, UnsupportedModelError, "method = 'mystery' is not supported"),
