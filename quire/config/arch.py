@@ -180,6 +180,8 @@ class LatentArch:
     """Of the vector from which queries are made; None where they are made of x itself."""
     gated: bool = False
     """Whether what a head makes is weighted by the sigmoid of a gate."""
+    absorbed: bool = False
+    """Whether the checkpoint has what makes keys and what makes values apart, the former as queries meet it."""
 
     @property
     def query_size(self) -> int:

@@ -6,7 +6,8 @@ Invariant: torch-free.
 from __future__ import annotations
 
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.shapes import MULTIPLIERS, SIZES, Config, dense, named
+from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, SIZES, Config, dense, named
+from quire.models.gguf.sparse import SIGMOID
 from quire.models.gguf.tensor_names import Place, Places
 
 _SIZES = {key: name for key, name in SIZES.items() if key != "num_key_value_heads"}
@@ -50,6 +51,19 @@ def lfm2(model: GgufModel) -> Config:
         **_kinds(model, "conv"),
         "norm_eps": config.get("rms_norm_eps"),
         "block_auto_adjust_ff_dim": False,
+    }
+
+
+def lfm2_moe(model: GgufModel) -> Config:
+    """LFM2 with experts behind the first layers."""
+    model.own.only("expert_gating_func", SIGMOID)
+    keys = {**EXPERTS, "num_experts": "expert_count", "num_dense_layers": "leading_dense_block_count"}
+    biased = any(name.endswith(".exp_probs_b.bias") for name in model.tensors)
+    return lfm2(model) | {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        **named(model, keys),
+        "norm_topk_prob": True,
+        "use_expert_bias": biased,
     }
 
 

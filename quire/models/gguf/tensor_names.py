@@ -20,6 +20,8 @@ class Place:
     """A dimension of 1 that GGUF leaves out."""
     flat: bool = False
     """Whether GGUF has more than one dimension and the family one."""
+    rows: bool = False
+    """Whether GGUF has a matrix for each head, and the family all their rows in one."""
     made_by: str | None = None
     """What made the file's numbers of the family's; a key of `tensors.UNDONE`."""
 
@@ -59,6 +61,10 @@ SANDWICH: Places = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Of blocks with norms around attention and around the MLP."""
+
+AROUND: Places = {"post_attention_norm": "post_attention_layernorm"}
+"""Of blocks whose second norm has that name, though it stands before the MLP."""
+MERGED_MLP: Places = {"ffn_up": "mlp.gate_up_proj"}
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _PARAMETER = re.compile(r"(.+)(\.weight|\.bias)")

@@ -98,6 +98,8 @@ def _in_model(entry: TensorEntry, places: Places) -> GgufTensor:
         shape.insert(place.new_axis, 1)
     if place.flat:
         shape = [math.prod(shape)]
+    if place.rows:
+        shape = [math.prod(shape[:-1]), shape[-1]]
     dtype = _FLOATS.get(entry.type.name, torch.uint8)
     return GgufTensor(place.name, dtype, tuple(shape), entry.start, entry.end, entry, place.made_by)
 

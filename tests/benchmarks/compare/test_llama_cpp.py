@@ -51,7 +51,8 @@ def test_the_tools_are_asked_for_the_cases(tmp_path: Path) -> None:
     for tool, printed in (("llama-bench", BENCH), ("llama-batched-bench", "".join(BATCHED))):
         (tools / tool).write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/{tool}\ncat <<'END'\n{printed}END\n")
         (tools / tool).chmod(0o755)
-    (tools / "llama-quantize").touch()
+    for tool in ("llama-quantize", "llama-lookup"):
+        (tools / tool).touch()
     engine.set_up(isa)
     found = list(engine.measure(Task(isa, "Q4_0", tuple(CASES), 0, 60.0)))
     assert [rate.case for rate in found] == list(CASES)
