@@ -88,6 +88,16 @@ class PoolingSpec:
         """Numbers for each text, or token, of a task."""
         return self.head_of(task)[-1].outputs if task in dict(self.own_heads) else self.size
 
+    def num_numbers(self, params: PoolingParams, token_ids: list[int]) -> int:
+        """How many a prompt makes."""
+        size = len(params.returned_token_ids or self.returned_token_ids) or params.dimensions
+        each = size or self.size_of(self.task_of(params))
+        if self.task_of(params) not in TOKEN_TASKS:
+            return each
+        tag = self.step_token_id if params.step_tag_id is None else params.step_tag_id
+        is_of_steps = self.pooling == "step" and tag is not None
+        return each * (token_ids.count(tag) if is_of_steps and tag is not None else len(token_ids))
+
     @property
     def is_cross_encoder(self) -> bool:
         """Whether it says of two texts, read as one, how well they go together."""
