@@ -71,7 +71,7 @@ class OfflinePooling(OfflineEngine):
         if pooling_task == PLUGIN:
             raise ValidationError('the task plugin is of prompts {"data": ...}', param="task")
         tokenize, options = self.llm_engine.input_processor.tokenize, options.with_kwargs(tokenization_kwargs)
-        tokenized = [tokenize(prompt, options) for prompt in as_prompts(cast(Prompts, prompts))]
+        tokenized = [tokenize(prompt, options) for prompt in as_prompts(prompts)]
         return self._pool(
             tokenized, pooling_params, pooling_task, lora_request=lora_request, use_tqdm=use_tqdm
         )

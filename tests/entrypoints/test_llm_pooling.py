@@ -171,7 +171,12 @@ def test_scores_take_parameters_and_a_template_of_pairs(
         expected = [one.outputs.probs[0] for one in llm.classify(prompts, use_tqdm=False)]
         assert [one.outputs.score for one in found] == expected
         wanted: list[PoolingParams] = []
-        monkeypatch.setattr(llm, "_pool", lambda prompts, params, *_, **__: wanted.append(params) or [])
+
+        def pool(prompts: Any, params: PoolingParams, *_: Any, **__: Any) -> list[Any]:
+            wanted.append(params)
+            return []
+
+        monkeypatch.setattr(llm, "_pool", pool)
         llm.score("a", "b", pooling_params=PoolingParams(use_activation=False))
         llm.score("a", "b", use_activation=False)
         assert wanted == [PoolingParams(use_activation=False, task="classify")] * 2

@@ -25,7 +25,7 @@ from tests.fixtures.pooling import EMBEDDER, REWARDS, TOKEN_EMBEDDER
     most=st.integers(1, 20),
 )
 def test_pieces_make_the_same_json(shape: tuple[int, ...], most: int) -> None:
-    data = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 7
+    data = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / np.float32(7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numbers, "INLINE_NUMBERS", most)
         assert json.loads(bytes(encoded(data, "float"))) == data.tolist()
