@@ -25,6 +25,7 @@ class HeadLayer:
     Attributes:
         name: the checkpoint's module; one in a folder of its own has that before it, with a slash.
         activation: a key of `quire.layers.pooling_head.ACTIVATIONS`.
+        rows: those of the module's outputs that are computed, in this order; empty: all.
     """
 
     name: str
@@ -32,6 +33,9 @@ class HeadLayer:
     outputs: int
     bias: bool = True
     activation: str = "identity"
+    rows: tuple[int, ...] = ()
+    num_stored: int = 0
+    """Outputs of the checkpoint's module, of which there are `rows`."""
 
     @property
     def folder(self) -> str:
