@@ -8,7 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError
+from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, QuireError
 from quire.outputs import RequestStateStats
 
 T = TypeVar("T")
@@ -61,6 +61,15 @@ class ScoringOutput:
     score: float
 
 
+@dataclass(slots=True, frozen=True)
+class RequestError:
+    """Why a request has no numbers: the status that HTTP would have, the words, and whether to ask again may help."""
+
+    code: int
+    message: str
+    retryable: bool
+
+
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[T]):
     """What is pooled of one prompt, which comes whole and once.
@@ -86,13 +95,27 @@ class PoolingRequestOutput(Generic[T]):
             DeadlineError: its time was over.
             EngineError: it failed or was aborted.
         """
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+
+    @property
+    def error(self) -> RequestError | None:
+        """What kept the prompt from being pooled, as vLLM has it; None: nothing did."""
+        failure = self._failure()
+        if failure is None:
+            return None
+        return RequestError(failure.status, str(failure), self.finish_reason != "error")
+
+    def _failure(self) -> QuireError | None:
         if self.finish_reason == "timeout":
-            raise DeadlineError("the request's time was over before its prompt was pooled")
-        if self.finish_reason != "stop":
-            how = "failed" if self.finish_reason == "error" else "was aborted"
-            reason = self.stop_reason if isinstance(self.stop_reason, str) else ""
-            why = f": {reason.partition(FOREIGN_WORDS)[0]}" if reason else ""
-            raise EngineError(f"the request {how} in the engine before it was complete{why}")
+            return DeadlineError("the request's time was over before its prompt was pooled")
+        if self.finish_reason == "stop":
+            return None
+        how = "failed" if self.finish_reason == "error" else "was aborted"
+        reason = self.stop_reason if isinstance(self.stop_reason, str) else ""
+        why = f": {reason.partition(FOREIGN_WORDS)[0]}" if reason else ""
+        return EngineError(f"the request {how} in the engine before it was complete{why}")
 
     def _with(self, outputs: Any) -> tuple[Any, ...]:
         """The fields of this one around other outputs."""

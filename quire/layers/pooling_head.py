@@ -13,6 +13,7 @@ from quire.layers.base import Module
 from quire.layers.linear import Linear
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Shard
+from quire.layers.slot import Part, Slot
 from quire.layers.step import StepContext
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,8 +38,24 @@ class HeadLinear(Linear):
             name=prefix + layer.name,
         )
 
+        self._taken = layer.rows
+        self._num_stored = layer.num_stored
+
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method.unrounded(), shard)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        """Of a module of which some outputs are computed, each by itself, beside whoever else reads them."""
+        if not self._taken:
+            yield from super().slots(names)
+            return
+        for kind, target in (("weight", self.weight), ("bias", self.bias)):
+            for index, row in enumerate(self._taken if target is not None else ()):
+                assert target is not None, "it was asked"
+                rest = tuple(slice(0, size) for size in target.shape[1:])
+                box = (slice(row, row + 1), *rest)
+                part = Part((self._num_stored, *target.shape[1:]), box, box)
+                yield f"{names[0]}.{kind}", Slot(target[index : index + 1], "normal", part, shared=True)
 
 
 class PoolingHead(Module):

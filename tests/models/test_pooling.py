@@ -262,6 +262,18 @@ def test_rewards(tmp_path: Path) -> None:
     assert spec.head == (HeadLayer("score", 64, 1, bias=False),)
 
 
+@pytest.mark.parametrize("tokens", [[], [264], [-1], ["a"], 3, [True]])
+def test_tokens_that_the_output_head_has_not_are_refused(tokens: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"returned_token_ids must be a list of token ids in \[0, 263\]"):
+        prepared(write_config(tmp_path), convert="reward", pooler_config={"returned_token_ids": tokens})
+
+
+def test_a_head_whose_logits_are_scaled_rewards_nothing(tmp_path: Path) -> None:
+    write_config(tmp_path, "Gemma2ForCausalLM")
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM's are scaled"):
+        prepared(tmp_path, convert="reward", pooler_config={"returned_token_ids": [1]})
+
+
 def test_every_form_of_every_language_model_is_its_row() -> None:
     for name, row in BUILT_IN.items():
         if row.pools:

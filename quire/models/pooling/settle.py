@@ -19,6 +19,7 @@ from quire.models.json_object import JsonObject
 from quire.models.pooling.architectures import GENERATES, Made, made_for
 from quire.models.pooling.forms import in_form
 from quire.models.pooling.heads import classes, head_of
+from quire.models.pooling.output_head import by_output_head
 from quire.models.pooling.overrides import overridden
 from quire.models.pooling.sentence_transformers import (
     MODULES,
@@ -80,12 +81,18 @@ def settle_pooling(config: EngineConfig) -> Settled:
         return Settled(runner, reason, "none", "it generates")
     target, target_reason = _target(asked.convert, made)
     arch = in_form(config.arch, file, made, target)
+    said = asked.pooler_config
     if target == "embed":
         spec, why = _embedder(file, made, arch, model_dir, layout)
+    elif target == "reward" and made.kind == GENERATES and "returned_token_ids" in said:
+        (spec, said), why = (
+            by_output_head(arch, said),
+            "as --pooler-config says, by the model's own output head",
+        )
     else:
         spec, why = _classifier(file, made, arch, target)
-    if asked.pooler_config:
-        spec, why = overridden(spec, asked.pooler_config), "as --pooler-config says"
+    if said:
+        spec, why = overridden(spec, said), "as --pooler-config says"
     longest = None if layout is None else layout.max_seq_length
     return Settled(runner, reason, _CONVERTS.get(target, target), target_reason, spec, why, longest, arch)
 
