@@ -20,7 +20,7 @@ from quire.layers.headed_mamba import HeadedMambaMixer
 from quire.layers.kimi_delta_attention import KimiDeltaAttention
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.latent_self_attention import LatentSelfAttention
-from quire.layers.lightning_attention import LightningScan
+from quire.layers.lightning_attention import LightningAttention, LightningScan
 from quire.layers.linear import ExactLinear, GateUpLinear, Linear, QKVLinear
 from quire.layers.mamba import MambaMixer, SelectiveScan, UnitRMSNorm
 from quire.layers.mamba2 import HeadScan, Mamba2Mixer
@@ -75,6 +75,7 @@ _WITH_STATES = frozenset(
         GatedDeltaNet,
         DeltaRule,
         KimiDeltaAttention,
+        LightningAttention,
         LightningScan,
         RotatedLightningAttention,
         RecurrentUnit,
