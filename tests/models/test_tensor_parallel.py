@@ -135,6 +135,30 @@ def test_every_family_has_the_same_bits_at_every_number_of_ranks(
     assert all(torch.equal(rank, alone) for rank in together(tiny_model(name), 2, logits, tp_invariant=True))
 
 
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt2", "float32"), ("llama-tied-bias", "int8"), ("llama", "int4-fast")]
+)
+def test_tokens_that_ranks_cannot_share_evenly_are_all_there(
+    name: str, kind: str, tiny_model: Callable[[str], Path]
+) -> None:
+    options = _WIDE | OPTIONS[kind] | {"tp_invariant": True}
+    options["hf_overrides"] = {"vocab_size": 261} | (_SIZES if name != "gpt2" else {})
+    alone = logits(load_tiny(tiny_model(name), **options))
+    assert alone.shape[1] == 261
+    for size in (2, 4):
+        assert all(torch.equal(rank, alone) for rank in together(tiny_model(name), size, logits, **options))
+
+
+def test_a_rank_without_a_token_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    group = InProcess.group(4)[0]
+    config = prepared_config(tiny_model("llama"), load_format="dummy", hf_overrides={"vocab_size": 9})
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens: 9 outputs cannot be shared out evenly among 4 ranks"
+    ):
+        without_weights(config, Shard.of_group(group))
+
+
 def test_more_ranks_than_slices_are_refused(tiny_model: Callable[[str], Path]) -> None:
     group = InProcess.group(3)[0]
     with pytest.raises(
