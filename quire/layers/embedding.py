@@ -96,7 +96,7 @@ class VocabEmbedding(MatrixLayer):
 
         Logits behind V are those of tokens that adapters have there; those of others mean nothing.
         """
-        logits = self._of_all(self._product(hidden))
+        logits = self._of_all(self.own_logits(hidden))
         if adapter_rows is None:
             return logits
         hidden = hidden.to(logits.dtype)
@@ -145,7 +145,8 @@ class VocabEmbedding(MatrixLayer):
         every = ops.all_gather(own, self.group)
         return every if every.shape[1] == self.shape[0] else every[:, : self.shape[0]].contiguous()
 
-    def _product(self, hidden: Tensor) -> Tensor:
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> float32 logits of this rank's tokens, without adapters."""
         if self.packed is not None:
             return ops.packed_linear(hidden, self.packed, self.bias).float()
         assert self.weight is not None
