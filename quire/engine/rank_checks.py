@@ -142,6 +142,4 @@ def _uneven(arch: ModelArch, size: int) -> str | None:
         return f"{arch.num_kv_heads} key-value heads"
     if arch.intermediate_size % size:
         return f"{arch.intermediate_size} features of its MLPs"
-    if arch.vocab_size % size:
-        return f"{arch.vocab_size} tokens"
     return None

@@ -73,6 +73,14 @@ class CausalLM(Module):
         assert self.lm_head is not None, "a model that is pooled, or a stage before the last, has no logits"
         return self.lm_head.logits(hidden, adapter_rows, num_added)
 
+    def shared_head(self) -> VocabEmbedding | None:
+        """The output head, if ranks have its tokens apart and `own_logits` says what each makes; else None."""
+        return None
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> float32 [N, its share of V]: what `compute_logits` has of this rank's tokens."""
+        raise NotImplementedError("this model has no shared head")
+
     def pool_head(self) -> Module | None:
         """What the model itself has behind pooled vectors, if anything: float32 [N, H] and a step -> [N, size].
 

@@ -75,8 +75,11 @@ class RowSampling:
         adapter_rows = inputs.step.adapter_rows
         adapters = None if adapter_rows is None else _of_samples(inputs, adapter_rows, part)
         some = samples.part(part)
-        logits = self._logits.of(_of_samples(inputs, hidden, part), adapters, some.rows)
-        return self._samplers.sample(logits, some)
+        of_samples, sampler = _of_samples(inputs, hidden, part), self._samplers.of(some.rows)
+        staged = sampler.stage(some)
+        if adapters is None and staged.take_the_first and self._logits.first is not None:
+            return Sampled.of_codes(self._logits.first.codes(of_samples))
+        return sampler.sample(self._logits.of(of_samples, adapters, some.rows), staged)
 
 
 def _of_samples(inputs: StepInputs, of_tokens: Tensor, part: slice) -> Tensor:

@@ -131,7 +131,7 @@ def test_ranks_of_other_replicas_are_waited_for_as_long_as_a_core_may_compute(
 async def test_a_replica_that_is_killed_takes_the_others_along_and_all_begin_anew(
     tiny_model: Callable[[str], Path],
 ) -> None:
-    """Requests go on, with the tokens that they would have had, whether a core is killed or stopped, or a rank killed."""
+    """Requests go on, with the tokens that they would have had, whatever is killed or stopped, a core or a rank."""
     args: dict[str, Any] = {
         "max_num_seqs": 4,
         "core_heartbeat_timeout": 3.0,
