@@ -130,7 +130,7 @@ def test_parked_weights_leave_nothing_behind_and_come_back(
     held = [tensor for _, layer in model.checkpoint_layers() for tensor in layer.tensors().values()]
     held += [*model.parameters(), *model.buffers()]
     before = [tensor.clone() for tensor in held]
-    parked = ParkedWeights(model, FakeGpu())
+    parked = ParkedWeights([model], FakeGpu())
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
     parked.restore()
     assert all(torch.equal(now, then) for now, then in zip(held, before, strict=True))
