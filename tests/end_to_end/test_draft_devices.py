@@ -111,4 +111,4 @@ def test_states_go_back_behind_guesses_on_a_device(
     keys = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
     got, stats = serve(jobs()[:6], **args, speculative_config=keys)
     assert facts(got) == facts(expected)
-    assert stats["spec_decoding"]["num_draft_tokens"] > stats["spec_decoding"]["num_accepted_tokens"]
+    assert stats["spec_decoding"]["num_draft_tokens"] > stats["spec_decoding"].get("num_accepted_tokens", 0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.errors import ConfigError
 from quire.outputs import RequestOutput
 from tests.end_to_end.test_drafts import facts
 from tests.end_to_end.test_overlapped import FEATURES, STEM, Job, overlapped, serve
@@ -130,3 +131,9 @@ def test_a_request_is_told_what_became_of_its_drafts(restore_threads: None) -> N
     (output,) = llm.generate([[7, 8, 9] * 12], params)
     assert output.metrics.num_draft_tokens >= output.metrics.num_accepted_tokens
     assert output.metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "auto", "mtp"])
+def test_a_model_that_is_pooled_has_nothing_to_guess(method: str) -> None:
+    with pytest.raises(ConfigError, match="a model that is pooled says nothing that could be guessed"):
+        LLM("quire-demo-embed", speculative_config={"method": method})
