@@ -75,7 +75,7 @@ def test_every_method_says_on_a_device_what_is_said_without(
     request.getfixturevalue("fake_gpu")
     got, stats = serve(jobs()[:10], **args, **overlapped(steps), speculative_config=keys)
     assert facts(got) == facts(expected)
-    assert (stats["spec_decoding"] or {}).get("num_draft_tokens", 0) > 20 or method == "auto"
+    assert (stats.get("spec_decoding") or {}).get("num_draft_tokens", 0) > 0 or method == "auto"
 
 
 @pytest.mark.more
