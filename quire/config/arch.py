@@ -413,6 +413,8 @@ class DraftArch:
     """Layers of the target of which it reads what comes in; none: it reads what the target's last norm gives."""
     vocab_size: int = 0
     """Tokens of an output head of its own; 0: it has none."""
+    adds_normed: bool = False
+    """Whether what its layer is added to are normed states (EAGLE-3)."""
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,14 @@ from quire.errors import ConfigError
 
 
 def check_guessing(config: EngineConfig) -> None:
-    """Refuse a model, or heads, to guess where none is named, or where the engine can have none.
+    """Refuse a model, or heads, to guess where none is named.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: says so.
     """
     settings = config.speculative.settings
     if settings.model is None and settings.method != MTP:
         raise ConfigError(f'--speculative-config: method "{settings.method}" needs a "model", which guesses')
-    if config.device.device != "cpu":
-        raise ConfigError(
-            f"--speculative-config: {settings.method} works on CPUs only so far, and --device is {config.device.device}"
-        )
-    if config.pooling is not None:
-        raise ConfigError("--speculative-config: a model that is pooled says nothing that could be guessed")
 
 
 def draft_model_config(config: EngineConfig) -> EngineConfig:

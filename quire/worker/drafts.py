@@ -84,16 +84,11 @@ def make_speculation(
 
 
 def _check_states(config: EngineConfig, kv_config: KVCacheConfig) -> None:
-    """Refuse layers with states where no kernel leaves out that of guesses, and in what guesses ahead by itself.
+    """Refuse layers with states in what guesses ahead by itself.
 
     Raises:
         StartupError: says which.
     """
-    if not kv_config.rolls_back and config.device.device != "cpu":
-        raise StartupError(
-            f"--speculative-config: layers of {config.model.model} keep a state, which goes back behind wrong guesses "
-            f"on CPUs only so far, and --device is {config.device.device}"
-        )
     guessing = (spec for name, spec in kv_config.layer_specs.items() if name.startswith(DRAFT_PREFIX))
     if config.draft is not None and not all(spec.rolls_back for spec in guessing):
         raise StartupError(

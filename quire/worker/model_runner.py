@@ -9,6 +9,7 @@ host. A request that fails costs itself alone.
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -133,7 +134,9 @@ class ModelRunner:
         self._sampling: Sampling = RowSampling(self._logits, self._samplers, self._slice_size)
         if not stage.is_last:
             self._sampling = SampledElsewhere(stage)
-        self._guessing = None if draft is None else self._guessing_model(draft, config, device)
+        self._guessing = None
+        if draft is not None:
+            self._guessing = self._guessing_model(draft, config, device, is_rehearsal=is_rehearsal)
         if speculation is None and stage.is_last and not is_rehearsal:
             grammars_read = self._samplers.plain.grammar_mask
             speculation = make_speculation(
@@ -154,15 +157,21 @@ class ModelRunner:
         self._most_ahead = max(config.scheduler.max_steps_in_flight - 1, 0)
         self._unread: list[LaunchedStep] = []
 
-    def _guessing_model(self, model: LanguageModel, config: EngineConfig, device: Device) -> GuessingModel:
-        method = config.speculative.settings.method
+    def _guessing_model(
+        self, model: LanguageModel, config: EngineConfig, device: Device, *, is_rehearsal: bool
+    ) -> GuessingModel:
+        """On a device its passes are launched kernel by kernel: what they read has no lasting place."""
+        method, launched = config.speculative.settings.method, config
         assert method is not None, "whoever has a model for guesses says how it guesses"
+        if device.is_asynchronous:
+            launched = replace(config, device=replace(config.device, enforce_eager=True))
         return GUESSING_MODELS[method](
             model,
             self.batch,
-            device.pipeline(model, self.batch, config),
+            device.pipeline(model, self.batch, launched, is_rehearsal=is_rehearsal),
             self._samplers.plain,
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            device.transfers,
+            config=config,
             slice_size=self._slice_size,
         )
 

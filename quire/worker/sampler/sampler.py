@@ -175,14 +175,11 @@ class Sampler:
         value = feature.stage(samples)
         return None if value is None else moved(value, self._transfers.upload)
 
-    def guess(self, logits: Tensor, samples: Samples) -> NDArray[np.int64]:
-        """What would be sampled from another model's logits [N, V] float32, contiguous, which are changed in place.
-
-        Negative where nothing could be.
+    def guess(self, logits: Tensor, samples: Samples) -> Tensor:
+        """[N] int64 what would be sampled from another model's logits [N, V] float32, contiguous, which are changed in
+        place; negative where nothing could be.
         """
-        staged = self.stage(samples)._replace(logprobs=None)
-        codes: NDArray[np.int64] = self.sample(logits, staged).codes.numpy()
-        return codes
+        return self.sample(logits, self.stage(samples)._replace(logprobs=None)).codes
 
     def sample(self, logits: Tensor, staged: StagedRows) -> Sampled:
         """Choose a token for each row; logits [N, V] float32, contiguous, may be changed in place."""
