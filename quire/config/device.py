@@ -35,7 +35,7 @@ class DeviceConfig(Config):
     )
     cuda_graph_capture: str = option(
         "start",
-        "When CUDA graphs of decode steps are captured: at start, or each when it is first needed.",
+        "When CUDA graphs are captured: all at start, or each when it is first needed.",
         choices=("start", "lazy"),
     )
     cudagraph_capture_sizes: tuple[int, ...] = option(

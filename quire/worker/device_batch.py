@@ -127,7 +127,7 @@ class DeviceBatch:
         self._step = StagedStep(torch.zeros(1, dtype=torch.int32, device=on), 0, 0)
 
     def gather(self, layout: StepLayout, graph: GraphShape | None = None) -> StepInputs:
-        """Upload what is new and make the inputs of a step, for the graph of a shape, which holds it, if one is given."""
+        """Upload what is new and make the inputs of a step, for the graph of a shape that holds it if one is given."""
         slots = self._padded_slots(layout, graph)
         num_padded = len(layout.rows) if graph is None else graph.num_requests
         # Of a step that only decodes, kernels know padding by its place; else it is requests without tokens.

@@ -51,6 +51,12 @@ def sample_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in steps if size < most), most)
 
 
+def most_samples(config: EngineConfig) -> int:
+    """Of a step: one behind each request, and one behind each of its drafts if somebody guesses."""
+    settings = config.speculative.settings
+    return config.scheduler.max_num_seqs * (1 + (settings.most_drafts if settings.method is not None else 0))
+
+
 def shapes_of(config: EngineConfig) -> tuple[GraphShape, ...]:
     """Those that are asked for and can occur."""
     if config.device.enforce_eager:

@@ -31,6 +31,7 @@ from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
 from quire.worker.drafts import GUESSING_MODELS, make_speculation
+from quire.worker.graph_shapes import most_samples
 from quire.worker.guessing_model import GuessingModel
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, lay_out
@@ -162,7 +163,7 @@ class ModelRunner:
             self._logits,
             self._samplers.plain,
             self._transfers,
-            most=self._slice_size,
+            most=min(self._slice_size, most_samples(config)),
             vocab_size=self._vocab_size,
             longest=self._max_model_len,
             adapts=config.lora.enable_lora,

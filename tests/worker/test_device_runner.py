@@ -16,7 +16,8 @@ from quire.kernels import cpu, ops, triton
 from quire.kernels.limits import Limits
 from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ScheduledRequest, SchedulerOutput
@@ -29,7 +30,16 @@ from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import linear_shapes, write_adapter
 from tests.worker.fake_gpu import POISON, FakeGpu
 from tests.worker.harness import POISON as BAD_TOKEN
-from tests.worker.harness import Driver, Sequence, ToyModel, request, tiny_config, toy_runner
+from tests.worker.harness import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    Driver,
+    Sequence,
+    ToyModel,
+    request,
+    tiny_config,
+    toy_runner,
+)
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=99, logprobs=2, prompt_logprobs=1),
@@ -130,9 +140,16 @@ def test_steps_with_prompts_are_replayed_where_a_shape_holds_them() -> None:
     runner = clean_runner(device=gpu, prefill_graph_sizes=[16, 40, 100], cudagraph_capture_sizes=[1])
     runner.prepare()
     assert gpu.captured == [40, 16, 1]
-    got = driven(Driver(runner), 12, CAPTURED[:2])
-    assert {16, 40} <= {*gpu.replayed}
-    assert got == driven(Driver(clean_runner()), 12, CAPTURED[:2])
+    drivers = Driver(runner), Driver(clean_runner())
+    for driver in drivers:
+        driver.submit("a", [3] * 12, CAPTURED[2])
+        driver.submit("b", [5] * 45, CAPTURED[0])
+        driver.step({"a": 12})
+        driver.step({"a": 1, "b": 30})  # one generates, one has a piece of its prompt
+        driver.step({"b": 15, "a": 1})
+        driver.step({"a": 1, "b": 1})  # a decode step, which no shape of one has room for
+    assert gpu.replayed == [16, 40, 16]
+    assert drivers[0].sequences == drivers[1].sequences
 
 
 def test_what_varies_is_chosen_kernel_by_kernel() -> None:
@@ -146,6 +163,13 @@ def test_what_varies_is_chosen_kernel_by_kernel() -> None:
         driver.submit("a", [2, 3], params.clone(max_tokens=9))
         driver.generate("a", 3)
         assert (gpu.replayed, gpu.replayed_choices) == ([64, 1, 1], [])
+
+
+def test_processed_logprobs_are_the_hosts() -> None:
+    params = [one.clone(logprobs=3) for one in CAPTURED]
+    args = {"logprobs_mode": "processed_logprobs"}
+    got = driven(Driver(clean_runner(device=FakeGpu(), **args)), 8, params)
+    assert got == driven(Driver(clean_runner(**args)), 8, params)
 
 
 def test_decode_steps_are_replayed_from_the_smallest_graph_that_holds_them() -> None:
@@ -174,6 +198,24 @@ def test_a_graph_is_captured_when_it_is_needed() -> None:
     driver.generate("r", 4)
     assert (gpu.captured, gpu.replayed) == ([64, 1], [64, 1, 1, 1])
     assert (gpu.captured_choices, gpu.replayed_choices) == ([1], [1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(("capture", "captured"), [("start", [64, 8, 4, 2, 1]), ("lazy", [64])])
+def test_a_rehearsal_shows_what_graphs_take_and_uses_none(capture: str, captured: list[int]) -> None:
+    gpu = FakeGpu()
+    specs = {"layer": FullAttentionSpec(BLOCK_SIZE, 1, 1, 4)}
+    config = tiny_config(cuda_graph_capture=capture)
+    kv_config = KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), specs)
+    runner = ModelRunner(ToyModel(), config, kv_config, gpu, is_rehearsal=True)
+    driver = Driver(runner)
+    driver.submit("r", [2, 3], CAPTURED[0])
+    driver.generate("r", 3)
+    assert gpu.captured == []
+    runner.prepare()
+    assert gpu.captured == captured
+    assert {*gpu.captured_choices} == ({8, 4, 2, 1} if capture == "start" else {8})
+    driver.generate("r", 5)
+    assert (gpu.replayed, gpu.replayed_choices) == ([], [])
 
 
 def test_sizes_as_asked_and_a_step_that_none_holds() -> None:
@@ -387,5 +429,8 @@ def test_families_equal_the_hosts(
             tiny_config(max_model_len=64, max_num_seqs=4), 1 << 40, 1 << 40, groups, every_variant=True
         ).plans()
     )
+    for captured in (on_fake_gpu[0].captured, on_fake_gpu[0].captured_choices):
+        rehearsed, made = captured[: len(captured) // 2], captured[len(captured) // 2 :]
+        assert rehearsed == made  # so what all of them take was known before the cache was sized
     monkeypatch.undo()
     assert facts(got) == facts(serve(jobs, **args)[0])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.limits import NO_LIMITS, Limits
-from quire.kernels.reference_sampling import shaped_logits
+from quire.kernels.reference_sampling import shaped_at_once, shaped_logits
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch, Samples
@@ -89,6 +89,8 @@ class Draw(Feature[StagedDraw]):
             return shaped
         settings = staged.settings[indices]
         is_random = settings[:, :1] != 0.0
-        # Of greedy rows nothing is wanted, but nobody waits for the device to say which they are.
+        # Of greedy rows nothing is wanted, but nobody waits for a device to say which they are.
         settings = torch.cat((settings[:, :1].where(is_random, 1.0), settings[:, 1:]), dim=1)
-        return shaped_logits(shaped.clone(), settings).where(is_random, shaped)
+        if self._batch.device_tokens is None:
+            return shaped_logits(shaped.clone(), settings).where(is_random, shaped)
+        return shaped_at_once(shaped.clone(), settings, staged.limits).where(is_random, shaped)
