@@ -29,7 +29,6 @@ from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import linear_shapes, write_adapter
 from tests.worker.fake_gpu import POISON, FakeGpu
-from tests.worker.harness import POISON as BAD_TOKEN
 from tests.worker.harness import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -40,6 +39,7 @@ from tests.worker.harness import (
     tiny_config,
     toy_runner,
 )
+from tests.worker.harness import POISON as BAD_TOKEN
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=99, logprobs=2, prompt_logprobs=1),
