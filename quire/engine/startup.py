@@ -378,7 +378,7 @@ def _why_invariant(config: EngineConfig) -> str | None:
 
 
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[EngineConfig], str | None]], ...] = (
-    (("cuda_graph_capture", "cudagraph_capture_sizes"), _why_no_graphs),
+    (("cuda_graph_capture", "cudagraph_capture_sizes", "prefill_graph_sizes"), _why_no_graphs),
     (("cpu_threads", "cpu_pin_threads"), _why_no_threads),
     (("fair_weights", "fair_input_token_weight", "fair_output_token_weight"), _unless_policy("fair")),
     (("priority_ageing_s",), _unless_policy("priority")),

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.layers.step import StepContext
+from quire.worker.graphs import GraphRoom
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout, gather_inputs
 
@@ -48,6 +49,10 @@ class Pipeline(Protocol):
     reads_host_tokens: bool
     """Whether `gather` reads sampled tokens from the host's rows; else `keep` has put them where it reads them."""
 
+    @property
+    def room(self) -> GraphRoom | None:
+        """Where what comes behind the model may make graphs, too; None: nothing is recorded."""
+
     def gather(self, layout: StepLayout) -> StepInputs:
         """See `gather_inputs`."""
 
@@ -65,6 +70,7 @@ class HostPipeline:
     """numpy and the model, one call after the other."""
 
     reads_host_tokens = True
+    room: GraphRoom | None = None
 
     def __init__(self, batch: InputBatch, forward: Forward) -> None:
         self._batch = batch

@@ -46,5 +46,5 @@ class Samplers:
         return any(sampler.reads_tokens(rows) for sampler in self._of_width.values())
 
     def of(self, rows: NDArray[np.int64]) -> Sampler:
-        """That of rows of one width."""
+        """That of rows of one width, of which there is one at least."""
         return self._of_width[int(self._logits.widths(rows[:1])[0])]

@@ -45,6 +45,7 @@ class StagePipeline:
         self._stage = stage
         self._stream = torch.empty(0, stream_size, dtype=dtype)
         self.reads_host_tokens = pipeline.reads_host_tokens
+        self.room = pipeline.room if stage.is_last else None
 
     def gather(self, layout: StepLayout) -> StepInputs:
         return self._pipeline.gather(layout)

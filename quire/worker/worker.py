@@ -274,6 +274,8 @@ class Worker:
             with memory.rehearsal():
                 runner.execute_model(plan)
             best = max(best, plan.total_num_scheduled_tokens / (time.perf_counter() - started))
+        with memory.rehearsal():
+            runner.prepare()
         return best
 
     def _launch_what_no_plan_reaches(self, cache: tuple[Tensor, ...]) -> None:

@@ -51,7 +51,7 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     if name in KEYS:
         required = {"method": st.text(min_size=1)} if name == "speculative_config" else {}
         return st.fixed_dictionaries(required, optional=KEYS[name])
-    if name == "cudagraph_capture_sizes":
+    if name in ("cudagraph_capture_sizes", "prefill_graph_sizes"):
         return st.lists(st.integers(1)).map(tuple)
     owner = engine_fields()[name][1]
     info = next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)

@@ -29,7 +29,7 @@ from quire.worker.sampler.feature import Failures, Feature, LogitsFeature
 from quire.worker.sampler.grammar import GrammarMask
 from quire.worker.sampler.logprobs import Logprobs, LogprobsMode, RawLogprobs, StagedLogprobs
 from quire.worker.sampler.masks import AllowedTokenIds, LogitBias, MinTokens
-from quire.worker.sampler.penalties import make_penalties
+from quire.worker.sampler.penalties import DevicePenalties, make_penalties
 from quire.worker.sampler.thinking import ThinkingBudget
 
 LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = PluginTable(
@@ -116,6 +116,18 @@ class StagedRows(NamedTuple):
         """Whether all rows want the likeliest token, as the model has it, and nothing else."""
         return not self.features and self.draw is None and self.logprobs is None
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> StagedRows:
+        """With its tensors moved, as by `Transfers.upload`."""
+        return StagedRows(
+            [(feature, moved(value, move)) for feature, value in self.features],
+            None if self.draw is None else moved(self.draw, move),
+            None if self.logprobs is None else moved(self.logprobs, move),
+        )
+
+
+NOTHING_STAGED = StagedRows([], None, None)
+"""Of rows that ask for nothing but their first tokens."""
+
 
 class Sampler:
     """Samples for the rows of a batch, which it reads and does not change.
@@ -164,16 +176,22 @@ class Sampler:
 
     def stage(self, samples: Samples) -> StagedRows:
         """The host's part of sampling for N samples; needs no logits, so it can run while the model computes."""
-        staged = ((feature, self._staged(feature, samples)) for feature in self._logits_features)
+        return self.stage_on_host(samples).moved(self._transfers.upload)
+
+    def stage_on_host(self, samples: Samples) -> StagedRows:
+        """The same, and its tensors are still the host's."""
+        staged = ((feature, feature.stage(samples)) for feature in self._logits_features)
         return StagedRows(
             features=[(feature, value) for feature, value in staged if value is not None],
-            draw=self._staged(self._draw, samples),
-            logprobs=self._staged(self._logprobs, samples),
+            draw=self._draw.stage(samples),
+            logprobs=self._logprobs.stage(samples),
         )
 
-    def _staged(self, feature: Feature[Any], samples: Samples) -> Any:
-        value = feature.stage(samples)
-        return None if value is None else moved(value, self._transfers.upload)
+    @property
+    def penalties(self) -> DevicePenalties | None:
+        """Those that a device counts, if it does."""
+        found = (one for one in self._logits_features if isinstance(one, DevicePenalties))
+        return next(found, None)
 
     def guess(self, logits: Tensor, samples: Samples) -> Tensor:
         """[N] int64 what would be sampled from another model's logits [N, V] float32, contiguous, which are changed in
