@@ -15,6 +15,7 @@ from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.queue_limits import Place, WaitingSequences, check_queue, check_tokens, crowding
 from quire.errors import UnavailableError, ValidationError
+from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
 
@@ -153,6 +154,7 @@ async def test_what_is_being_tokenized_has_its_place(
     assert engine.crowding()
     may_go_on.set()
     done, refused = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(done, RequestOutput)
     assert done.outputs[0].finish_reason == "length"
     assert isinstance(refused, ValidationError)
     assert len(queue) == 0

@@ -95,7 +95,8 @@ class InFlight:
             UnavailableError: `cancel_all` was called.
         """
         with self.visit() as visit:
-            task = visit.work = asyncio.ensure_future(work)
+            task = asyncio.ensure_future(work)
+            visit.work = task
             gone = asyncio.ensure_future(_disconnected(receive))
             try:
                 if visit.is_cancelled:  # between two parts of it

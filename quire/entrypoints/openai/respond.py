@@ -1,6 +1,6 @@
 """The one way from a request to its response, for all endpoint families that generate.
 
-Invariant: the client's connection is watched from before the first token to the end, and a refusal comes
+Invariant: the client's connection is watched from when its request has come in to the end, and a refusal comes
 before a stream has begun, with its proper status. A request has its place in the queue before it costs anything, and
 leaves it however it ends.
 """
@@ -60,12 +60,23 @@ async def respond(
     in_flight = server.in_flight
     apply_terms(request, body)
     with client_names(body), server.engine.reserve(answer.num_sequences) as place:
-        outputs = await _started(answer, body, place)
         if not body.stream:
-            finals = await in_flight.run(outputs.final(), request.receive)
+            finals = await in_flight.run(_finals(answer, body, place), request.receive)
             return json_response(answer.whole(finals))
-        await in_flight.run(outputs.prime(), request.receive)
+        outputs = await in_flight.run(_primed(answer, body, place), request.receive)
         return EventStream(answer.frames(outputs.prompt_lengths), outputs, in_flight, wire)
+
+
+async def _finals(answer: Answer, body: GenerationRequest, place: Place) -> list[RequestOutput]:
+    outputs = await _started(answer, body, place)
+    return await outputs.final()
+
+
+async def _primed(answer: Answer, body: GenerationRequest, place: Place) -> Outputs:
+    """With the first output."""
+    outputs = await _started(answer, body, place)
+    await outputs.prime()
+    return outputs
 
 
 async def _started(answer: Answer, body: GenerationRequest, place: Place) -> Outputs:
