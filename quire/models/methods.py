@@ -190,7 +190,7 @@ class _Encodings:
             ModelLoadError: its scale is missing, or is none.
         """
         said = encoding.activations
-        if said is None:
+        if said is None or layer.only_looked_up:
             return None
         if said.unlike or not layer.rounds_inputs:
             why = f"with {said.unlike}" if said.unlike else f"in {type(layer).__name__}"
@@ -199,8 +199,10 @@ class _Encodings:
                 "give precise, or fast"
             )
         how = RowRounding(said.codes, group=said.group, symmetric=said.symmetric, bound=said.bound)
-        if not said.static or not self._files:
-            return how if self._files or not said.static else replace(how, scale=1.0)
+        if not said.static:
+            return how
+        if not self._files:  # weights are random, too
+            return replace(how, scale=1.0)
         return replace(how, scale=self._scale(layer, name), zero=self._zero(layer, name))
 
     def _scale(self, layer: MatrixLayer, name: str) -> float:
@@ -231,11 +233,11 @@ class _Encodings:
 
     def _encoding(self, layer: MatrixLayer, name: str) -> Encoding | None:
         encoding = self._says.encoding_of(name) if self._says is not None else None
-        if encoding is None or (isinstance(layer, VocabEmbedding) and layer.only_looked_up):
+        if encoding is None:
             return None
         codec = codec_of(encoding)
         in_files = layer.in_files(name, {"weight", *codec.tensors(1, 1)}, self._tensors)
-        # A tied head is a table, which no method quantises but where its files say so.
+        # No method quantises tables, tied heads among them, but where its files say so.
         if isinstance(layer, VocabEmbedding) and not in_files:
             return None
         is_float = in_files.keys() == {"weight"} and in_files["weight"].dtype in FLOATS
