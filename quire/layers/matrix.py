@@ -130,6 +130,10 @@ class MatrixLayer(Layer):
         at = {tensor: self.stored_name(module, tensor) for tensor in tensors}
         return {tensor: files[name] for tensor, name in at.items() if name in files}
 
+    def own(self, tensor: Tensor) -> Tensor:
+        """What is this layer's of a tensor that files have for its module."""
+        return tensor
+
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield from self.method.slots(self, names)
         if self.has_bias:

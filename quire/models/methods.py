@@ -156,27 +156,27 @@ class _Encodings:
         if not layer.makes_products:
             return None
         as_they_come = torch.arange(layer.inputs, device="cpu")
-        order, *others = [self._order(module, as_they_come) for module in modules]
+        order, *others = [self._order(layer, module, as_they_come) for module in modules]
         if order is None or not all(other is not None and torch.equal(other, order) for other in others):
             return None
         return Packed(scheme, order)
 
-    def _order(self, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
+    def _order(self, layer: MatrixLayer, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
         """The inputs of a module group after group; None: its groups are of no size that all have."""
-        groups = self._groups(module.name, module.codec) if module.codec.reorders else None
+        groups = self._groups(layer, module.name, module.codec) if module.codec.reorders else None
         return as_they_come if groups is None else module.codec.order(groups)
 
-    def _groups(self, name: str, codec: Codec) -> Tensor | None:
+    def _groups(self, layer: MatrixLayer, name: str, codec: Codec) -> Tensor | None:
         """What a module's tensor of groups holds; None: it has none."""
-        tensor = f"{name}.{codec.groups_in}"
-        if codec.groups_in is None or tensor not in self._files:
+        tensor = "" if codec.groups_in is None else layer.stored_name(name, codec.groups_in)
+        if tensor not in self._files:
             return None
         info = self._files[tensor].tensors[tensor]
-        return self._files[tensor].part(info, tuple(slice(0, size) for size in info.shape))
+        return layer.own(self._files[tensor].part(info, tuple(slice(0, size) for size in info.shape)))
 
     def _module(self, layer: MatrixLayer, name: str, encoding: Encoding) -> EncodedModule:
         codec = codec_of(encoding)
-        groups = self._groups(name, codec)
+        groups = self._groups(layer, name, codec)
         codec = codec if groups is None else codec.by_groups(groups)
         in_files = layer.in_files(name, codec.tensors(1, 1), self._tensors)
         rounding = self._rounding(layer, name, encoding) if self._as_checkpoint else None

@@ -144,7 +144,7 @@ FORMS: dict[str, tuple[dict[str, Any], Writer, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name not in ("gptq", "fp8", "awq")])
+@pytest.mark.parametrize("name", FORMS)
 def test_stacks_of_modules(
     name: str, tiny_model: Callable[[str], Path], directories: tuple[Path, Path]
 ) -> None:
