@@ -48,6 +48,11 @@ class _InStack(MatrixLayer):
         found = super().in_files(module, tensors, files)
         return {name: stack if self.stack.flat else stack[0] for name, stack in found.items() if stack.dim()}
 
+    def own(self, tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) % self.count:
+            return tensor  # no stack, which whoever reads it says
+        return tensor.unflatten(0, (self.count, -1))[self.index].flatten(0, 0 if self.stack.flat else 1)
+
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         for name, slot in super().slots(self.stored_modules(names)):
             stacked = slot.of_stack(self.index, self.count)

@@ -156,27 +156,27 @@ class _Encodings:
         if not layer.makes_products:
             return None
         as_they_come = torch.arange(layer.inputs, device="cpu")
-        order, *others = [self._order(module, as_they_come) for module in modules]
+        order, *others = [self._order(layer, module, as_they_come) for module in modules]
         if order is None or not all(other is not None and torch.equal(other, order) for other in others):
             return None
         return Packed(scheme, order)
 
-    def _order(self, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
+    def _order(self, layer: MatrixLayer, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
         """The inputs of a module group after group; None: its groups are of no size that all have."""
-        groups = self._groups(module.name, module.codec) if module.codec.reorders else None
+        groups = self._groups(layer, module.name, module.codec) if module.codec.reorders else None
         return as_they_come if groups is None else module.codec.order(groups)
 
-    def _groups(self, name: str, codec: Codec) -> Tensor | None:
+    def _groups(self, layer: MatrixLayer, name: str, codec: Codec) -> Tensor | None:
         """What a module's tensor of groups holds; None: it has none."""
-        tensor = f"{name}.{codec.groups_in}"
-        if codec.groups_in is None or tensor not in self._files:
+        tensor = "" if codec.groups_in is None else layer.stored_name(name, codec.groups_in)
+        if tensor not in self._files:
             return None
         info = self._files[tensor].tensors[tensor]
-        return self._files[tensor].part(info, tuple(slice(0, size) for size in info.shape))
+        return layer.own(self._files[tensor].part(info, tuple(slice(0, size) for size in info.shape)))
 
     def _module(self, layer: MatrixLayer, name: str, encoding: Encoding) -> EncodedModule:
         codec = codec_of(encoding)
-        groups = self._groups(name, codec)
+        groups = self._groups(layer, name, codec)
         codec = codec if groups is None else codec.by_groups(groups)
         in_files = layer.in_files(name, codec.tensors(1, 1), self._tensors)
         rounding = self._rounding(layer, name, encoding) if self._as_checkpoint else None
@@ -190,7 +190,7 @@ class _Encodings:
             ModelLoadError: its scale is missing, or is none.
         """
         said = encoding.activations
-        if said is None:
+        if said is None or layer.only_looked_up:
             return None
         if said.unlike or not layer.rounds_inputs:
             why = f"with {said.unlike}" if said.unlike else f"in {type(layer).__name__}"
@@ -199,8 +199,10 @@ class _Encodings:
                 "give precise, or fast"
             )
         how = RowRounding(said.codes, group=said.group, symmetric=said.symmetric, bound=said.bound)
-        if not said.static or not self._files:
-            return how if self._files or not said.static else replace(how, scale=1.0)
+        if not said.static:
+            return how
+        if not self._files:  # weights are random, too
+            return replace(how, scale=1.0)
         return replace(how, scale=self._scale(layer, name), zero=self._zero(layer, name))
 
     def _scale(self, layer: MatrixLayer, name: str) -> float:
@@ -231,11 +233,11 @@ class _Encodings:
 
     def _encoding(self, layer: MatrixLayer, name: str) -> Encoding | None:
         encoding = self._says.encoding_of(name) if self._says is not None else None
-        if encoding is None or (isinstance(layer, VocabEmbedding) and layer.only_looked_up):
+        if encoding is None:
             return None
         codec = codec_of(encoding)
         in_files = layer.in_files(name, {"weight", *codec.tensors(1, 1)}, self._tensors)
-        # A tied head is a table, which no method quantises but where its files say so.
+        # No method quantises tables, tied heads among them, but where its files say so.
         if isinstance(layer, VocabEmbedding) and not in_files:
             return None
         is_float = in_files.keys() == {"weight"} and in_files["weight"].dtype in FLOATS

@@ -21,7 +21,7 @@ from quire.kernels.formats.grouped import GroupedFormat
 from quire.kernels.linear import Layout, WeightScheme
 from quire.kernels.rounding import RowRounding
 from quire.layers.base import parameter
-from quire.layers.quantization import QuantMethod
+from quire.layers.quantization import TABLE, QuantMethod
 from quire.layers.quantized.codec import Axis, Codec, Coded, Stored
 from quire.layers.quantized.merged import merged_numbers
 from quire.layers.rounded_inputs import RoundedInputs
@@ -135,6 +135,9 @@ class Encoded(QuantMethod):
 
     def unrounded(self) -> QuantMethod:
         return Encoded(self._modules, self._kept.unrounded())
+
+    def looked_up(self) -> QuantMethod:
+        return Encoded(self._modules, TABLE)
 
     def create(self, layer: MatrixLayer) -> None:
         reorders = self._packed is not None and self._packed.order is not None

@@ -12,6 +12,8 @@ from quire.models.quantized.fp8 import UNREAD
 from quire.models.quantized.rules import EVERYTHING, beginning, block_shape, cache_scales, names, notes
 
 _CLASSES = ("Linear", "LinearBase", "ParallelLMHead")
+_TABLES = r"(.*\.)?(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings)"
+"""What families call a table of tokens."""
 _UNREAD = (*UNREAD, r"\.(weight_shape|weight_g_idx|input_zero_point|input_global_scale|output_zero_point)$")
 _KEYS = (
     *("quant_method", "version", "format", "config_groups", "ignore", "kv_cache_scheme", "sparsity_config"),
@@ -63,6 +65,8 @@ def read_compressed_tensors(config: JsonObject) -> CheckpointQuantization:
 def _pattern(config: JsonObject, key: str, name: str) -> str:
     if name in _CLASSES:
         return EVERYTHING
+    if name == "Embedding":
+        return _TABLES
     if not name.startswith("re:"):
         return rf"(.*\.)?{re.escape(name)}"
     return beginning(config, key, name.removeprefix("re:"))

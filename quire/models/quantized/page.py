@@ -5,12 +5,18 @@ Invariant: how each row's weights are kept is asked of its codec, so the page sa
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from quire.config.encoding import Encoding
+from quire.kernels import ops, reference
+from quire.kernels.formats import format_of
 from quire.kernels.linear import WeightScheme
 from quire.layers.quantized.method import scheme_kept
 from quire.layers.quantized.table import codec_of
@@ -21,6 +27,11 @@ PAGE = Path("docs/quantized_checkpoints.md")
 
 _LAYER = "model.layers.0.mlp.up_proj"
 _INPUTS = 4096
+_DEVICES = {"cpu": "CPU", "triton": "GPU"}
+"""By the names of implementations."""
+_IN_ANY_ORDER = (
+    "; floats in experts, the head, where ranks have parts of the inputs, where merged modules disagree"
+)
 
 INTRODUCTION = """\
 # Quantised checkpoints
@@ -41,8 +52,13 @@ and "checkpoint" rounds them [as the file says](#activations).
 Everything else ("floats") is decoded in float32 while it loads and kept as `--dtype` says: `--dtype float32` keeps it
 exactly, in four bytes for each weight. "Shifted" are numbers with zero points or minimums.
 
-| method | what | kept as |
-|---|---|---|
+Device: where there are kernels that multiply by what is kept. Error: what the fast mode does to the two factors of a
+product on a CPU, relative and of normal values: it rounds them to integers of 8 bits; the precise mode does not, and
+what a GPU does is [below](#activations). Of floats it is that of `--dtype bfloat16`, in all modes. Speed depends on
+what is kept alone, and was [measured](quantization.md#packed-formats) for some of it.
+
+| method | what | kept as | device | error, fast |
+|---|---|---|---|---|
 """
 
 NOTES = """
@@ -57,11 +73,16 @@ weights that the method's definition makes of the file, and that two ranks share
 
 Inputs whose groups are in any order (`desc_act`, `actorder`) stand group after group in memory, and activations are
 gathered in that order. Modules that are merged must agree on it, as those of GPTQ do. Where they do not, in experts, in
-the head, and where a rank has some of the inputs, weights become floats.
+the head, and where a rank has some of the inputs, weights become floats. What the order is is read of the files
+(`g_idx`, `weight_g_idx`), whatever the config says of it.
 
 Experts may be one by one, also in families that keep those of a layer in one tensor (Llama 4, gpt-oss), as tools leave
-them that look for linear layers. In one tensor they may be in MXFP4 (OpenAI's layout) and in FP8 as transformers writes
-it (`fp8`, per matrix or in blocks, and `fbgemm_fp8`).
+them that look for linear layers: in any form. Where those of a layer are one module (Granite, JetMoE) its tensors may
+be stacks of what one matrix has, in all forms but those that have a matrix's numbers all in a row (bitsandbytes, HQQ).
+Where they are a parameter that no module bears (Llama 4, gpt-oss), a stack may be in MXFP4 (OpenAI's layout) and in FP8
+as transformers writes it (`fp8`, per matrix or in blocks, and `fbgemm_fp8`).
+
+A table of tokens that is quantised in the files becomes floats of `--dtype`, unless it is the output head, too.
 
 ## Activations
 
@@ -214,11 +235,14 @@ def page() -> str:
 
 
 def _kept(example: _Example) -> str:
+    """The columns that are asked of the code."""
     method = example.config["quant_method"]
     layer = "model.layers.0.mlp.experts.0.up_proj" if method == "mxfp4" else _LAYER
     encoding = METHODS.resolve(method)(JsonObject("config.json", example.config)).encoding_of(layer)
     assert encoding is not None, f"{example} says nothing of {layer}"
-    return _said(_scheme(encoding))
+    scheme = _scheme(encoding)
+    otherwise = _IN_ANY_ORDER if codec_of(encoding).reorders else ""
+    return " | ".join((_said(scheme) + otherwise, _devices(scheme), f"{100 * _error(scheme):.2g} %"))
 
 
 def _scheme(encoding: Encoding) -> WeightScheme | None:
@@ -232,6 +256,31 @@ def _said(scheme: WeightScheme | None) -> str:
         return "floats"
     over = f"groups of {scheme.group_size}" if scheme.group_size else "a scale per output"
     return f"{scheme.kind}, {over}{'' if scheme.symmetric else ', shifted'}"
+
+
+def _devices(scheme: WeightScheme | None) -> str:
+    """Those whose kernels take it; products of floats are the vendor's."""
+    if scheme is None:
+        return "CPU, GPU"
+    weight = torch.empty(0)
+    rows = ops.pack_weight.implementations
+    return ", ".join(_DEVICES[row.name] for row in rows if row.accepts is None or row.accepts(weight, scheme))
+
+
+def _error(scheme: WeightScheme | None) -> float:
+    """Of the factors of a product by the oracle, relative to them, of numbers that are drawn."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(16, _INPUTS, generator=random), torch.randn(16, _INPUTS, generator=random)
+    if scheme is None:
+        return _distance(weight.bfloat16(), weight)
+    kept, whole = format_of(scheme), replace(scheme, symmetric=True)
+    packed = kept.pack(weight, whole, 1, "panels")
+    of_weights = _distance(kept.multiplied(packed), kept.unpack(packed))
+    return math.hypot(of_weights, _distance(reference.seen_by(packed, x), x))
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm())
 
 
 def main() -> None:
