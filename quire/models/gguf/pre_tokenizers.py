@@ -74,7 +74,6 @@ _LING = PreTokenizer(
         ),
     )
 )
-_ASIAN = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
@@ -147,7 +146,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "deepseek-v3": _DEEPSEEK_V3,
     "hunyuan-dense": _DEEPSEEK_V3,
     "joyai-llm": _DEEPSEEK_V3,
-    "youtu": PreTokenizer((_ASIAN, _o200k(_ONE_DIGIT, f"(?i:{_CONTRACTIONS})?")), ignores_merges=True),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "bloom": _BLOOM,
     "gpt3-finnish": _BLOOM,
