@@ -47,7 +47,8 @@ def _per_head(
         x_scales += head * tokens
     sums = product_tile(
         x + head * head_stride, x_scales, token, token_stride, used, data, scales, zeros, book,
-        head * outputs + column, column_used, inputs, OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+        head * outputs + column, column_used, tl.num_programs(2) * outputs, inputs,
+        OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     place = (token.to(tl.int64) * tl.num_programs(2) + head)[:, None] * outputs + column[None, :]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=used[:, None] & column_used[None, :])
