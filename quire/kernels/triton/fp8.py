@@ -86,12 +86,13 @@ def vendor_linear(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor
     """`fp8_linear` in x's dtype by `torch._scaled_mm`; the result is rounded to bfloat16 on the way."""
     if not x.shape[0]:
         return torch.empty(0, len(weight), dtype=x.dtype, device=x.device)
-    out = torch._scaled_mm(
+    out: Tensor = torch._scaled_mm(
         x.values,
         weight.t(),
         scale_a=x.scales,
         scale_b=scales.view(1, -1),
+        bias=None if bias is None else bias.bfloat16(),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
-    ).to(x.dtype)
-    return out if bias is None else out + bias.to(x.dtype)
+    )
+    return out.to(x.dtype)
