@@ -3,8 +3,8 @@
     python examples/search.py "Which city is France's capital?"
 
 An embedding model finds the facts that are nearest to a question. A chat model, which reads question and fact together,
-says how likely it would answer with each, and answers with the likeliest. It is a toy that knows these facts by heart and
-reads none in its prompt, where a larger model would be given them; so nothing else than what was found is left to say.
+says how likely it would answer with each, and answers with the likeliest. It is a toy that knows these facts by heart
+and reads none in its prompt, where a larger model would be given them; so nothing else is left to say than what was found.
 """
 
 import math
