@@ -4,7 +4,7 @@
 
 An embedding model finds the facts that are nearest to a question. A chat model, which reads question and fact together,
 says how likely it would answer with each, and answers with the likeliest. It is a toy that knows these facts by heart
-and reads none in its prompt, where a larger one would be given them; so nothing else is left to say than what was found.
+and reads none in its prompt, where a larger one would be given them; so nothing is left to say but what was found.
 """
 
 import math
