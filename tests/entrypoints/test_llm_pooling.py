@@ -248,3 +248,10 @@ def test_windows_of_long_texts_are_averaged_when_that_is_asked_for(
         np.testing.assert_allclose(long.outputs.embedding, mean / np.linalg.norm(mean), rtol=1e-6)
         with pytest.raises(ValidationError, match="average_windows is for texts"):
             llm.embed([1] * 50, average_windows=True, use_tqdm=False)
+
+
+def test_of_a_word_that_comes_again_the_largest_weight_counts() -> None:
+    weights = PoolingOutput(np.array([[0.5], [0.0], [0.75], [0.25]], np.float32))
+    assert PoolingRequestOutput("a", weights, [7, 8, 7, 9]).lexical_weights() == {7: 0.75, 9: 0.25}
+    with pytest.raises(ValueError, match="a weight for each token"):
+        PoolingRequestOutput("a", weights, [7, 8, 7]).lexical_weights()
