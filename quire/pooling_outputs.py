@@ -107,6 +107,21 @@ class PoolingRequestOutput(Generic[T]):
             return None
         return RequestError(failure.status, str(failure), self.finish_reason != "error")
 
+    def lexical_weights(self) -> dict[int, float]:
+        """Of `token_classify` of a model that weighs words (BGE-M3): token id -> its largest weight, if that is above 0.
+
+        Raises:
+            ValueError: the tokens have other numbers than a weight each.
+        """
+        data = self.outputs.data if isinstance(self.outputs, PoolingOutput) else np.zeros(0)
+        if data.shape != (len(self.prompt_token_ids), 1):
+            raise ValueError(f"a weight for each token is wanted, and this has the shape {data.shape}")
+        largest: dict[int, float] = {}
+        for token_id, weight in zip(self.prompt_token_ids, data[:, 0].tolist(), strict=True):
+            if weight > max(0.0, largest.get(token_id, 0.0)):
+                largest[token_id] = weight
+        return largest
+
     def _failure(self) -> QuireError | None:
         if self.finish_reason == "timeout":
             return DeadlineError("the request's time was over before its prompt was pooled")

@@ -63,6 +63,8 @@ class CheckpointNames:
     """
     unused: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Patterns of tensors that are knowingly left out."""
+    adapters: CheckpointNames | None = None
+    """What transformers' modules, and so those of adapters, are called, where checkpoints call them otherwise."""
 
 
 @dataclass(frozen=True)

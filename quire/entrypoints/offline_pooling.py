@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -12,6 +13,7 @@ from quire.engine.prompt_forms import TokenizedPrompt, parts_of
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.offline import OfflineEngine, as_prompts, per_prompt
 from quire.entrypoints.pooling.scoring import Scoring
+from quire.entrypoints.pooling.windows import Windows, is_normalized
 from quire.errors import ValidationError
 from quire.inputs import DataPrompt, PromptType
 from quire.io_processors import IOProcessor, make_io_processor
@@ -81,21 +83,30 @@ class OfflinePooling(OfflineEngine):
         prompts: Prompts,
         *,
         pooling_params: PerPrompt = None,
+        average_windows: bool = False,
         options: TextOptions = AS_THEY_ARE,
         tokenization_kwargs: Kwargs = None,
         lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt. Raises as `encode` does."""
-        pooled = self.encode(
-            prompts,
-            pooling_params,
-            pooling_task=EMBED,
-            options=options,
-            tokenization_kwargs=tokenization_kwargs,
-            lora_request=lora_request,
-            use_tqdm=use_tqdm,
-        )
+        """The embedding of each prompt.
+
+        With `average_windows` one that is longer than the context is cut into windows, whose embeddings are averaged by
+        their tokens, and normalized again if theirs are. Raises as `encode` does.
+        """
+        if average_windows:
+            options = options.with_kwargs(tokenization_kwargs)
+            pooled = self._of_windows(as_prompts(prompts), pooling_params, options, lora_request, use_tqdm)
+        else:
+            pooled = self.encode(
+                prompts,
+                pooling_params,
+                pooling_task=EMBED,
+                options=options,
+                tokenization_kwargs=tokenization_kwargs,
+                lora_request=lora_request,
+                use_tqdm=use_tqdm,
+            )
         return list(map(EmbeddingRequestOutput.from_base, pooled))
 
     def classify(
@@ -180,6 +191,37 @@ class OfflinePooling(OfflineEngine):
                 sum(one.num_cached_tokens for one in parts),
             )
             for score, parts in scoring.outputs(pooled)
+        ]
+
+    def _of_windows(
+        self,
+        prompts: Sequence[PromptType],
+        params: PerPrompt,
+        options: TextOptions,
+        lora_request: LoRARequest | None,
+        use_tqdm: bool,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The mean of each prompt's windows, as an output that has the tokens of all of them."""
+        inputs, wanted = self._pooling_inputs, params or PoolingParams()
+        if not isinstance(wanted, PoolingParams):
+            raise ValidationError("average_windows takes one pooling_params for all", param="pooling_params")
+        texts = [one for one in prompts if isinstance(one, str | list)]
+        if len(texts) < len(prompts):
+            raise ValidationError("average_windows is for texts, and token ids that fit", param="prompt")
+        windows = Windows(inputs, options)
+        pooled = self._pool(
+            windows.prompts(texts), wanted, EMBED, lora_request=lora_request, use_tqdm=use_tqdm
+        )
+        normalized = is_normalized(inputs.spec, wanted.use_activation)
+        vectors = windows.joined(pooled, normalized=normalized)
+        return [
+            replace(
+                first,
+                outputs=PoolingOutput(vector),
+                prompt_token_ids=[token_id for one in (first, *others) for token_id in one.prompt_token_ids],
+                num_cached_tokens=sum(one.num_cached_tokens for one in (first, *others)),
+            )
+            for vector, (first, *others) in zip(vectors, windows.of_each(pooled), strict=True)
         ]
 
     def _composer(self, chat_template: str | None) -> Callable[[str, str], list[int]] | None:

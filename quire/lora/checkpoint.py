@@ -37,6 +37,8 @@ class Adapter:
     """By the index of each table, rows in place of its own, or behind them."""
     num_added: int = 0
     """Tokens behind the model's."""
+    base_model: str = ""
+    """What it says that it was trained on."""
     lengths: dict[int, RowLengths] = field(default_factory=dict)
     """Of layers whose inputs ranks share, until they are settled."""
 
@@ -86,7 +88,7 @@ def read_adapter(
             lengths[index] = reader.lengths
     settle({index: own for index, own in lengths.items() if own.group is None}, layers)
     shared = {index: own for index, own in lengths.items() if own.group is not None}
-    return Adapter(layers, rows, count_added(file, rows, targets), shared)
+    return Adapter(layers, rows, count_added(file, rows, targets), config.base_model, shared)
 
 
 def _weights_file(directory: Path) -> Path:

@@ -71,12 +71,14 @@ class Targets:
     def __init__(self, model: CausalLM) -> None:
         self._part_of = model.config.arch.part_of
         self._head = model.renamed.get(HEAD, HEAD)
-        self._base_prefix = model.base_prefix
+        adapters = model.config.arch.names.adapters
+        of_adapters = "" if adapters is None else adapters.renamed.get("model", "model") + "."
+        self._prefixes = ("", of_adapters, model.base_prefix)
         found = list(adaptable_layers(model))
-        self.layers = [own for _, own in found]
+        self.layers = [own for _, _, own in found]
         places: dict[str, list[Place]] = {}
-        for index, (names, own) in enumerate(found):
-            for place in _places(index, names, own):
+        for index, (names, stored, own) in enumerate(found):
+            for place in (*_places(index, names, own), *_places(index, _other(stored, names), own)):
                 places.setdefault(place.piece.name, []).append(place)
         self.modules: Mapping[str, Target] = {
             name: self._target(of)
@@ -108,8 +110,7 @@ class Targets:
         """
         own = module if self._part_of is None else self._part_of.name_alone(module)
         own = self._head if own == HEAD else own
-        based = self._base_prefix + own
-        return based if own not in self.modules and based in self.modules else own
+        return next((prefix + own for prefix in self._prefixes if prefix + own in self.modules), own)
 
     def _target(self, places: Sequence[Place]) -> Target:
         own = self.layers[places[0].layer]
@@ -130,7 +131,14 @@ class Targets:
         return all(own.layer.has_bias and not own.is_table for own in layers)
 
 
+def _other(stored: list[str], names: list[str]) -> list[str]:
+    """What a checkpoint calls modules, if it is not what transformers does: adapters may name them so, too."""
+    return [] if stored == names else stored
+
+
 def _places(index: int, names: Sequence[str], own: Adaptable) -> list[Place]:
+    if not names:
+        return []
     starts = [sum(own.parts[:part]) for part in range(len(own.parts))]
     return [
         Place(index, max(part for part, start in enumerate(starts) if start <= piece.place.start), piece)
@@ -139,11 +147,11 @@ def _places(index: int, names: Sequence[str], own: Adaptable) -> list[Place]:
 
 
 def _expert_matrices(
-    arch: ExpertsArch | None, found: Sequence[tuple[list[str], Adaptable]]
+    arch: ExpertsArch | None, found: Sequence[tuple[list[str], list[str], Adaptable]]
 ) -> Mapping[str, Mapping[str, ExpertMatrices]]:
     """Those of each layer, by its number."""
     targets: dict[str, dict[str, list[Target]]] = {}
-    for index, (_, own) in enumerate(found):
+    for index, (_, _, own) in enumerate(found):
         if isinstance(own, AdaptableExpert):
             experts, _, matrix = own.layer.name.rsplit(".", 2)
             match = _EXPERTS.fullmatch(experts)

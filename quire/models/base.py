@@ -23,8 +23,8 @@ T = TypeVar("T")
 class Uncut(NamedTuple):
     """A model as it was before it was cut into pipeline stages; layers of other stages never have memory."""
 
-    layers: list[tuple[list[str], Layer]]
-    """As `CausalLM.checkpoint_layers` gave them."""
+    layers: list[tuple[list[str], list[str], Layer]]
+    """As `CausalLM.adapter_layers` gave them."""
     head: VocabEmbedding | None
     enters: bool = True
     """Whether this stage looks tokens up."""
@@ -106,11 +106,18 @@ class CausalLM(Module):
         """Each layer with parameters, under the names of the checkpoint's modules that it holds."""
         for path, module in self.named_modules():
             if isinstance(module, Layer):
-                parts = path.partition(f".{SLICES}.")[0].split(".")
-                paths = [parts[: end + 1] for end in range(len(parts))]
-                *names, leaf = (_of_part(self.renamed, path, path[-1]) for path in paths)
-                leaves = _of_part(self.merged, parts, (leaf,))
-                yield [".".join(filter(None, (*names, name))) for name in leaves], module
+                yield _module_names(path, self.renamed, self.merged), module
+
+    def adapter_layers(self) -> Iterator[tuple[list[str], list[str], Layer]]:
+        """The same layers: the names that transformers has for such modules, those of the checkpoint, and the layer."""
+        own = self.config.arch.names.adapters
+        stored = {layer: names for names, layer in self.checkpoint_layers()}
+        if own is None:
+            yield from ((names, names, layer) for layer, names in stored.items())
+            return
+        for path, module in self.named_modules():
+            if isinstance(module, Layer):
+                yield _module_names(path, own.renamed, own.merged), stored[module], module
 
     def checkpoint_slots(self) -> dict[str, list[Slot]]:
         """Name of each checkpoint tensor that the model needs -> where its parts go."""
@@ -135,6 +142,15 @@ class CausalLM(Module):
         unread = () if arch.quantization is None else arch.quantization.unread
         of_other_parts = () if arch.part_of is None else arch.part_of.unused
         return any(re.search(pattern, tensor_name) for pattern in (*self.unused, *unread, *of_other_parts))
+
+
+def _module_names(path: str, renamed: Mapping[str, str], merged: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Of a module of ours; of a merged one those that it stands for."""
+    parts = path.partition(f".{SLICES}.")[0].split(".")
+    paths = [parts[: end + 1] for end in range(len(parts))]
+    *names, leaf = (_of_part(renamed, path, path[-1]) for path in paths)
+    leaves = _of_part(merged, parts, (leaf,))
+    return [".".join(filter(None, (*names, name))) for name in leaves]
 
 
 def _of_part(table: Mapping[str, T], path: list[str], otherwise: T) -> T:

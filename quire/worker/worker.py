@@ -78,6 +78,7 @@ class Worker:
             model_dtype(config),
             max_rows=config.lora.lora_extra_vocab_size,
             max_added=config.max_added_tokens,
+            base_model=config.model.model,
         )
         self._slots: AdapterSlots | None = None
 

@@ -229,3 +229,29 @@ def test_why_a_request_has_no_numbers_is_told_as_vllm_does() -> None:
     assert failed is not None
     assert (failed.code, failed.retryable) == (500, False)
     assert failed.message.endswith("before it was complete: not finite")
+
+
+def test_windows_of_long_texts_are_averaged_when_that_is_asked_for(
+    pools: Pools, pair_model_dir: Path
+) -> None:
+    with made(pools, EMBEDDER, pair_model_dir) as llm:
+        with pytest.raises(ValidationError, match="maximum context length"):
+            llm.embed("a" * 50, use_tqdm=False)
+        (long, short) = llm.embed(["abc" * 30, "abc"], average_windows=True, use_tqdm=False)
+        assert short.outputs == llm.embed("abc", use_tqdm=False)[0].outputs
+        windows = llm.llm_engine.input_processor.pooling.windows("abc" * 30)  # type: ignore[union-attr]
+        parts = llm.embed([one.token_ids for one in windows], use_tqdm=False)
+        assert len(parts) > 1
+        assert long.prompt_token_ids == [token for one in windows for token in one.token_ids]
+        weights = [len(one.prompt_token_ids) for one in parts]
+        mean = np.average([one.outputs.embedding for one in parts], axis=0, weights=weights)
+        np.testing.assert_allclose(long.outputs.embedding, mean / np.linalg.norm(mean), rtol=1e-6)
+        with pytest.raises(ValidationError, match="average_windows is for texts"):
+            llm.embed([1] * 50, average_windows=True, use_tqdm=False)
+
+
+def test_of_a_word_that_comes_again_the_largest_weight_counts() -> None:
+    weights = PoolingOutput(np.array([[0.5], [0.0], [0.75], [0.25]], np.float32))
+    assert PoolingRequestOutput("a", weights, [7, 8, 7, 9]).lexical_weights() == {7: 0.75, 9: 0.25}
+    with pytest.raises(ValueError, match="a weight for each token"):
+        PoolingRequestOutput("a", weights, [7, 8, 7]).lexical_weights()

@@ -36,7 +36,7 @@ from quire.entrypoints.pooling.protocol import (
     PooledList,
     PoolingRequest,
 )
-from quire.entrypoints.pooling.run import Job, Pooled, called, text_options
+from quire.entrypoints.pooling.run import Job, Pooled, called, check_count, text_options
 from quire.entrypoints.pooling.windows import Windows, is_normalized
 from quire.errors import ValidationError
 from quire.io_processors import IOProcessor
@@ -57,7 +57,7 @@ async def create_embeddings(request: Request) -> Response:
     inputs = split_prompts(body.input, "input", MAX_INPUTS)
     params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions, task=EMBED)
     options = text_options(body, prompt_name=body.prompt_name)
-    windows = Windows(job.inputs, options)
+    windows = Windows(job.inputs, options, check_count)
     with called("input"):
         if body.average_windows:
             pooled = await job.run(params, num_chars(inputs), lambda: windows.prompts(inputs))

@@ -55,5 +55,11 @@ class PoolingModel(CausalLM):
             assert isinstance(head, PoolingHead)
             yield from head.checkpoint_layers()
 
+    def adapter_layers(self) -> Iterator[tuple[list[str], list[str], Layer]]:
+        yield from self.body.adapter_layers()
+        for head in (self.pooling_head, *self.own_heads.values()):
+            assert isinstance(head, PoolingHead)
+            yield from ((names, names, layer) for names, layer in head.checkpoint_layers())
+
     def leaves_out(self, tensor_name: str) -> bool:
         return self.body.leaves_out(tensor_name) or tensor_name.split(".")[0] in _HEADS
