@@ -49,7 +49,9 @@ def wants_of_ranks(config: EngineConfig, executors: Collection[str] = EXECUTORS)
     return {
         f"--distributed-executor-backend mp, not {executor}": executor in executors,
         f"--device cpu, not {config.device.device}": config.device.device != "cpu",
-        "no --cpu-pin-threads, which would pin all ranks to the same cores": config.device.cpu_pin_threads,
+        "no --cpu-pin-threads, which would pin all ranks to the same cores: they have cores of their own with "
+        "--cpu-numa auto and --distributed-executor-backend mp, if there are enough": config.device.cpu_pin_threads
+        and not _have_cores(config),
     }
 
 
@@ -94,6 +96,14 @@ def _check_shares(config: EngineConfig) -> None:
             f"--tensor-parallel-size is {size}, and the model's {found} cannot be shared out evenly among so many "
             f"ranks; possible: {', '.join(map(str, possible_sizes(config)))}"
         )
+
+
+def _have_cores(config: EngineConfig) -> bool:
+    """Whether each rank of this host keeps to cores of its own."""
+    parallel = config.parallel
+    ranks = parallel.num_ranks // parallel.nnodes
+    enough = ranks * parallel.num_replicas <= len(Host().cores())
+    return enough and config.device.cpu_numa == "auto" and parallel.distributed_executor_backend == "mp"
 
 
 def _check_cores(parallel: ParallelConfig, host: Host) -> None:

@@ -35,7 +35,7 @@ def test_several_ranks_have_processes(tiny_model: Callable[[str], Path]) -> None
     [
         ({"distributed_executor_backend": "uni"}, "which wants --distributed-executor-backend mp, not uni"),
         ({"distributed_executor_backend": "null"}, "which wants --distributed-executor-backend mp, not null"),
-        ({"cpu_pin_threads": True}, "which wants no --cpu-pin-threads"),
+        ({"cpu_pin_threads": True, "cpu_numa": "off"}, "which wants no --cpu-pin-threads"),
     ],
 )
 def test_what_does_not_work_with_several_ranks_is_refused(
