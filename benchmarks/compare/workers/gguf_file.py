@@ -3,8 +3,8 @@
     python -m benchmarks.compare.workers.gguf_file CHECKPOINT TARGET [characters]
 
 The file has no tokenizer, as llama.cpp's benchmarks feed token ids; or, for programs that read texts, that of
-`workers.characters`. Vectors (norms and biases) and routers become float32, as llama.cpp expects; matrices keep their bits.
-Experts of a layer stand in one tensor, whose first index is the expert.
+`workers.characters`. Vectors (norms and biases) and routers become float32, as llama.cpp expects; matrices keep their
+bits. Experts of a layer stand in one tensor, whose first index is the expert.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def arithmetic() -> str:
 
 def asked_for() -> str:
     """The instruction set that the user wants; "auto": the best one."""
-    return os.environ.get(VARIABLE, "auto")
+    return os.environ.get("QUIRE_CPU_ISA", "auto")
 
 
 def missing_of_isas(handle: ctypes.CDLL) -> dict[str, str | None]:
