@@ -73,7 +73,9 @@ def main() -> int:
     llm, found, lengths = with_companion(args.num_tokens, args.model), cases(SEED, args.limit), list[float]()
     rejection = None
     if args.rejection:
-        rejection = RejectionSampling(*(resolve_model_dir(name, None, None) for name in (DEMO_MODEL, args.model)))
+        rejection = RejectionSampling(
+            *(resolve_model_dir(name, None, None) for name in (DEMO_MODEL, args.model))
+        )
     for temperature in (0.0, 0.7, 1.0):
         length, answers = answered(llm, found, temperature)
         lengths.append(length)
