@@ -67,8 +67,8 @@ class GuessingModel:
         pipeline: Pipeline,
         sampler: Sampler,
         transfers: Transfers,
-        config: EngineConfig,
         *,
+        config: EngineConfig,
         slice_size: int,
     ) -> None:
         self._model = model

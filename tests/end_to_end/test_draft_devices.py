@@ -12,12 +12,14 @@ from torch import Tensor
 
 from quire import SamplingParams
 from quire.executor import uniproc
-from tests.end_to_end.test_draft_heads import MODEL, guessing
+from tests.end_to_end.test_draft_heads import MODEL, NUM_GUESSES, generate, guessing
+from tests.end_to_end.test_draft_heads import proposed as proposed
 from tests.end_to_end.test_drafts import facts, jobs
 from tests.end_to_end.test_overlapped import STEM, Job, overlapped, serve
 from tests.end_to_end.test_speculation import guessing_for
-from tests.fixtures.draft_heads import write_mtp
+from tests.fixtures.draft_heads import HEADS, Target, write_mtp
 from tests.fixtures.quick import quick
+from tests.fixtures.tiny_models import oracle_of
 from tests.worker.fake_gpu import FakeGpu
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -112,3 +114,24 @@ def test_states_go_back_behind_guesses_on_a_device(
     got, stats = serve(jobs()[:6], **args, speculative_config=keys)
     assert facts(got) == facts(expected)
     assert stats["spec_decoding"]["num_draft_tokens"] > stats["spec_decoding"].get("num_accepted_tokens", 0)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3"])
+def test_guesses_on_a_device_are_those_of_the_formulas(
+    name: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    proposed: list[tuple[list[int], list[int]]],
+    request: pytest.FixtureRequest,
+    restore_threads: None,
+) -> None:
+    """While two more steps are in flight, whose states stand behind those that are read."""
+    heads, model = HEADS[name], tiny_model(MODEL)
+    directory = heads.write(tmp_path / "heads")
+    request.getfixturevalue("fake_gpu")
+    generate(model, **guessing(directory, heads.method), **overlapped(3))
+    target, tensors = Target(oracle_of(model)), heads.tensors(directory)
+    assert sum(len(found) >= 3 for _, found in proposed) > 40
+    for ids, found in proposed:
+        assert found == heads.guesses(target, tensors, ids, NUM_GUESSES + 2)[: len(found)]

@@ -48,7 +48,9 @@ class Eagle3Block(Block):
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     hidden_norm: RMSNorm | LayerNorm
 
-    def __init__(self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding) -> None:
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
         super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
         self.adds_normed = config.arch.draft is not None and config.arch.draft.adds_normed
 
