@@ -18,9 +18,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from quire.config import QuantizationConfig
 from quire.executor import uniproc
 from quire.kernels import cpu, triton
 from quire.kernels.triton import launch
+from quire.layers import attention
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from tests.end_to_end.test_overlapped import Job, jobs_of_all_kinds, overlapped, serve
@@ -134,7 +136,7 @@ ENGINES: tuple[tuple[str, dict[str, Any], Callable[[], list[Job]]], ...] = (
     ("llama", GUESSES, plain_jobs),
     ("llama", {"quantization": "int8"}, jobs_of_all_kinds),
     ("llama", {"quantization": "int4"}, plain_jobs),
-    ("llama", {"quantization": "fp8"}, plain_jobs),
+    ("llama", {"quantization": "fp8", "quantization_config": {"gemm": "triton"}}, plain_jobs),
     ("llama", {"kv_cache_dtype": "fp8"}, plain_jobs),
     ("llama", {"batch_invariant": True}, plain_jobs),
     ("llama", {}, many_logprobs),
@@ -152,10 +154,12 @@ ENGINES: tuple[tuple[str, dict[str, Any], Callable[[], list[Job]]], ...] = (
 
 def main(models: str, adapter: str, *only: str) -> None:
     driver.set_active(Driver())
-    triton.DEVICE_TYPES = ("cpu",)
+    triton.DEVICE_TYPES = ("cpu", "cuda")
     cpu.supports = lambda _dtype: False
     launch.num_processors = lambda _device: NUM_PROCESSORS
     torch.empty, torch.empty_like = zeroed(torch.empty), zeroed(torch.empty_like)
+    QuantizationConfig.check = lambda *_args, **_options: None
+    attention.device_type = lambda _config: "cuda"
     count = 0
     for number, (name, args, jobs) in enumerate(ENGINES):
         if only and str(number) not in only:
