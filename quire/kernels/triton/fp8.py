@@ -37,7 +37,7 @@ def check_device(device: torch.device) -> None:
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _multiply(
     out, x, row_scales, weight, scales, bias, rows, outputs, inputs,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

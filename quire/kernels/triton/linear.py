@@ -40,6 +40,7 @@ MAX_ROWS = 256
 TARGET_PROGRAMS = 264
 """Programs that fill a large GPU twice: a narrow matrix is cut along k until it has so many."""
 MAX_PARTS = 16
+SUM_TILE = 1024
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -126,17 +127,19 @@ def _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _add_parts(out, parts, bias, count, outputs, num_parts, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = index < count
+def _add_parts(out, parts, bias, outputs, num_parts, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
+    """A row of each part [parts, rows, outputs], a program for some of its outputs."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    output = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = output < outputs
     total = tl.zeros([TILE], tl.float32)
-    place = parts + index
+    place = parts + row * outputs + output
     for _ in range(num_parts):
         total += tl.load(place, mask=inside, other=0.0)
-        place += count
+        place += rows.to(tl.int64) * outputs
     if HAS_BIAS:
-        total += tl.load(bias + index % outputs, mask=inside, other=0.0)
-    tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
+        total += tl.load(bias + output, mask=inside, other=0.0)
+    tl.store(out + row * outputs + output, total.to(out.dtype.element_ty), mask=inside)
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
@@ -202,8 +205,8 @@ def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor
         return out
     parts = torch.empty(num_parts, *out.shape, dtype=torch.float32, device=x.device)
     _multiply(parts, x, weight, None, num_parts, steps_per_part)
-    _add_parts[(triton.cdiv(out.numel(), 1024),)](
-        out, parts, bias, out.numel(), weight.outputs, num_parts, HAS_BIAS=bias is not None, TILE=1024
+    _add_parts[(len(x), triton.cdiv(weight.outputs, SUM_TILE))](
+        out, parts, bias, weight.outputs, num_parts, HAS_BIAS=bias is not None, TILE=SUM_TILE
     )
     return out
 
