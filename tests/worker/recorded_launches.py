@@ -128,7 +128,8 @@ def plain_jobs() -> list[Job]:
 
 
 ADAPTS: dict[str, Any] = {"enable_lora": True}
-WIDE: dict[str, Any] = {"max_num_seqs": 40, "max_num_batched_tokens": 160, "num_gpu_blocks_override": 200}
+WIDE: dict[str, Any] = {"max_num_seqs": 60, "max_num_batched_tokens": 320, "num_gpu_blocks_override": 200}
+"""So that there are graphs of sizes before which no pass is run."""
 GUESSES: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 ENGINES: tuple[tuple[str, dict[str, Any], Callable[[], list[Job]]], ...] = (
     ("llama", {}, jobs_of_all_kinds),
@@ -143,10 +144,11 @@ ENGINES: tuple[tuple[str, dict[str, Any], Callable[[], list[Job]]], ...] = (
     ("llama", {"logprobs_mode": "processed_logprobs"}, many_logprobs),
     ("llama", ADAPTS, jobs_of_all_kinds),
     ("llama", ADAPTS | {"enforce_eager": True}, jobs_of_all_kinds),
-    ("mixtral", {}, plain_jobs),
+    ("mixtral", WIDE, plain_jobs),
     ("mixtral", {"quantization": "int8"}, plain_jobs),
     ("deepseekv3", {}, plain_jobs),
-    ("bamba", {}, plain_jobs),
+    ("deepseekv3", WIDE, plain_jobs),
+    ("bamba", WIDE, plain_jobs),
     ("qwen3next", {}, plain_jobs),
 )
 """Model, its engine's arguments, and what is asked of it."""
