@@ -49,7 +49,7 @@ def test_the_engine_checks_on_a_device_with_graphs(tmp_path: Path, monkeypatch: 
     found = [*engine_checks.first_checks(target, tmp_path), *engine_checks.checks(target, tmp_path)]
     checks = [one for one in found if any(word in one.name for word in _ON_A_DEVICE)]
     outcomes = outcomes_of(checks, tmp_path)
-    assert [outcome.passed for outcome in outcomes] == [True] * 11, [outcome.trouble for outcome in outcomes]
+    assert [outcome.passed for outcome in outcomes] == [True] * 12, [outcome.trouble for outcome in outcomes]
     assert any(device.replayed for device in devices)
     assert any(device.replayed_choices for device in devices)
 
@@ -62,7 +62,7 @@ def test_what_only_a_device_shows_comes_first(tmp_path: Path) -> None:
     assert firsts == sorted(firsts)
     missing = {"fp8", "fp8 KV cache", "batch-invariant"}
     assert {
-        name.split("start, ")[1] for name in names if "start, " in name
+        name.split("after start, ")[1] for name in names if "after start, " in name
     } == late_checks.KINDS.keys() - missing
 
 
