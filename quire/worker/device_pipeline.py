@@ -24,6 +24,9 @@ from quire.worker.pipeline import LanguageModel
 
 logger = logging.getLogger(__name__)
 
+_LONG_QUERIES = 128
+"""From so many on, attention has the same tiles for all lengths; below, its group of heads decides from which on."""
+
 
 class _Pass(NamedTuple):
     """What forward passes of one graph have in common.
@@ -38,7 +41,7 @@ class _Pass(NamedTuple):
     @property
     def variant(self) -> Hashable:
         shape = self.shape
-        longest = row_variant(shape.max_query_len)
+        longest = min(shape.max_query_len, _LONG_QUERIES)
         return row_variant(shape.num_requests), row_variant(shape.num_tokens), longest, self.adapts
 
 

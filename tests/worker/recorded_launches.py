@@ -18,9 +18,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from quire.config import QuantizationConfig
 from quire.executor import uniproc
 from quire.kernels import cpu, triton
 from quire.kernels.triton import launch
+from quire.layers import attention
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from tests.end_to_end.test_overlapped import Job, jobs_of_all_kinds, overlapped, serve
@@ -126,7 +128,8 @@ def plain_jobs() -> list[Job]:
 
 
 ADAPTS: dict[str, Any] = {"enable_lora": True}
-WIDE: dict[str, Any] = {"max_num_seqs": 40, "max_num_batched_tokens": 160, "num_gpu_blocks_override": 200}
+WIDE: dict[str, Any] = {"max_num_seqs": 60, "max_num_batched_tokens": 320, "num_gpu_blocks_override": 200}
+"""So that there are graphs of sizes before which no pass is run."""
 GUESSES: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 ENGINES: tuple[tuple[str, dict[str, Any], Callable[[], list[Job]]], ...] = (
     ("llama", {}, jobs_of_all_kinds),
@@ -134,17 +137,18 @@ ENGINES: tuple[tuple[str, dict[str, Any], Callable[[], list[Job]]], ...] = (
     ("llama", GUESSES, plain_jobs),
     ("llama", {"quantization": "int8"}, jobs_of_all_kinds),
     ("llama", {"quantization": "int4"}, plain_jobs),
-    ("llama", {"quantization": "fp8"}, plain_jobs),
+    ("llama", {"quantization": "fp8", "quantization_config": {"gemm": "triton"}}, plain_jobs),
     ("llama", {"kv_cache_dtype": "fp8"}, plain_jobs),
     ("llama", {"batch_invariant": True}, plain_jobs),
     ("llama", {}, many_logprobs),
     ("llama", {"logprobs_mode": "processed_logprobs"}, many_logprobs),
     ("llama", ADAPTS, jobs_of_all_kinds),
     ("llama", ADAPTS | {"enforce_eager": True}, jobs_of_all_kinds),
-    ("mixtral", {}, plain_jobs),
+    ("mixtral", WIDE, plain_jobs),
     ("mixtral", {"quantization": "int8"}, plain_jobs),
     ("deepseekv3", {}, plain_jobs),
-    ("bamba", {}, plain_jobs),
+    ("deepseekv3", WIDE, plain_jobs),
+    ("bamba", WIDE, plain_jobs),
     ("qwen3next", {}, plain_jobs),
 )
 """Model, its engine's arguments, and what is asked of it."""
@@ -152,10 +156,12 @@ ENGINES: tuple[tuple[str, dict[str, Any], Callable[[], list[Job]]], ...] = (
 
 def main(models: str, adapter: str, *only: str) -> None:
     driver.set_active(Driver())
-    triton.DEVICE_TYPES = ("cpu",)
+    triton.DEVICE_TYPES = ("cpu", "cuda")
     cpu.supports = lambda _dtype: False
     launch.num_processors = lambda _device: NUM_PROCESSORS
     torch.empty, torch.empty_like = zeroed(torch.empty), zeroed(torch.empty_like)
+    QuantizationConfig.check = lambda *_args, **_options: None
+    attention.device_type = lambda _config: "cuda"
     count = 0
     for number, (name, args, jobs) in enumerate(ENGINES):
         if only and str(number) not in only:

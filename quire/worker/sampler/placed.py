@@ -6,7 +6,7 @@ get without these places, bit for bit.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels.limits import ANY_LIMITS, NO_LIMITS
 from quire.worker.devices import Transfers
 from quire.worker.sampler.draw import StagedDraw, greedy_settings
+from quire.worker.sampler.feature import LogitsFeature
 from quire.worker.sampler.penalties import DevicePenalties, StagedPlaces
 from quire.worker.sampler.sampler import Sampler, StagedRows
 
@@ -63,7 +64,8 @@ class _Numbers(NamedTuple):
     @classmethod
     def within(cls, numbers: Tensor, size: int) -> _Numbers:
         """As `StagedDraw` and `StagedPlaces` have them."""
-        parts = numbers[: _WIDTH * size].split([4 * size, 2 * size, 4 * size, 3 * size])
+        sizes = [4 * size, 2 * size, 4 * size, 3 * size]
+        parts = torch.split_with_sizes(numbers[: _WIDTH * size], sizes)
         settings, keys, places, factors = (part.view(size, -1) for part in parts)
         return cls(settings.view(torch.float64), keys, places, factors.view(torch.float64))
 
@@ -116,7 +118,7 @@ class PlacedSettings:
         if kind.is_random:
             limits = ANY_LIMITS if kind.is_limited else NO_LIMITS
             draw = StagedDraw(numbers.settings, numbers.keys, limits)
-        features = []
+        features: list[tuple[LogitsFeature[Any], Any]] = []
         if kind.is_penalised and self._penalties is not None:
             places = StagedPlaces(numbers.places, numbers.factors, self._longest)
             features.append((self._penalties, places))
