@@ -92,8 +92,11 @@ class Connection(H11Protocol):
             self._watch_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; the connection stays for the answer to a request that is here as a whole."""
-        is_awaited = self.cycle is not None and not self.cycle.response_complete
+        """The client sends no more; the connection stays for the answer to a request that is here as a whole.
+
+        Unless that has begun already: then nothing shows that a client listens, which has most likely gone.
+        """
+        is_awaited = self.cycle is not None and self.conn.our_state is h11.SEND_RESPONSE
         is_whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
         # One of HTTP/1.0 cannot be written to before its answer.
         self._is_half_closed = is_awaited and is_whole and (self.conn.their_http_version or b"") >= b"1.1"
