@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.config.encoding import Activations, CheckpointQuantization, Encoding, EncodingRule
+from quire.config.encoding import Activations, CheckpointQuantization, Encoding, EncodingRule, Option
 from quire.models.json_object import JsonObject
 from quire.models.quantized.rules import all_but_head, block_shape, cache_scales, containing, names, notes
 
@@ -19,7 +19,11 @@ def read_fp8(config: JsonObject) -> CheckpointQuantization:
     static = config.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     if "weight_block_size" in config:
         rows, columns = block_shape(config, "weight_block_size")
-        options = {"grid_outputs": rows, "grid_inputs": columns, "scale": "weight_scale_inv"}
+        options: dict[str, Option] = {
+            "grid_outputs": rows,
+            "grid_inputs": columns,
+            "scale": "weight_scale_inv",
+        }
         encoding = Encoding("fp8", options, Activations("e4m3", 0 if static else columns, static))
     else:
         encoding = Encoding("fp8", {"grid_outputs": 0}, Activations("e4m3", static=static))

@@ -98,14 +98,15 @@ A checkpoint may say that activations are to be rounded as well. What is done in
 | 4 bits (NVFP4, MXFP4) | 8 bits, 64 values a scale; "precise": not rounded | not rounded |
 | not at all | integers, 4-bit floats: 8 bits, 64 values a scale; "precise": not rounded | not rounded |
 
-"checkpoint" (CPU) follows the file to the letter: what a linear layer is multiplied by is rounded to int8 or E4M3 and
-widened again, by the formula of those who define it, in float32, with a scale for each token, for each group or block
-of its inputs, or the one in the file (`input_scale`, `input_zero_point`), and then multiplied as in the precise mode.
-Modules that are merged keep scales of their own. Nothing else is rounded: where weights alone are quantised it is the
-precise mode, and it costs what that costs, and a pass over activations. Refused with a message that says so:
-activations of 4 bits, a scale that all tokens of a step share (results would depend on the batch), experts and latent
-attention (their products are not a linear layer's own), and ranks that have parts of what shares a scale. bitsandbytes'
-LLM.int8() computes in 8 bits, which its files do not ask for, and stays with weights.
+"checkpoint" (CPU) follows the file to the letter: what a linear layer, or an expert's matrix, is multiplied by is
+rounded to int8 or E4M3 and widened again, by the formula of those who define it, in float32, with a scale for each
+token, for each group or block of its inputs, or the one in the file (`input_scale`, `input_zero_point`), and then
+multiplied as in the precise mode. Modules that are merged keep scales of their own. Nothing else is rounded: where
+weights alone are quantised it is the precise mode, and it costs what that costs, and a pass over activations; experts
+are called one by one, and without tapes. Refused with a message that says so: activations of 4 bits, a scale that all
+tokens of a step share (results would depend on the batch), latent attention (whose products are not a linear layer's
+own), experts with adapters or with `--enable-expert-parallel`, and ranks that have parts of what shares a scale.
+bitsandbytes' LLM.int8() computes in 8 bits, which its files do not ask for, and stays with weights.
 
 It is for those who compare; for speed "fast" rounds less, and takes less time.
 Of the logits of the model in the box, its weights floats, by `python -m benchmarks.activations`:

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.cpu import library
+from quire.layers.experts import Experts
 from quire.layers.linear import Linear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Shard
@@ -22,6 +23,7 @@ from quire.models.weights import SINGLE_NAME
 from quire.worker import taped_forward
 from tests.models.harness import load_tiny, logits_of, prepared_config
 from tests.models.quantized.checkpoints import IDS, Writer, same, write
+from tests.models.quantized.test_experts import taken_apart
 from tests.models.quantized.test_published_encodings import FP8_BLOCKS, compressed, fp8, group, int8
 
 NO_STEP: Any = None
@@ -297,11 +299,50 @@ def test_what_cannot_be_followed_is_refused(
     load_tiny(path, quantization_config={"mode": "precise"})
 
 
-def test_experts_are_refused(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2moe", "gptoss", "nemotronh"])
+def test_experts_round_before_both_products(
+    family: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Gated, with biases, and without gates."""
+    config, writer, _ = CASES["int8-token"]
+    source = tmp_path / "apart"
+    source.mkdir()
+    tensors = taken_apart(load_file(tiny_model(family) / SINGLE_NAME), interleaved=True)
+    save_file(tensors, source / SINGLE_NAME)
+    (source / "config.json").write_bytes((tiny_model(family) / "config.json").read_bytes())
+    path, _ = write(source, tmp_path, dict(config), writer, lambda name: ".experts." in name)
+    model = load_tiny(path, **CHECKPOINT)
+    layer = next(each for each in model.modules() if isinstance(each, Experts))
+    x = torch.randn(6, layer._hidden_size, generator=torch.Generator().manual_seed(1))
+    chosen = torch.tensor([[0, 1], [1, 3], [2, 0], [3, 2], [1, 0], [0, 2]], dtype=torch.int32)
+    weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(2)) + 0.1
+    want = torch.zeros_like(x)
+    for token, (numbers, shares) in enumerate(zip(chosen.tolist(), weights, strict=True)):
+        for number, share in zip(numbers, shares, strict=True):
+            expert: Any = layer.get_submodule(str(number))
+            row = dynamic_int8(x[token : token + 1])
+            up = expert.up._activated(product(expert.up, row))
+            if family == "nemotronh":
+                up = up.relu().square()
+            want[token] += share * product(expert.down_proj, dynamic_int8(up))[0]
+    torch.testing.assert_close(layer(x, chosen, weights, NO_STEP), want, rtol=1e-3, atol=1e-3)
+    alone = layer(x[2:3], chosen[2:3], weights[2:3], NO_STEP)
+    assert torch.equal(alone[0], layer(x, chosen, weights, NO_STEP)[2])
+
+
+def product(layer: Linear, x: Tensor) -> Tensor:
+    made = x @ layer.unpacked().float().t()
+    return made if layer.bias is None else made + layer.bias.float()
+
+
+@pytest.mark.parametrize("options", [{"enable_lora": True}, {"enable_expert_parallel": True}], ids=str)
+def test_experts_that_are_elsewhere_or_adapted_are_refused(
+    options: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     config, writer, _ = CASES["int8-token"]
     path, _ = write(tiny_model("qwen2moe"), tmp_path, dict(config), writer, lambda name: "experts." in name)
     with pytest.raises(ConfigError, match=r"experts\.0.* is multiplied by in "):
-        load_tiny(path, **CHECKPOINT)
+        load_tiny(path, **CHECKPOINT, **options)
 
 
 def test_ranks_that_have_parts_of_what_shares_a_scale_are_refused(llama: Path, tmp_path: Path) -> None:
