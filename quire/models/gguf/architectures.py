@@ -54,8 +54,12 @@ def _llama(model: GgufModel) -> Config:
     """Llama, Mistral, Mixtral and what has their shape: windows are not in the file."""
     if not model.own.integer("expert_count", 0, low=0):
         model.own.only("expert_used_count", 0)
-        biases = {"attention_bias": biased(model, "attn_q"), "mlp_bias": biased(model, "ffn_up")}
-        return dense(model, "LlamaForCausalLM", **biases)
+        return dense(
+            model,
+            "LlamaForCausalLM",
+            attention_bias=biased(model, "attn_q"),
+            mlp_bias=biased(model, "ffn_up"),
+        )
     experts = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
     return dense(model, "MixtralForCausalLM", **named(model, experts))
 
