@@ -224,6 +224,8 @@ class DeltaArch:
     """Of the convolution over queries, keys and values."""
     grouped: bool = False
     """Whether the checkpoint has what belongs to a key head side by side."""
+    steps_grouped: bool | None = None
+    """The same of strengths and time steps; None: as the rest."""
     norm_eps: float | None = None
     """Of the norm of what a head makes; None: as the model's others."""
     strongest: float = 1.0

@@ -242,7 +242,10 @@ class Encoded(QuantMethod):
         pieces: dict[str, list[Piece]] = {}
         for piece in layer.pieces(names or [module.name for module in self._modules]):
             pieces.setdefault(piece.name, []).append(piece)
-        for index, (module, (name, parts)) in enumerate(zip(self._modules, pieces.items(), strict=True)):
+        modules = {
+            module.name: module for module in self._modules
+        }  # one may stand for several parts of a layer
+        for index, (module, (name, parts)) in enumerate(zip(modules.values(), pieces.items(), strict=True)):
             yield _Source(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
 
 

@@ -14,12 +14,15 @@ from quire.config.arch import QKV_APART, CheckpointNames
 from quire.models.gguf import decoders, sparse
 from quire.models.gguf.hybrids import (
     CONV_PLACES,
+    DELTA_APART,
+    DELTA_PLACES,
     PARALLEL_PLACES,
     STATE_PLACES,
     falcon_h1,
     granite_hybrid,
     lfm2,
     lfm2_moe,
+    qwen3_next,
 )
 from quire.models.gguf.latent import LATENT_PLACES, deepseek2
 from quire.models.gguf.mambas import CHANNEL_PLACES, NEMOTRON_PLACES, jamba, mamba, mamba2, nemotron_h
@@ -51,8 +54,12 @@ def _llama(model: GgufModel) -> Config:
     """Llama, Mistral, Mixtral and what has their shape: windows are not in the file."""
     if not model.own.integer("expert_count", 0, low=0):
         model.own.only("expert_used_count", 0)
-        biases = {"attention_bias": biased(model, "attn_q"), "mlp_bias": biased(model, "ffn_up")}
-        return dense(model, "LlamaForCausalLM", **biases)
+        return dense(
+            model,
+            "LlamaForCausalLM",
+            attention_bias=biased(model, "attn_q"),
+            mlp_bias=biased(model, "ffn_up"),
+        )
     experts = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
     return dense(model, "MixtralForCausalLM", **named(model, experts))
 
@@ -167,6 +174,10 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "glm4": GgufArchitecture(
         decoders.glm4, interleaved=True, apart=QKV_APART, places={**SANDWICH, **MERGED_MLP}
     ),
+    "chatglm": GgufArchitecture(decoders.chatglm, interleaved=True, apart=QKV_APART, places=MERGED_MLP),
+    "nemotron": GgufArchitecture(decoders.nemotron, fields={"norm_offset": 0.0}),
+    "olmo": GgufArchitecture(decoders.olmo, interleaved=True),
+    "phi2": GgufArchitecture(decoders.phi2),
     "mistral3": GgufArchitecture(decoders.mistral3, interleaved=True),
     "arcee": GgufArchitecture(decoders.arcee, interleaved=True),
     "starcoder2": GgufArchitecture(decoders.starcoder2),
@@ -183,6 +194,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "hunyuan-moe": GgufArchitecture(sparse.hunyuan_moe),
     "deepseek2": GgufArchitecture(deepseek2, interleaved=True, apart=None, places=LATENT_PLACES),
     "lfm2moe": GgufArchitecture(lfm2_moe, places={**CONV_PLACES, **sparse.BALANCED}),
+    "qwen3next": GgufArchitecture(
+        qwen3_next, apart=DELTA_APART, fields={"norm_offset": 0.0}, places=DELTA_PLACES
+    ),
     "mamba": GgufArchitecture(mamba, places=CHANNEL_PLACES),
     "mamba2": GgufArchitecture(mamba2, places=STATE_PLACES),
     "jamba": GgufArchitecture(jamba, places=CHANNEL_PLACES),

@@ -140,12 +140,14 @@ def _as_stored(arch: ModelArch, model: GgufModel, row: GgufArchitecture) -> Mode
         correction_bias=arch.experts.correction_bias and CORRECTION_BIAS,
         correction_is_row=False,
     )
+    delta = arch.delta and replace(arch.delta, grouped=False, steps_grouped=arch.delta.grouped)
     latent = arch.latent and replace(arch.latent, absorbed=True)
     rope = arch.rope and replace(arch.rope, interleaved=row.interleaved)
     return replace(
         arch,
         names=names,
         experts=experts,
+        delta=delta,
         latent=latent,
         rope=rope,
         quantization=_encodings(model, row),

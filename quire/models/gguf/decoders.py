@@ -47,10 +47,8 @@ def ernie(model: GgufModel) -> Config:
 
 
 def glm4(model: GgufModel) -> Config:
-    """GLM-4 of 2024 and of 2025: the latter has norms behind attention and MLP, too."""
-    newer = "blk.0.post_attention_norm.weight" in model.tensors
-    name = "Glm4ForCausalLM" if newer else "GlmForCausalLM"
-    return dense(model, name, attention_bias=biased(model, "attn_q"))
+    """GLM-4 of 2025."""
+    return dense(model, "Glm4ForCausalLM", attention_bias=biased(model, "attn_q"))
 
 
 def mistral3(model: GgufModel) -> Config:
@@ -116,3 +114,31 @@ def _cohere(model: GgufModel, architecture: str, **more: object) -> Config:
 def hunyuan(model: GgufModel) -> Config:
     """The rotary base is that of the file, already stretched."""
     return dense(model, "HunYuanDenseV1ForCausalLM", use_qk_norm=True)
+
+
+def chatglm(model: GgufModel) -> Config:
+    """ChatGLM 2 and 3, and GLM-4 9B of 2024."""
+    return dense(model, "GlmForCausalLM", attention_bias=biased(model, "attn_q"))
+
+
+def nemotron(model: GgufModel) -> Config:
+    """The converter states the layer norms' epsilon twice."""
+    model.own.get("attention.layer_norm_rms_epsilon")
+    eps = {"norm_eps": "attention.layer_norm_epsilon"}
+    return dense(model, "NemotronForCausalLM", LAYER_NORM_SIZES, **named(model, eps))
+
+
+def olmo(model: GgufModel) -> Config:
+    """Its norms, which have no weights, always add the same."""
+    model.own.get("attention.layer_norm_epsilon")
+    return dense(
+        model, "OlmoForCausalLM", LAYER_NORM_SIZES, **named(model, {"clip_qkv": "attention.clamp_kqv"})
+    )
+
+
+def phi2(model: GgufModel) -> Config:
+    """Phi-1 to Phi-2. The converter takes for granted that MLPs are four times as wide as the model."""
+    eps = {"layer_norm_eps": "attention.layer_norm_epsilon"}
+    config = dense(model, "PhiForCausalLM", LAYER_NORM_SIZES, **named(model, eps))
+    up = model.tensors.get("blk.0.ffn_up.weight")
+    return config | ({"intermediate_size": up[1].shape[0]} if up else {})

@@ -25,7 +25,7 @@ _SIZES = {key: name for key, name in SIZES.items() if key not in ("head_dim", "n
 
 
 def deepseek2(model: GgufModel) -> Config:
-    """Sigmoids choose experts in V3 and later. Files that have what makes keys and values in one matrix are refused."""
+    """Sigmoids choose experts in V3 and later; Youtu has none. One matrix for keys and values, as once, is refused."""
     own = model.own
     if "blk.0.attn_k_b.weight" not in model.tensors:
         own.refuse("attention.key_length_mla", "there, as in files of since April 2025")
@@ -36,13 +36,11 @@ def deepseek2(model: GgufModel) -> Config:
     )
     for name in ("attention.key_length", "attention.value_length", "attention.head_count_kv", "vocab_size"):
         own.get(name)  # follow from others
-    sigmoids = own.integer("expert_gating_func", SOFTMAX) == SIGMOID
     keys = {"kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank"}
     config = named(model, {**_SIZES, **keys}) | deepseek_experts(model)
     return config | {
-        "architectures": ["DeepseekV3ForCausalLM" if sigmoids else "DeepseekV2ForCausalLM"],
         "num_hidden_layers": own.integer("block_count") - num_guessing(model),
-        **_choice(config, sigmoids=sigmoids),
+        **_choice(model, config),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": key - rotated,
         "v_head_dim": value,
@@ -51,11 +49,17 @@ def deepseek2(model: GgufModel) -> Config:
     }
 
 
-def _choice(config: Config, *, sigmoids: bool) -> Config:
-    if sigmoids:
-        return {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+def _choice(model: GgufModel, config: Config) -> Config:
+    """The family, by how it chooses experts; files that do not say it have a bias where sigmoids do."""
+    if not config.get("n_routed_experts"):
+        return {"architectures": ["YoutuForCausalLM"]}
+    corrected = any(name.endswith(".exp_probs_b.bias") for name in model.tensors)
+    if model.own.integer("expert_gating_func", SIGMOID if corrected else SOFTMAX) == SIGMOID:
+        v3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        return v3 | {"architectures": ["DeepseekV3ForCausalLM"]}
     limited = config.get("n_group", 1) > 1
-    return {"topk_method": "group_limited_greedy" if limited else "greedy"}
+    v2 = {"topk_method": "group_limited_greedy" if limited else "greedy"}
+    return v2 | {"architectures": ["DeepseekV2ForCausalLM"]}
 
 
 def _rope(model: GgufModel, rotated: int) -> Config:

@@ -16,10 +16,10 @@ class Place:
     """Where a tensor goes, if it is not as the files of a family have it."""
 
     name: str
-    new_axis: int | None = None
-    """A dimension of 1 that GGUF leaves out."""
     flat: bool = False
     """Whether GGUF has more than one dimension and the family one."""
+    new_axis: int | None = None
+    """A dimension of 1 that GGUF leaves out, and put in when it is flat."""
     rows: bool = False
     """Whether GGUF has a matrix for each head, and the family all their rows in one."""
     made_by: str | None = None
@@ -48,7 +48,7 @@ SHARED: Places = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
-    "ffn_gate_inp_shexp": Place("mlp.shared_expert_gate", new_axis=0),
+    "ffn_gate_inp_shexp": Place("mlp.shared_expert_gate", flat=True, new_axis=0),
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
