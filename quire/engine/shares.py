@@ -18,20 +18,20 @@ MOST = 64
 class Units(NamedTuple):
     """So many of something, of which each rank has equally many; or, if they are fewer, some ranks the same."""
 
-    count: int
+    number: int
     name: str
     are_replicated: bool = False
 
     def can_be_shared(self, size: int) -> bool:
         """Whether so many ranks can have them."""
-        return self.count % size == 0 or (self.are_replicated and size % self.count == 0)
+        return self.number % size == 0 or (self.are_replicated and size % self.number == 0)
 
 
 def uneven(config: EngineConfig, size: int) -> str | None:
     """What of a model cannot be shared out among so many ranks; None: everything can."""
     for units in _units(config):
         if not units.can_be_shared(size):
-            return f"{units.count} {units.name}"
+            return f"{units.number} {units.name}"
     return None
 
 
