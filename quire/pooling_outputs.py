@@ -108,7 +108,7 @@ class PoolingRequestOutput(Generic[T]):
         return RequestError(failure.status, str(failure), self.finish_reason != "error")
 
     def lexical_weights(self) -> dict[int, float]:
-        """Of `token_classify` of a model that weighs words (BGE-M3): token id -> its largest weight above 0.
+        """Of `token_classify` of a model that weighs words (BGE-M3): token id -> its largest weight, if above 0.
 
         Raises:
             ValueError: the tokens have other numbers than a weight each.
