@@ -42,8 +42,11 @@ For every architecture the tests make a small checkpoint with random weights, bi
 `make test` holds the first for all and the rest for some, `make test-more` for some that have between them every kind
 of part, `make test-every` for all.
 
-| architecture | models | logits are those of |
-|---|---|---|
+All are batched, computed in chunks, found in the prefix cache, decoded from tapes, quantised while they load and served
+with [adapters](lora.md#limits), and cut for [ranks and stages](parallelism.md) but for what the last column says.
+
+| architecture | models | logits are those of | not yet |
+|---|---|---|---|
 """
 
 ALSO = """
@@ -127,7 +130,10 @@ To add an architecture: [CONTRIBUTING.md](../CONTRIBUTING.md); to add one from a
 
 def models_page() -> str:
     """The page."""
-    rows = "".join(f"| `{row.architecture}` | {row.models} | {_oracle(row)} |\n" for row in BUILT_IN.values())
+    rows = "".join(
+        f"| `{row.architecture}` | {row.models} | {_oracle(row)} | {', '.join(row.lacks)} |\n"
+        for row in BUILT_IN.values()
+    )
     encoders = "".join(f"| {_architectures(family)} | {family.models} |\n" for family in ENCODER_FAMILIES)
     wrappers = "".join(
         f"| `{row.architecture}` | {row.models} | {_others(row)} |\n" for row in WRAPPERS.values()
