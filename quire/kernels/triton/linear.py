@@ -81,15 +81,15 @@ def _multiply_int8(
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_used, output_used = row < rows, output < outputs
     x_start = x + row.to(tl.int64)[:, None] * x_row
-    w_start = data + output.to(tl.int64)[None, :] * inputs
+    w_start = data + output.to(tl.int64)[:, None] * inputs
     first_step = tl.program_id(2) * steps_per_part
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # weights are the rows of the product: see `nibbles`
     for step in range(first_step, first_step + steps_per_part):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         values = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
-        weights = tl.load(w_start + k[:, None], mask=output_used[None, :] & (k < inputs)[:, None], other=0)
-        sums += tl.dot(values, weights.to(values.dtype), input_precision="ieee")
-    sums *= tl.load(scales + output, mask=output_used, other=0.0)[None, :]
+        weights = tl.load(w_start + k[None, :], mask=output_used[:, None] & (k < inputs)[None, :], other=0)
+        sums = tl.dot(weights.to(values.dtype), tl.trans(values), sums, input_precision="ieee")
+    sums = tl.trans(sums * tl.load(scales + output, mask=output_used, other=0.0)[:, None])
     _put(out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
 
 
