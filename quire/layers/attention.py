@@ -5,6 +5,8 @@ Invariant: a layer never looks at the batch itself: who owns which rows and bloc
 handed down from the runner.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -151,7 +153,7 @@ class Attention(Module):
             norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight}
             ops.rotary_and_write_kv(*args, interleaved, **norms, eps=q_norm.eps, **self._given_scales())
 
-    def _given_scales(self) -> dict[str, Tensor]:
+    def _given_scales(self) -> dict[str, Any]:
         return {} if self.int8_scales is None else {"scales": self.int8_scales}
 
     def _turn(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
