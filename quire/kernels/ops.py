@@ -277,9 +277,9 @@ def round_rows(x: Tensor, /, rounding: RowRounding) -> Tensor:
     """x [..., K] as it is after it was rounded, in its shape and dtype; computed in float32.
 
     Integers are `clamp(round(x / s + z), lowest, 127)`, which stand for `(q - z) * s`; E4M3 is of `x / s`, at most 448.
-    Where the scale s is none, each group of a row finds its own: with the symmetric, of all of the largest magnitude
-    over half of the range of codes (of E4M3, 448); otherwise of the distance from the least to the largest, and 0, over
-    the range, with z = lowest - least / s, rounded. What is not finite makes its group NaN there.
+    Without a scale each group of a row finds its own. If it is symmetric, s is the largest magnitude, `bound` at most,
+    over half of the range of codes (448 of E4M3), and z is 0; else s is the distance from the least to the largest, 0
+    included, over that range, and z is lowest - least / s, rounded. There what is not finite makes its group NaN.
     """
     return reference.round_rows(x, rounding)
 

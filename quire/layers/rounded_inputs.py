@@ -42,11 +42,11 @@ class RoundedInputs:
         return RoundedInputs(ways, tuple(outputs))
 
     def product(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `product`, from [T, K] to [T, N], makes of x, rounded for each output as its module wants it."""
+        """What `product`, from [..., K] to [..., N], makes of x, rounded for each output as its module wants it."""
         made = [product(x if way is None else ops.round_rows(x, way)) for way in self.ways]
         if len(made) == 1:
             return made[0]
-        return torch.cat([made[index][:, place] for index, place in self.outputs], 1)
+        return torch.cat([made[index][..., place] for index, place in self.outputs], -1)
 
 
 def _check_cut(way: RowRounding, columns: slice, name: str) -> None:
