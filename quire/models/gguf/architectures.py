@@ -192,6 +192,10 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "exaone-moe": GgufArchitecture(sparse.exaone_moe, places=sparse.BALANCED),
     "minimax-m2": GgufArchitecture(sparse.minimax_m2, places=sparse.BALANCED),
     "hunyuan-moe": GgufArchitecture(sparse.hunyuan_moe),
+    "bailingmoe2": GgufArchitecture(
+        sparse.bailing_moe2, apart={"gate_up_proj": ("gate_proj", "up_proj")}, places=sparse.BALANCED
+    ),
+    "phimoe": GgufArchitecture(sparse.phimoe),
     "deepseek2": GgufArchitecture(deepseek2, interleaved=True, apart=None, places=LATENT_PLACES),
     "lfm2moe": GgufArchitecture(lfm2_moe, places={**CONV_PLACES, **sparse.BALANCED}),
     "qwen3next": GgufArchitecture(

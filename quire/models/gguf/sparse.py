@@ -99,3 +99,35 @@ def hunyuan_moe(model: GgufModel) -> Config:
     for key in ("expert_shared_feed_forward_length", "expert_shared_count"):
         model.own.only(key, 1 if key.endswith("count") else config["intermediate_size"])
     return config | {"use_qk_norm": True, "num_shared_expert": 1}
+
+
+def bailing_moe2(model: GgufModel) -> Config:
+    """Ling and Ring 2.0."""
+    own = model.own
+    own.only("expert_gating_func", SIGMOID)
+    keys = {"num_experts": "expert_count", "num_shared_experts": "expert_shared_count"}
+    size = own.integer("expert_feed_forward_length") * own.integer("expert_shared_count", 0, low=0)
+    own.only("expert_shared_feed_forward_length", size)
+    return dense(
+        model,
+        "BailingMoeV2ForCausalLM",
+        **deepseek_experts(model),
+        **named(model, keys),
+        score_function="sigmoid",
+        use_qk_norm="blk.0.attn_q_norm.weight" in model.tensors,
+    )
+
+
+def phimoe(model: GgufModel) -> Config:
+    """Phi-3.5-MoE: SparseMixer chooses its experts, as where it was published."""
+    keys = {
+        "num_local_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "sliding_window": "attention.sliding_window",
+    }
+    config = dense(model, "PhimoeForCausalLM", **named(model, keys))
+    return config | {
+        "attention_bias": biased(model, "attn_q"),
+        "lm_head_bias": "output.bias" in model.tensors,
+        "sliding_window": config.get("sliding_window") or None,
+    }
