@@ -156,7 +156,7 @@ class Scenarios:
             speculative_config=given,
         )
         assert facts(got) == facts([expected[i] for i in chosen]), f"{setting}: requests {chosen}"
-        spec = stats["spec_decoding"] or {}
+        spec = stats.get("spec_decoding") or {}
         self.drafted[method] += spec.get("num_draft_tokens", 0)
         self.accepted[method] += spec.get("num_accepted_tokens", 0)
         self.num_preemptions += stats.get("num_preemptions", 0)
