@@ -37,6 +37,8 @@ class Adapter:
     """By the index of each table, rows in place of its own, or behind them."""
     num_added: int = 0
     """Tokens behind the model's."""
+    base_model: str = ""
+    """What it says that it was trained on."""
     lengths: dict[int, RowLengths] = field(default_factory=dict)
     """Of layers whose inputs ranks share, until they are settled."""
 
@@ -86,7 +88,7 @@ def read_adapter(
             lengths[index] = reader.lengths
     settle({index: own for index, own in lengths.items() if own.group is None}, layers)
     shared = {index: own for index, own in lengths.items() if own.group is not None}
-    return Adapter(layers, rows, count_added(file, rows, targets), shared)
+    return Adapter(layers, rows, count_added(file, rows, targets), config.base_model, shared)
 
 
 def _weights_file(directory: Path) -> Path:
@@ -122,6 +124,8 @@ class _LayerReader:
                 kind: module.take(kind, self._file.tensor(info)).float()
                 for kind, info in module.of_layers.items()
             }
+            if "weight" in tensors:
+                tensors |= {"a": tensors["weight"], "b": torch.eye(module.rank)}
             for place in module.target.places:
                 if place.layer == self._index:
                     self._fill(stacks, place, module, tensors)
@@ -142,6 +146,8 @@ class _LayerReader:
             self._own.put(stacks, part, place.piece, a, b)
             stacks.scales[:, part] = module.scale
             stacks.ranks[:, part] = rank
+        if "weight" in tensors:
+            stacks.factors[0, here] = 0.0  # what the layer makes itself does not count
         if tensors.keys() - {"a", "b"}:
             stacks.offsets[0, here] = self._offsets(place, module, tensors)
             stacks.affine[0, part] = 1
@@ -151,6 +157,8 @@ class _LayerReader:
         rows = place.piece.rows
         if not self._layer.adds_once:
             return 0.0
+        if "weight" in tensors:
+            return tensors["bias"][rows] if "bias" in tensors else self._own_bias(place)
         offsets: Tensor | float = 0.0
         if "bias" in tensors:
             offsets = tensors["bias"][rows] - self._own_bias(place)

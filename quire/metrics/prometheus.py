@@ -219,7 +219,7 @@ class CoreMetrics:
         self._observe("request_num_preemptions", one.num_preemptions)
         if one.max_tokens is not None:
             self._observe("request_params_max_tokens", one.max_tokens)
-        if (one.num_generation_tokens or one.is_pooled) and not one.is_fork:
+        if one.has_prompt:
             self._observe("request_prompt_tokens", one.num_prompt_tokens)
             self._observe("request_prefill_kv_computed_tokens", one.num_prompt_tokens - one.num_cached_tokens)
 

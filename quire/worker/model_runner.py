@@ -33,6 +33,7 @@ from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
 from quire.worker.drafts import GUESSING_MODELS, make_speculation
+from quire.worker.graph_shapes import most_samples
 from quire.worker.guessing_model import GuessingModel
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, lay_out
@@ -42,6 +43,7 @@ from quire.worker.pooling import Pooler
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.row_adapters import RowAdapters
 from quire.worker.row_logits import RowLogits
+from quire.worker.sample_graphs import SampleGraphs
 from quire.worker.sampler import Sampler
 from quire.worker.sampler.logprobs import LogprobsMode
 from quire.worker.samplers import Samplers
@@ -131,7 +133,9 @@ class ModelRunner:
             self._logits,
             self._vocab_size,
         )
-        self._sampling: Sampling = RowSampling(self._logits, self._samplers, self._slice_size)
+        self._sampling: Sampling = RowSampling(
+            self._logits, self._samplers, self._slice_size, device.transfers, self._sample_graphs(config)
+        )
         if not stage.is_last:
             self._sampling = SampledElsewhere(stage)
         self._guessing = None
@@ -156,6 +160,22 @@ class ModelRunner:
         self._unusable: dict[str, str] = {}
         self._most_ahead = max(config.scheduler.max_steps_in_flight - 1, 0)
         self._unread: list[LaunchedStep] = []
+
+    def _sample_graphs(self, config: EngineConfig) -> SampleGraphs | None:
+        """Where the pipeline has graphs, and something is sampled behind them."""
+        room = self._pipeline.room
+        if room is None or config.pooling is not None:
+            return None
+        return SampleGraphs(
+            room,
+            self._logits,
+            self._samplers.plain,
+            self._transfers,
+            most=min(self._slice_size, most_samples(config)),
+            vocab_size=self._vocab_size,
+            longest=self._max_model_len,
+            adapts=config.lora.enable_lora,
+        )
 
     def _guessing_model(
         self, model: LanguageModel, config: EngineConfig, device: Device, *, is_rehearsal: bool
@@ -204,7 +224,7 @@ class ModelRunner:
             self._guessing.follow(inputs, hidden)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden, inputs.step.adapter_rows)
-        pooled = self._pooler.compute(inputs.layout, hidden)
+        pooled = self._pooler.compute(inputs.layout, hidden, inputs.step.adapter_rows)
         if self._sampling.reads_tokens(inputs):
             self._read_results(set(ids))
         sampled = self._sample(inputs, hidden, scheduled)
@@ -226,7 +246,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Do before the first step what should not hold one up."""
+        """Do before the first step what should not hold one up; of a rehearsal, to see what it takes."""
         self._pipeline.prepare()
 
     def read_all(self) -> None:

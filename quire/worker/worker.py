@@ -78,6 +78,7 @@ class Worker:
             model_dtype(config),
             max_rows=config.lora.lora_extra_vocab_size,
             max_added=config.max_added_tokens,
+            base_model=config.model.model,
         )
         self._slots: AdapterSlots | None = None
 
@@ -274,6 +275,8 @@ class Worker:
             with memory.rehearsal():
                 runner.execute_model(plan)
             best = max(best, plan.total_num_scheduled_tokens / (time.perf_counter() - started))
+        with memory.rehearsal():
+            runner.prepare()
         return best
 
     def _launch_what_no_plan_reaches(self, cache: tuple[Tensor, ...]) -> None:

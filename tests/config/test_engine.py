@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 QUANTIZATION_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "group_size": st.sampled_from([32, 64, 128]),
     "symmetric": st.booleans(),
-    "mode": st.sampled_from(["fast", "precise"]),
+    "mode": st.sampled_from(["fast", "precise", "checkpoint"]),
     "scale": st.sampled_from(["row", "tensor"]),
     "gemm": st.sampled_from(["vendor", "triton"]),
     "ignore": st.lists(st.text(min_size=1)),
@@ -51,7 +51,7 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     if name in KEYS:
         required = {"method": st.text(min_size=1)} if name == "speculative_config" else {}
         return st.fixed_dictionaries(required, optional=KEYS[name])
-    if name == "cudagraph_capture_sizes":
+    if name in ("cudagraph_capture_sizes", "prefill_graph_sizes"):
         return st.lists(st.integers(1)).map(tuple)
     owner = engine_fields()[name][1]
     info = next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)

@@ -28,11 +28,9 @@ from tests.models.harness import load_tiny, logits_of
 from tests.models.test_parity import assert_close, prompts
 
 FAMILIES = ["llama", "qwen2", "phi3", "gemma3", "gpt2", "opt"]
-NAMED_OTHERWISE = {
-    *("nemotronh", "nemotronh-latent", "zamba2", "zamba2-adapted", "bailinghybrid", "bailinghybrid-unbounded")
-}
-"""Here transformers' modules, and so PEFT's, are not called what the checkpoint calls them: adapters are refused."""
-OTHERS = sorted((TINY_MODELS.keys() | TINY_FAMILIES.keys()) - {*FAMILIES, *NAMED_OTHERWISE, "phi3-longrope"})
+SHARED_BLOCKS = {"zamba2", "zamba2-adapted"}
+"""Here PEFT adapts a block at each of its places, where its weights are one layer here: adapters are refused."""
+OTHERS = sorted((TINY_MODELS.keys() | TINY_FAMILIES.keys()) - {*FAMILIES, *SHARED_BLOCKS, "phi3-longrope"})
 NOT_TARGETS = ("router", "gate")
 """Ends of the names of linear modules that no adapter may change."""
 CPU = torch.device("cpu")
