@@ -84,7 +84,7 @@ def settings_of(weights: str) -> list[Setting]:
     product = itertools.product(METHODS, [weights], ENGINES, (False, True))
     families = itertools.cycle(FAMILIES)
     return [
-        Setting(*one, family=MTP_FAMILY if one[0] == "mtp" else family)
+        Setting(*one, MTP_FAMILY if one[0] == "mtp" else family)
         for one, family in zip(product, families, strict=False)
     ]
 
