@@ -84,7 +84,7 @@ def settings_of(weights: str) -> list[Setting]:
     product = itertools.product(METHODS, [weights], ENGINES, (False, True))
     families = itertools.cycle(FAMILIES)
     return [
-        Setting(*one, family=MTP_FAMILY if one[0] == "mtp" else family)
+        Setting(*one, MTP_FAMILY if one[0] == "mtp" else family)
         for one, family in zip(product, families, strict=False)
     ]
 
@@ -156,7 +156,7 @@ class Scenarios:
             speculative_config=given,
         )
         assert facts(got) == facts([expected[i] for i in chosen]), f"{setting}: requests {chosen}"
-        spec = stats["spec_decoding"] or {}
+        spec = stats.get("spec_decoding") or {}
         self.drafted[method] += spec.get("num_draft_tokens", 0)
         self.accepted[method] += spec.get("num_accepted_tokens", 0)
         self.num_preemptions += stats.get("num_preemptions", 0)

@@ -10,9 +10,11 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.startup import prepare
+from quire.scheduler.output import SchedulerOutput
 from quire.worker.cpu import CpuDevice
 from quire.worker.guessing_memory import kept_bytes, passing_bytes
 from quire.worker.head_chain import HeadChain
+from quire.worker.launched_step import LaunchedStep
 from quire.worker.medusa import Medusa
 from quire.worker.model_runner import ModelRunner
 from quire.worker.worker import Worker
@@ -33,9 +35,13 @@ def test_what_heads_keep_is_counted(
     args |= {"device": "cpu", "cpu_threads": 1, "max_num_batched_tokens": 48}
     config = prepare(EngineConfig.from_args(**args, **guessing(heads, name)), "offline")
     runners: list[ModelRunner] = []
-    launch = ModelRunner.launch
-    monkeypatch.setattr(ModelRunner, "launch", lambda self, plan: runners.append(self) or launch(self, plan))
-    device = CpuDevice()
+    launch, device = ModelRunner.launch, CpuDevice()
+
+    def noted(runner: ModelRunner, plan: SchedulerOutput) -> LaunchedStep:
+        runners.append(runner)
+        return launch(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
     Worker(config, device).load()
     guesses = runners[-1]._guessing
     if isinstance(guesses, HeadChain):
