@@ -39,13 +39,29 @@ class AdaptableLayer:
     is_table = False
     blocks = 1
     """Stacks that one adapter takes."""
-    has_vectors = True
-    """Whether it can multiply and add by outputs, too: for DoRA, and for biases."""
+    has_lengths = True
+    """Whether it can multiply by outputs, too: for DoRA."""
+    has_biases = True
+    """Whether it can add to them."""
 
     @property
     def inputs(self) -> int:
         """Those of all ranks."""
         return self.layer.inputs
+
+    @property
+    def columns(self) -> slice:
+        """The inputs of this rank."""
+        return self.layer.columns
+
+    def weight(self) -> Tensor:
+        """The finished matrix [outputs, inputs] of this rank."""
+        return self.layer.unpacked()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Of this rank's outputs."""
+        return self.layer.bias
 
     def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
         """Room for so many adapters."""
@@ -128,7 +144,9 @@ class AdaptableTable:
 
     is_table = True
     blocks = 1
-    has_vectors = False
+    has_lengths = True
+    has_biases = False
+    bias = None
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -139,6 +157,15 @@ class AdaptableTable:
     def inputs(self) -> int:
         """Tokens."""
         return self.layer.shape[0]
+
+    @property
+    def columns(self) -> slice:
+        """The tokens whose rows this rank has."""
+        return self.layer.rows[0]
+
+    def weight(self) -> Tensor:
+        """The table of this rank, [H, V]."""
+        return self.layer.unpacked().t()
 
     def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
         """Room for so many adapters, for the tokens whose rows this rank has."""
@@ -180,7 +207,9 @@ class AdaptableHeads:
     is_here: bool = True
 
     is_table = False
-    has_vectors = False
+    has_lengths = False
+    has_biases = False
+    bias = None
 
     @property
     def blocks(self) -> int:
@@ -196,6 +225,15 @@ class AdaptableHeads:
     def inputs(self) -> int:
         """Of the checkpoint's module."""
         return self.layer.inputs
+
+    @property
+    def columns(self) -> slice:
+        """All of them."""
+        return slice(0, self.inputs)
+
+    def weight(self) -> Tensor:
+        """It is never asked for."""
+        raise NotImplementedError
 
     def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
         """Room for so many adapters."""

@@ -5,7 +5,7 @@ Invariant: all that the directory holds fits the model and the limits, or nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from quire.lora.row_lengths import RowLengths, settle
 from quire.lora.targets import Place, Targets
 from quire.models.safetensors_file import SafetensorsFile
 
+_COLUMNS = 16384
+"""Of a weight that are looked at together: those of a table are many."""
 _PICKLED_NAME = "adapter_model.bin"
 
 
@@ -138,10 +140,11 @@ class _LayerReader:
         if rank:
             a, b = tensors["a"], tensors["b"]
             if "magnitude" in tensors:
-                product = module.scale * (b[rows] @ a[:, self._layer.columns])
-                lengths = self._lengths(stacks)
-                lengths.add(
-                    here, self._own_weight(here) + product, tensors["magnitude"][rows], self._own_bias(place)
+                self._lengths(stacks).add(
+                    here,
+                    self._changed(here, module.scale, a, b[rows]),
+                    tensors["magnitude"][rows],
+                    self._own_bias(place),
                 )
             self._own.put(stacks, part, place.piece, a, b)
             stacks.scales[:, part] = module.scale
@@ -167,17 +170,20 @@ class _LayerReader:
         return offsets
 
     def _own_bias(self, place: Place) -> Tensor | float:
-        bias = self._layer.bias
+        bias = self._own.bias
         return 0.0 if bias is None else bias.detach()[place.piece.place].float().cpu()
 
     def _lengths(self, stacks: LoraStacks) -> RowLengths:
         if self.lengths is None:
-            is_shared = length(self._layer.columns) != self._layer.inputs
+            is_shared = length(self._own.columns) != self._own.inputs
             self.lengths = RowLengths(stacks.factors.shape[1], self._layer.group if is_shared else None)
         return self.lengths
 
-    def _own_weight(self, here: slice) -> Tensor:
-        """Rows of the weight, as it was rounded."""
+    def _changed(self, here: slice, scale: float, a: Tensor, b: Tensor) -> Iterator[Tensor]:
+        """Rows of the weight, as it was rounded, with the product, some columns after the other."""
         if self._weight is None:
-            self._weight = self._layer.unpacked()
-        return self._weight[here].float().cpu()
+            self._weight = self._own.weight()
+        a = a[:, self._own.columns]
+        for start in range(0, a.shape[1], _COLUMNS):
+            columns = slice(start, start + _COLUMNS)
+            yield self._weight[here, columns].float().cpu() + scale * (b @ a[:, columns])

@@ -130,13 +130,12 @@ class _Checked:
     def _check_kind(self, target: Target) -> None:
         """Tables have tensors of their own, and lengths of their columns nobody here knows."""
         for kind, info in self.tensors.items():
-            if kind not in TABLES and info.name.endswith(_OF_TABLES) != target.is_table:
+            if kind not in (*TABLES, "magnitude") and info.name.endswith(_OF_TABLES) != target.is_table:
                 what = "an embedding" if target.is_table else "no embedding"
                 raise wrong(self.file, info, f"is for {self.name}, which is {what}")
-            if kind not in TABLES and not target.has_vectors and self.config.is_dora:
-                what = "an embedding" if target.is_table else "matrices of heads"
-                raise wrong(self.file, info, f"is of {what}, for which use_dora is not supported")
-            if kind == "expand_bias" and not target.has_vectors:
+            if kind not in TABLES and not target.has_lengths and self.config.is_dora:
+                raise wrong(self.file, info, "is of matrices of heads, for which use_dora is not supported")
+            if kind == "expand_bias" and not target.has_biases:
                 raise wrong(self.file, info, f"is a bias, which {self.name} has no place for")
             if kind in TABLES and not target.has_rows:
                 problem = f"is a whole weight, and {self.name} is neither embedding nor head"

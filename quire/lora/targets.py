@@ -45,8 +45,10 @@ class Target:
     """Whether its inputs are tokens, whose rows are looked up."""
     has_rows: bool
     """Whether it is such a table or the head, whose outputs are tokens."""
-    has_vectors: bool
-    """Whether what its outputs are multiplied by, and what is added to them, can be an adapter's."""
+    has_lengths: bool
+    """Whether what its outputs are multiplied by can be an adapter's."""
+    has_biases: bool
+    """Whether what is added to them can be."""
     is_head: bool = False
     """Whether all of its weight can be an adapter's: a layer behind what is pooled."""
 
@@ -121,7 +123,8 @@ class Targets:
             tuple(places),
             own.is_table,
             has_rows,
-            own.has_vectors,
+            own.has_lengths,
+            own.has_biases,
             isinstance(own, AdaptableHead),
         )
 
@@ -158,7 +161,7 @@ def _expert_matrices(
             assert match is not None, experts
             pieces = own.layer.pieces_of(own.layer.name, range(len(own.parts)))
             places = tuple(Place(index, part, piece) for part, piece in enumerate(pieces))
-            target = Target(places[0].piece.num_rows, own.inputs, places, False, False, True)
+            target = Target(places[0].piece.num_rows, own.inputs, places, False, False, True, True)
             targets.setdefault(match[1], {}).setdefault(matrix, []).append(target)
     alternates = arch is not None and arch.alternates
     # Where they alternate, transformers says that they are transposed.
