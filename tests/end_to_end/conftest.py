@@ -20,9 +20,9 @@ def states_in_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def demo_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     service = Service(log=tmp_path_factory.mktemp("server") / "log")
-    # The process that checks constraints is started when it is first needed, and stays.
-    assert service.complete(structured_outputs={"regex": "a"}).status_code == 200
-    service.baseline = Baseline(service)
+    service.baseline = Baseline(
+        service, num_helpers=8
+    )  # so many check constraints at a time at most, and stay
     yield service
     assert service.stop() == 0, service.process.log.read_text()
 

@@ -20,6 +20,7 @@ POOLED_THREADS = 24
 """Threads of pools, which are made when they are first needed and stay."""
 SPARE_FILES = 2
 """Connections of this process that are being closed when descriptors are counted."""
+FILES_PER_HELPER = 4
 SPARE_TASKS = 2
 """Of a connection that is being closed when they are counted."""
 CANARY: dict[str, Any] = {
@@ -41,11 +42,12 @@ class Usage:
     num_threads: int
     num_children: int
 
-    def exceeds(self, before: Usage) -> bool:
+    def exceeds(self, before: Usage, num_helpers: int) -> bool:
+        """More than before, but for so many processes that help and stay, with their files."""
         return (
-            self.num_files > before.num_files + SPARE_FILES
+            self.num_files > before.num_files + SPARE_FILES + num_helpers * FILES_PER_HELPER
             or self.num_threads > before.num_threads + POOLED_THREADS
-            or self.num_children > before.num_children
+            or self.num_children > before.num_children + num_helpers
         )
 
 
@@ -127,10 +129,16 @@ class Service:
 
 
 class Baseline:
-    """How a server is before anything happens to it."""
+    """How a server is before anything happens to it.
 
-    def __init__(self, service: Service) -> None:
+    Args:
+        num_helpers: processes that it may start when they are first needed, and keep, such as those that check
+            constraints.
+    """
+
+    def __init__(self, service: Service, num_helpers: int = 0) -> None:
         self._service = service
+        self._num_helpers = num_helpers
         self.canary = service.canary()
         service.chat()
         core_pid = service.process.core_pid()
@@ -160,7 +168,7 @@ class Baseline:
         assert core_pid == self.core_pid, "the core was replaced"
         for pid, before in ((service.pid, self._of_server), (core_pid, self._of_core)):
             wait_until(
-                lambda pid=pid, before=before: not usage(pid).exceeds(before),
+                lambda pid=pid, before=before: not usage(pid).exceeds(before, self._num_helpers),
                 SETTLED_WITHIN_S,
                 lambda pid=pid, before=before: f"{usage(pid)}, before {before}",
             )

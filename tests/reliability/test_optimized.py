@@ -10,11 +10,26 @@ from pathlib import Path
 import pytest
 
 
+OF_ROUTES = (
+    "bad_input", "bad_tools", "constraints", "fuzz", "field_policy", "admission", "keys", "auth", "tenants_and_limits",
+    "failures", "disconnect", "completions", "chat_completions", "responses",
+)  # fmt: skip
+
+
 @pytest.mark.more
 @pytest.mark.item(27)
-def test_the_same_requests_are_refused_without_asserts() -> None:
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["tests/reliability/test_input.py"],
+        [f"tests/entrypoints/openai/test_{name}.py" for name in OF_ROUTES],
+        ["tests/entrypoints/anthropic", "tests/entrypoints/ollama"],
+    ],
+    ids=["a real server", "every refusal", "other APIs"],
+)
+def test_the_same_requests_are_refused_without_asserts(files: list[str]) -> None:
     """pytest makes statements of its tests' asserts, so these still count; the server has none left."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/reliability/test_input.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *files]
     quiet = ["-W", "ignore::pytest.PytestConfigWarning", "-p", "no:cacheprovider"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
