@@ -26,8 +26,8 @@ class DeviceConfig(Config):
     )
     cpu_numa: str = option(
         "auto",
-        "auto: replicas have cores of their own, of one NUMA node each where that is possible, and so its memory; off: "
-        "the system places them.",
+        "auto: replicas and ranks have cores of their own, of one NUMA node each where that is possible, and so its "
+        "memory; off: the system places them.",
         choices=("auto", "off"),
     )
     enforce_eager: bool = option(
@@ -139,6 +139,11 @@ class ParallelConfig(Config):
     data_parallel_rpc_port: int | None = option(
         None, "Port of that host, at which they do. Default: 29550.", ge=1, le=65535
     )
+
+    @property
+    def plans_on_each_rank(self) -> bool:
+        """Whether each rank has a scheduler of its own, which must plan what those of the others plan."""
+        return self.distributed_executor_backend == "external_launcher"
 
     @property
     def num_ranks(self) -> int:

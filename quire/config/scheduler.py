@@ -48,8 +48,8 @@ class SchedulerConfig(Config):
     fair_input_token_weight: float = option(1.0, "What a computed prompt token costs its tenant.", ge=0.0)
     fair_output_token_weight: float = option(2.0, "What a generated token costs its tenant.", gt=0.0)
     max_num_queued_reqs: int = option(
-        0,
-        "Most sequences that may wait for their first token before a server answers 503; 0: no limit.",
+        16384,
+        "Most sequences that may be tokenized or wait for their first token before a server answers 503; 0: no limit.",
         ge=0,
     )
     max_num_queued_tokens: int = option(

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config.fields import Config, option
+from quire.config.keys import hashed_key
 
 
 @dataclass(frozen=True)
 class ServerConfig(Config):
-    """Address, access and limits of the HTTP server."""
+    """Address, access and limits of the HTTP server; of keys it has the hashes (`quire.config.keys`) alone."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
     port: int = option(8000, "Port to listen on; 0: any free one.", ge=0, le=65535)
@@ -82,6 +83,11 @@ class ServerConfig(Config):
         choices=("ignore", "reject"),
     )
     max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
+    max_pooled_numbers: int = option(
+        1 << 23,
+        "Most numbers of one reply of a model that pools: the default is 2,048 embeddings of 4,096.",
+        ge=1,
+    )
     max_connections: int = option(
         0, "Most open connections; one more is answered 503. 0: what the limit of open files leaves.", ge=0
     )
@@ -113,3 +119,10 @@ class ServerConfig(Config):
         False, "GET /tokenizer_info, which shows the chat template and the special tokens."
     )
     enable_force_include_usage: bool = option(False, "Send usage with every stream, asked for or not.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A frozen dataclass offers no other way to keep something else than it was given.
+        object.__setattr__(self, "api_key", tuple(map(hashed_key, self.api_key)))
+        if self.admin_api_key:
+            object.__setattr__(self, "admin_api_key", hashed_key(self.admin_api_key, "--admin-api-key"))

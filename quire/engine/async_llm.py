@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -27,9 +28,10 @@ from quire.engine.ledger import Page
 from quire.engine.lexicons import Lexicon
 from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import Offer, OutputStream
+from quire.engine.pooling_inputs import AS_THEY_ARE, TextOptions
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.pumps import Pumps
-from quire.engine.queue_limits import SharedWaiting
+from quire.engine.queue_limits import Place, SharedWaiting
 from quire.engine.sleep import Rest
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import beside_loop
@@ -110,6 +112,11 @@ class AsyncLLM:
         return self._settled.is_set() and not self.errored and bool(self._front_end.cores_up)
 
     @property
+    def stalls(self) -> bool:
+        """Whether a core has loaded, and each that has seems to hang: nothing is heard of it, and it does nothing."""
+        return self._front_end.stalls
+
+    @property
     def errored(self) -> bool:
         return self.dead_error is not None
 
@@ -144,6 +151,7 @@ class AsyncLLM:
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         offer: Offer | None = None,
+        place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until one is `finished`. Closing the generator aborts the request.
 
@@ -153,7 +161,8 @@ class AsyncLLM:
         "error" and says why in `stop_reason`. `timeout_s` seconds after the request came, tokenizing included, it ends
         with finish_reason "timeout" and what it has by then. With `otlp_traces_endpoint` its span goes on from
         `trace_headers`: W3C `traceparent` and `tracestate`. `offer` is called with each output but the last that comes
-        while the caller waits for one; what it takes is not yielded.
+        while the caller waits for one; what it takes is not yielded. `place` is what was reserved for it and perhaps
+        for others.
 
         Raises:
             ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
@@ -164,26 +173,28 @@ class AsyncLLM:
         arrived = self._front_end.clock()
         self._pumps.ensure()
         await self.check_health()
-        self._admission.check_queue(sampling_params.n, 0)
-        tokenized = await self._tokenize(prompt, lora_request)
-        self._admission.check_queue(sampling_params.n, sampling_params.n * len(tokenized.token_ids))
         # A beam search has one output, at the end.
         kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = await self._checks.settled(sampling_params)
         stream = OutputStream(delta=kind is RequestOutputKind.DELTA, offer=offer)
-        name, messages = self._front_end.submit(
-            request_id,
-            tokenized,
-            sampling_params,
-            stream.put,
-            priority=priority,
-            tenant=tenant,
-            lora_request=lora_request,
-            timeout_s=timeout_s,
-            trace_headers=trace_headers,
-            arrived=arrived,
-        )
+        with self._admission.reserve(sampling_params.n) if place is None else nullcontext(place) as place:
+            tokenized = await self._tokenize(prompt, lora_request)
+            num_tokens = sampling_params.n * len(tokenized.token_ids)
+            self._admission.check_tokens(place, num_tokens)
+            if isinstance(sampling_params, SamplingParams):
+                sampling_params = await self._checks.settled(sampling_params)
+            name, messages = self._front_end.submit(
+                request_id,
+                tokenized,
+                sampling_params,
+                stream.put,
+                priority=priority,
+                tenant=tenant,
+                lora_request=lora_request,
+                timeout_s=timeout_s,
+                trace_headers=trace_headers,
+                arrived=arrived,
+            )
+            place.join(sampling_params.n, num_tokens)
         try:
             self._send(messages)
             self._expire()  # its time may be over already
@@ -216,8 +227,12 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        options: TextOptions = AS_THEY_ARE,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What is pooled of each prompt, in order; each is a request of its own, with a label of its own.
+
+        `options` say how texts become tokens, and `tokenization_kwargs` the same under vLLM's names, over them.
 
         Two batches of them are in the engine at a time, so that many prompts of one caller leave room for others
         between them. Cancelling aborts what is left.
@@ -233,12 +248,11 @@ class AsyncLLM:
         self._pumps.ensure()
         await self.check_health()
         window = 2 * self.config.scheduler.max_num_seqs
-        self._admission.check_queue(min(len(prompts), window), 0)
-        tokenized = [await self._tokenize(prompt, lora_request) for prompt in prompts]
-        self._admission.check_queue(
-            min(len(prompts), window), sum(len(one.token_ids) for one in tokenized[:window])
-        )
+        options = options.with_kwargs(tokenization_kwargs)
         gathering, names = Gathering(len(prompts)), list[str]()
+        with self._admission.reserve(min(len(prompts), window)) as reserved:
+            tokenized = [await self._tokenize(prompt, lora_request, options) for prompt in prompts]
+            self._admission.check_tokens(reserved, sum(len(one.token_ids) for one in tokenized[:window]))
         try:
             while gathering.num_missing:
                 num_open = gathering.num_missing - (len(prompts) - len(names))
@@ -364,13 +378,27 @@ class AsyncLLM:
         found = await asyncio.gather(*(self._call(core, "explain", name) for core, name in asked))
         return explained(found, request_id)
 
-    def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
-        """Whether a new request may come in, of which nothing is kept; cheap enough to ask before tokenizing.
+    def reserve(self, num_sequences: int = 1) -> AbstractContextManager[Place]:
+        """A place for a request that is to be made ready, before that costs anything; whatever of it was not handed to
+        `generate` by the end of the context is given up.
 
         Raises:
-            UnavailableError: not now; says what is short and which limit it meets.
+            UnavailableError: the queue is full, memory short, or the engine sleeps; says which limit is met.
         """
-        self._admission.check(num_sequences, num_prompt_tokens)
+        self._admission.check_memory()
+        return self._admission.reserve(num_sequences)
+
+    def crowding(self) -> str | None:
+        """Why new requests should rather go elsewhere, though there is some room yet; None: no reason."""
+        return self._admission.crowding()
+
+    def check_memory(self) -> None:
+        """Whether there is memory for work that the engine has no part in, such as tokenizing.
+
+        Raises:
+            UnavailableError: not now; says how much is left, and how much is to be.
+        """
+        self._admission.check_memory()
 
     async def call_core(self, method: str, *args: Any) -> Any:
         """Call a utility of the first core and wait for its result.
@@ -420,11 +448,13 @@ class AsyncLLM:
         await asyncio.to_thread(self._front_end.stat_loggers.close)
         self.input_processor.constraints.close()
 
-    async def _tokenize(self, prompt: PromptType, adapter: LoRARequest | None) -> TokenizedPrompt:
+    async def _tokenize(
+        self, prompt: PromptType, adapter: LoRARequest | None, options: TextOptions = AS_THEY_ARE
+    ) -> TokenizedPrompt:
         await self.lexicon_of(adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
-        return await beside_loop(num_chars, self.input_processor.tokenize, prompt, adapter=adapter)
+        return await beside_loop(num_chars, self.input_processor.tokenize, prompt, options, adapter=adapter)
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
         self._pumps.ensure()

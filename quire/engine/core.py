@@ -92,7 +92,9 @@ class EngineCore:
         self._grammars = GrammarHolds(self.executor, self.scheduler)
         self._adapters = AdapterHolds(config.lora, self.executor, self.scheduler)
         self._lockstep = lockstep
-        executor = self.executor if progress is None else followed(self.executor, progress)
+        executor = self.executor
+        if progress is not None:
+            executor = followed(executor, progress, is_alone=lockstep is None)
         executor = executor if lockstep is None else in_step(executor, lockstep)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
         sleeper = Sleeper(self.scheduler, self.executor, self._loop, clock, self._tell, progress)
@@ -150,7 +152,8 @@ class EngineCore:
         return [answer for answer in answers if answer is not None]
 
     def handle(self, message: CoreRequest) -> CoreMessage | None:
-        """Act on one message; only utility calls have an answer, at once or by `take_answers`.
+        """Act on one message. Utility calls have an answer, at once or by `take_answers`; of what is aborted is told
+        what it has cost.
 
         Raises:
             EngineDeadError: the core failed before.
@@ -160,12 +163,18 @@ class EngineCore:
                 for request in message.requests():
                     self.add_request(request)
             elif isinstance(message, AbortRequests):
-                self.scheduler.finish_requests(message.request_ids, message.reason, self._clock())
+                return self._abort(message)
             elif isinstance(message, UtilityCall):
                 return self._call_utility(message)
             elif isinstance(message, StepBegun) and self._lockstep is not None:
                 self._lockstep.hear(message)
             return None
+
+    def _abort(self, message: AbortRequests) -> EngineCoreOutputs | None:
+        now = self._clock()
+        spent = self.scheduler.spent_in_vain(message.request_ids)
+        self.scheduler.finish_requests(message.request_ids, message.reason, now)
+        return EngineCoreOutputs([], None, now, spent) if spent else None
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request; one that can never run ends with an error at the next step, and costs only itself."""

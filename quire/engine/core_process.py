@@ -147,7 +147,7 @@ class CoreProcess:
         self._gone.add(front_end)
         self._outboxes.close(front_end)
         asked = [name for name in core.scheduler.request_ids() if front_end_of_request(name) == front_end]
-        core.handle(AbortRequests(asked))
+        self._handle(core, AbortRequests(asked))
 
     def _is_of_the_gone(self, message: CoreRequest) -> bool:
         if not self._gone or not isinstance(message, AddRequest):

@@ -33,6 +33,7 @@ from quire.engine.messages import (
 )
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.prompt_forms import TokenizedPrompt
+from quire.engine.rank_checks import LAUNCHED
 from quire.engine.request_groups import Sink
 from quire.engine.router import Router
 from quire.engine.routing_policies import RoutedRequest
@@ -137,6 +138,11 @@ class FrontEnd:
         return self._ready[0] if None not in self._ready else None
 
     @property
+    def stalls(self) -> bool:
+        """Whether a core is ready, and each that is seems to hang."""
+        return not self.cores_up and any(ready is not None for ready in self._ready)
+
+    @property
     def cores_up(self) -> list[int]:
         """Those that have loaded, and do not seem to hang."""
         return [
@@ -214,7 +220,7 @@ class FrontEnd:
         """
         self.check_health()
         self.check_awake()
-        _check_timeout(timeout_s)
+        _check_timeout(timeout_s, self.config)
         name = self._flights.new_name(label)
         watched = self._watched(name, sink)
         terms = Terms(priority=priority, tenant=tenant, lora_request=lora_request)
@@ -268,6 +274,7 @@ class FrontEnd:
             now = message.timestamp or self.clock()
             ends, stats = self.output_processor.process(message, now)
             messages = self._beam_searches.process(message.updates, now, stats)
+            stats.spent_in_vain = message.spent
             self.stat_loggers.record(stats, message.stats, core)
             self.router.heard(update.request_id for update in message.updates)
             if message.stats is not None:
@@ -434,10 +441,16 @@ def explained(found: Iterable[Any], label: str) -> list[Explanation]:
     return known
 
 
-def _check_timeout(timeout_s: float | None) -> None:
+def _check_timeout(timeout_s: float | None, config: EngineConfig) -> None:
     if timeout_s is None:
         return
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValidationError(
             f"timeout_s must be a positive number of seconds, got {timeout_s!r}", param="timeout_s"
+        )
+    if config.parallel.distributed_executor_backend == LAUNCHED:
+        raise ValidationError(
+            f"timeout_s is not for ranks of {LAUNCHED}, each of which would end the request by a clock of its own; "
+            "max_tokens limits it on all of them alike",
+            param="timeout_s",
         )

@@ -20,7 +20,7 @@ from quire.engine.lexicons import Lexicon, Lexicons
 from quire.engine.listed_tokens import bad_words_token_ids, indexed_ids
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.pooling_inputs import AS_THEY_ARE, PoolingInputs, TextOptions
-from quire.engine.prompt_forms import TokenizedPrompt, check_length, parts_of
+from quire.engine.prompt_forms import TokenizedPrompt, check_cut_text, check_length, parts_of
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.inputs import PromptType
@@ -120,6 +120,14 @@ class InputProcessor:
         # A shorter one may have a token for each of its characters.
         if tokenizer is not None and len(text) >= self.config.model.max_model_len:
             check_length(self.config, tokenizer.min_num_tokens(text), "at least ")
+
+    def check_cut_text(self, text: str, name: str = "prompt") -> None:
+        """The same of a text, of the field `name`, that is cut or only counted.
+
+        Raises:
+            ValidationError: it has too many characters; says how many it may have.
+        """
+        check_cut_text(self.config, text, name)
 
     def process(
         self,

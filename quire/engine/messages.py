@@ -17,7 +17,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -173,11 +173,16 @@ class CoreFailed(msgspec.Struct, tag="failed", frozen=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", frozen=True):
-    """All updates of one step, in the order of the plan."""
+    """All updates of one step, in the order of the plan.
+
+    `spent` are, by tenant, prompt tokens that were computed for requests whose front end has ended them before they had
+    a token.
+    """
 
     updates: list[RequestUpdate]
     stats: SchedulerStats | None = None
     timestamp: float = 0.0
+    spent: dict[str, int] = {}
 
 
 class UtilityResult(msgspec.Struct, tag="result", frozen=True):

@@ -73,9 +73,10 @@ class Outboxes:
         parts: dict[int, list[RequestUpdate]] = {}
         for update in outputs.updates:
             parts.setdefault(front_end_of_request(update.request_id), []).append(update)
-        if FIRST in parts or self._are_due(outputs.stats):
+        if FIRST in parts or outputs.spent or self._are_due(outputs.stats):
             self._stats_told_at = self._clock()
-            self.tell(FIRST, EngineCoreOutputs(parts.pop(FIRST, []), outputs.stats, outputs.timestamp))
+            mine = parts.pop(FIRST, [])
+            self.tell(FIRST, EngineCoreOutputs(mine, outputs.stats, outputs.timestamp, outputs.spent))
         for front_end, updates in parts.items():
             self.tell(front_end, EngineCoreOutputs(updates, None, outputs.timestamp))
 

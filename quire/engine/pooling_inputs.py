@@ -6,15 +6,16 @@ around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
 from quire.config import EngineConfig
 from quire.config.pooling import PoolingSpec
 from quire.engine.fitting import SIDES, Fitter, cut
-from quire.engine.prompt_forms import PromptParts, TokenizedPrompt, check_length
+from quire.engine.prompt_forms import PromptParts, TokenizedPrompt, check_cut_text, check_length
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.pooling_params import PoolingParams
@@ -58,7 +59,33 @@ class TextOptions:
                 param="truncation_side",
             )
 
+    def with_kwargs(self, tokenization_kwargs: Mapping[str, Any] | None) -> TextOptions:
+        """What vLLM's callers say of a tokenizer, over these.
 
+        Raises:
+            ValidationError: a key is none that is known, or its value is none that it may have.
+        """
+        said = dict(tokenization_kwargs or {})
+        unknown = sorted(said.keys() - _KWARGS)
+        if unknown:
+            raise ValidationError(
+                f"tokenization_kwargs has {unknown[0]!r:.60}; known are {', '.join(sorted(_KWARGS))}",
+                param="tokenization_kwargs",
+            )
+        cuts, most = said.pop("truncation", None), said.pop("max_length", None)
+        if most is not None and cuts is not True:
+            raise ValidationError(
+                "tokenization_kwargs has max_length, which needs truncation: true",
+                param="tokenization_kwargs",
+            )
+        if cuts is not None:
+            said.setdefault(
+                "truncate_prompt_tokens", (WHOLE_CONTEXT if most is None else most) if cuts else None
+            )
+        return replace(self, **said)
+
+
+_KWARGS = {"truncate_prompt_tokens", "truncation_side", "add_special_tokens", "truncation", "max_length"}
 AS_THEY_ARE = TextOptions()
 
 
@@ -102,8 +129,7 @@ class PoolingInputs:
         if parts.second_text is not None:
             return next(self.pairs([(parts.text or "", parts.second_text)], options, parts.cache_salt))
         text = self._whole_text(parts.text or "", options)
-        if most is None:
-            self._check_text(text)
+        self._check_text(text, is_cut=most is not None)
         encoded = self._fitter(options).text(text, most)
         return self._with_instruction(
             TokenizedPrompt(encoded.token_ids, parts.text, parts.cache_salt), options
@@ -120,8 +146,7 @@ class PoolingInputs:
         fitter, most = self._fitter(options), self._most(options)
         for first, second in pairs:
             _check_empty(first, second)
-            if most is None:
-                self._check_text(first, second)
+            self._check_text(first, second, is_cut=most is not None)
             encoded = fitter.pair(first, second, most, options.max_tokens_per_text)
             yield TokenizedPrompt(encoded.token_ids, first, cache_salt, encoded.second_text_start)
 
@@ -192,9 +217,12 @@ class PoolingInputs:
         most, limit = options.truncate_prompt_tokens, self.config.model.max_model_len
         return limit if most == WHOLE_CONTEXT else most
 
-    def _check_text(self, *texts: str) -> None:
+    def _check_text(self, *texts: str, is_cut: bool) -> None:
         """Before they are tokenized, which takes long for a long text."""
-        if self._tokenizer is not None and sum(map(len, texts)) > self.config.model.max_model_len:
+        if is_cut:
+            for text in texts:
+                check_cut_text(self.config, text)
+        elif self._tokenizer is not None and sum(map(len, texts)) > self.config.model.max_model_len:
             check_length(self.config, sum(map(self._tokenizer.min_num_tokens, texts)), "at least ")
 
 

@@ -7,21 +7,26 @@ ended, and what it was working on is written before the work begins.
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import struct
-from collections.abc import Iterable, Set
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from quire.config.supervision import BUSY_FACTOR
+from quire.engine.expected_costs import ExpectedCosts, work_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor
 
-BUSY_FACTOR = 20
-"""So many timeouts may a core compute without a step: the first of a large model take minutes on a small machine."""
+KNOWN_BUSY_FACTOR = 2
+"""So many timeouts may a core compute without a step where it is known how long the steps in work should take."""
 LONGEST_FACTOR = 10
-"""So many times its longest step may one take."""
+"""So many times as long as it should may a step take, or as the longest did."""
 MAX_LOOK_S = 1.0
 """A longer time between two looks is no silence of the core: whoever looks was held up itself."""
 STALL_S = 5.0
@@ -30,11 +35,12 @@ TICK_S = 0.01
 """The kernel counts processor time in these; one of them may be the thread that watches the parent."""
 
 _WORD = struct.Struct("<Q")
-_NUM_TURNS, _NUM_ROWS, _ROWS = 0, _WORD.size, 2 * _WORD.size
+_NUM_TURNS, _NUM_ROWS, _EXPECTED_US, _ROWS = (place * _WORD.size for place in range(4))
 
 
 class Progress:
-    """A file of words: turns of the loop, the number of requests in work, and a digest of each one's id."""
+    """A file of words: turns of the loop, the number of requests in work, how long the steps in work should take, and a
+    digest of each request's id."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
@@ -59,6 +65,17 @@ class Progress:
     def load(self) -> None:
         """The core loads again, or lets go of what it has loaded, until its next turn."""
         _WORD.pack_into(self._memory, _NUM_TURNS, 0)
+
+    @property
+    def expected_s(self) -> float | None:
+        """How long the steps in work should take; None: not known."""
+        return self._word(_EXPECTED_US) / 1e6 or None
+
+    def expect(self, seconds: float | None) -> None:
+        """The steps in work should take so long."""
+        _WORD.pack_into(
+            self._memory, _EXPECTED_US, 0 if seconds is None else max(1, math.ceil(seconds * 1e6))
+        )
 
     def begin(self, plan: SchedulerOutput) -> None:
         """The core sets to work on this plan."""
@@ -94,35 +111,75 @@ def _digest(request_id: str) -> bytes:
     return hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=_WORD.size).digest()
 
 
-def followed(executor: Executor, progress: Progress) -> Executor:
-    """The same executor for a loop, whose plans are written down before they are carried out."""
-    return cast("Executor", FollowedExecutor(executor, progress))
+def followed(executor: Executor, progress: Progress, *, is_alone: bool = True) -> Executor:
+    """The same executor for a loop, whose plans are written down before they are carried out.
+
+    Args:
+        is_alone: whether a step takes as long as its own work; not so where others take part in it.
+    """
+    return cast("Executor", FollowedExecutor(executor, progress, ExpectedCosts() if is_alone else None))
 
 
 class FollowedExecutor:
-    """What a loop needs of an executor."""
+    """What a loop needs of an executor. Of steps in flight the oldest is being computed, and the others wait for it."""
 
-    def __init__(self, executor: Executor, progress: Progress) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        progress: Progress,
+        costs: ExpectedCosts | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._executor = executor
         self._progress = progress
+        self._costs = costs
+        self._clock = clock
+        self._in_work: deque[float] = deque()
+        self._began = 0.0
 
     def submit(self, plan: SchedulerOutput) -> None:
-        self._progress.begin(plan)
+        self._begin(plan)
         self._executor.submit(plan)
 
     def collect(self) -> ModelRunnerOutput:
-        return self._executor.collect()
+        output = self._executor.collect()
+        self._end()
+        return output
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self._begin(plan)
+        output = self._executor.execute_model(plan)
+        self._end()
+        return output
+
+    def _begin(self, plan: SchedulerOutput) -> None:
         self._progress.begin(plan)
-        return self._executor.execute_model(plan)
+        if not self._in_work:
+            self._began = self._clock()
+        self._in_work.append(work_of(plan))
+        self._tell()
+
+    def _end(self) -> None:
+        work, now = self._in_work.popleft(), self._clock()
+        if self._costs is not None:
+            self._costs.note(work, now - self._began)
+        self._began = now
+        self._tell()
+
+    def _tell(self) -> None:
+        """What is in work may all have to be done before the loop turns."""
+        if self._costs is None:
+            return
+        each = [seconds for work in self._in_work if (seconds := self._costs.of(work)) is not None]
+        self._progress.expect(sum(each) if len(each) == len(self._in_work) else None)
 
 
 class Heartbeat:
     """Tells a core that hangs from one that computes for long; asked now and then while the core says nothing.
 
     A core whose loop does not turn hangs if its process used no processor for `timeout_s` either (it was stopped, or
-    waits for something that does not come), or if it took longer than any step could.
+    waits for something that does not come), or if it took much longer than its steps should: than any step could, where
+    that is not known.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -139,8 +196,9 @@ class Heartbeat:
         """Whether the core, at the last look, had done nothing for longer than it should take."""
         return self._idle_s > STALL_S
 
-    def hangs(self, now: float, num_turns: int, cpu_s: float | None) -> bool:
-        """Look: the time, the turns of the loop, and the processor time used (None: not known, so it may compute)."""
+    def hangs(self, now: float, num_turns: int, cpu_s: float | None, expected_s: float | None = None) -> bool:
+        """Look: the time, the turns of the loop, the processor time used (None: not known, so it may compute), and how
+        long the steps in work should take (None: not known)."""
         elapsed, self._looked_at = min(now - self._looked_at, MAX_LOOK_S), now
         used, self._cpu_s = _difference(cpu_s, self._cpu_s), cpu_s
         if num_turns != self._num_turns:
@@ -152,12 +210,14 @@ class Heartbeat:
         self.silent_s += elapsed
         computes = used is None or round(used / TICK_S) > 1
         self._idle_s = 0.0 if computes else self._idle_s + elapsed
-        too_long = self._idle_s > self._timeout_s or self.silent_s > self._longest_allowed_s
+        too_long = self._idle_s > self._timeout_s or self.silent_s > self._longest_allowed_s(expected_s)
         return too_long and self._timeout_s > 0
 
-    @property
-    def _longest_allowed_s(self) -> float:
-        return max(BUSY_FACTOR * self._timeout_s, LONGEST_FACTOR * self._longest_s)
+    def _longest_allowed_s(self, expected_s: float | None) -> float:
+        any_step = max(BUSY_FACTOR * self._timeout_s, LONGEST_FACTOR * self._longest_s)
+        if expected_s is None:
+            return any_step
+        return min(any_step, max(KNOWN_BUSY_FACTOR * self._timeout_s, LONGEST_FACTOR * expected_s))
 
 
 def _difference(now: float | None, before: float | None) -> float | None:

@@ -10,6 +10,11 @@ from quire.engine.lexicons import Lexicon
 from quire.errors import ContextLengthError, ValidationError
 from quire.inputs import PromptType, TokensPrompt
 
+CUT_CHARS_PER_TOKEN = 64
+"""So many characters for each token of the context may a text have that is cut: some sixteen contexts of prose."""
+LEAST_CUT_CHARS = 2**18
+"""So many it may have however short the context is, which takes a fraction of a second."""
+
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
@@ -88,6 +93,24 @@ def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
                 param="prompt",
             )
     return PromptParts(text, token_ids, salt, second, start, instruction)
+
+
+def check_cut_text(config: EngineConfig, text: str, name: str = "prompt") -> None:
+    """Refuse a text that is cut or only counted, and so may be longer than the context, but not of any length.
+
+    Args:
+        name: of the field whose text it is.
+
+    Raises:
+        ValidationError: with the limit.
+    """
+    limit = max(CUT_CHARS_PER_TOKEN * config.model.max_model_len, LEAST_CUT_CHARS)
+    if len(text) > limit:
+        raise ValidationError(
+            f"there are {len(text)} characters in the {name}; where a text is cut or only counted there may be "
+            f"{limit}: {CUT_CHARS_PER_TOKEN} for each token of the context, or {LEAST_CUT_CHARS} if that is more",
+            param=name,
+        )
 
 
 def check_length(config: EngineConfig, num_tokens: int, how_exact: str = "") -> None:

@@ -2,11 +2,13 @@
 
 Invariant: the front end binds the socket on which it is told things and the core connects to it, so that what the core
 says to a front end that is slow, or gone, waits for nobody and holds up no other. The core binds the one on which it is
-asked. `send` and `receive` use a socket each, so that two threads may use them.
+asked. `send` and `receive` use a socket each, so that two threads may use them. A frame that is no message costs a line
+in the log.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -21,9 +23,18 @@ import zmq
 
 from quire.config import EngineConfig
 from quire.engine.core_client import CoreClient
-from quire.engine.messages import WIRE_VERSION, CoreFailed, CoreMessage, CoreReady, CoreRequest
+from quire.engine.messages import (
+    NO_MESSAGE,
+    WIRE_VERSION,
+    CoreFailed,
+    CoreMessage,
+    CoreReady,
+    CoreRequest,
+)
 from quire.engine.progress import Heartbeat, Progress, cpu_seconds_with_children
 from quire.errors import EngineDeadError, StartupError
+
+logger = logging.getLogger(__name__)
 
 POLL_MS = 200
 RECONNECT_MS = 10
@@ -111,10 +122,13 @@ class RemoteClient(CoreClient):
                 # Asked before polling, so that what a dying core still sent is read before its death is reported.
                 is_gone = self._is_gone()
                 if self._inbox.poll(0 if is_gone else POLL_MS):
-                    return [self._accept(self._decoder.decode(self._inbox.recv()))]
-                if is_gone:
+                    message = self._decoded(self._inbox.recv())
+                    if message is not None:
+                        return [self._accept(message)]
+                elif is_gone:
                     raise self._death()
-                self._look()
+                else:
+                    self._look()
             return []
 
     @property
@@ -129,6 +143,15 @@ class RemoteClient(CoreClient):
         """The same for whoever knows the requests (`progress.named_in`)."""
         return set() if self._closed.is_set() else self._progress.digests()
 
+    def _decoded(self, frame: bytes) -> CoreMessage | None:
+        """What a frame is; None if it is no message of ours, which only somebody with our user id can have sent."""
+        try:
+            message: CoreMessage = self._decoder.decode(frame)
+            return message
+        except NO_MESSAGE as error:
+            logger.error("a frame of %d bytes is no message of a core: %s", len(frame), error)
+            return None
+
     def _accept(self, message: CoreMessage) -> CoreMessage:
         if isinstance(message, CoreFailed):
             self._failure = message
@@ -140,7 +163,7 @@ class RemoteClient(CoreClient):
 
     def _look(self) -> None:
         turns, used = self._progress.num_turns, cpu_seconds_with_children(self._pid)
-        if self._heartbeat.hangs(time.monotonic(), turns, used):
+        if self._heartbeat.hangs(time.monotonic(), turns, used, self._progress.expected_s):
             self._on_hang(self._heartbeat.silent_s)
 
     def _death(self) -> StartupError | EngineDeadError:

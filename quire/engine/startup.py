@@ -78,7 +78,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     )
     pooling = settle_pooling(config)
     if pooling.spec is not None:
-        config = dataclasses.replace(config, pooling=pooling.spec)
+        config = dataclasses.replace(config, pooling=pooling.spec, model_arch=pooling.arch)
         logger.info("pooling = %s: %s", pooling.spec.pooling, pooling.pooling_reason)
     if config.device.device == "auto":
         config = _settled(config, Choice("device", *choose_device()))
@@ -339,6 +339,12 @@ def _why_one_replica(config: EngineConfig) -> str | None:
     return "there is one replica here" if config.parallel.num_replicas == 1 else None
 
 
+def _why_one_process(config: EngineConfig) -> str | None:
+    parallel = config.parallel
+    is_one = parallel.num_replicas == 1 and parallel.num_ranks == 1
+    return "one process computes, wherever the system lets it" if is_one else None
+
+
 def _why_no_address(config: EngineConfig) -> str | None:
     parallel = config.parallel
     elsewhere = parallel.data_parallel_rank is not None or parallel.data_parallel_hybrid_lb
@@ -385,7 +391,8 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[EngineConfig], str | Non
     (("preemption_mode",), _why_no_swapping),
     (("matmul_precision",), _why_one_precision),
     (("batch_invariant",), _why_invariant),
-    (("routing_policy", "cpu_numa"), _why_one_replica),
+    (("routing_policy",), _why_one_replica),
+    (("cpu_numa",), _why_one_process),
     (("enable_expert_parallel",), _why_all_experts),
     (("data_parallel_address", "data_parallel_rpc_port"), _why_no_address),
 )

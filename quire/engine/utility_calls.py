@@ -5,6 +5,7 @@ Invariant: a call is here from when it is made until its answer, or the engine's
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 from quire.engine.core_ids import numbers_of
 from quire.engine.messages import UtilityCall, UtilityResult
 from quire.errors import EngineError, ValidationError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,12 @@ class UtilityCalls:
         return [call.message for call in self._calls.values() if call.core == core]
 
     def answer(self, result: UtilityResult) -> None:
-        """Hand a core's answer over."""
-        answer = self._calls.pop(result.call_id).answer
+        """Hand a core's answer over; one to no call costs a line in the log."""
+        call = self._calls.pop(result.call_id, None)
+        if call is None:
+            logger.error("an engine core answers call %d, which waits for no answer", result.call_id)
+            return
+        answer = call.answer
         if not answer.set_running_or_notify_cancel():
             return
         if result.error is not None:

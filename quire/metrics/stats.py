@@ -33,6 +33,11 @@ class FinishedRequestStats:
     is_pooled: bool = False
     """Whether it has what was pooled of its prompt, in place of tokens."""
 
+    @property
+    def has_prompt(self) -> bool:
+        """Whether its prompt was computed, on its account: all of it, but for what was cached."""
+        return bool(self.num_generation_tokens or self.is_pooled) and not self.is_fork
+
 
 @dataclass(slots=True)
 class EndedRequest:
@@ -59,7 +64,8 @@ class EndedRequest:
 class IterationStats:
     """Events of one step; `time_to_first_token_s` has an entry per first token, `inter_token_s` per later one.
 
-    A prompt counts once, however many sequences go on from it, as in the `usage` of replies.
+    A prompt counts once, however many sequences go on from it, as in the `usage` of replies. `spent_in_vain` are, by
+    tenant, prompt tokens that were computed for requests that ended before they had a token.
     """
 
     num_prompt_tokens: int = 0
@@ -69,6 +75,7 @@ class IterationStats:
     inter_token_s: list[float] = field(default_factory=list)
     finished: list[FinishedRequestStats] = field(default_factory=list)
     ended: list[EndedRequest] = field(default_factory=list)
+    spent_in_vain: Mapping[str, int] = field(default_factory=dict)
 
 
 class StatLogger(ABC):

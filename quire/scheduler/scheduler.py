@@ -131,6 +131,18 @@ class Scheduler:
             self._queues.kept.close(name)
         return [last_update(request) for request in found]
 
+    def spent_in_vain(self, request_ids: Iterable[str]) -> dict[str, int]:
+        """By tenant, the prompt tokens that were computed for those of these requests that have no token yet.
+
+        What a preemption made be forgotten does not count. Unknown ids are ignored, and whoever has no tenant.
+        """
+        by_id, spent = self._queues.by_id, dict[str, int]()
+        for request in [by_id[name] for name in dict.fromkeys(request_ids) if name in by_id]:
+            num_tokens = request.num_computed_tokens - request.num_cached_tokens
+            if request.tenant and not request.num_output_tokens and num_tokens > 0:
+                spent[request.tenant] = spent.get(request.tenant, 0) + num_tokens
+        return spent
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while a request is running."""
         return self._kv.reset_prefix_cache()

@@ -86,6 +86,7 @@ class _Group:
         num_tokens: int,
         max_query_len: int,
         longest: int,
+        kept_lens: Tensor,
     ) -> GroupMetadata:
         return group_metadata(
             self.table,
@@ -95,6 +96,7 @@ class _Group:
             slots=self.slots[:num_tokens],
             max_query_len=max_query_len,
             max_seq_len=longest,
+            kept_lens=kept_lens[:num_requests],
         )
 
 
@@ -102,7 +104,7 @@ class DeviceBatch:
     """The device's copy of an `InputBatch`, which it tells where its tokens are.
 
     Args:
-        batch: the host's rows.
+        batch: the host's rows; if some device batch has their tokens already, this one reads them there.
         max_num_tokens: most tokens of a step, padding included.
     """
 
@@ -111,8 +113,10 @@ class DeviceBatch:
         self._batch = batch
         self._transfers = transfers
         self._max_seq_len = batch.max_model_len
-        self._tokens = torch.zeros(batch.token_ids.shape, dtype=torch.int32, device=on)
-        batch.device_tokens = self._tokens
+        self._has_tokens = batch.device_tokens is None
+        if batch.device_tokens is None:
+            batch.device_tokens = torch.zeros(batch.token_ids.shape, dtype=torch.int32, device=on)
+        self._tokens = batch.device_tokens
         # Ids, positions and the slots of each group, so that one launch makes padding of some tokens; 16 bytes aligned.
         places = (2 + len(batch.block_tables), max_num_tokens + max_num_tokens % 2)
         self._of_tokens = torch.zeros(places, dtype=torch.int64, device=on)
@@ -123,6 +127,8 @@ class DeviceBatch:
         self._starts = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int32, device=on)
         self._one_each = torch.arange(batch.max_num_seqs + 1, dtype=torch.int32, device=on)
         self._lengths = torch.zeros(batch.max_num_seqs, dtype=torch.int32, device=on)
+        self._kept = torch.zeros_like(self._lengths)
+        """Tokens behind which requests leave their states, if there are any: all but drafts."""
         self._adapter_rows = torch.full((max_num_tokens,), -1, dtype=torch.int32, device=on)
         self._step = StagedStep(torch.zeros(1, dtype=torch.int32, device=on), 0, 0)
 
@@ -141,6 +147,7 @@ class DeviceBatch:
                 target, self._step.numbers, first_segment, len(segments.rows), segments.longest
             )
         self._prepare(num_padded, layout.max_query_len, layout.max_seq_len)
+        self._leave_drafts_out(layout, num_padded)
         first = 3 * num_requests + 1 + num_sampling
         logits_indices = self._step.numbers[first : first + num_sampling]
         if graph is not None:
@@ -170,6 +177,7 @@ class DeviceBatch:
         if shape.is_decode:
             starts.copy_(self._one_each[: len(starts)])
         self._lengths[: shape.num_requests].zero_()
+        self._kept[: shape.num_requests].zero_()
         self._adapter_rows[: shape.num_tokens].fill_(-1)
         self._make_padding(0, shape.num_tokens)
 
@@ -184,6 +192,14 @@ class DeviceBatch:
     def keep(self, codes: Tensor) -> None:
         """Put what the last step's requests sampled into their rows, where the next step reads it."""
         kernels.keep_sampled(self._tokens, codes, self._step)
+
+    def _leave_drafts_out(self, layout: StepLayout, num_padded: int) -> None:
+        """Where a layer keeps a state, which no draft may have a part in."""
+        if any(group.table.has_states for group in self._groups):
+            self._kept[:num_padded].copy_(self._lengths[:num_padded])
+            if layout.num_drafts is not None:
+                num_drafts = torch.from_numpy(layout.num_drafts.astype(np.int32))
+                self._kept[: len(num_drafts)].sub_(self._transfers.upload(num_drafts))
 
     def _make_padding(self, first: int, end: int) -> None:
         """Of tokens that no request has."""
@@ -222,11 +238,11 @@ class DeviceBatch:
         ), writes
 
     def _new_tokens(self, layout: StepLayout, is_new: NDArray[np.bool_]) -> _Segments:
-        """All tokens of a row that is new, and drafts."""
+        """All tokens of a row that is new, and drafts, unless somebody else uploads them."""
         known = self._batch.num_tokens[layout.rows]
         starts = np.where(is_new, 0, known)
         ends = known if layout.num_drafts is None else known + layout.num_drafts
-        has_some = ends > starts
+        has_some = (ends > starts) & self._has_tokens
         return _Segments(layout.rows[has_some], starts[has_some], ends[has_some], self._batch.token_ids)
 
     def _prepare(self, num_padded: int, max_query_len: int, max_seq_len: int) -> None:
@@ -255,6 +271,8 @@ class DeviceBatch:
         token_types: Tensor | None = None,
     ) -> StepContext:
         shapes = (num_requests, num_tokens, max_query_len, longest)
-        groups = tuple(group.metadata(self._starts, self._lengths, *shapes) for group in self._groups)
+        groups = tuple(
+            group.metadata(self._starts, self._lengths, *shapes, self._kept) for group in self._groups
+        )
         adapter_rows = self._adapter_rows[:num_tokens] if adapts else None
         return StepContext(groups, adapter_rows, token_types=token_types)

@@ -9,6 +9,7 @@ host. A request that fails costs itself alone.
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -26,6 +27,7 @@ from quire.scheduler.output import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from quire.spec_decode.clocks import Clocks
 from quire.spec_decode.speculation import Speculation
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
@@ -73,6 +75,7 @@ class ModelRunner:
         draft: a model that guesses what this one says, or heads that do, its KV cache bound.
         stage: that the model is; what the last one samples is told to the others, and is the result of the last alone.
         speculation: guesses tokens for later plans to verify; by default as the configuration says.
+        clocks: that decide how much is guessed; None: this process's.
         is_rehearsal: its steps are run to see what memory steps take.
     """
 
@@ -88,6 +91,7 @@ class ModelRunner:
         draft: LanguageModel | None = None,
         stage: Stage = ALL,
         speculation: Speculation | None = None,
+        clocks: Clocks | None = None,
         is_rehearsal: bool = False,
     ) -> None:
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
@@ -134,10 +138,14 @@ class ModelRunner:
         )
         if not stage.is_last:
             self._sampling = SampledElsewhere(stage)
-        self._guessing = None if draft is None else self._guessing_model(draft, config, device)
+        self._guessing = None
+        if draft is not None:
+            self._guessing = self._guessing_model(draft, config, device, is_rehearsal=is_rehearsal)
         if speculation is None and stage.is_last and not is_rehearsal:
             grammars_read = self._samplers.plain.grammar_mask
-            speculation = make_speculation(config, kv_config, self.batch, grammars_read, self._guessing)
+            speculation = make_speculation(
+                config, kv_config, self.batch, grammars_read, self._guessing, clocks
+            )
         self._speculation = speculation
         self._prompt_logprobs = PromptLogprobs(
             self.batch, self._logits, self._slice_size, device.transfers, mode
@@ -169,15 +177,21 @@ class ModelRunner:
             adapts=config.lora.enable_lora,
         )
 
-    def _guessing_model(self, model: LanguageModel, config: EngineConfig, device: Device) -> GuessingModel:
-        method = config.speculative.settings.method
+    def _guessing_model(
+        self, model: LanguageModel, config: EngineConfig, device: Device, *, is_rehearsal: bool
+    ) -> GuessingModel:
+        """On a device its passes are launched kernel by kernel: what they read has no lasting place."""
+        method, launched = config.speculative.settings.method, config
         assert method is not None, "whoever has a model for guesses says how it guesses"
+        if device.is_asynchronous:
+            launched = replace(config, device=replace(config.device, enforce_eager=True))
         return GUESSING_MODELS[method](
             model,
             self.batch,
-            device.pipeline(model, self.batch, config),
+            device.pipeline(model, self.batch, launched, is_rehearsal=is_rehearsal),
             self._samplers.plain,
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            device.transfers,
+            config=config,
             slice_size=self._slice_size,
         )
 
@@ -210,7 +224,7 @@ class ModelRunner:
             self._guessing.follow(inputs, hidden)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden, inputs.step.adapter_rows)
-        pooled = self._pooler.compute(inputs.layout, hidden)
+        pooled = self._pooler.compute(inputs.layout, hidden, inputs.step.adapter_rows)
         if self._sampling.reads_tokens(inputs):
             self._read_results(set(ids))
         sampled = self._sample(inputs, hidden, scheduled)

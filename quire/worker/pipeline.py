@@ -30,8 +30,8 @@ class LanguageModel(Protocol):
         With `num_added` there are so many more, of tokens that adapters add; others than a row's own mean nothing.
         """
 
-    def apply_heads(self, pooled: Tensor, task: str) -> Tensor:
-        """Of a model that is pooled, for a task: float32 [N, H] -> [N, size]."""
+    def apply_heads(self, pooled: Tensor, task: str, adapter_rows: Tensor | None = None) -> Tensor:
+        """Of a model that is pooled, for a task: float32 [N, H], and perhaps the adapter of each -> [N, size]."""
 
 
 Forward = Callable[[StepInputs], Tensor]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.errors import EngineError
 from quire.worker.devices import Transfers
+from quire.worker.first_tokens import FirstTokens
 from quire.worker.input_batch import InputBatch
 from quire.worker.pipeline import LanguageModel
 
@@ -28,6 +29,9 @@ class RowLogits:
     Args:
         vocab_size: the model's tokens, V.
         max_added: that an adapter may add, A.
+
+    Attributes:
+        first: finds the likeliest token where ranks share the model's; None: there is no shorter way than all logits.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class RowLogits:
         self._vocab_size = vocab_size
         self._max_added = max_added
         self._transfers = transfers
+        self.first = FirstTokens.of_model(model)
 
     def widths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """[N] V or V + A: logits of each of the rows [N]."""

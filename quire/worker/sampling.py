@@ -92,6 +92,8 @@ class RowSampling:
         adapters = None if adapter_rows is None else _of_samples(inputs, adapter_rows, part)
         of_samples, sampler = _of_samples(inputs, hidden, part), self._samplers.of(samples.rows)
         staged = sampler.stage_on_host(samples)
+        if adapters is None and staged.take_the_first and self._logits.first is not None:
+            return Sampled.of_codes(self._logits.first.codes(of_samples))
         sampled = None if graphs is None else graphs.sample(staged, of_samples, adapters)
         if sampled is not None:
             return sampled

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,9 +24,6 @@ from quire.scheduler.output import NewRequestData
 from quire.worker.inputs import StepInputs, StepLayout
 from quire.worker.pipeline import Pipeline
 from quire.worker.sampler import Sampled, SamplerOutput
-from quire.worker.sampler.feature import Failures
-
-_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def staged(pipeline: Pipeline, stage: Stage, config: EngineConfig) -> Pipeline:
@@ -90,7 +86,7 @@ class AwaitedSamples(NamedTuple):
     def read(self) -> SamplerOutput:
         """Wait for the last stage."""
         ops.recv(self.codes, self.group, self.group.size - 1)
-        return Sampled(self.codes, None, _NO_ROWS, Failures()).read()
+        return Sampled.of_codes(self.codes).read()
 
 
 class SampledElsewhere:

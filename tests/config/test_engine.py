@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 QUANTIZATION_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "group_size": st.sampled_from([32, 64, 128]),
     "symmetric": st.booleans(),
-    "mode": st.sampled_from(["fast", "precise"]),
+    "mode": st.sampled_from(["fast", "precise", "checkpoint"]),
     "scale": st.sampled_from(["row", "tensor"]),
     "gemm": st.sampled_from(["vendor", "triton"]),
     "ignore": st.lists(st.text(min_size=1)),

@@ -8,6 +8,7 @@ import pytest
 
 from quire.layers import states
 from tests.end_to_end.server import Server
+from tests.reliability.service import Baseline, Service
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,26 @@ def states_in_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(log=tmp_path_factory.mktemp("server") / "log").wait_ready()
-    yield server
-    assert server.stop() == 0, server.log.read_text()
+def demo_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service(log=tmp_path_factory.mktemp("server") / "log")
+    # The process that checks constraints is started when it is first needed, and stays.
+    assert service.complete(structured_outputs={"regex": "a"}).status_code == 200
+    service.baseline = Baseline(service)
+    yield service
+    assert service.stop() == 0, service.process.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def demo_server(demo_service: Service) -> Server:
+    return demo_service.process
+
+
+@pytest.fixture(autouse=True)
+def _demo_server_is_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test that talks to it, what docs/reliability.md promises is true of it."""
+    if "demo_server" not in request.fixturenames:
+        yield
+        return
+    service: Service = request.getfixturevalue("demo_service")
+    yield
+    service.baseline.check()

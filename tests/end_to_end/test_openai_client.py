@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -25,8 +26,11 @@ WEATHER = {
 
 
 @pytest.fixture
-def client(demo_server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=180)
+def client(demo_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=180
+    ) as client:
+        yield client
 
 
 def ask(text: str) -> list[Any]:

@@ -88,8 +88,11 @@ def test_every_api_keeps_to_a_schema(demo_server: Server, path: str, fields: dic
 
 
 @pytest.fixture
-def client(demo_server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=180)
+def client(demo_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=180
+    ) as client:
+        yield client
 
 
 class City(pydantic.BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -32,8 +33,11 @@ CALLS = [
 
 
 @pytest.fixture
-def client(demo_server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=180)
+def client(demo_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=180
+    ) as client:
+        yield client
 
 
 def whole(client: openai.OpenAI, **fields: Any) -> dict[str, Any]:

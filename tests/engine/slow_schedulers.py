@@ -30,6 +30,15 @@ class Poisoned(Slow):
         return super().update_from_output(plan, output, now)
 
 
+class Spinning(Slow):
+    """Computes for ever once a request comes whose prompt begins with POISON."""
+
+    def update_from_output(self, plan: Any, output: Any, now: float) -> Any:
+        while any(data.token_ids[0] == POISON for data in plan.new_requests):
+            pass
+        return super().update_from_output(plan, output, now)
+
+
 class NeverThere(Scheduler):
     """Is still being made when its core is to end."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import AddRequest, EngineCoreOutputs, EngineCoreRequest
+from quire.engine.messages import AbortRequests, AddRequest, EngineCoreOutputs, EngineCoreRequest
 from quire.engine.startup import prepare
 from quire.executor.null import NUM_POOLED
 from quire.pooling_params import PoolingParams
@@ -80,4 +80,24 @@ def test_a_core_is_asked_by_a_message_to_pool_and_answers_with_one(
         ("stop", [], [NUM_POOLED])
     ]
     assert not core.scheduler.has_unfinished_requests()
+    core.shutdown()
+
+
+@pytest.mark.item(39)
+def test_of_what_is_aborted_the_core_says_what_it_has_cost(null_model_dir: Path) -> None:
+    """One in the middle of its prompt, one in the queue, one with tokens, one of nobody."""
+    args: dict[str, Any] = {"distributed_executor_backend": "null", "max_num_batched_tokens": 16}
+    args |= {"max_num_seqs": 3, "scheduling_policy": "fcfs", "enable_prefix_caching": False}
+    core = EngineCore(prepare(EngineConfig.from_args(model=str(null_model_dir), **args), "offline"))
+    for name, length in (("done", 4), ("long", 40), ("nobody", 40), ("waits", 40)):
+        tenant = "" if name == "nobody" else f"of {name}"
+        params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+        core.handle(AddRequest(EngineCoreRequest(name, list(range(length)), params, 0.0, tenant=tenant)))
+    core.step()
+    core.step()
+    answer = core.handle(AbortRequests(["done", "long", "nobody", "waits", "unknown"]))
+    assert isinstance(answer, EngineCoreOutputs)
+    assert answer.spent.keys() == {"of long"}
+    assert 12 <= answer.spent["of long"] < 40
+    assert core.handle(AbortRequests(["long"])) is None
     core.shutdown()

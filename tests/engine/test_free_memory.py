@@ -120,10 +120,11 @@ async def test_one_request_at_a_time_is_served_however_little_is_left(null_model
     refusals = Refusals()
     engine.add_stat_logger(refusals)
     for _ in range(2):
-        engine.check_admission()
+        with engine.reserve():
+            pass
         task = await in_flight(engine)
         with pytest.raises(MemoryShortError):
-            engine.check_admission()
+            engine.reserve()
         assert await task == "length"
     assert refusals.limits == ["min_free_memory"] * 2
     await engine.shutdown()
@@ -133,6 +134,7 @@ async def test_by_default_a_machine_with_memory_refuses_nothing(null_model_dir: 
     engine = make_engine(null_model_dir)
     await engine.wait_ready()
     task = await in_flight(engine)
-    engine.check_admission()
+    with engine.reserve():
+        pass
     assert await task == "length"
     await engine.shutdown()

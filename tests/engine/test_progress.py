@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +13,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config.supervision import BUSY_FACTOR
+from quire.engine.expected_costs import ExpectedCosts
 from quire.engine.progress import (
-    BUSY_FACTOR,
     LONGEST_FACTOR,
     TICK_S,
+    FollowedExecutor,
     Heartbeat,
     Progress,
     cpu_seconds,
     cpu_seconds_with_children,
 )
 from quire.sampling_params import SamplingParams
-from quire.scheduler.output import NewRequestData, SchedulerOutput
+from quire.scheduler.output import (
+    ModelRunnerOutput,
+    NewRequestData,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 
 TIMEOUT_S = 30.0
 
@@ -88,6 +96,81 @@ def test_a_core_that_computes_has_longer_and_longer_still_if_its_steps_were_long
 
     after = looks(Heartbeat(TIMEOUT_S), after_a_long_step())
     assert LONGEST_FACTOR * 490 <= after - 500 <= LONGEST_FACTOR * 510
+
+
+@pytest.mark.item(44, 45)
+def test_a_core_that_computes_has_as_long_as_its_steps_should_take_and_then_some() -> None:
+    def after(expected_s: float | None, seconds: float) -> float:
+        heartbeat, now = Heartbeat(TIMEOUT_S), 0.0
+        heartbeat.hangs(now, 1, 0.0, expected_s)
+        while now < seconds and not heartbeat.hangs(now, 1, now, expected_s):
+            now += 0.2
+        return now
+
+    spins = 2 * TIMEOUT_S
+    for expected_s, least in ((0.001, spins), (2.0, spins), (20.0, 200.0), (60.0, 600.0), (None, 600.0)):
+        assert least <= after(expected_s, 2000) <= least + 1
+    assert after(1e6, 2000) <= BUSY_FACTOR * TIMEOUT_S + 1, "never longer than where nothing is known"
+
+
+def measured(work: list[tuple[int, int, float]]) -> Iterator[tuple[float | None, float]]:
+    """For steps of (start, tokens, seconds): what was expected of each while it ran, and what it took."""
+    now = 0.0
+
+    class Steps:
+        def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            nonlocal now
+            expected.append(progress.expected_s)
+            now += seconds
+            return ModelRunnerOutput(plan.step_id, {})
+
+    with tempfile.TemporaryDirectory() as folder:
+        expected: list[float | None] = []
+        progress = Progress.create(Path(folder) / "progress", 1)
+        executor = FollowedExecutor(Steps(), progress, ExpectedCosts(), lambda: now)  # type: ignore[arg-type]
+        for start, tokens, seconds in work:
+            executor.execute_model(
+                SchedulerOutput(1, [], [ScheduledRequest("a", start, tokens, 1, [[]])], [])
+            )
+            yield expected[-1], seconds
+
+
+@pytest.mark.item(45)
+@given(
+    st.lists(st.tuples(st.integers(0, 2**17), st.integers(1, 2**13)), min_size=2, max_size=20),
+    st.floats(0.0, 1.0),
+    st.floats(1e-6, 0.1),
+    st.floats(0.0, 1e-3),
+)
+def test_what_a_step_costs_in_proportion_is_never_far_above_what_was_expected(
+    steps: list[tuple[int, int]], fixed_s: float, token_s: float, share: float
+) -> None:
+    """A fixed part, one by tokens, and one by what they look at, up to as much for each thousand."""
+    costs = [fixed_s + tokens * token_s * (1 + share * (start + tokens)) for start, tokens in steps]
+    work = [(start, tokens, cost) for (start, tokens), cost in zip(steps, costs, strict=True)]
+    (first, _), *others = measured(work)
+    assert first is None
+    for expected_s, seconds in others:
+        assert expected_s is not None
+        assert seconds <= LONGEST_FACTOR * expected_s + 2e-6
+
+
+@pytest.mark.item(44)
+def test_of_steps_like_those_before_no_more_is_expected_than_these_took() -> None:
+    steps = [(0, 2048, 60.0), *[(2048 + index, 1, 0.05) for index in range(200)], (0, 2000, 55.0)]
+    expected = [seconds for seconds, _ in measured(steps)]
+    assert expected[-1] == pytest.approx(60.0)
+    assert expected[-2] == pytest.approx(0.05)
+
+
+def test_nothing_is_expected_before_something_is_known(tmp_path: Path) -> None:
+    progress = Progress.create(tmp_path / "progress", 1)
+    assert progress.expected_s is None
+    for seconds in (0.0, 1e-9):
+        progress.expect(seconds)
+        assert progress.expected_s == 1e-6, "nothing is in work"
+    progress.expect(None)
+    assert progress.expected_s is None
 
 
 def test_where_the_processor_time_is_not_known_a_core_may_compute() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.queue_limits import WaitingSequences, check_queue
-from quire.errors import UnavailableError
+from quire.engine.queue_limits import Place, WaitingSequences, check_queue, check_tokens, crowding
+from quire.errors import UnavailableError, ValidationError
+from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
 
@@ -23,7 +27,10 @@ def waiting(*num_prompt_tokens: int) -> WaitingSequences:
 
 
 def test_without_limits_anything_may_wait() -> None:
-    check_queue(SchedulerConfig(), waiting(10**6), 10**6, 10**6)
+    limits = SchedulerConfig(max_num_queued_reqs=0)
+    check_queue(limits, waiting(10**6), 10**6)
+    check_tokens(limits, waiting(10**6), 10**6)
+    assert crowding(limits, waiting(10**6)) is None
 
 
 @pytest.mark.parametrize(
@@ -32,12 +39,12 @@ def test_without_limits_anything_may_wait() -> None:
 def test_the_limit_on_sequences(num_waiting: int, num_more: int, fits: bool) -> None:
     limits = SchedulerConfig(max_num_queued_reqs=4)
     if fits:
-        check_queue(limits, waiting(*[1] * num_waiting), num_more, 0)
+        check_queue(limits, waiting(*[1] * num_waiting), num_more)
         return
     with pytest.raises(
         UnavailableError, match=f"{num_waiting} sequences .* {num_more} more .* limit of 4"
     ) as caught:
-        check_queue(limits, waiting(*[1] * num_waiting), num_more, 0)
+        check_queue(limits, waiting(*[1] * num_waiting), num_more)
     assert caught.value.retry_after > 0
 
 
@@ -48,10 +55,51 @@ def test_the_limit_on_sequences(num_waiting: int, num_more: int, fits: bool) -> 
 def test_the_limit_on_prompt_tokens(tokens: tuple[int, ...], num_more: int, fits: bool) -> None:
     limits = SchedulerConfig(max_num_queued_tokens=100)
     if fits:
-        check_queue(limits, waiting(*tokens), 1, num_more)
+        check_tokens(limits, waiting(*tokens), max(num_more, 1))
         return
     with pytest.raises(UnavailableError, match=rf"{sum(tokens)} tokens wait .* limit of 100 tokens"):
-        check_queue(limits, waiting(*tokens), 1, num_more)
+        check_tokens(limits, waiting(*tokens), max(num_more, 1))
+
+
+@pytest.mark.item(28)
+def test_by_default_the_queue_has_an_end() -> None:
+    most = SchedulerConfig().max_num_queued_reqs
+    assert most >= 2**14, "nobody is to meet it by accident"
+    with pytest.raises(UnavailableError, match="the queue is full"):
+        check_queue(SchedulerConfig(), waiting(*[0] * most), 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100)), max_size=8), st.integers(0, 20))
+def test_a_place_counts_until_all_of_it_has_joined_or_is_given_up(
+    joins: list[tuple[int, int]], num_sequences: int
+) -> None:
+    queue = waiting(5)
+    place = Place(queue, num_sequences)
+    num_tokens = sum(tokens for _, tokens in joins)
+    place.hold(num_tokens)
+    assert (len(queue), queue.num_tokens) == (1 + num_sequences, 5 + num_tokens)
+    for sequences, tokens in joins:
+        place.join(sequences, tokens)
+        num_sequences, num_tokens = max(0, num_sequences - sequences), num_tokens - tokens
+        assert (len(queue), queue.num_tokens) == (1 + num_sequences, 5 + num_tokens)
+    for _ in range(2):
+        place.give_up()
+        assert (len(queue), queue.num_tokens) == (1, 5)
+
+
+@pytest.mark.item(44)
+@pytest.mark.parametrize(
+    ("limits", "queue", "what"),
+    [
+        ({"max_num_queued_reqs": 10}, waiting(*[1] * 8), None),
+        ({"max_num_queued_reqs": 10}, waiting(*[1] * 9), "9 sequences .* limit is 10"),
+        ({"max_num_queued_tokens": 100}, waiting(50, 39), None),
+        ({"max_num_queued_tokens": 100}, waiting(50, 40), "90 prompt tokens .* limit is 100"),
+    ],
+)
+def test_a_queue_that_is_nearly_full_says_so(limits: Any, queue: WaitingSequences, what: str | None) -> None:
+    told = crowding(SchedulerConfig(**limits), queue)
+    assert told is None if what is None else re.search(what, told or "")
 
 
 def make_engine(model_dir: Path, **args: Any) -> AsyncLLM:
@@ -77,6 +125,40 @@ async def test_of_many_at_once_exactly_the_limit_is_admitted(null_model_dir: Pat
     for _ in range(2):
         ends = await asyncio.gather(*(run(index) for index in range(100)))
         assert (ends.count("length"), ends.count("refused")) == (8, 92)
+    await engine.shutdown()
+
+
+@pytest.mark.item(28)
+async def test_what_is_being_tokenized_has_its_place(
+    null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has come to the core yet, and the place of one that is refused is free again."""
+    engine = make_engine(null_model_dir, max_num_queued_reqs=2)
+    await engine.wait_ready()
+    queue, may_go_on = engine.output_processor.waiting, asyncio.Event()
+    tokenize = engine._tokenize
+
+    async def later(prompt: Any, adapter: Any) -> Any:
+        await may_go_on.wait()
+        return await tokenize(prompt, adapter)
+
+    monkeypatch.setattr(engine, "_tokenize", later)
+    prompts: list[Any] = [[1], [10**9]]
+    streams = [engine.generate(prompt, SamplingParams(max_tokens=1), "x") for prompt in prompts]
+    tasks = [asyncio.create_task(anext(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="2 sequences wait"):
+        await anext(engine.generate([1], SamplingParams(), "too much"))
+    with pytest.raises(UnavailableError, match="2 sequences wait"), engine.reserve():
+        pass
+    assert engine.crowding()
+    may_go_on.set()
+    done, refused = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(done, RequestOutput)
+    assert done.outputs[0].finish_reason == "length"
+    assert isinstance(refused, ValidationError)
+    assert len(queue) == 0
+    assert engine.crowding() is None
     await engine.shutdown()
 
 

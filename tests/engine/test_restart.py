@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry
@@ -16,12 +17,15 @@ from prometheus_client import CollectorRegistry
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.client import ProcessClient
+from quire.engine.messages import EngineCoreOutputs, UtilityResult
+from quire.engine.remote import messages_of
 from quire.errors import EngineDeadError, EngineError, UnavailableError
 from quire.metrics.prometheus import PrometheusStatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
-from tests.engine.slow_schedulers import POISON, Poisoned, Slow
+from tests.engine.slow_schedulers import POISON, Poisoned, Slow, Spinning
 from tests.fixtures.quick import quick
 
 
@@ -158,6 +162,19 @@ async def test_a_stopped_core_is_killed_and_replaced(
     await engine.shutdown()
 
 
+@pytest.mark.item(44)
+async def test_a_core_that_spins_is_found_by_what_its_steps_should_take(null_model_dir: Path) -> None:
+    """Not after the 20 timeouts that a step may take of which nothing is known."""
+    engine = await started(null_model_dir, Spinning, core_heartbeat_timeout=1.0, on_core_death="error")
+    first = process_of(engine)
+    await collect(engine, [1], params())
+    async with asyncio.timeout(15):
+        with pytest.raises(UnavailableError):
+            await collect(engine, [POISON], params())
+    assert first.returncode == -signal.SIGKILL
+    await engine.shutdown()
+
+
 @pytest.mark.item(47)
 async def test_a_request_on_which_two_cores_die_ends_and_those_behind_it_go_on(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -282,6 +299,31 @@ async def test_garbage_on_the_socket_costs_a_line_in_the_log(
     assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
     await engine.shutdown()
     assert capfd.readouterr().err.count("is no message of a front end") >= 1
+
+
+@pytest.mark.item(51)
+async def test_garbage_to_the_front_end_costs_a_line_in_the_log(
+    null_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer that nobody asked for, and an update of no request, too."""
+    engine = await started(null_model_dir)
+    (client,) = engine._clients
+    assert isinstance(client, ProcessClient)
+    first = client.process
+    stray = [UtilityResult(77), EngineCoreOutputs([RequestUpdate("nobody's", [1], "stop")])]
+    frames = [b"", b"\xc1", b"\x81\xa4type\xa5ready", bytes(10**6), *map(msgspec.msgpack.encode, stray)]
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(f"ipc://{client._directory / messages_of(0)}")
+        for frame in frames:
+            socket.send(frame)
+    assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
+    async with asyncio.timeout(30):
+        while "answers call 77" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
+    assert process_of(engine) is first
+    assert caplog.text.count("is no message of a core") == 4
+    await engine.shutdown()
 
 
 async def test_signals_for_the_whole_group_leave_the_core_alone(null_model_dir: Path) -> None:

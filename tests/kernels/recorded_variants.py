@@ -59,6 +59,7 @@ VOCAB = 151_936
 """Whose rows are cut into 38 pieces, so that halves of memory begin at odd places."""
 SCHEMES = (
     WeightScheme("int8"),
+    WeightScheme("int8", 32),
     WeightScheme("int4", 32),
     WeightScheme("int4", 128, symmetric=False),
     WeightScheme("nf4", 64),
@@ -197,7 +198,7 @@ def _experts(size: int) -> Launches:
     routing, count = Routing(4, normalized=True), 16
     yield partial(route.route, empty(size, count), None, routing)
     rows = empty(size, 128), empty(size, 4, dtype=torch.int32), empty(size, 4, dtype=torch.float32)
-    for scheme in SCHEMES[:2]:
+    for scheme in (SCHEMES[0], SCHEMES[2]):
         gate_up, down = packed(scheme, 2 * 256, 128, 2), packed(scheme, 128, 256)
         of = ExpertWeights((gate_up,) * count, (down,) * count)
         yield partial(experts.experts, *rows, of)

@@ -339,6 +339,14 @@ def test_the_cache_is_what_a_model_of_its_tokens_says() -> None:
 
 
 @pytest.mark.item(55)
+@pytest.mark.more
+def test_so_it_is_after_ten_thousand_operations_more() -> None:
+    before = KVCacheMachine.seen["operations"]
+    run_state_machine_as_test(KVCacheMachine, settings=options(150))
+    assert KVCacheMachine.seen["operations"] - before >= 10_000
+
+
+@pytest.mark.item(55)
 @pytest.mark.soak
 def test_at_length() -> None:
     run_state_machine_as_test(KVCacheMachine, settings=options(5000))

@@ -46,7 +46,8 @@ INPUT = {
     19: Item("no address in a request is ever opened", "CVE-2026-24779, CVE-2026-25960"),
     20: Item("names of models are looked up, and are no paths", "CVE-2026-7302"),
     21: Item("a client's request id is a label: two may be equal, and it opens nothing", "#15041, GHSA-2phq-3phc-84px"),
-    22: Item("what one salt has cached no other finds, on any route", "CVE-2026-105752, GHSA-wpww-v874-ph2p"),
+    22: Item("what one salt, or one key, has cached no other finds, on any route that generates",
+             "CVE-2026-105752, GHSA-wpww-v874-ph2p"),
     23: Item("every route but the probes asks for the key, which is compared in constant time", "CVE-2025-59425"),
     24: Item("an error reply tells nothing of the server: no path, address, class or traceback",
              "CVE-2026-73555, CVE-2026-22778"),
@@ -56,7 +57,8 @@ INPUT = {
     27: Item("the same refusals under `python -O`", "CVE-2026-41523"),
 }  # fmt: skip
 LOAD = {
-    28: Item("of more requests than the queue takes exactly so many are served, the rest 503 at once", "#58192"),
+    28: Item("of more requests than the queue takes, what is being tokenized included, exactly so many are served, the "
+             "rest 503 at once", "#58192"),
     29: Item("the queue is bounded by tokens, too", "#49445"),
     30: Item("a tenant that floods meets its own limit (429), and the next has its first token in < 3x the steps",
              "#31909, llm-d#1182"),
@@ -76,14 +78,16 @@ LOAD = {
 FAULTS = {
     43: Item("the core is killed: a pause on the same port; the fourth time in ten minutes ends the server",
              "#39863, #27866"),
-    44: Item("the core stands still: 503 on `/health`, deadlines are kept; it goes on or is replaced", "#36451"),
+    44: Item("the core stands still: 503 on `/health` and `/livez`, deadlines are kept; it goes on or is replaced, as "
+             "one that spins", "#36451"),
     45: Item("a long prefill is no hang", "sglang#22511"),
     46: Item("the server is killed: its core is gone in seconds, and nothing is left", "vLLM's test_parent_death"),
     47: Item("a step fails, or gives NaN: a pause, or the end of that request alone", "vLLM's evil_forward"),
-    48: Item("SIGTERM: streams finish to the byte, new requests get 503, exit code 0; twice: an error event", "#24885"),
+    48: Item("SIGTERM: what was let in finishes, streams to the byte, new requests get 503, exit code 0; twice: 503, "
+             "or an error event", "#24885"),
     49: Item("a start that cannot succeed is a sentence and an exit code, and leaves nothing", "#17618"),
     50: Item("foreign code that hangs or dies costs its request, and an API process its connections", ""),
-    51: Item("garbage on the internal sockets is dropped", "#44486"),
+    51: Item("garbage on the internal sockets, of the core or of the server, costs a line in the log", "#44486"),
     52: Item("the cache is sized by what memory there is, new work refused when it is short, and a step that gets none "
              "costs a pause", "#9011"),
     53: Item("clocks that jump, full disks, closed streams, no descriptors: it keeps serving", ""),

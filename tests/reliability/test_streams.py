@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import resource
 import socket
 import threading
 import time
@@ -394,6 +395,32 @@ def test_connections_beyond_the_open_files_are_told_and_the_server_goes_on(tmp_p
         for client in idle:
             client.close()
         limited.baseline.check()
+
+
+SLOW = 1000
+"""Clients that send half a head and no more."""
+
+
+@pytest.mark.more
+@pytest.mark.item(35)
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * SLOW, reason="ulimit -n leaves no room for them"
+)
+def test_a_thousand_half_sent_heads_are_closed_and_real_requests_pass(tmp_path: Path) -> None:
+    with serving(tmp_path, "--read-timeout", "5") as attacked, contextlib.ExitStack() as stack:
+        for _ in range(SLOW):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", attacked.process.port), 30))
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: q\r\nx-slow: ")
+            stack.callback(client.close)
+            slow = client
+        assert {attacked.complete().status_code for _ in range(5)} == {200}
+        assert attacked.process.health() == 200
+        answer = b""
+        slow.settimeout(30)
+        while block := slow.recv(4096):
+            answer += block
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        attacked.baseline.check()  # descriptors, too: ours are open still, and the server's are closed
 
 
 @pytest.mark.item(59)

@@ -7,7 +7,14 @@ integrity of the cache after every step.
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from quire.errors import ValidationError
 from quire.lora_request import LoRARequest
@@ -62,7 +69,13 @@ def parameters(draw):
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, go, are held and fail at any moment; at the end everyone left must finish as if alone."""
+    """Requests come, go, are held and fail at any moment; at the end everyone left must finish as if alone.
+
+    Attributes:
+        num_looks: of all machines so far: how often the cache was looked at, once after each event.
+    """
+
+    num_looks = 0
 
     @initialize(
         slack=st.sampled_from([1, 2, 5, 20, 100]),
@@ -205,6 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def the_cache_is_whole(self):
         if hasattr(self, "engine"):
             self.engine.scheduler.check_integrity()
+            SchedulerMachine.num_looks += 1
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -224,13 +238,28 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert last.pooled == alone.pooled
 
 
-def machine(**options):
-    case = type("Case", (SchedulerMachine.TestCase,), {})
+def options(**numbers):
     quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-    case.settings = settings(derandomize=True, deadline=None, suppress_health_check=quiet, **options)
+    return settings(derandomize=True, deadline=None, suppress_health_check=quiet, **numbers)
+
+
+def machine(**numbers):
+    case = type("Case", (SchedulerMachine.TestCase,), {})
+    case.settings = options(**numbers)
     return case
 
 
 pytestmark = pytest.mark.item(55)
 TestScheduler = machine(max_examples=12, stateful_step_count=30)
+
+
+@pytest.mark.more
+def test_ten_thousand_events():
+    before = SchedulerMachine.num_looks
+    run_state_machine_as_test(
+        SchedulerMachine, settings=options(max_examples=220, stateful_step_count=60, database=None)
+    )
+    assert SchedulerMachine.num_looks - before >= 10_000
+
+
 TestSchedulerAtLength = pytest.mark.soak(machine(max_examples=4000, stateful_step_count=100))

@@ -134,6 +134,14 @@ class FakeGpu:
         self._downloads.append((host, tensor.clone()))
         return host
 
+    def has_downloaded(self, tensor: Tensor) -> bool:
+        """Whether it is what was downloaded, or a part of that, and has come."""
+        own = tensor.untyped_storage().data_ptr()
+        return any(
+            host.untyped_storage().data_ptr() == own and host.equal(content)
+            for host, content in self._downloads
+        )
+
     def mark(self) -> FakeMark:
         return FakeMark([*self._downloads])
 

@@ -59,6 +59,7 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of this request would have."""
     server = server_of(request)
+    server.engine.check_memory()
     body = await read_request(request, CountTokensRequest)
     note_ignored(body, given(body, WITHOUT_EFFECT))
     form = await server.form_named(server.check_model(body.model))

@@ -17,7 +17,7 @@ from quire.entrypoints.ollama.options import OPTIONS_OBJECT
 from quire.entrypoints.openai.field_policy import INNER, Place
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.requests import Objects, RequestModel
-from quire.entrypoints.openai.protocol.responses import TokenLogprob
+from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob, Usage
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of
 
 WITHOUT_EFFECT = ("keep_alive",)
@@ -116,7 +116,8 @@ class TurnMessage(msgspec.Struct):
 
 
 class Line(msgspec.Struct, kw_only=True):
-    """`message` is chat's and `response` that of generate; durations are in nanoseconds."""
+    """`message` is chat's and `response` that of generate; durations are in nanoseconds. `usage` and what follows it
+    are not Ollama's, but what every reply here tells."""
 
     model: str
     created_at: str
@@ -132,6 +133,10 @@ class Line(msgspec.Struct, kw_only=True):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    ignored: list[str] | UnsetType = UNSET
+    adjusted: dict[str, int] | UnsetType = UNSET
 
 
 class Details(msgspec.Struct):

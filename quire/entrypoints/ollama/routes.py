@@ -7,6 +7,7 @@ prompt asks Ollama to load the model, which is loaded here.
 from __future__ import annotations
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -74,6 +75,8 @@ async def _respond(
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
     if not fields["messages"]:
         await check_translated(request, {**fields, "messages": NOTHING_TO_SAY}, CHAT_NAMES)
-        return json_response(writer.loaded("load"))
+        loaded = writer.loaded("load")
+        loaded.ignored = body.notes.ignored or UNSET
+        return json_response(loaded)
     answer_id = f"ollama-{request_id_of(request.scope)}"
     return await respond_translated(request, fields, writer, answer_id, CHAT_NAMES)

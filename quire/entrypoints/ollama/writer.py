@@ -72,6 +72,8 @@ class LineWriter:
         self._last.prompt_eval_duration = _ns(stats.scheduled_ts, stats.first_token_ts)
         self._last.eval_count = last.usage.completion_tokens
         self._last.eval_duration = _ns(stats.first_token_ts, stats.last_token_ts)
+        self._last.usage, self._last.timings = last.usage, last.timings
+        self._last.ignored, self._last.adjusted = last.ignored, last.adjusted
         yield self._last
 
     def result(self) -> Line:

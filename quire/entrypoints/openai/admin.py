@@ -6,29 +6,28 @@ in constant time. The admin key opens every other route, too.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
-import os
 
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
-from quire.config import ServerConfig
-from quire.entrypoints.openai.keys import given_key
+from quire.config.keys import digest_of
+from quire.entrypoints.openai.keys import admin_key, given_key
 from quire.entrypoints.openai.state import server_of
 from quire.errors import AuthenticationError
-
-
-def admin_key(config: ServerConfig) -> str | None:
-    """From the configuration, else from the environment; None: there are no admin routes."""
-    return config.admin_api_key or os.environ.get("QUIRE_ADMIN_API_KEY") or None
 
 
 def require_admin(request: Request) -> None:
     """Raise AuthenticationError unless the request brings the admin key."""
     key = admin_key(server_of(request).config)
     given = given_key(request.headers)
-    if key is None or given is None or not hmac.compare_digest(given, key.encode()):
+    if key is None or given is None or not _is_key(given, key):
         raise AuthenticationError("this route needs the admin key: Authorization: Bearer <key>")
+
+
+def _is_key(given: bytes, hashed: str) -> bool:
+    return hmac.compare_digest(hashlib.sha256(given).digest(), digest_of(hashed))
 
 
 def admin_router() -> APIRouter:

@@ -47,14 +47,15 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """A listening socket; `::` means IPv4, too, where the system can do both.
 
     Raises:
         ConfigError: the address is taken or not of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_both)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
@@ -66,8 +67,9 @@ async def _serve(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket, signals: StartSignals
 ) -> int:
     from quire.engine.async_llm import AsyncLLM
-    from quire.entrypoints.openai.keys import make_keyring
+    from quire.entrypoints.openai.keys import make_keyring, with_keys_of_environment
 
+    server_config = with_keys_of_environment(server_config)  # before there are other processes
     if server_config.api_server_count > 1 and engine_config.parallel.guests:
         raise ConfigError(
             f"--api-server-count is {server_config.api_server_count}, which wants all replicas on this host: "

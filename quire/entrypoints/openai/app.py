@@ -5,7 +5,6 @@ Invariant: importing this module loads neither torch nor transformers; building 
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
@@ -36,7 +35,6 @@ from quire.entrypoints.openai import (
     sleep,
     tokenize,
 )
-from quire.entrypoints.openai.admin import admin_key
 from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
 from quire.entrypoints.openai.families import (
     Family,
@@ -48,7 +46,7 @@ from quire.entrypoints.openai.families import (
     offered_by,
 )
 from quire.entrypoints.openai.in_flight import InFlight
-from quire.entrypoints.openai.keys import Keyring, make_keyring
+from quire.entrypoints.openai.keys import Keyring, admin_key, api_keys, make_keyring
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS, Auth
 from quire.entrypoints.openai.middleware.availability import Availability
 from quire.entrypoints.openai.middleware.body_encoding import BodyEncoding
@@ -57,6 +55,7 @@ from quire.entrypoints.openai.middleware.boundary import Boundary
 from quire.entrypoints.openai.middleware.head import Head
 from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
 from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters, Quota
+from quire.entrypoints.openai.middleware.visits import Visits
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.openapi import pages
 from quire.entrypoints.openai.openapi.document import Document
@@ -216,6 +215,7 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
             is_draining=lambda: state.draining,
             root_path=config.root_path,
         ),
+        Middleware(Visits, in_flight=state.in_flight),
         Middleware(BodyEncoding, max_bytes=config.max_request_bytes),
         Middleware(BodyLimit, max_bytes=config.max_request_bytes),
     ]
@@ -232,9 +232,3 @@ def keyring(config: ServerConfig) -> Keyring:
     if admin is not None and admin not in keys and (keys or config.api_key_file):
         keys = (*keys, admin)  # alone it would close the server to everybody else
     return make_keyring(keys, config.api_key_file)
-
-
-def api_keys(config: ServerConfig) -> tuple[str, ...]:
-    """Keys from the configuration, else from the environment."""
-    from_environment = os.environ.get("QUIRE_API_KEY")
-    return config.api_key or ((from_environment,) if from_environment else ())

@@ -20,8 +20,9 @@ from starlette.types import Message
 
 from quire.config import EngineConfig, ServerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.entrypoints.openai.app import api_keys, build_app
+from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.json_body import parse_json
+from quire.entrypoints.openai.keys import Keyring
 from quire.errors import ClientError, PayloadTooLargeError, QuireError, ValidationError
 
 URLS = (
@@ -67,7 +68,7 @@ def run_file(config: EngineConfig, lines: BinaryIO, out: BinaryIO) -> Counts:
 async def _run(config: EngineConfig, lines: BinaryIO, out: BinaryIO) -> Counts:
     engine, server = AsyncLLM.start(config), ServerConfig()
     try:
-        app = build_app(engine, server)
+        app = build_app(engine, server, keys=Keyring({}))  # nobody else reaches it
         await engine.wait_ready()
         batch = Batch(app, server)
         return await batch.run(lines, out, window=2 * engine.config.scheduler.max_num_seqs)
@@ -83,8 +84,6 @@ class Batch:
         self._engine = app.state.server.engine
         self._max_bytes = config.max_request_bytes
         self._headers = [(b"host", b"batch"), (b"content-type", b"application/json")]
-        for key in api_keys(config)[:1]:
-            self._headers.append((b"authorization", f"Bearer {key}".encode()))
 
     async def run(self, lines: BinaryIO, out: BinaryIO, *, window: int) -> Counts:
         """Answer up to `window` lines at a time, and write each answer when its turn has come."""

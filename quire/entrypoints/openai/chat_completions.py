@@ -14,6 +14,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.queue_limits import Place
 from quire.entrypoints.chat.formats.events import Tools
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.beam_search import beam_search_params
@@ -27,7 +28,7 @@ from quire.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs_jso
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.streams import data_events
 from quire.entrypoints.openai.parsing import read_request
-from quire.entrypoints.openai.prompts import with_options
+from quire.entrypoints.openai.prompts import MAX_SEQUENCES, with_options
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest
 from quire.entrypoints.openai.protocol.responses import (
     ChatChoice,
@@ -92,11 +93,14 @@ class ChatAnswer:
         self._begin = PromptEnd()
         self._choices: dict[int, ChatChoiceBuilder] = {}
 
-    async def start(self) -> Outputs:
+    @property
+    def num_sequences(self) -> int:
+        return max(1, min(self._request.n, MAX_SEQUENCES))
+
+    async def start(self, place: Place) -> Outputs:
         engine, request = self._server.engine, self._request
         self._form = await self._server.form_of(self._adapter)
         self._tools = tools_in_use(self._server, self._form, request)
-        engine.check_admission()
         room, answers = engine.config.model.max_model_len, self._form.answer_format
         params = beam_search_params(request, room, answers.shown_ids) or chat_params(
             request, engine.input_processor.default_sampling_params
@@ -122,6 +126,7 @@ class ChatAnswer:
             timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             stream_interval=interval,
+            place=place,
         )
 
     def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:

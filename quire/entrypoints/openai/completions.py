@@ -15,6 +15,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.queue_limits import Place
 from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
@@ -22,7 +23,7 @@ from quire.entrypoints.openai.logprobs import Top, completion_logprobs, id_text,
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.streams import data_events
 from quire.entrypoints.openai.parsing import read_request
-from quire.entrypoints.openai.prompts import completion_prompts
+from quire.entrypoints.openai.prompts import MAX_SEQUENCES, completion_prompts, num_sequences
 from quire.entrypoints.openai.protocol.requests import CompletionRequest
 from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice, PromptPosition
 from quire.entrypoints.openai.respond import respond
@@ -70,10 +71,13 @@ class CompletionAnswer:
         self._num_chars: dict[int, int] = {}
         self._prompt_positions: dict[int, PromptPositions] = {}
 
-    async def start(self) -> Outputs:
+    @property
+    def num_sequences(self) -> int:
+        return max(1, min(num_sequences(self._request), MAX_SEQUENCES))
+
+    async def start(self, place: Place) -> Outputs:
         engine, request = self._server.engine, self._request
         self._form = await self._server.form_of(self._adapter)
-        engine.check_admission()
         check_ranking(request, engine.config.model.logprobs_mode)
         defaults, detokenize = engine.input_processor.default_sampling_params, engine.tokenizer is not None
         if request.suffix and (ends := self._form.fill_in.end_ids):
@@ -94,6 +98,7 @@ class CompletionAnswer:
             timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
             stream_interval=interval,
+            place=place,
         )
 
     def whole(self, outputs: list[RequestOutput]) -> Completion:

@@ -2,7 +2,7 @@
 
 Invariant: a client that is slow, silent or gone keeps a connection for a bounded time, whatever it was doing, and more
 connections than there are file descriptors for are answered at once instead of failing somewhere. A connection that is
-cut ends its request, as a disconnect.
+cut ends its request, as a disconnect. A client that sends no more may listen or have gone: that shows by writing to it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ LEAST_CONNECTIONS = 8
 MAX_EXTRA = 16
 """Connections beyond the limit that get an answer; those beyond these are closed without one."""
 EXTRA_READ_S = 1.0
+PROBE_S, MOST_PROBE_S = 0.05, 2.0
+"""After so long a client that sends no more is written to again, each time after twice as long, up to the second."""
 LEAST_PROGRESS_BYTES = 16 * 2**10
 """What a client must read within the write timeout, unless that empties the buffer."""
 
@@ -65,6 +67,8 @@ class Connection(H11Protocol):
         self._read_timeout = limits.read_timeout
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
         self._num_discarded = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -87,13 +91,36 @@ class Connection(H11Protocol):
             super().data_received(data)
             self._watch_reading()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; the connection stays for the answer to a request that is here as a whole.
+
+        Unless that has begun already: then nothing shows that a client listens, which has most likely gone.
+        """
+        is_awaited = self.cycle is not None and self.conn.our_state is h11.SEND_RESPONSE
+        is_whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        # One of HTTP/1.0 cannot be written to before its answer.
+        self._is_half_closed = is_awaited and is_whole and (self.conn.their_http_version or b"") >= b"1.1"
+        if self._is_half_closed:
+            self._probe(PROBE_S)
+        return self._is_half_closed
+
+    def _probe(self, next_in_s: float) -> None:
+        """Whoever listens passes over this; where nobody does, the connection is lost by it, or by the next."""
+        if self.conn.our_state is h11.SEND_RESPONSE and not self.transport.is_closing():
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=STATUS_PHRASES[100])
+            self.transport.write(self.conn.send(interim) or b"")
+            again = min(2 * next_in_s, MOST_PROBE_S)
+            self._probe_timer = self.loop.call_later(next_in_s, self._probe, again)
+
     def connection_lost(self, exc: Exception | None) -> None:
-        _cancel(self._read_timer, self._write_timer)
+        _cancel(self._read_timer, self._write_timer, self._probe_timer)
         super().connection_lost(exc)
         self._census.leave()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._is_half_closed and self.cycle is not None and self.cycle.response_complete:
+            self.transport.close()  # there will be no other request
         self._watch_reading()
         self._watch_writing()
 

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from quire.beam_search_params import BeamSearchParams
+from quire.engine.queue_limits import Place
 from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, ValidationError
 from quire.inputs import TokensPrompt
 from quire.lora_request import LoRARequest
@@ -35,6 +36,7 @@ class Outputs:
         request_id: of the HTTP request; the engine's ids are derived from it.
         timeout_s: after so many seconds a prompt ends, as if `max_tokens` had been reached, with stop_reason "timeout".
         stream_interval: tokens of one prompt that are gathered before an output is passed on.
+        place: in the engine's queue, for all of them.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Outputs:
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         stream_interval: int = 1,
+        place: Place | None = None,
     ) -> None:
         terms: dict[str, Any] = {
             "priority": priority,
@@ -57,6 +60,7 @@ class Outputs:
             "lora_request": lora_request,
             "timeout_s": timeout_s,
             "trace_headers": trace_headers,
+            "place": place,
         }
         self._taker: Taker | None = None
         # Those of several prompts, and those that are gathered, wait for each other.

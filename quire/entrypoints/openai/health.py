@@ -24,8 +24,10 @@ router = APIRouter()
 @router.api_route("/ping", methods=["GET", "POST"])
 @describe(Operation())
 async def ready(request: Request) -> Response:
-    """200 if a request would be taken now; 503 while a core loads or does not answer, when draining and at the end."""
-    reason = server_of(request).unavailable
+    """200 if a request should come here now; 503 while a core loads or does not answer, when the queue is nearly full,
+    when draining and at the end."""
+    server = server_of(request)
+    reason = server.unavailable or server.engine.crowding()
     if reason is not None:
         raise UnavailableError(reason)
     return Response()
@@ -34,9 +36,13 @@ async def ready(request: Request) -> Response:
 @router.get("/livez")
 @describe(Operation())
 async def live(request: Request) -> Response:
-    """200 as long as restarting the process would not help: also while loading and draining."""
-    if server_of(request).engine.errored:
+    """200 while loading, computing (however long) and draining; 503 while the engine core stands still, and at the
+    end."""
+    engine = server_of(request).engine
+    if engine.errored:
         raise EngineDeadError("the engine has stopped")
+    if engine.stalls:
+        raise UnavailableError("the engine core does not answer; it is replaced if that goes on")
     return Response()
 
 

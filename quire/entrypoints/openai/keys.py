@@ -1,13 +1,15 @@
 """Who may use the server: its keys, and what each tenant that they name is given.
 
-Invariant: no key is kept, only its SHA-256, and a given key is compared with all of them in constant time.
+Invariant: no key is kept, only its SHA-256, from when it is read; a given key is compared with all in constant time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +17,10 @@ from typing import Annotated
 import msgspec
 from starlette.datastructures import Headers
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ServerConfig
+from quire.config.keys import HASHED, digest_of, hashed_key
 from quire.errors import ConfigError
 
-HASHED = "sha256:"
 INT64 = msgspec.Meta(ge=-(2**63), le=2**63 - 1)
 Limit = Annotated[int, msgspec.Meta(ge=1)] | None
 """None: there is none."""
@@ -34,6 +36,7 @@ class Tenant(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     requests_per_minute: Limit = None
     tokens_per_minute: Limit = None
     shared_cache: bool = False
+    own_priority: bool = False
 
     @property
     def has_limits(self) -> bool:
@@ -50,11 +53,10 @@ class Keyring:
     """
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
-        self.tenants = dict(tenants)
+        self.tenants = {name: _hashed(name, tenant) for name, tenant in tenants.items()}
         self._names: dict[bytes, str] = {}
-        for name, tenant in tenants.items():
-            for key in tenant.keys:
-                digest = _digest(name, key)
+        for name, tenant in self.tenants.items():
+            for digest in map(digest_of, tenant.keys):
                 if self._names.setdefault(digest, name) != name:
                     raise ConfigError(
                         f"--api-key-file: the tenants {self._names[digest]!r} and {name!r} have the same key"
@@ -88,12 +90,12 @@ class Keyring:
 
 
 def make_keyring(keys: Sequence[str], path: str | None) -> Keyring:
-    """Of keys given one by one, each of which is a tenant of its own, and those of a file.
+    """Of hashed keys given one by one, each of which is a tenant of its own, and those of a file.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong.
     """
-    alone = {tenant_of_key(key.encode()): Tenant(keys=[key], shared_cache=True) for key in keys}
+    alone = {_name_of(key): Tenant(keys=[key], own_priority=True) for key in map(hashed_key, keys)}
     return Keyring({**alone, **(_read(path) if path is not None else {})})
 
 
@@ -109,7 +111,38 @@ def given_key(headers: Headers) -> bytes | None:
 
 def tenant_of_key(key: bytes) -> str:
     """A name for an API key, which can be shown and written to a command line, as the key cannot."""
-    return f"key-{hashlib.sha256(key).hexdigest()[:12]}"
+    return _name_of(HASHED + hashlib.sha256(key).hexdigest())
+
+
+def api_keys(config: ServerConfig) -> tuple[str, ...]:
+    """Hashed keys from the configuration, else from the environment."""
+    from_environment = os.environ.get("QUIRE_API_KEY")
+    return config.api_key or ((hashed_key(from_environment, "QUIRE_API_KEY"),) if from_environment else ())
+
+
+def admin_key(config: ServerConfig) -> str | None:
+    """The hashed key from the configuration, else from the environment; None: there are no admin routes."""
+    from_environment = os.environ.get("QUIRE_ADMIN_API_KEY")
+    return config.admin_api_key or (
+        hashed_key(from_environment, "QUIRE_ADMIN_API_KEY") if from_environment else None
+    )
+
+
+def with_keys_of_environment(config: ServerConfig) -> ServerConfig:
+    """The configuration with the keys of the environment, which has them no longer: no process inherits them."""
+    settled = dataclasses.replace(config, api_key=api_keys(config), admin_api_key=admin_key(config))
+    for name in ("QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY"):
+        os.environ.pop(name, None)
+    return settled
+
+
+def _name_of(hashed: str) -> str:
+    return f"key-{hashed.removeprefix(HASHED)[:12]}"
+
+
+def _hashed(name: str, tenant: Tenant) -> Tenant:
+    where = f"--api-key-file, the tenant {name!r:.80}"
+    return msgspec.structs.replace(tenant, keys=[hashed_key(key, where) for key in tenant.keys])
 
 
 def _read(path: str) -> dict[str, Tenant]:
@@ -132,19 +165,3 @@ def _read(path: str) -> dict[str, Tenant]:
                 "finite weight"
             )
     return tenants
-
-
-def _digest(name: str, key: str) -> bytes:
-    if not key.startswith(HASHED):
-        if not key or key != key.strip():
-            raise ConfigError(f"a key of {name!r} is empty, or begins or ends with white space")
-        return hashlib.sha256(key.encode()).digest()
-    try:
-        digest = bytes.fromhex(key.removeprefix(HASHED))
-    except ValueError:
-        digest = b""
-    if len(digest) != hashlib.sha256().digest_size:
-        raise ConfigError(
-            f"--api-key-file: a key of {name!r} begins with {HASHED}, but 64 hex digits do not follow"
-        )
-    return digest

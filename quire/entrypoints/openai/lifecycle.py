@@ -19,7 +19,7 @@ import uvicorn
 
 from quire.entrypoints.openai.start_signals import drain_signals
 from quire.entrypoints.openai.state import ServerState
-from quire.entrypoints.openai.welcome import base_url, greeting_of, ready_text
+from quire.entrypoints.openai.welcome import base_url, greeting_of, reaches_others, ready_text
 from quire.errors import EngineDeadError, QuireError
 from quire.logging_setup import say, say_error
 from quire.metrics.logging import LoggingStatLogger
@@ -109,6 +109,12 @@ class Lifecycle:
 
     def _tell_ready(self) -> None:
         say(self._ready_text())
+        host = self._state.config.host
+        if not self._needs_key and reaches_others(host):
+            logger.warning(
+                "listening on %s without a key: whoever reaches this machine can use the server (--api-key)",
+                host or "all addresses",
+            )
 
     def _tell_end(self, error: QuireError) -> None:
         logger.error("the engine core has ended: %s", error)
@@ -163,6 +169,8 @@ class Lifecycle:
         while not engine.errored:  # noqa: ASYNC110  (the engine offers no event, and a poll costs nothing)
             await asyncio.sleep(POLL_S)
         self._tell_end(engine.dead_error or EngineDeadError("no reason is known"))
+        await self._let_answers_end()
+        self._cancel_all()  # those that have yet to meet the engine
         await self._let_answers_end()
         return 1
 

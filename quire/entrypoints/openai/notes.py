@@ -1,6 +1,7 @@
 """What a reply says about its request: fields that had no effect, and values that were changed.
 
 Invariant: names come from clients and the lists are bounded, so notes are safe in a header and cost next to nothing.
+What is not named is counted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from quire.errors import ValidationError
 IGNORED_HEADER = "x-quire-ignored-fields"
 ADJUSTED_HEADER = "x-quire-adjusted-fields"
 MAX_NOTES = 32
+MAX_COUNTED = 1000
+"""Of those beyond."""
 MAX_NAME_CHARS = 64
 _HEADER_CHARS = frozenset(string.ascii_letters + string.digits + "_-.[]")
 
@@ -29,7 +32,8 @@ class Notes:
         self._reject = reject
         self.names: Mapping[str, str] = {}
         """Names of fields, to those that the client knows, where its request was made into another."""
-        self.ignored: list[str] = []
+        self._named: list[str] = []
+        self._others: set[str] = set()
         self.adjusted: dict[str, int] = {}
 
     def ignore(self, field: str, honoured: Iterable[str] = ()) -> None:
@@ -44,8 +48,24 @@ class Notes:
         field = _shortened(self.names.get(field, field))
         if self._reject:
             raise _unknown(field, honoured)
-        if field not in self.ignored and len(self.ignored) < MAX_NOTES:
-            self.ignored.append(field)
+        if field in self._named:
+            return
+        if len(self._named) < MAX_NOTES:
+            self._named.append(field)
+        elif len(self._others) < MAX_COUNTED:
+            self._others.add(field)
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields without effect, and how many more there are than are named."""
+        return [*self._named, *self._number_of_others]
+
+    @property
+    def _number_of_others(self) -> list[str]:
+        if not self._others:
+            return []
+        is_all = len(self._others) < MAX_COUNTED
+        return [f"and {len(self._others)} more" if is_all else f"and {MAX_COUNTED} or more"]
 
     def adjust(self, field: str, value: int) -> None:
         """Note the value that was taken instead of the one that was sent."""
@@ -53,7 +73,8 @@ class Notes:
 
     def headers(self, *, is_error: bool) -> list[tuple[bytes, bytes]]:
         """The notes as response headers; a name that is no word is masked. Nothing was taken for a request refused."""
-        words = [name if name and _HEADER_CHARS.issuperset(name) else "?" for name in self.ignored]
+        words = [name if name and _HEADER_CHARS.issuperset(name) else "?" for name in self._named]
+        words += self._number_of_others
         values = [] if is_error else [f"{name}={value}" for name, value in self.adjusted.items()]
         told = ((IGNORED_HEADER, ", ".join(words)), (ADJUSTED_HEADER, ", ".join(values)))
         return [(name.encode(), text.encode()) for name, text in told if text]

@@ -11,7 +11,12 @@ from typing import Any
 from quire.engine.input_processor import check_listed_ids
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.fill_in import FillIn
-from quire.entrypoints.openai.protocol.requests import CompletionRequest, GenerationRequest, RequestModel
+from quire.entrypoints.openai.protocol.requests import (
+    ChatFields,
+    CompletionRequest,
+    GenerationRequest,
+    RequestModel,
+)
 from quire.entrypoints.openai.protocol.shapes import MAX_PROMPTS
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.text_form import TextForm
@@ -31,15 +36,14 @@ async def completion_prompts(
         ValidationError: the prompt has no valid form, is empty, or asks for too many sequences.
     """
     prompts = split_prompts(request.prompt)
-    num_each = max(request.n, request.best_of or 1)
-    if len(prompts) * num_each > MAX_SEQUENCES:
+    if num_sequences(request) > MAX_SEQUENCES:
         raise ValidationError(
-            f"{len(prompts)} prompts with n = {num_each} are {len(prompts) * num_each} sequences, the limit is "
-            f"{MAX_SEQUENCES}",
+            f"{len(prompts)} prompts with n = {_num_each(request)} are {num_sequences(request)} sequences, the limit "
+            f"is {MAX_SEQUENCES}",
             param="n",
         )
     lists = (request.stop_token_ids, request.allowed_token_ids, request.logit_bias)
-    check_listed_ids(sum(len(one or ()) for one in lists), len(prompts) * num_each)
+    check_listed_ids(sum(len(one or ()) for one in lists), num_sequences(request))
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     for text in texts:
         check_text(server, form, text, request)
@@ -51,6 +55,15 @@ async def completion_prompts(
     else:
         tokenized = await beside_loop(num_chars, _tokenize_all, form, prompts, request.add_special_tokens)
     return [with_options(prompt, request) for prompt in tokenized]
+
+
+def num_sequences(request: CompletionRequest) -> int:
+    """For all prompts. Raises ValidationError: these have no valid form."""
+    return len(split_prompts(request.prompt)) * _num_each(request)
+
+
+def _num_each(request: CompletionRequest) -> int:
+    return max(request.n, request.best_of or 1)
 
 
 def split_prompts(prompt: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[str | list[int]]:
@@ -71,13 +84,16 @@ def split_prompts(prompt: Any, name: str = "prompt", most: int = MAX_PROMPTS) ->
 
 
 def check_text(server: ServerState, form: TextForm, text: str, request: RequestModel) -> None:
-    """Refuse a text that is too long however it is tokenized; one that will be cut, or only counted, may be that.
+    """Refuse a text that is too long however it is tokenized; one that will be cut, or only counted, may be longer.
 
     Raises:
-        ValidationError: with the least number of tokens that it has.
+        ValidationError: with the least number of tokens that it has, or its number of characters, and the limit.
     """
+    processor = server.engine.input_processor
     if isinstance(request, GenerationRequest) and request.truncate_prompt_tokens is None:
-        server.engine.input_processor.check_text(text, form.tokenizer)
+        processor.check_text(text, form.tokenizer)
+    else:
+        processor.check_cut_text(text, "messages" if isinstance(request, ChatFields) else "prompt")
 
 
 def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensPrompt:

@@ -6,7 +6,8 @@ Invariant: a request is found under any id that its client was shown: that of th
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+from collections.abc import Iterable
 from itertools import chain, count
 from typing import Literal
 
@@ -31,6 +32,8 @@ ID_PREFIXES = (
 )  # fmt: skip
 """What the endpoint families put before the request's id to make the id of their answer."""
 MAX_LISTED = 1000
+ASKED_TOGETHER = 64
+"""So many prompts of a request are asked for at a time; those that there are not cost next to nothing."""
 
 
 class AbortRequest(RequestModel):
@@ -108,23 +111,20 @@ async def num_in_flight(server: ServerState) -> int:
 async def explained(server: ServerState, request_id: str) -> list[ShownSequence]:
     """All prompts of the request: the engine knows each under the answer's id and its number."""
     found: list[ShownSequence] = []
-    for prefix in ID_PREFIXES:
-        with contextlib.suppress(NotFoundError):
-            for index in count():
-                found += [_shown(one) for one in await server.engine.explain(f"{prefix}{request_id}-{index}")]
+    for start in count(step=ASKED_TOGETHER):
+        numbers = range(start, start + ASKED_TOGETHER)
+        names = [f"{prefix}{request_id}-{number}" for prefix in ID_PREFIXES for number in numbers]
+        news = [*chain.from_iterable(await _explained(server, names))]
+        if not news:
+            break
+        found += news
     return found
 
 
 async def listed(server: ServerState) -> list[list[ShownSequence]]:
     """The sequences of each request of this process, oldest first; only the first thousand are looked at."""
-    requests: list[list[ShownSequence]] = []
     labels = server.engine.labels()
-    for label in labels[:MAX_LISTED]:
-        sequences = list[ShownSequence]()
-        with contextlib.suppress(NotFoundError):  # it ended while others were asked for
-            sequences = [_shown(one) for one in await server.engine.explain(label)]
-        requests.append(sequences)
-    return requests + [[] for _ in labels[MAX_LISTED:]]
+    return await _explained(server, labels[:MAX_LISTED]) + [[] for _ in labels[MAX_LISTED:]]
 
 
 async def aborted(server: ServerState, request_ids: list[str] | None) -> int:
@@ -135,6 +135,21 @@ async def aborted(server: ServerState, request_ids: list[str] | None) -> int:
         labels = [label for label in labels if label.rpartition("-")[0] in names]
     await server.engine.abort(labels)
     return len(labels)
+
+
+async def _explained(server: ServerState, labels: Iterable[str]) -> list[list[ShownSequence]]:
+    """The sequences of each request, none of one that is unknown or has ended.
+
+    A core is asked for all at once, since it answers between two steps.
+    """
+    return await asyncio.gather(*(_sequences(server, label) for label in labels))
+
+
+async def _sequences(server: ServerState, label: str) -> list[ShownSequence]:
+    try:
+        return [_shown(one) for one in await server.engine.explain(label)]
+    except NotFoundError:
+        return []
 
 
 def _shown(explanation: Explanation) -> ShownSequence:

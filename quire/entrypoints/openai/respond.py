@@ -1,7 +1,8 @@
 """The one way from a request to its response, for all endpoint families that generate.
 
-Invariant: the client's connection is watched from before the first token to the end, and a refusal comes
-before a stream has begun, with its proper status.
+Invariant: the client's connection is watched from when its request has come in to the end, and a refusal comes
+before a stream has begun, with its proper status. A request has its place in the queue before it costs anything, and
+leaves it however it ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.queue_limits import Place
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.protocol.requests import GenerationRequest
@@ -27,8 +29,18 @@ from quire.outputs import RequestOutput
 class Answer(Protocol):
     """How one family writes its answers."""
 
-    async def start(self) -> Outputs:
-        """Check the request and hand it to the engine; nothing runs before the outputs are read."""
+    @property
+    def num_sequences(self) -> int:
+        """What the request asks for, bounded by what any may ask for.
+
+        Raises:
+            ValidationError: it has no prompt of a form that can be counted.
+        """
+        ...
+
+    async def start(self, place: Place) -> Outputs:
+        """Check the request and hand it to the engine, where it has this place; nothing runs before the outputs are
+        read."""
         ...
 
     def whole(self, outputs: list[RequestOutput]) -> msgspec.Struct:
@@ -44,18 +56,30 @@ async def respond(
     request: Request, body: GenerationRequest, answer: Answer, wire: Wire = OPENAI_WIRE
 ) -> Response:
     """Generate, and answer whole or as a stream."""
-    in_flight = server_of(request).in_flight
+    server = server_of(request)
+    in_flight = server.in_flight
     apply_terms(request, body)
-    with client_names(body):
-        outputs = await _started(answer, body)
+    with client_names(body), server.engine.reserve(answer.num_sequences) as place:
         if not body.stream:
-            finals = await in_flight.run(outputs.final(), request.receive)
+            finals = await in_flight.run(_finals(answer, body, place), request.receive)
             return json_response(answer.whole(finals))
-        await in_flight.run(outputs.prime(), request.receive)
+        outputs = await in_flight.run(_primed(answer, body, place), request.receive)
         return EventStream(answer.frames(outputs.prompt_lengths), outputs, in_flight, wire)
 
 
-async def _started(answer: Answer, body: GenerationRequest) -> Outputs:
+async def _finals(answer: Answer, body: GenerationRequest, place: Place) -> list[RequestOutput]:
+    outputs = await _started(answer, body, place)
+    return await outputs.final()
+
+
+async def _primed(answer: Answer, body: GenerationRequest, place: Place) -> Outputs:
+    """With the first output."""
+    outputs = await _started(answer, body, place)
+    await outputs.prime()
+    return outputs
+
+
+async def _started(answer: Answer, body: GenerationRequest, place: Place) -> Outputs:
     """Render and tokenize, which is part of the request's time.
 
     Raises:
@@ -63,6 +87,6 @@ async def _started(answer: Answer, body: GenerationRequest) -> Outputs:
     """
     try:
         async with asyncio.timeout(body.time_left()):
-            return await answer.start()
+            return await answer.start(place)
     except TimeoutError:
         raise DeadlineError("the request's time was over before its prompt was ready") from None

@@ -40,7 +40,10 @@ def apply_terms(request: Request, body: EngineRequest) -> None:
     tenant = server.keys.tenants.get(name)
     if tenant is None:
         return
-    body.priority = body.priority or tenant.priority
+    if not tenant.own_priority:
+        if "priority" in body.model_fields_set and body.priority != tenant.priority:
+            body.notes.ignore("priority")
+        body.priority = tenant.priority
     if not tenant.shared_cache:
         body.cache_salt = _salt(name, body.cache_salt)
 

@@ -12,6 +12,7 @@ from quire.entrypoints.openai.json_body import read_json
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import checked, read_request
+from quire.entrypoints.openai.prompts import check_text
 from quire.entrypoints.openai.protocol.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from quire.entrypoints.openai.protocol.responses import Detokenized, Tokenized, TokenizerInfo
 from quire.entrypoints.openai.state import ServerState, server_of
@@ -28,6 +29,7 @@ info_router = APIRouter()
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation as the model would see it."""
     server = server_of(request)
+    server.engine.check_memory()
     raw = await read_json(request)
     if raw.get("messages") is not None:
         chat = checked(request, raw, TokenizeChatRequest)
@@ -36,6 +38,7 @@ async def tokenize(request: Request) -> Response:
         return await _tokenized(server, form, token_ids, chat.return_token_strs)
     body = checked(request, raw, TokenizeRequest)
     form = await server.form_named(server.check_model(body.model))
+    check_text(server, form, body.prompt, body)
     encode = form.tokenizer.encode
     token_ids = await beside_loop(
         len(body.prompt), encode, body.prompt, add_special_tokens=body.add_special_tokens
@@ -48,6 +51,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Text of token ids, special tokens included."""
     server = server_of(request)
+    server.engine.check_memory()
     body = await read_request(request, DetokenizeRequest)
     form = await server.form_named(server.check_model(body.model))
     vocab_size = form.vocab_size

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.prompt_forms import TokenizedPrompt
+from quire.engine.queue_limits import Place
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.chat_completions import ChatAnswer
 from quire.entrypoints.openai.generation import Outputs
@@ -88,8 +89,12 @@ class TranslatedAnswer:
         self._chat = chat
         self._writer = writer
 
-    async def start(self) -> Outputs:
-        return await self._chat.start()
+    @property
+    def num_sequences(self) -> int:
+        return self._chat.num_sequences
+
+    async def start(self, place: Place) -> Outputs:
+        return await self._chat.start(place)
 
     def whole(self, outputs: list[RequestOutput]) -> msgspec.Struct:
         """A stream of one output, whose events nobody sees."""

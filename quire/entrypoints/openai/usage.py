@@ -76,18 +76,8 @@ class UsageMeter:
         return joined_stats([output.metrics for output in self._latest.values()])
 
     def timings(self) -> Timings:
-        """Of all that was added; a time that is not known (nothing was generated) is 0."""
-        times = self._times()
-        started = times.scheduled_ts or times.arrival_time
-        first = times.first_token_ts or started
-        decode_s = max(0.0, times.last_token_ts - first)
-        num_later_tokens = max(0, self._completion_tokens - len(self._sequences))
-        return Timings(
-            queue_s=round(max(0.0, started - times.arrival_time), 6),
-            prefill_s=round(max(0.0, first - started), 6),
-            decode_s=round(decode_s, 6),
-            tokens_per_s=round(num_later_tokens / decode_s, 3) if decode_s else 0.0,
-        )
+        """Of all that was added."""
+        return timings_of(self._times(), max(0, self._completion_tokens - len(self._sequences)))
 
     def closing(self, notes: Notes) -> dict[str, Any]:
         """What the last object of a reply has that no earlier one can have."""
@@ -97,3 +87,16 @@ class UsageMeter:
             "ignored": notes.ignored or UNSET,
             "adjusted": notes.adjusted or UNSET,
         }
+
+
+def timings_of(times: RequestStateStats, num_later_tokens: int = 0) -> Timings:
+    """With so many tokens after first ones; a time that is not known (nothing was generated) is 0."""
+    started = times.scheduled_ts or times.arrival_time
+    first = times.first_token_ts or started
+    decode_s = max(0.0, times.last_token_ts - first)
+    return Timings(
+        queue_s=round(max(0.0, started - times.arrival_time), 6),
+        prefill_s=round(max(0.0, first - started), 6),
+        decode_s=round(decode_s, 6),
+        tokens_per_s=round(num_later_tokens / decode_s, 3) if decode_s else 0.0,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from typing import Any, NamedTuple
 
@@ -46,6 +47,14 @@ def greeting_of(spec: PoolingSpec | None, *, has_chat: bool) -> Greeting:
     if spec.tasks[0] in CLASS_TASKS:
         return CLASSES if spec.tasks[0] == "classify" else TOKEN_EMBEDDING
     return EMBEDDING if "embed" in spec.tasks else TOKEN_EMBEDDING
+
+
+def reaches_others(host: str) -> bool:
+    """Whether a server at this address is there for other machines; a name, of which that is not known, is not."""
+    try:
+        return host in EVERYWHERE or not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def base_url(host: str, port: int, root_path: str = "") -> str:

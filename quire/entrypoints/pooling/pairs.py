@@ -14,6 +14,7 @@ from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.tenant import READ_HEADERS
+from quire.entrypoints.pooling.numbers import beside_numbers
 from quire.entrypoints.pooling.protocol import (
     MAX_INPUTS,
     DocumentText,
@@ -25,7 +26,7 @@ from quire.entrypoints.pooling.protocol import (
     ScoreList,
     ScoreRequest,
 )
-from quire.entrypoints.pooling.run import Job, Pooled, called, text_options, usage_of
+from quire.entrypoints.pooling.run import Job, Pooled, called, text_options
 from quire.entrypoints.pooling.scoring import Scoring, scoring_task
 from quire.errors import ValidationError
 
@@ -81,10 +82,9 @@ async def _rank(request: Request, *, with_documents: bool) -> Response:
     results = [
         Ranked(index, scores[index], DocumentText(documents[index]) if shown else UNSET) for index in order
     ]
-    ignored = body.notes.ignored or UNSET
-    return json_response(
-        Ranking(id=job.id, model=job.model, usage=usage_of(pooled), results=results, ignored=ignored)
-    )
+    told = job.head(pooled)
+    del told["created"]  # Jina's and Cohere's have none
+    return json_response(Ranking(results=results, **told))
 
 
 async def _scored(
@@ -96,7 +96,8 @@ async def _scored(
         scoring = Scoring(job.inputs, firsts, seconds, text_options(body, max_tokens_per_text=limits))
         num_chars = sum(map(len, firsts)) + sum(map(len, seconds))
         pooled = await job.run(scoring.params(body.use_activation), num_chars, scoring.prompts)
-    return pooled, [one for one, _ in scoring.outputs(pooled)]
+    scores = await beside_numbers(pooled, lambda: [one for one, _ in scoring.outputs(pooled)])
+    return pooled, scores
 
 
 def _texts_of(body: ScoreRequest) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from pydantic import Field, WithJsonSchema
 
 from quire.entrypoints.openai.protocol.requests import INT64_MAX, EngineRequest, TokenId
+from quire.entrypoints.openai.protocol.responses import PromptTokensDetails, Timings
 from quire.entrypoints.openai.protocol.shapes import TEXT, any_of, array, enum, object_of, optional
 
 MAX_INPUTS = 2048
@@ -123,6 +124,7 @@ Numbers = Annotated[
 class PromptUsage(msgspec.Struct):
     prompt_tokens: int = 0
     total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -157,6 +159,7 @@ class _Reply(msgspec.Struct, kw_only=True):
     created: int
     model: str
     usage: PromptUsage
+    timings: Timings
     ignored: list[str] | UnsetType = UNSET
 
 
@@ -198,5 +201,6 @@ class Ranking(msgspec.Struct, kw_only=True):
     id: str
     model: str
     usage: PromptUsage
+    timings: Timings
     results: list[Ranked]
     ignored: list[str] | UnsetType = UNSET

@@ -57,7 +57,7 @@ NO_TOKEN_LEFT = (
 
 _FAILURES = {-1: NO_TOKEN_LEFT, -2: NON_FINITE}
 """What a negative code in the place of a token id means; -1 is that of `ops.sample_tokens`."""
-_NON_FINITE_CODE = -2
+NON_FINITE_CODE = -2
 
 
 class SamplerOutput(NamedTuple):
@@ -82,6 +82,11 @@ class Sampled(NamedTuple):
     failures: Failures
     """Rows that a feature gave up."""
 
+    @staticmethod
+    def of_codes(codes: Tensor) -> Sampled:
+        """Choices of which nothing else is wanted."""
+        return Sampled(codes, None, np.zeros(0, dtype=np.int64), Failures())
+
     def moved(self, move: Callable[[Tensor], Tensor]) -> Sampled:
         """With its tensors moved, as by `Transfers.download`."""
         logprobs = None if self.logprobs is None else moved(self.logprobs, move)
@@ -105,6 +110,11 @@ class StagedRows(NamedTuple):
     features: list[tuple[LogitsFeature[Any], Any]]
     draw: StagedDraw | None
     logprobs: StagedLogprobs | None
+
+    @property
+    def take_the_first(self) -> bool:
+        """Whether all rows want the likeliest token, as the model has it, and nothing else."""
+        return not self.features and self.draw is None and self.logprobs is None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> StagedRows:
         """With its tensors moved, as by `Transfers.upload`."""
@@ -183,14 +193,11 @@ class Sampler:
         found = (one for one in self._logits_features if isinstance(one, DevicePenalties))
         return next(found, None)
 
-    def guess(self, logits: Tensor, samples: Samples) -> NDArray[np.int64]:
-        """What would be sampled from another model's logits [N, V] float32, contiguous, which are changed in place.
-
-        Negative where nothing could be.
+    def guess(self, logits: Tensor, samples: Samples) -> Tensor:
+        """[N] int64 what would be sampled from another model's logits [N, V] float32, contiguous, which are changed in
+        place; negative where nothing could be.
         """
-        staged = self.stage(samples)._replace(logprobs=None)
-        codes: NDArray[np.int64] = self.sample(logits, staged).codes.numpy()
-        return codes
+        return self.sample(logits, self.stage(samples)._replace(logprobs=None)).codes
 
     def sample(self, logits: Tensor, staged: StagedRows) -> Sampled:
         """Choose a token for each row; logits [N, V] float32, contiguous, may be changed in place."""
@@ -201,9 +208,9 @@ class Sampler:
         if wanted is not None and self._mode.is_processed:
             reported = self._draw.shaped(logits, staged.draw, wanted.indices)
         chosen = self._draw.choose(logits, staged.draw)
-        codes = chosen.masked_fill(is_bad, _NON_FINITE_CODE)
+        codes = chosen.masked_fill(is_bad, NON_FINITE_CODE)
         if wanted is None or reported is None:
-            return Sampled(codes, None, np.zeros(0, dtype=np.int64), failures)
+            return Sampled.of_codes(codes)._replace(failures=failures)
         about = chosen.clamp(min=0)[wanted.indices]
         return Sampled(codes, wanted.of(reported, about, self._mode), wanted.rows, failures)
 

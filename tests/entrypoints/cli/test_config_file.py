@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.config.keys import hashed_key
 from quire.errors import ConfigError
 from tests.entrypoints.cli.test_options import configs
 
@@ -41,7 +42,7 @@ def test_values_of_every_kind(yaml_file: Path) -> None:
     assert engine.model.served_model_name == ("one", "two")
     assert engine.model.revision is None
     assert server.allowed_origins == ()
-    assert (server.api_key, server.port) == (("secret",), 9000)
+    assert (server.api_key, server.port) == ((hashed_key("secret"),), 9000)
 
 
 @pytest.mark.parametrize("config_first", [True, False])

@@ -85,12 +85,18 @@ async def test_options(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert (params.seed, params.stop, params.repetition_penalty) == (5, ("x",), 1.5)
     assert response.json()["done_reason"] == "length"
     assert "keep_alive" in response.headers["x-quire-ignored-fields"]
+    reply = response.json()
+    assert ", ".join(reply["ignored"]) == response.headers["x-quire-ignored-fields"]
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert reply["usage"]["completion_tokens"] == reply["eval_count"] == 3
+    assert (reply["timings"]["queue_s"], reply["timings"]["prefill_s"]) == (0.5, 1.0)
     await ask(client, CHAT, options={"num_predict": -1})
     assert engine.seen[-1][1].max_tokens is None
 
 
 async def test_nothing_to_say_loads_the_model(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    assert (await ask(client, CHAT, messages=[]))["done_reason"] == "load"
+    reply = await ask(client, CHAT, messages=[], keep_alive="5m")
+    assert (reply["done_reason"], reply["ignored"]) == ("load", ["keep_alive"])
     assert (await ask(client, GENERATE, prompt=""))["done_reason"] == "load"
     assert not engine.seen
 

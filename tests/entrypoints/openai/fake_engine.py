@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import codecs
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from quire.config import EngineConfig, ModelArch
@@ -16,7 +17,15 @@ from quire.engine.input_processor import InputProcessor
 from quire.engine.lexicons import Lexicon
 from quire.engine.output_stream import Offer
 from quire.engine.prompt_forms import TokenizedPrompt
-from quire.errors import EngineDeadError, NotFoundError, QuireError, UnavailableError, ValidationError
+from quire.engine.queue_limits import Place, WaitingSequences
+from quire.errors import (
+    EngineDeadError,
+    MemoryShortError,
+    NotFoundError,
+    QuireError,
+    UnavailableError,
+    ValidationError,
+)
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
@@ -121,6 +130,8 @@ class FakeEngine:
         self.trace_headers: list[Mapping[str, str] | None] = []
         self.late_after: int | None = None
         self.is_full = False
+        self.is_short_of_memory = self.is_crowded = self.stalls = False
+        self.waiting = WaitingSequences()
         self.stat_loggers: list[StatLogger] = []
         self.was_shut_down = False
 
@@ -178,9 +189,22 @@ class FakeEngine:
         share = Share("next_step", 5, "for the running step to end")
         return [Explanation(f"{request_id}-a", status, 5, [share])]
 
-    def check_admission(self, num_sequences: int = 1, num_prompt_tokens: int = 0) -> None:
+    @contextmanager
+    def reserve(self, num_sequences: int = 1) -> Iterator[Place]:
         if self.is_full:
             raise UnavailableError("the queue is full: 7 sequences wait", retry_after=3)
+        place = Place(self.waiting, num_sequences)
+        try:
+            yield place
+        finally:
+            place.give_up()
+
+    def crowding(self) -> str | None:
+        return "the queue is nearly full" if self.is_crowded else None
+
+    def check_memory(self) -> None:
+        if self.is_short_of_memory:
+            raise MemoryShortError("memory is short: 1 MiB are left")
 
     def num_unfinished_requests(self) -> int:
         return len(self.running)
@@ -201,6 +225,7 @@ class FakeEngine:
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         offer: Offer | None = None,
+        place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
         tokenized = self.input_processor.tokenize(prompt, adapter=lora_request)
@@ -215,6 +240,8 @@ class FakeEngine:
             tenant=tenant,
             lora_request=lora_request,
         )
+        if place is not None:
+            place.join(sampling_params.n, 0)
         self.adapters.append(lora_request)
         self.tenants.append(tenant)
         self.timeouts.append(timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine import tokenizer
+from quire.engine import prompt_forms, tokenizer
 from quire.entrypoints.openai import json_body
 from quire.entrypoints.openai.json_body import parse_json
 from quire.errors import ValidationError
@@ -49,16 +50,53 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(
         assert response.json()["error"]["param"] == ("messages" if "messages" in body else "prompt")
 
 
+CUT: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 8}),
+    ("/v1/chat/completions", {**CHAT, "truncate_prompt_tokens": 8}),
+    ("/tokenize", {"prompt": LONG}),
+    ("/tokenize", CHAT),
+]
+
+
 @pytest.mark.item(28)
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 8}),
-        ("/v1/chat/completions", {**CHAT, "truncate_prompt_tokens": 8}),
-        ("/tokenize", {"prompt": LONG}),
-        ("/tokenize", CHAT),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), CUT)
+async def test_a_text_that_is_cut_or_counted_is_bounded(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+    monkeypatch.setattr(prompt_forms, "LEAST_CUT_CHARS", 5000)
+    monkeypatch.setattr(prompt_forms, "CUT_CHARS_PER_TOKEN", 2)
+    async with client_for(engine) as client:
+        refused = await client.post(path, json=body)
+        monkeypatch.setattr(prompt_forms, "CUT_CHARS_PER_TOKEN", 3)
+        taken = await client.post(path, json=body)
+    assert (refused.status_code, taken.status_code) == (400, 200), taken.text
+    error, field = refused.json()["error"], "messages" if "messages" in body else "prompt"
+    assert error["param"] == field
+    assert re.match(
+        f"there are 10.* characters in the {field}; .* there may be 8192: 2 for each", error["message"]
+    )
+
+
+@pytest.mark.item(28, 52)
+async def test_what_only_counts_asks_for_memory() -> None:
+    engine = FakeEngine()
+    bodies = {
+        "/tokenize": {"prompt": "hi"},
+        "/detokenize": {"tokens": [65]},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
+    }
+    async with client_for(engine) as client:
+        for path, body in bodies.items():
+            engine.is_short_of_memory = False
+            assert (await client.post(path, json=body)).status_code == 200
+            engine.is_short_of_memory = True
+            refused = await client.post(path, json=body)
+            assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+
+
+@pytest.mark.item(28)
+@pytest.mark.parametrize(("path", "body"), CUT)
 async def test_no_long_text_is_tokenized_on_the_event_loop(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,11 +72,6 @@ async def test_a_window_bounds_what_is_in_flight(engine: FakeEngine) -> None:
     assert 2 <= most <= 4
 
 
-async def test_the_key_of_the_environment_is_no_obstacle(engine: FakeEngine) -> None:
-    answers, _ = await answered(engine, line(prompt="hi"), api_key=("secret",))
-    assert answers[0]["response"]["status_code"] == 200
-
-
 @given(text=st.binary(max_size=60), max_bytes=st.integers(1, 20))
 def test_no_line_is_lost_and_none_is_long(text: bytes, max_bytes: int) -> None:
     lines = list(bounded_lines(io.BytesIO(text), max_bytes))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -164,3 +165,54 @@ def test_the_limit_leaves_files_for_the_rest() -> None:
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert 8 <= max_connections(ServerConfig()) < max(num_files, 9)
     assert max_connections(ServerConfig(max_connections=5)) == 5
+
+
+BODY = json.dumps({"prompt": "hi", "max_tokens": 50}).encode()
+STREAMED = json.dumps({"prompt": "hi", "max_tokens": 50, "stream": True}).encode()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED, BODY + HEAD], ids=["whole", "stream", "more"])
+async def test_a_client_that_sends_no_more_gets_its_answer(body: bytes) -> None:
+    """After a time in which the server has asked whether it is there; what is no whole request gets none."""
+    engine = FakeEngine()
+    engine.hold_after = 0
+    length = len(STREAMED if body is STREAMED else BODY)
+    async with live_server(engine) as server:
+        reader, writer = await connect(server)
+        writer.write(HEAD + f"content-length: {length}\r\n\r\n".encode() + body)
+        writer.write_eof()
+        await until(lambda: engine.running)
+        async with asyncio.timeout(30):
+            for _ in range(3):
+                assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        engine.hold_after = None
+        engine.died.set()
+        answer = (await until_closed(reader)).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert (b"[DONE]" if body is STREAMED else b"Reply 0!") in answer
+
+
+@pytest.mark.item(32)
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "stream"])
+async def test_a_client_that_goes_away_before_its_answer_ends_its_request(
+    body: bytes, version: bytes
+) -> None:
+    engine = FakeEngine()
+    engine.hold_after = 0
+    async with live_server(engine) as server:
+        _, writer = await connect(server)
+        head = HEAD.replace(b"1.1", version)
+        writer.write(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        await until(lambda: engine.running)
+        writer.close()
+        await until(lambda: not engine.running)
+        await until(lambda: not len(server.app.state.server.in_flight))
+        assert len(engine.closed) == 1

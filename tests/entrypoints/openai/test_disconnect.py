@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.config import ServerConfig
+from quire.config import DEMO_MODEL, EngineConfig, ServerConfig
+from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.openai import chat_prompt, prompts
 from quire.entrypoints.openai.app import build_app
 from tests.entrypoints.openai.fake_engine import FakeEngine
 
@@ -90,6 +92,60 @@ async def test_disconnect_during_upload(caplog: pytest.LogCaptureFixture) -> Non
     assert not engine.seen
     assert not client.sent
     assert not caplog.records
+
+
+@pytest.mark.item(32)
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
+async def test_disconnect_while_it_is_tokenized(
+    path: str, body: dict[str, Any], streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, begun = FakeEngine(), asyncio.Event()
+    app = build_app(engine, ServerConfig())  # type: ignore[arg-type]
+
+    async def endless(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
+    for module in (prompts, chat_prompt):
+        monkeypatch.setattr(module, "beside_loop", endless)
+    client = Client(path, {**body, "stream": streamed})
+    serving = asyncio.create_task(app(client.scope, client.receive, client.send))
+    await asyncio.wait_for(begun.wait(), 30)
+    assert len(engine.waiting) == 1
+    client.gone.set()
+    await asyncio.wait_for(serving, 30)
+    assert not engine.seen
+    assert not client.sent
+    assert (len(engine.waiting), len(app.state.server.in_flight)) == (0, 0)
+
+
+@pytest.mark.item(32)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_disconnect_while_its_grammar_is_compiled(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the real engine, whose executor computes nothing."""
+    args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 200}
+    engine = AsyncLLM(EngineConfig.from_args(model=DEMO_MODEL, **args), in_process=True)
+    await engine.wait_ready()
+    begun = asyncio.Event()
+
+    async def endless(params: Any) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine._checks, "settled", endless)
+    app = build_app(engine, ServerConfig())
+    client = Client("/v1/completions", {**SEVERAL, "stream": streamed, "structured_outputs": {"regex": "a"}})
+    serving = asyncio.create_task(app(client.scope, client.receive, client.send))
+    await asyncio.wait_for(begun.wait(), 30)
+    assert len(engine.output_processor.waiting) == 6
+    client.gone.set()
+    await asyncio.wait_for(serving, 30)
+    assert (len(engine.output_processor.waiting), engine.num_unfinished_requests()) == (0, 0)
+    assert (client.sent, len(app.state.server.in_flight)) == ([], 0)
+    await engine.shutdown()
 
 
 async def test_refusal_of_one_prompt_closes_the_others() -> None:

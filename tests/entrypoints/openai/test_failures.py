@@ -81,3 +81,25 @@ async def test_unavailable_until_ready(client: httpx.AsyncClient, engine: FakeEn
     engine.die()
     for path in ("/health", "/readyz", "/livez"):
         assert (await client.get(path)).status_code == 503
+
+
+@pytest.mark.item(44)
+async def test_a_core_that_stands_still_is_not_alive(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.stalls, engine.is_ready = True, False
+    for path in ("/health", "/readyz", "/livez"):
+        assert (await client.get(path)).status_code == 503
+    engine.stalls, engine.is_ready = False, True
+    for path in ("/health", "/readyz", "/livez"):
+        assert (await client.get(path)).status_code == 200
+
+
+@pytest.mark.item(44)
+async def test_a_server_whose_queue_is_nearly_full_is_not_ready_and_serves_on(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.is_crowded = True
+    for path, status in (("/health", 503), ("/readyz", 503), ("/ping", 503), ("/livez", 200)):
+        response = await client.get(path)
+        assert response.status_code == status
+        assert ("nearly full" in response.text) == (status == 503)
+    assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.entrypoints.openai.field_policy import REFUSED, settle_fields
-from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.notes import MAX_NOTES, Notes
 from quire.entrypoints.openai.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -162,7 +162,7 @@ async def test_notes_are_bounded(client: httpx.AsyncClient) -> None:
     response = await client.post(
         COMPLETIONS, json={"prompt": "hi", **{f"f{index}": 1 for index in range(99)}}
     )
-    assert len(response.json()["ignored"]) == 32
+    assert response.json()["ignored"] == [*(f"f{index}" for index in range(32)), "and 67 more"]
 
 
 names = st.sampled_from(
@@ -198,6 +198,18 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
                 here = f"{path}.{name}" if path else name
                 yield here
                 yield from paths(inner, here)
+
+
+@pytest.mark.item(11)
+@pytest.mark.parametrize(("num_more", "told"), [(0, []), (1, ["and 1 more"]), (5000, ["and 1000 or more"])])
+def test_what_is_not_named_is_counted(num_more: int, told: list[str]) -> None:
+    notes = Notes()
+    for _ in range(2):  # each is one note
+        for number in range(MAX_NOTES + num_more):
+            notes.ignore(f"f{number}")
+    assert notes.ignored == [f"f{number}" for number in range(MAX_NOTES)] + told
+    ((_, header),) = notes.headers(is_error=False)
+    assert header.decode().split(", ") == notes.ignored
 
 
 @pytest.mark.item(11)

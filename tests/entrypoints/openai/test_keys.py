@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from quire.config import EngineConfig
-from quire.entrypoints.openai.keys import Keyring, Tenant, make_keyring
+from quire.config import EngineConfig, ServerConfig
+from quire.entrypoints.openai.app import keyring
+from quire.entrypoints.openai.keys import Keyring, Tenant, make_keyring, with_keys_of_environment
 from quire.entrypoints.openai.middleware.quota import Bucket, Meters
+from quire.entrypoints.openai.processes.messages import Hello
 from quire.errors import ConfigError, RateLimitError
 from quire.metrics.stats import FinishedRequestStats, IterationStats
 from tests.entrypoints.openai.fake_engine import FakeEngine
@@ -58,6 +62,32 @@ def test_plain_and_hashed_keys_open_and_none_is_kept(path: str) -> None:
     assert {len(kept) for kept in ring._names} == {32}, "digests only"
 
 
+@pytest.mark.item(23)
+def test_of_keys_the_hash_is_kept_and_passed_on_and_nothing_else(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_ADMIN_API_KEY", "of-the-environment")
+    monkeypatch.setenv("QUIRE_API_KEY", "of-nobody")
+    config = with_keys_of_environment(ServerConfig(api_key=("flag-key",), api_key_file=path))
+    assert not os.environ.keys() & {"QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY"}
+    ring = keyring(config)
+    hello = msgspec.json.encode(Hello(1, 2, 1, EngineConfig(), config, ring.tenants)).decode()
+    kept = hello + repr(config) + repr(vars(ring))
+    assert not [key for key in ("flag-key", "of-the-environment", "r-one", "s-one") if key in kept]
+    passed_on = Keyring(msgspec.json.decode(hello, type=Hello).tenants)
+    for key in (b"flag-key", b"of-the-environment", b"r-one", b"r-two", b"s-one"):
+        assert passed_on.tenant_of(key) == ring.tenant_of(key) is not None
+    assert ring.tenant_of(b"of-nobody") is None, "the flag is meant"
+
+
+@pytest.mark.parametrize("key", ["", " k", "sha256:12"])
+def test_a_key_by_flag_that_is_none_is_told_and_not_quoted(key: str) -> None:
+    for name, value in (("api_key", (key,)), ("admin_api_key", key or " ")):
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: a key") as error:
+            ServerConfig(**{name: value})
+        assert repr(key) not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -94,17 +124,51 @@ def test_weights_reach_the_scheduler_and_need_its_policy() -> None:
 
 async def test_the_key_names_the_tenant_and_salts_its_cache(path: str) -> None:
     engine = FakeEngine()
-    async with client_for(engine, api_key_file=path) as client:
-        for key, salt in (("r-one", None), ("r-two", None), ("r-one", "x"), ("s-one", None)):
+    async with client_for(engine, api_key_file=path, api_key=("flag-key",)) as client:
+        for key, salt in (
+            ("r-one", None),
+            ("r-two", None),
+            ("r-one", "x"),
+            ("s-one", None),
+            ("flag-key", None),
+        ):
             fields = {} if salt is None else {"cache_salt": salt}
             assert (await complete(client, key, **fields)).status_code == 200
         assert (await complete(client, "wrong")).status_code == 401
-    assert engine.tenants == ["research", "research", "research", "shop"]
-    first, same, other, shared = [prompt.get("cache_salt") for prompt, _ in engine.seen]
+    assert engine.tenants[:-1] == ["research", "research", "research", "shop"]
+    first, same, other, shared, by_flag = [prompt.get("cache_salt") for prompt, _ in engine.seen]
+    assert by_flag not in (None, first, other)
     assert first == same
     assert first != other
     assert {len(first), len(other)} == {64}
     assert shared is None
+
+
+async def test_the_key_decides_how_urgent_a_request_is(tmp_path: Path) -> None:
+    """In the file's tenants it may leave that to the request; a key by flag does."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("high: {keys: [h], priority: -5}\nlow: {keys: [l]}\nown: {keys: [o], own_priority: true}")
+    engine = FakeEngine(scheduling_policy="priority")
+    given: list[int] = []
+    generate = engine.generate
+
+    def watched(*args: Any, priority: int, **terms: Any) -> Any:
+        given.append(priority)
+        return generate(*args, priority=priority, **terms)
+
+    engine.generate = watched  # type: ignore[method-assign]
+    async with client_for(engine, api_key_file=str(file), api_key=("flag",)) as client:
+        for key, sent, told in (
+            ("h", {}, None),
+            ("h", {"priority": 9}, "priority"),
+            ("h", {"priority": -5}, None),
+            ("l", {"priority": -9}, "priority"),
+            ("o", {"priority": -9}, None),
+            ("flag", {"priority": 3}, None),
+        ):
+            answer = await complete(client, key, **sent)
+            assert answer.json().get("ignored") == (None if told is None else [told])
+    assert given == [-5, -5, -5, 0, -9, 3]
 
 
 @pytest.mark.item(30)
@@ -150,6 +214,20 @@ def test_tokens_that_were_computed_are_paid_before_the_next_request() -> None:
     meters["b"].enter()
     now = 31.0
     meters["a"].enter()
+
+
+def test_what_was_not_computed_is_not_paid() -> None:
+    meters = Meters({"a": Tenant(keys=["k"], tokens_per_minute=1000)}, lambda: 0.0)
+
+    def left() -> str:
+        return dict(meters["a"].headers())[b"x-ratelimit-remaining-tokens"].decode()
+
+    in_queue = FinishedRequestStats("abort", 900, 0, 0, 0, None, 0, 0, 0, 0, tenant="a")
+    fork = FinishedRequestStats("stop", 900, 7, 0, 0, None, 0, 0, 0, 0, tenant="a", is_fork=True)
+    meters.record(IterationStats(finished=[in_queue, fork]), None, 0)
+    assert left() == "993"
+    meters.record(IterationStats(spent_in_vain={"a": 93, "nobody": 5}), None, 0)
+    assert left() == "900"
 
 
 def test_a_bucket_fills_up_to_its_limit() -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
 
 from quire.config import EngineConfig, ServerConfig
-from quire.entrypoints.openai.api_server import run_server
+from quire.entrypoints.openai import completions
+from quire.entrypoints.openai.api_server import bind, run_server
+from quire.entrypoints.openai.welcome import reaches_others
 from quire.errors import ModelLoadError
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, events, live_server
@@ -51,6 +56,49 @@ async def test_serves_then_ends_with_code_0(engine: FakeEngine, capsys: pytest.C
         server.lifecycle.on_signal()
         assert await server.code() == 0
     assert server.url in capsys.readouterr().out
+
+
+@pytest.mark.item(60)
+@pytest.mark.parametrize(
+    ("host", "needs_key", "warns"),
+    [("0.0.0.0", False, True), ("0.0.0.0", True, False), ("127.0.0.1", False, False)],
+)
+async def test_a_server_that_is_open_to_others_without_a_key_says_so(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, host: str, needs_key: bool, warns: bool
+) -> None:
+    async with (
+        live_server(engine, host=host, needs_key=needs_key) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        await ready(server, client)
+        server.lifecycle.on_signal()
+        assert await server.code() == 0
+    assert (f"listening on {host} without a key" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("host", "others"),
+    [
+        ("::", True),
+        ("", True),
+        ("192.168.1.2", True),
+        ("::1", False),
+        ("127.0.0.9", False),
+        ("localhost", False),
+    ],
+)
+def test_which_addresses_are_there_for_others(host: str, others: bool) -> None:
+    assert reaches_others(host) is others
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6, or one without IPv4")
+def test_all_of_ipv6_is_ipv4_too() -> None:
+    with bind("::", 0) as listener, bind("::1", 0) as local:
+        port = listener.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", local.getsockname()[1]))
 
 
 @pytest.mark.item(48)
@@ -99,6 +147,101 @@ async def test_end_of_patience_or_second_signal_cancels(engine: FakeEngine, pati
             assert (error["error"]["code"], done) == (503, "[DONE]")
             assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
     assert not engine.running
+
+
+@pytest.mark.item(48)
+async def test_a_stream_that_waits_for_its_first_token_drains(engine: FakeEngine) -> None:
+    """It is the only one, and between its first token and the next nothing of it is running."""
+    engine.hold_after = 0
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await ready(server, client)
+        streaming = asyncio.create_task(client.post("/v1/completions", json={**BODY, "stream": True}))
+        await until(lambda: engine.running)
+        server.lifecycle.on_signal()
+        await until(lambda: server.app.state.server.draining)
+        engine.hold_after = None
+        engine.died.set()
+        *chunks, done = events((await streaming).text)
+        assert await server.code() == 0
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Reply 0!"
+    assert (chunks[-1]["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+class Early:
+    """Requests of which nothing has come to the engine: one sends its body, one waits for its prompt's tokens."""
+
+    def __init__(
+        self, server: LiveServer, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.go_on, self._server = asyncio.Event(), server
+        tokenize = completions.completion_prompts
+
+        async def later(*args: Any) -> Any:
+            await self.go_on.wait()
+            return await tokenize(*args)
+
+        monkeypatch.setattr(completions, "completion_prompts", later)
+        post = client.post("/v1/completions", json=BODY)
+        self.tasks = [asyncio.create_task(post), asyncio.create_task(self._send_in_parts())]
+
+    async def _send_in_parts(self) -> httpx.Response:
+        """Over a socket: httpx reads nothing before it has sent all."""
+        reader, writer = await asyncio.open_connection(*self._server.listener.getsockname())
+        body = json.dumps(BODY).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body[:9])
+        answer = asyncio.create_task(reader.read())
+        await asyncio.wait({answer, asyncio.create_task(self.go_on.wait())}, return_when="FIRST_COMPLETED")
+        writer.write(body[9:])
+        status, _, rest = (await answer).partition(b"\r\n")
+        writer.close()
+        fields, _, content = rest.partition(b"\r\n\r\n")
+        headers = [tuple(line.split(": ", 1)) for line in fields.decode().splitlines()]
+        return httpx.Response(int(status.split()[1]), headers=headers, content=content)
+
+    async def arrive(self) -> None:
+        await until(lambda: len(self._server.app.state.server.in_flight) == len(self.tasks))
+
+
+@pytest.mark.item(48)
+async def test_what_has_not_come_to_the_engine_drains(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await ready(server, client)
+        early = Early(server, client, monkeypatch)
+        await early.arrive()
+        server.lifecycle.on_signal()
+        await until(lambda: server.app.state.server.draining)
+        early.go_on.set()
+        assert await server.code() == 0
+        for answer in [await task for task in early.tasks]:
+            assert answer.json()["choices"][0]["text"] == "Reply 0!"
+
+
+@pytest.mark.item(48)
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_what_has_not_come_to_the_engine_is_told_of_its_end(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_once: bool
+) -> None:
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await ready(server, client)
+        early = Early(server, client, monkeypatch)
+        await early.arrive()
+        server.lifecycle.stop_now() if at_once else server.lifecycle.on_signal()
+        server.lifecycle.on_signal()
+        assert await server.code() == 0
+        early.go_on.set()
+        for answer in [await task for task in early.tasks]:
+            assert (answer.status_code, answer.headers["connection"]) == (503, "close")
+            assert answer.json()["error"]["message"] == "the server is shutting down"
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
 
 
 async def test_death_of_the_engine_ends_the_process(engine: FakeEngine) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from quire.config import DEMO_MODEL, EngineConfig
+from quire.config import DEMO_MODEL, EngineConfig, ServerConfig
 from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.openai.app import build_app, routers
+from quire.entrypoints.openai.batch import Batch
+from quire.entrypoints.openai.openapi.operation import operation_of
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 
@@ -20,6 +25,29 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": TEXT, "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2},
 }
+MESSAGES = BODIES["/v1/chat/completions"]["messages"]
+TURN_2 = [*MESSAGES, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "And of Italy?"}]
+EVERY_ROUTE: dict[str, dict[str, Any]] = {
+    **BODIES,
+    "/v1/responses": {"input": TURN_2, "max_output_tokens": 2},
+    "/v1/messages": {"messages": TURN_2, "max_tokens": 2},
+    "/api/chat": {
+        "model": "quire-demo",
+        "messages": MESSAGES,
+        "stream": False,
+        "options": {"num_predict": 2},
+    },
+    "/api/generate": {"model": "quire-demo", "prompt": TEXT, "stream": False, "options": {"num_predict": 2}},
+}
+"""What generates; Ollama's have no salt of their own."""
+
+
+def cached_of(reply: dict[str, Any]) -> int:
+    """As each API tells it."""
+    usage = reply["usage"]
+    if "cache_read_input_tokens" in usage:
+        return int(usage["cache_read_input_tokens"])
+    return int(usage.get("prompt_tokens_details", usage.get("input_tokens_details"))["cached_tokens"])
 
 
 @pytest.fixture(
@@ -58,6 +86,56 @@ async def test_salts_share_with_themselves_only_on_every_route(served: httpx.Asy
         assert await num_cached(served, path, **salt) > 0, (path, salt)
     for path in BODIES:
         assert await num_cached(served, path, cache_salt="c") == 0
+
+
+@pytest.mark.item(22)
+@pytest.mark.parametrize("kind", ["salt", "key"])
+async def test_neither_salts_nor_keys_find_what_others_cached_on_any_route(kind: str) -> None:
+    args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 400, "max_num_seqs": 4}
+    engine = AsyncLLM(EngineConfig.from_args(model=DEMO_MODEL, **args), in_process=True)
+    await engine.wait_ready()
+    keys = ("a", "b") if kind == "key" else ()
+    app = build_app(engine, ServerConfig(api_key=keys))
+    generating = {route.path for router in routers(ServerConfig()) for route in router.routes if takes(route)}
+    assert generating == EVERY_ROUTE.keys(), "a route that generates is not tested"
+    routes = {path: body for path, body in EVERY_ROUTE.items() if keys or not path.startswith("/api")}
+
+    async def cached(path: str, who: str) -> int:
+        salt = {} if keys else {"cache_salt": f"{who}{path}"}
+        reply = await client.post(path, json=routes[path] | salt, headers={"x-api-key": who} if keys else {})
+        assert reply.status_code == 200, reply.text
+        return cached_of(reply.json())
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://quire") as client:
+        for path in routes:
+            await engine.reset_prefix_cache()  # some have the same prompt, and a key is the same on all
+            assert await cached(path, "a") == 0, path
+            assert await cached(path, "b") == 0, path
+            assert await cached(path, "a") > 0, path
+            assert await cached(path, "b") > 0, path
+    await engine.shutdown()
+
+
+def takes(route: Any) -> bool:
+    operation = operation_of(route.endpoint)
+    return operation is not None and operation.stream is not None
+
+
+@pytest.mark.item(22)
+async def test_salts_share_with_themselves_only_in_a_batch(served: httpx.AsyncClient) -> None:
+    app = served._app  # type: ignore[attr-defined]
+    lines = [
+        {"custom_id": salt, "method": "POST", "url": path, "body": {**body, "cache_salt": f"{salt}{path}"}}
+        for salt in ("a", "b", "a")
+        for path, body in BODIES.items()
+    ]
+    out = io.BytesIO()
+    batch = Batch(app, ServerConfig())
+    await batch.run(io.BytesIO(b"\n".join(map(msgspec.json.encode, lines))), out, window=1)
+    answers = [msgspec.json.decode(line) for line in out.getvalue().splitlines()]
+    found = [cached_of(answer["response"]["body"]) for answer in answers]
+    assert found[:4] == [0] * 4
+    assert min(found[4:]) > 0
 
 
 async def test_hits_are_counted(served: httpx.AsyncClient) -> None:

@@ -80,7 +80,7 @@ def test_tokens_that_were_computed_are_gone_and_come_back() -> None:
     assert told() == ["600", "510", "9s"]
     now = 4.5
     assert told() == ["600", "555", "4.5s"]
-    overdrawn = FinishedRequestStats("stop", 1200, 0, 0, 0, None, 0, 0, 0, 0, tenant="a")
+    overdrawn = FinishedRequestStats("stop", 1199, 1, 0, 0, None, 0, 0, 0, 0, tenant="a")
     meters.record(IterationStats(finished=[overdrawn]), None, 0)
     assert told() == ["600", "0", "2m4.5s"]
 

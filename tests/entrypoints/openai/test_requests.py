@@ -11,6 +11,7 @@ import pytest
 
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.async_llm import AsyncLLM
+from quire.scheduler.explain import Explanation
 from tests.engine.slow_schedulers import Slow
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
@@ -57,6 +58,26 @@ async def test_all_are_listed_and_counted(admin: httpx.AsyncClient, engine: Fake
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert (await admin.get("/v1/requests")).json()["data"] == []
+
+
+async def test_the_core_is_asked_for_all_at_once(admin: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """It answers between steps, which may take long."""
+    task = await started(admin, engine)
+    explain, step = engine.explain, asyncio.Barrier(2)
+
+    async def slow(request_id: str) -> list[Explanation]:
+        found = await explain(request_id)
+        async with asyncio.timeout(10):
+            await step.wait()
+        return found
+
+    engine.explain = slow  # type: ignore[method-assign]
+    (first, second) = (await admin.get("/v1/requests")).json()["data"]
+    request_id = engine.labels()[0].removeprefix("cmpl-").rpartition("-")[0]
+    explained = (await admin.get(f"/v1/requests/{request_id}/explain")).json()["sequences"]
+    assert [one["request_id"] for one in explained] == [first["request_id"], second["request_id"]]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_one_or_all_are_aborted(admin: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -183,3 +183,17 @@ async def test_openai_client(engine: FakeEngine) -> None:
         async with client.responses.stream(model="fake-model", input="hi") as stream:
             final = await stream.get_final_response()
         assert final.output_text == "Reply 0!"
+
+
+@pytest.mark.item(11)
+async def test_what_is_to_be_included_and_is_in_no_answer_is_told(engine: FakeEngine) -> None:
+    body = {"input": "hi", "include": ["message.output_text.logprobs", "reasoning.encrypted_content", "x y"]}
+    async with client_for(engine) as client:
+        answer = await client.post("/v1/responses", json=body)
+        told = [*(f"include[{value}]" for value in body["include"][1:])]
+        assert answer.json()["ignored"] == told
+        assert answer.headers["x-quire-ignored-fields"] == f"{told[0]}, ?"
+    async with client_for(engine, unknown_fields="reject") as client:
+        refused = await client.post("/v1/responses", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, told[0])
+        assert (await client.post("/v1/responses", json={**body, "include": []})).status_code == 200

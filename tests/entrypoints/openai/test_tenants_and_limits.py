@@ -65,6 +65,31 @@ async def test_priority_is_honoured_or_refused(path: str, body: dict[str, Any], 
 @pytest.mark.item(28)
 @ROUTES
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_has_its_place_before_it_is_tokenized_and_leaves_it_however_it_ends(
+    path: str, body: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seen = FakeEngine(), list[int]()
+    encode = engine.tokenizer.encode  # type: ignore[union-attr]
+
+    def watched(*args: Any, **kwargs: Any) -> list[int]:
+        seen.append(len(engine.waiting))
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", watched)
+    body = {**body, "n": 3, "stream": stream}
+    async with client_for(engine) as client:
+        for more, status in (({}, 200), ({"max_tokens": -1}, 400), ({"n": 10**9}, 400), ({"n": 0}, 400)):
+            assert (await client.post(path, json={**body, **more})).status_code == status
+            assert len(engine.waiting) == 0
+        monkeypatch.setattr(engine.tokenizer, "encode", lambda *args, **kwargs: [10**9])
+        assert (await client.post(path, json=body)).status_code == 400
+    assert seen[0] == 3
+    assert len(engine.waiting) == 0
+
+
+@pytest.mark.item(28)
+@ROUTES
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_queue_is_told_before_anything_is_tokenized(
     path: str, body: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

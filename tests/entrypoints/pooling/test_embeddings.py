@@ -38,7 +38,12 @@ async def test_every_form_of_input_and_both_of_numbers(serve: Serve) -> None:
         assert await vectors(client, input=ids) == await vectors(client, input=[ids]) == [found[0]]
         (packed,) = await vectors(client, input="abc", encoding_format="base64")
         assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == found[0]
-        assert reply["usage"] == {"prompt_tokens": 3 + 1 + 11 + 3 + 8, "total_tokens": 26}
+        details = {"cached_tokens": 0}
+        assert reply["usage"] == {
+            "prompt_tokens": 3 + 1 + 11 + 3 + 8, "total_tokens": 26, "prompt_tokens_details": details
+        }  # fmt: skip
+        assert reply["timings"].keys() == {"queue_s", "prefill_s", "decode_s", "tokens_per_s"}
+        assert reply["timings"]["prefill_s"] > 0
 
 
 async def test_the_limit_of_inputs_is_told_and_reached(serve: Serve) -> None:

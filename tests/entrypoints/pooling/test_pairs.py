@@ -61,6 +61,9 @@ async def test_a_ranking_has_the_best_first(serve: Serve, spec: PoolingSpec) -> 
             assert [one["index"] for one in best] == [one["index"] for one in results[:2]]
             assert ("document" in best[0]) == (path == "/v2/rerank")
             assert reply["usage"]["prompt_tokens"] > 0
+            assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+            assert reply["timings"]["prefill_s"] > 0
+            assert "created" not in reply
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,10 @@ def _refuse_for(wait_s: float, limit: str) -> None:
 
 
 class Meters(StatLogger):
-    """All tenants' meters; as a logger of the engine's statistics it sees the tokens of every request that ended."""
+    """All tenants' meters; as a logger of the engine's statistics it sees the tokens of every request that ended.
+
+    A prompt is paid once, by the first of its sequences, and by one that ended early as far as it was computed.
+    """
 
     def __init__(
         self, tenants: Mapping[str, Tenant], clock: Clock = time.monotonic, page: Page | None = None
@@ -145,9 +148,14 @@ class Meters(StatLogger):
 
     def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
         for one in iteration.finished:
-            if one.tenant in self._meters:
-                num_computed = one.num_prompt_tokens - one.num_cached_tokens
-                self._meters[one.tenant].spend(num_computed + one.num_generation_tokens)
+            num_computed = one.num_prompt_tokens - one.num_cached_tokens if one.has_prompt else 0
+            self._spend(one.tenant, num_computed + one.num_generation_tokens)
+        for tenant, num_tokens in iteration.spent_in_vain.items():
+            self._spend(tenant, num_tokens)
+
+    def _spend(self, tenant: str, num_tokens: int) -> None:
+        if tenant in self._meters and num_tokens:
+            self._meters[tenant].spend(num_tokens)
 
 
 class Quota:

@@ -60,6 +60,11 @@ def chat_fields(request: ResponsesRequest) -> Fields:
     return fields if form is None else {**fields, "response_format": _response_format(form)}
 
 
+def idle_includes(request: ResponsesRequest) -> list[str]:
+    """What the request asks to be included that no answer here has, by the names under which that is told."""
+    return [f"include[{value}]" for value in request.include or () if value != LOGPROBS]
+
+
 def _check_stateless(request: ResponsesRequest) -> None:
     for name in STATEFUL:
         if getattr(request, name) not in NEUTRAL.get(name, (None,)):

@@ -14,7 +14,7 @@ from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.streams import named_events
 from quire.entrypoints.openai.parsing import read_request
-from quire.entrypoints.openai.responses.conversation import CHAT_NAMES, chat_fields
+from quire.entrypoints.openai.responses.conversation import CHAT_NAMES, chat_fields, idle_includes
 from quire.entrypoints.openai.responses.protocol import (
     WITHOUT_EFFECT,
     AnyEvent,
@@ -42,7 +42,7 @@ router = APIRouter()
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     body = await read_request(request, ResponsesRequest)
-    note_ignored(body, given(body, WITHOUT_EFFECT))
+    note_ignored(body, [*given(body, WITHOUT_EFFECT), *idle_includes(body)])
     response_id = f"resp_{request_id_of(request.scope)}"
     model = server_of(request).check_model(body.model)
     writer, fields = ResponseWriter(response_id, model, body), {**chat_fields(body), "model": model}
