@@ -346,7 +346,7 @@ def sample_as_on_a_gpu(logits: Tensor, settings: Tensor, keys: Tensor | None, li
 def test_an_engine_on_the_gpus_kernels_gives_the_hosts_tokens(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
 ) -> None:
-    """Every op of every step in Triton's interpreter, decode steps from graphs."""
+    """Every op of every step in Triton's interpreter, steps that decode and steps with prompts from graphs."""
     args = {
         "model": str(tiny_model(name)),
         "max_model_len": 64,
@@ -367,8 +367,9 @@ def test_an_engine_on_the_gpus_kernels_gives_the_hosts_tokens(
     monkeypatch.setattr(launch, "num_processors", lambda device: 4)
     for op in ops.TABLE.values():
         monkeypatch.setattr(op, "_functions", {})
-    got, _ = serve(jobs, **args, **overlapped(2))
-    assert on_fake_gpu[0].replayed
+    got, _ = serve(jobs, **args, **overlapped(2), prefill_graph_sizes=[7, 32])
+    assert {1, 2, 7} <= {*on_fake_gpu[0].replayed}
+    assert on_fake_gpu[0].replayed_choices
     tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (got, expected)]
     assert tokens[0] == tokens[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -81,3 +82,14 @@ def test_what_triton_tells_apart() -> None:
     assert row_variant(1) not in variants[1:]
     assert row_variant(24) == row_variant(17)
     assert row_variant(32) != row_variant(31)
+
+
+def test_the_fake_device_notices_that_inputs_were_moved() -> None:
+    gpu, inputs = FakeGpu(), [torch.ones(3, 2)]
+    replay, output = gpu.capture(lambda: inputs[-1] * 2, gpu.graph_pool())
+    inputs[0].fill_(4.0)
+    replay()
+    assert (output == 8.0).all()
+    inputs.append(torch.ones(3, 2))
+    with pytest.raises(AssertionError, match="where it was captured"):
+        replay()
