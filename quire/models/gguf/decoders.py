@@ -15,9 +15,8 @@ def olmo2(model: GgufModel) -> Config:
     """OLMo 2, and OLMo 3, which has windows: their layers' rotary embedding is not stretched."""
     if not model.own.integer("attention.sliding_window", 0, low=0):
         return dense(model, "Olmo2ForCausalLM")
-    config = dense(model, "Olmo3ForCausalLM")
-    model.own.only("rope.freq_base_swa", config["rope_theta"])
-    return config | windows(model)
+    model.own.only("rope.freq_base_swa", model.own.number("rope.freq_base"))
+    return dense(model, "Olmo3ForCausalLM") | windows(model)
 
 
 def exaone4(model: GgufModel) -> Config:
@@ -59,7 +58,7 @@ def mistral3(model: GgufModel) -> Config:
     # Whatever both are, scores are not scaled by how far positions are stretched.
     model.own.number("rope.scaling.yarn_log_multiplier", 1.0)
     rope = config.pop("rope_scaling") | {
-        "rope_theta": config["rope_theta"],
+        "rope_theta": model.own.number("rope.freq_base"),
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": model.own.number("attention.temperature_scale"),

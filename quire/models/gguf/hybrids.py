@@ -134,11 +134,10 @@ def qwen3_next(model: GgufModel) -> Config:
     }
     config = dense(model, "Qwen3NextForCausalLM", **named(model, keys), norm_topk_prob=True)
     layers = range(config["num_hidden_layers"])
-    if "attention.recurrent_layers" in own:
-        states = [bool(one) for one in own.get("attention.recurrent_layers")]
-        config["layer_types"] = [
-            "linear_attention" if keeps else "full_attention" for keeps in states[: len(layers)]
-        ]
+    states = own.get("attention.recurrent_layers")
+    if isinstance(states, list):
+        kinds = {True: "linear_attention", False: "full_attention"}
+        config["layer_types"] = [kinds[bool(keeps)] for keeps in states[: len(layers)]]
     return config | {
         "linear_num_value_heads": heads,
         "linear_value_head_dim": width // heads,

@@ -28,7 +28,7 @@ def deepseek2(model: GgufModel) -> Config:
     """Sigmoids choose experts in V3 and later; Youtu has none. One matrix for keys and values, as once, is refused."""
     own = model.own
     if "blk.0.attn_k_b.weight" not in model.tensors:
-        own.refuse("attention.key_length_mla", "there, as in files of since April 2025")
+        own.refuse("attention.key_length_mla", "there, and keys and values made by a matrix each (attn_k_b)")
     rotated, key, value = (
         own.integer("rope.dimension_count"),
         own.integer("attention.key_length_mla"),

@@ -72,7 +72,7 @@ def dense(model: GgufModel, architecture: str, sizes: Mapping[str, str] = SIZES,
     """What all have: sizes and the rotary embedding."""
     config = named(model, sizes) | {"architectures": [architecture]}
     share = model.own.integer("embedding_length") // model.own.integer("attention.head_count")
-    config.setdefault("head_dim", share)
+    config["head_dim"] = model.own.integer("attention.key_length", share)
     config["num_hidden_layers"] = model.own.integer("block_count") - num_guessing(model)
     model.own.only("attention.value_length", config["head_dim"])
     return config | rotary(model, config["head_dim"]) | more

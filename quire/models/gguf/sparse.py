@@ -95,9 +95,9 @@ def hunyuan_moe(model: GgufModel) -> Config:
         "moe_topk": "expert_used_count",
         "intermediate_size": "expert_feed_forward_length",
     }
+    model.own.only("expert_shared_count", 1)
+    model.own.only("expert_shared_feed_forward_length", model.own.integer("expert_feed_forward_length"))
     config = dense(model, "HunYuanMoEV1ForCausalLM") | named(model, keys)
-    for key in ("expert_shared_feed_forward_length", "expert_shared_count"):
-        model.own.only(key, 1 if key.endswith("count") else config["intermediate_size"])
     return config | {"use_qk_norm": True, "num_shared_expert": 1}
 
 
