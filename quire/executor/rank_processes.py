@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.executor.rank_placement import Processors, on
 from quire.processes import STOPPED, exit_reason, why_silent
 
 PROGRAM = ("-m", "quire.executor.rank_process")
+CONFIG = "config"
+"""The file of the private directory that has the configuration."""
 CLOSE_TIMEOUT_S = 5.0
 DEATH_S = 1.0
 """How long a rank that others have lost may take to be seen as dead."""
@@ -48,7 +48,7 @@ class RankProcesses:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         with startup_errors():
             self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
-            (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
+            (self._directory / CONFIG).write_bytes(config.encoded())
 
     @property
     def pids(self) -> dict[int, int]:
