@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-
 OF_ROUTES = (
     "bad_input", "bad_tools", "constraints", "fuzz", "field_policy", "admission", "keys", "auth", "tenants_and_limits",
     "failures", "disconnect", "completions", "chat_completions", "responses",
