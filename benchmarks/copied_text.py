@@ -1,10 +1,13 @@
 """What guesses from the text give where a model copies its prompt: tokens per second with and without, in turns.
 
     python -m benchmarks.copied_text [--quantization int8] [--method ngram] [--num-tokens 128] [--num-rounds 3]
+                                     [--peer llama.cpp [--folder DIR] [--isa native]]
 
 The model has the shape of `models/dummy-0.5b` and weights by hand: two of its layers are an induction head (C. Olsson
 et al., "In-context Learning and Induction Heads", 2022), which says what came behind the last token when it stood in
 the text before; all other layers are computed and add nothing. Prompts are random tokens, and one of the first again.
+With `--peer`, llama.cpp guesses from the same text with the same weights in as many bits (`llama-lookup`), in turn with
+quire. Its tokens are characters; it starts anew for each prompt, and the start is not counted.
 """
 
 from __future__ import annotations
@@ -22,8 +25,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.compare.engines.llama_cpp import LlamaCpp
+from benchmarks.compare.isa import ISAS
+from benchmarks.compare.lookup import Lookup
+from benchmarks.compare.workers.characters import NUM_RESERVED, text_of
 from quire import LLM, SamplingParams
 
+PEERS = Path(__file__).parent / "compare" / ".peers"
 SHAPE = Path(__file__).parent / "models" / "dummy-0.5b" / "config.json"
 HEAD = 64
 """Size of a head, and of the code, of plus and minus ones, that tells a token from others."""
@@ -115,15 +123,16 @@ def prompt_to_copy(length: int, vocab_size: int, seed: int) -> tuple[list[int], 
 
     Before the first one is none, so it stands for its own predecessor.
     """
-    tokens = random.Random(seed).sample(range(vocab_size), 2 + length)
+    tokens = random.Random(seed).sample(range(NUM_RESERVED, vocab_size), 2 + length)
     return [*tokens, tokens[1]], tokens[2:]
 
 
-def measure(args: argparse.Namespace, model: str, vocab_size: int) -> str:
+def measure(args: argparse.Namespace, model: str, vocab_size: int, peer: Lookup | None = None) -> str:
     """A line for people.
 
     Raises:
         AssertionError: something else than the prompt was said, or guesses changed it.
+        ProgramError: llama.cpp failed.
     """
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -132,34 +141,49 @@ def measure(args: argparse.Namespace, model: str, vocab_size: int) -> str:
     }
     options |= {"quantization": args.quantization, "enable_prefix_caching": False}
     engines = [LLM(model, **options, speculative_config=given) for given in ({}, {"method": args.method})]
-    seconds: list[list[float]] = [[], []]
+    rates: list[list[float]] = [[], []]
+    others: list[float] = []
     params = SamplingParams(temperature=0, max_tokens=args.num_tokens, ignore_eos=True, detokenize=False)
     for number in range(1 + args.num_rounds):
         prompt, copied = prompt_to_copy(args.num_tokens, vocab_size, seed=number)
-        for engine, times in zip(engines, seconds, strict=True):
+        for engine, each in zip(engines, rates, strict=True):
             started = time.perf_counter()
             (output,) = engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-            times.append(time.perf_counter() - started)
+            each.append(args.num_tokens / (time.perf_counter() - started))
             assert output.outputs[0].token_ids == copied
-    plain, guessed = (args.num_tokens / statistics.median(times[1:]) for times in seconds)
-    return (
+        if peer is not None:
+            said = peer.generate(prompt, args.num_tokens)
+            assert said.text.strip().startswith(text_of([*prompt, *copied])), "llama.cpp said something else"
+            others.append(said.rate)
+    plain, guessed = (statistics.median(each[1:]) for each in rates)
+    line = (
         f"{args.method}: {guessed / plain:.2f}x ({plain:.1f} -> {guessed:.1f} tokens/s, the prompt included)"
     )
+    if others:
+        other = statistics.median(others[1:])
+        line += f"; {guessed / other:.2f}x llama-lookup ({other:.1f} tokens/s)"
+    return line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quantization")
+    parser.add_argument("--quantization", choices=("int8", "int4"))
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--num-tokens", type=int, default=128)
     parser.add_argument("--num-rounds", type=int, default=3)
+    parser.add_argument("--peer", choices=("llama.cpp",), help="Who else guesses from the same text.")
+    parser.add_argument("--folder", type=Path, default=PEERS, help="That of benchmarks.compare.")
+    parser.add_argument("--isa", choices=ISAS, default="native", help="What the peer is built for.")
     args = parser.parse_args()
     shape = json.loads(SHAPE.read_text())
     with tempfile.TemporaryDirectory() as directory:
-        model = write_copier(Path(directory) / "copier", shape)
-        print(measure(args, str(model), shape["vocab_size"]))
+        model, peer = write_copier(Path(directory) / "copier", shape), None
+        if args.peer:
+            engine = LlamaCpp(args.folder.resolve() / args.peer)
+            peer = Lookup(engine, ISAS[args.isa], model, Path(directory), args.quantization)
+        print(measure(args, str(model), shape["vocab_size"], peer))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,12 @@ class PairPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+class DataPrompt(TypedDict):
+    """What an IO processor reads, of a pooling model."""
+
+    data: Any
+
+
 PromptType = str | list[int] | TextPrompt | TokensPrompt | PairPrompt
 """One prompt: text, token ids, or a dict with either and options."""
 

@@ -24,6 +24,7 @@ Place = tuple[str, int]
 HELLO_S = 5.0
 RETRY_S = 0.2
 MOST_HELLO_BYTES = 1 << 16
+_LENGTH = struct.Struct("!i")
 SILENCE_S = 5
 """A host that is silent for so long, though its system would answer, is gone."""
 
@@ -45,15 +46,11 @@ def listening(place: Place, options: str) -> socket.socket:
 
 
 def heard(guest: socket.socket, kind: type[Hello]) -> Hello | None:
-    """What a connection says of itself, if that is a word of ours and comes in time."""
+    """What a connection says of itself, if that is a word of ours and all of it comes in time."""
     try:
-        _set_patience(watched(guest), HELLO_S)
-        with Connection(os.dup(guest.fileno())) as connection:
-            hello = msgspec.msgpack.decode(connection.recv_bytes(MOST_HELLO_BYTES), type=kind)
-        _set_patience(guest, 0)
+        return msgspec.msgpack.decode(_frame(watched(guest), HELLO_S), type=kind)
     except (EOFError, OSError, msgspec.DecodeError):
         return None
-    return hello
 
 
 def answered(guest: socket.socket, problem: str) -> bool:
@@ -96,9 +93,8 @@ def introduced(way: socket.socket, hello: msgspec.Struct, place: Place) -> socke
     where = f"{place[0]}:{place[1]}"
     try:
         with Connection(os.dup(way.fileno())) as connection:
-            _set_patience(way, HELLO_S * 2)
             connection.send_bytes(msgspec.msgpack.encode(hello))
-            problem = connection.recv_bytes(MOST_HELLO_BYTES).decode()
+        problem = _frame(way, HELLO_S * 2).decode()
     except (EOFError, OSError, UnicodeDecodeError) as error:
         way.close()
         raise StartupError(
@@ -107,7 +103,6 @@ def introduced(way: socket.socket, hello: msgspec.Struct, place: Place) -> socke
     if problem:
         way.close()
         raise StartupError(f"the first host, at {where}, refuses this one: {problem}")
-    _set_patience(way, 0)
     return way
 
 
@@ -127,7 +122,32 @@ def watched(way: socket.socket) -> socket.socket:
     return way
 
 
-def _set_patience(way: socket.socket, seconds: float) -> None:
-    """How long to wait for its words, as the system counts; 0: as long as it takes."""
-    way.setblocking(True)
-    way.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+def _frame(way: socket.socket, seconds: float) -> bytes:
+    """The next frame, as `multiprocessing.connection` writes one, if all of it comes in so many seconds.
+
+    Raises:
+        OSError: it is not there in time, or longer than what may be said. EOFError: the other end is closed.
+    """
+    until = time.monotonic() + seconds
+    try:
+        (length,) = _LENGTH.unpack(_exactly(way, _LENGTH.size, until))
+        if not 0 <= length <= MOST_HELLO_BYTES:
+            raise OSError(f"a frame of {length} bytes")
+        return _exactly(way, length, until)
+    finally:
+        way.settimeout(None)
+
+
+def _exactly(way: socket.socket, num_bytes: int, until: float) -> bytes:
+    """However they are cut on their way."""
+    came = bytearray()
+    while len(came) < num_bytes:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        way.settimeout(left)
+        part = way.recv(num_bytes - len(came))
+        if not part:
+            raise EOFError
+        came += part
+    return bytes(came)

@@ -8,7 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError
+from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, QuireError
 from quire.outputs import RequestStateStats
 
 T = TypeVar("T")
@@ -61,6 +61,15 @@ class ScoringOutput:
     score: float
 
 
+@dataclass(slots=True, frozen=True)
+class RequestError:
+    """Why a request has no numbers: the status that HTTP would have, the words, and whether to ask again may help."""
+
+    code: int
+    message: str
+    retryable: bool
+
+
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[T]):
     """What is pooled of one prompt, which comes whole and once.
@@ -86,13 +95,42 @@ class PoolingRequestOutput(Generic[T]):
             DeadlineError: its time was over.
             EngineError: it failed or was aborted.
         """
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+
+    @property
+    def error(self) -> RequestError | None:
+        """What kept the prompt from being pooled, as vLLM has it; None: nothing did."""
+        failure = self._failure()
+        if failure is None:
+            return None
+        return RequestError(failure.status, str(failure), self.finish_reason != "error")
+
+    def lexical_weights(self) -> dict[int, float]:
+        """Of `token_classify` of a model that weighs words (BGE-M3): token id -> its largest weight, if above 0.
+
+        Raises:
+            ValueError: the tokens have other numbers than a weight each.
+        """
+        data = self.outputs.data if isinstance(self.outputs, PoolingOutput) else np.zeros(0)
+        if data.shape != (len(self.prompt_token_ids), 1):
+            raise ValueError(f"a weight for each token is wanted, and this has the shape {data.shape}")
+        largest: dict[int, float] = {}
+        for token_id, weight in zip(self.prompt_token_ids, data[:, 0].tolist(), strict=True):
+            if weight > max(0.0, largest.get(token_id, 0.0)):
+                largest[token_id] = weight
+        return largest
+
+    def _failure(self) -> QuireError | None:
         if self.finish_reason == "timeout":
-            raise DeadlineError("the request's time was over before its prompt was pooled")
-        if self.finish_reason != "stop":
-            how = "failed" if self.finish_reason == "error" else "was aborted"
-            reason = self.stop_reason if isinstance(self.stop_reason, str) else ""
-            why = f": {reason.partition(FOREIGN_WORDS)[0]}" if reason else ""
-            raise EngineError(f"the request {how} in the engine before it was complete{why}")
+            return DeadlineError("the request's time was over before its prompt was pooled")
+        if self.finish_reason == "stop":
+            return None
+        how = "failed" if self.finish_reason == "error" else "was aborted"
+        reason = self.stop_reason if isinstance(self.stop_reason, str) else ""
+        why = f": {reason.partition(FOREIGN_WORDS)[0]}" if reason else ""
+        return EngineError(f"the request {how} in the engine before it was complete{why}")
 
     def _with(self, outputs: Any) -> tuple[Any, ...]:
         """The fields of this one around other outputs."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.compare import checkpoint, records, report, runner
 from benchmarks.compare.cases import CASES
 from benchmarks.compare.engines import ENGINE_NAMES, engines_in
+from benchmarks.compare.goals import GOALS
 from benchmarks.compare.isa import ISAS
 
 STEPS = ("set-up", "measure", "report")
@@ -23,6 +24,9 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     found.add_argument(
         "--isa", choices=ISAS, default="native", help="Instruction set that all engines are held to."
+    )
+    found.add_argument(
+        "--shape", choices=tuple(GOALS), default=checkpoint.DENSE, help="Of the model, in benchmarks/models."
     )
     found.add_argument("--rounds", type=int, default=3, help="How often each engine takes its turn.")
     found.add_argument("--engines", nargs="+", choices=ENGINE_NAMES, default=ENGINE_NAMES)
@@ -54,12 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     every = engines_in(folder)
     session = runner.Session(
         engines={name: every[name] for name in args.engines},
-        checkpoint=checkpoint.ensure(folder / "checkpoint"),
+        checkpoint=checkpoint.ensure(folder / f"checkpoint-{args.shape}", args.shape),
         isa=ISAS[args.isa],
         cases=args.cases,
         num_rounds=args.rounds,
         limit_s=args.limit,
-        results=args.raw or folder / f"{date}-{args.isa}.jsonl",
+        results=args.raw or folder / f"{date}-{args.shape}-{args.isa}.jsonl",
     )
     steps = [args.only] if args.only else list(STEPS)
     if "set-up" in steps:
@@ -67,8 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "measure" in steps and runner.measure(session, args.max_runs):
         return
     if "report" in steps:
-        text = report.page(records.read(session.results), every, session.isa, date)
-        output = args.output or _HERE.parent / "results" / f"{date}-compare-{args.isa}.md"
+        text = report.page(records.read(session.results), every, session.isa, date, args.shape)
+        shape = "" if args.shape == checkpoint.DENSE else f"{args.shape.removeprefix('dummy-')}-"
+        output = args.output or _HERE.parent / "results" / f"{date}-compare-{shape}{args.isa}.md"
         output.write_text(text)
         print(f"{text}\nwritten to {output}")
 

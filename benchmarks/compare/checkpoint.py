@@ -1,4 +1,4 @@
-"""The checkpoint that all engines are given: random weights in the shape of a half-billion-parameter Qwen 2.
+"""The checkpoint that all engines are given: random weights in a shape, by default a half-billion-parameter Qwen 2's.
 
 Made once, from a fixed seed, by transformers; with a tokenizer of one token per byte, because converters ask for one.
 Run as a program, so that the memory it takes is free again when engines are measured.
@@ -13,30 +13,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SHAPE = Path(__file__).parents[1] / "models" / "dummy-0.5b"
+SHAPES = Path(__file__).parents[1] / "models"
+DENSE = "dummy-0.5b"
 SEED = 0
 _SPECIALS = ("<pad>", "<bos>", "<eos>")
 _WEIGHTS = "model.safetensors"
 
 
-def ensure(directory: Path) -> Path:
+def ensure(directory: Path, shape: str = DENSE) -> Path:
     """Write the checkpoint unless it is there; returns its directory."""
     if not (directory / _WEIGHTS).exists():
-        subprocess.run([sys.executable, "-m", __name__, str(directory)], check=True)
+        subprocess.run([sys.executable, "-m", __name__, str(directory), "--shape", shape], check=True)
     return directory
 
 
-def write(directory: Path) -> None:
+def write(directory: Path, shape: str = DENSE) -> None:
     """Draw the weights, in bfloat16, and save them; the weights come last, so a directory with them is complete."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(SEED)
-    config = AutoConfig.from_pretrained(SHAPE)
+    config = AutoConfig.from_pretrained(SHAPES / shape)
     factory: Any = AutoModelForCausalLM
     model = factory.from_config(config, dtype=torch.bfloat16)
     write_tokenizer(directory)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size="100GB")
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -57,7 +58,9 @@ def write_tokenizer(directory: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description="Write the checkpoint of benchmarks.compare: 0.5B, random weights."
+        description="Write the checkpoint of benchmarks.compare: random weights."
     )
     parser.add_argument("directory", type=Path)
-    write(parser.parse_args().directory)
+    parser.add_argument("--shape", default=DENSE, help="A directory of benchmarks/models.")
+    args = parser.parse_args()
+    write(args.directory, args.shape)

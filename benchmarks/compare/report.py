@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.compare.cases import CASES, NUM_THREADS
+from benchmarks.compare.checkpoint import DENSE
 from benchmarks.compare.engines.base import Engine
 from benchmarks.compare.goals import PROBE_SHARES
 from benchmarks.compare.isa import Isa
@@ -14,26 +15,23 @@ from benchmarks.compare.processes import ProgramError
 from benchmarks.compare.records import Record
 from benchmarks.compare.summary import Medians, Ratio, medians, probe_shares, ratios
 
-_ELSEWHERE = (
-    "ik_llama.cpp is in no package registry and is not set up here; figures of it that the goals mention were measured "
-    "elsewhere."
-)
 
-
-def page(results: Sequence[Record], engines: Mapping[str, Engine], isa: Isa, date: str) -> str:
+def page(
+    results: Sequence[Record], engines: Mapping[str, Engine], isa: Isa, date: str, shape: str = DENSE
+) -> str:
     """Everything there is to say about a session."""
     rates = medians(results)
     num_rounds = 1 + max((record.round for record in results), default=0)
     parts = [
         f"# quire and its peers, {date}, {isa.title}",
-        f"{cpu()}; {NUM_THREADS} threads; up to {num_rounds} rounds in which the engines took turns; medians.",
+        f"{shape}; {cpu()}; {NUM_THREADS} threads; up to {num_rounds} rounds in which the engines took turns; medians.",
         f"{machine_line(rates)}. Absolute figures are not stable: ratios count.",
         "## Tokens per second",
         table(rates_rows(results, rates, engines)),
-        *_ratio_part(list(ratios(rates, engines)), engines),
+        *_ratio_part(list(ratios(rates, engines, shape)), engines),
         *_failure_part(results),
         "## How it was measured",
-        "\n".join(method_lines(engines, isa)),
+        "\n".join(method_lines(engines, isa, shape)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -115,14 +113,14 @@ def _failure_part(results: Iterable[Record]) -> list[str]:
     return ["## Not measured", "\n".join(lines)] if lines else []
 
 
-def method_lines(engines: Mapping[str, Engine], isa: Isa) -> Iterator[str]:
+def method_lines(engines: Mapping[str, Engine], isa: Isa, shape: str) -> Iterator[str]:
     """Instruction set, versions and notes of every engine."""
     settings = " ".join(f"{name}={value}" for name, value in isa.environment.items())
-    yield f"- `python -m benchmarks.compare --isa {isa.name}`; environment of every engine: `{settings}`"
+    command = f"python -m benchmarks.compare --isa {isa.name} --shape {shape}"
+    yield f"- `{command}`; environment of every engine: `{settings}`"
     yield f"- llama.cpp built with `{' '.join(isa.cmake_options)}`"
     for engine in engines.values():
         yield f"- {engine.name}{_versions(engine)}: {engine.notes}"
-    yield f"- {_ELSEWHERE}"
 
 
 def _versions(engine: Engine) -> str:

@@ -49,8 +49,11 @@ class Ratio:
         return None if self.goal is None else self.ratio >= self.goal.ratio
 
 
-def ratios(rates: Medians, engines: Mapping[str, Engine]) -> Iterator[Ratio]:
-    """quire against every peer at the same bits; a peer that has only 16 bits and more counts with its best type."""
+def ratios(rates: Medians, engines: Mapping[str, Engine], shape: str) -> Iterator[Ratio]:
+    """quire against every peer at the same bits; a peer that has only 16 bits and more counts with its best type.
+
+    `shape` is that of the checkpoint, which has goals of its own.
+    """
     own = engines[OWN]
     for name, peer in engines.items():
         for precision, bits in own.precisions.items():
@@ -60,7 +63,7 @@ def ratios(rates: Medians, engines: Mapping[str, Engine]) -> Iterator[Ratio]:
                 if measured and (OWN, precision, case) in rates:
                     best = max(measured, key=lambda p: measured[p])
                     ratio = rates[OWN, precision, case] / measured[best]
-                    yield Ratio(name, best, precision, case, ratio, goal(name, case, bits))
+                    yield Ratio(name, best, precision, case, ratio, goal(shape, name, case, bits))
     yield from _file_ratios(rates)
 
 

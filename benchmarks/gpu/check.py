@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.target import Target
 
 GROUPS = {
-    "device": imports.ENGINE,
+    "device": imports.ADAPTERS,
     "kernels": imports.KERNELS,
     "engine": imports.ENGINE,
     "models": imports.MODELS,

@@ -226,6 +226,19 @@ def _linears(shape: Shape) -> Iterator[Launch]:
             for rows in (1, 40):
                 run = _product(linear.packed_linear, rows, weight)
                 yield f"{shape.name}: {name} linear, {matrix}, {rows} rows", run
+    codes = {
+        "int8 in groups": WeightScheme("int8", 32),
+        "int4 in small groups": WeightScheme("int4", 16),
+        "nf4": WeightScheme("nf4", 64),
+    }
+    for name, scheme in codes.items():
+        weight = packed(scheme, *shape.matrices["o"])
+        yield f"{shape.name}: {name} linear", _product(linear.packed_linear, 1, weight)
+    for name, scheme in {"int8": schemes["int8"], "fp8": schemes["fp8"]}.items():
+        run = _product(
+            partial(linear.packed_linear, dtype=torch.float32), 4, packed(scheme, shape.vocab, shape.hidden)
+        )
+        yield f"{shape.name}: {name} head", run
     for name, scheme in {"float": WeightScheme(), **schemes}.items():
         invariant = WeightScheme(scheme.kind, scheme.group_size, scheme.symmetric, invariant=True)
         run = _product(linear.packed_linear, 40, packed(invariant, *shape.matrices["down"]))

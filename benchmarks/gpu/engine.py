@@ -17,6 +17,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests, EngineCoreRequest
 from quire.engine.startup import prepare
+from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 
 Prompt = Sequence[int]
@@ -51,11 +52,13 @@ class Engine:
         self._core = EngineCore(prepare(config, "offline"))
         self._requests: dict[str, Generated] = {}
 
-    def add(self, prompt: Prompt, params: SamplingParams) -> Generated:
+    def add(self, prompt: Prompt, params: SamplingParams, adapter: LoRARequest | None = None) -> Generated:
         """Queue a request; what it gets appears in the result."""
         request_id = str(len(self._requests))
         self._requests[request_id] = Generated()
-        self._core.add_request(EngineCoreRequest(request_id, list(prompt), params, time.monotonic()))
+        self._core.add_request(
+            EngineCoreRequest(request_id, list(prompt), params, time.monotonic(), lora_request=adapter)
+        )
         return self._requests[request_id]
 
     def step(self) -> int:
@@ -79,9 +82,15 @@ class Engine:
         while self.has_work():
             self.step()
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Generated]:
-        """All requests in one batch, to their end."""
-        requests = [self.add(prompt, params) for prompt in prompts]
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        adapters: Sequence[LoRARequest | None] | None = None,
+    ) -> list[Generated]:
+        """All requests in one batch, to their end; each with its adapter, if there are any."""
+        pairs = zip(prompts, adapters or [None] * len(prompts), strict=True)
+        requests = [self.add(prompt, params, adapter) for prompt, adapter in pairs]
         self.finish()
         return requests
 

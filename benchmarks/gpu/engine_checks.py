@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import late_checks
 from benchmarks.gpu.engine import Engine, Generated, engine, greedy
 from benchmarks.gpu.runner import Check
 from benchmarks.gpu.shapes import QWEN_05B, TINY_TIED, Shape
 from benchmarks.gpu.target import Target
-from quire.kernels.triton import compiles
 
 _EAGER = {"enforce_eager": True}
 _COMMON: dict[str, Any] = {
@@ -38,6 +38,22 @@ _SAMPLED: dict[str, Any] = {
 }
 
 
+_GRAPHS: dict[str, dict[str, Any]] = {
+    "captured at start": {},
+    "captured lazily": {"cuda_graph_capture": "lazy"},
+    "verifying guesses": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+    "overlapped": {"async_scheduling": True},
+}
+_CHOSEN: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.1},
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 0.9, "seed": 7, "top_p": 0.9, "top_k": 50},
+    {"temperature": 0.9, "seed": 7, "min_p": 0.05, "frequency_penalty": 0.3},
+)
+"""Of every kind that graphs choose tokens for."""
+
+
 class Expected:
     """What one engine, eager and plain, generates; made when it is first asked for."""
 
@@ -46,6 +62,7 @@ class Expected:
         self.model_dir = model_dir
         self.prompts = prompts(target)
         self._results: list[Generated] | None = None
+        self._chosen: list[Generated] | None = None
 
     @property
     def results(self) -> list[Generated]:
@@ -54,8 +71,24 @@ class Expected:
                 self._results = self.generate(running)
         return self._results
 
+    @property
+    def chosen(self) -> list[Generated]:
+        """Of requests of every kind that graphs choose tokens for."""
+        if self._chosen is None:
+            with self.engine(**_invariant(self.target), **_EAGER) as running:
+                self._chosen = self.choose(running)
+        return self._chosen
+
     def engine(self, **args: Any) -> Any:
         return engine(self.target, self.model_dir, **_COMMON | args)
+
+    def choose(self, running: Engine) -> list[Generated]:
+        """Kind by kind, and then all kinds in one batch."""
+        params = [greedy(6 if self.target.tiny else 24, **kind) for kind in _CHOSEN]
+        results = [request for one in params for request in running.generate(self.prompts, one)]
+        mixed = [running.add(prompt, params[i % len(params)]) for i, prompt in enumerate(self.prompts)]
+        running.finish()
+        return results + mixed
 
     def generate(self, running: Engine) -> list[Generated]:
         return running.generate(self.prompts, greedy(8 if self.target.tiny else 40, logprobs=0))
@@ -71,12 +104,15 @@ def prompts(target: Target) -> list[list[int]]:
 
 
 def first_checks(target: Target, scratch: Path) -> Iterator[Check]:
-    """What nothing but a device can show, in engines as users start them: graphs, overlapped steps, no invariance."""
+    """What nothing but a device can show: graphs, overlapped steps as users start them, leaks, the pinned tier, and
+    kernels that are compiled late."""
     shape, expected = _model(target, scratch)
+    for name, args in _GRAPHS.items():
+        yield Check(f"{shape.name}: graphs, {name}, same tokens as eager", partial(_graphs, expected, args))
     yield Check(f"{shape.name}: penalties and random sampling, overlapped", partial(_sampled_twice, expected))
-    yield Check(f"{shape.name}: no kernel compiled after start", partial(_late_kernels, expected))
     yield Check(f"{shape.name}: memory and blocks after 200 steps", partial(_leaks, expected))
     yield Check(f"{shape.name}: requests that are swapped out and in", partial(_swapped, expected))
+    yield from late_checks.checks(target, shape, expected.prompts, _COMMON, scratch)
 
 
 def _model(target: Target, scratch: Path) -> tuple[Shape, Expected]:
@@ -143,22 +179,9 @@ def _alone(expected: Expected, args: dict[str, Any]) -> float:
     return _different(alone, expected.results)
 
 
-def _late_kernels(expected: Expected) -> float:
-    """Raises with their names, if there are any."""
-    names: list[str] = []
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.9, "seed": 7},
-        _SAMPLED,
-    ]
-    with expected.engine(async_scheduling=True) as running:
-        compiles.watch(names.append)
-        for params in kinds:
-            running.generate(expected.prompts, greedy(8, **params))
-        compiles.watch(None)
-    if names:
-        raise RuntimeError(f"compiled after start: {', '.join(names)}")
-    return 0.0
+def _graphs(expected: Expected, args: dict[str, Any]) -> float:
+    with expected.engine(**_invariant(expected.target), **args) as running:
+        return _different(expected.choose(running), expected.chosen)
 
 
 def _sampled(expected: Expected, invariant: dict[str, Any], other: dict[str, Any]) -> float:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 KERNELS = ("torch", "triton", "numpy")
 MODELS = (*KERNELS, "tqdm", "tokenizers", "transformers", "safetensors")
 ENGINE = (*KERNELS, "tqdm", "tokenizers", "huggingface_hub", "msgspec")
+ADAPTERS = (*ENGINE, "safetensors")
 
 
 def missing(packages: Sequence[str]) -> list[str]:

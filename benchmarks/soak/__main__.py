@@ -10,9 +10,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from benchmarks.soak.clients import Clients, Findings
 from benchmarks.soak.memory import Growth, MemoryLog
+from benchmarks.soak.traffic import BAD, BAD_POOLING, EMBEDDER, good_pooling_requests, good_requests
 from tests.reliability.service import Service
 
 SERVER = ("--num-gpu-blocks-override", "512", "--max-num-seqs", "24", "--disable-uvicorn-access-log")
@@ -25,10 +29,21 @@ LOG_CHARS = 4000
 """Of the server's log, where it is shown."""
 
 
+class Embedder(Service):
+    """A server of the embedder in the box."""
+
+    def canary(self) -> Any:
+        return self.post("/v1/embeddings", {"input": "The capital of France is"}).json()["data"]
+
+    def chat(self, text: str = "Hello", **fields: Any) -> httpx.Response:
+        return self.post("/v1/embeddings", {"input": text, **fields})
+
+
 def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
-        service = Service(*SERVER, log=Path(folder) / "log")
+        make = Embedder if options.pooling else Service
+        service = make(*([EMBEDDER] if options.pooling else []), *SERVER, log=Path(folder) / "log")
         try:
             complaints = asyncio.run(soak(service, options))
         finally:
@@ -45,7 +60,8 @@ async def soak(service: Service, options: argparse.Namespace) -> list[str]:
     """Traffic with a killed core in its middle; returns what did not hold."""
     warm_up_s = min(MOST_WARM_UP_S, max(LEAST_WARM_UP_S, options.seconds / 4))
     memory = MemoryLog(lambda: _pids(service), warm_up_s)
-    clients = Clients(service.url, options.clients, options.seed)
+    traffic = (good_pooling_requests(), BAD_POOLING) if options.pooling else (good_requests(), BAD)
+    clients = Clients(service.url, options.clients, options.seed, *traffic)
     memory.start()
     killer = asyncio.create_task(kill_cores(service, clients, memory, options))
     await clients.run(options.seconds)
@@ -125,6 +141,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--max-slope", type=float, default=30.0, help="MB an hour that a process may grow")
     parser.add_argument("--seed", type=int, default=1, help="of what clients choose")
+    parser.add_argument("--pooling", action="store_true", help=f"soak {EMBEDDER} in place of the chat model")
     return parser.parse_args()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +50,18 @@ class Clients:
     `may_refuse` says whether 503 is an answer now: while a core that was killed is replaced.
     """
 
-    def __init__(self, url: str, num_clients: int, seed: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        num_clients: int,
+        seed: int,
+        good: Sequence[Good] | None = None,
+        bad: Sequence[Bad] = BAD,
+    ) -> None:
         self.findings = Findings()
         self.may_refuse = False
-        self._good = good_requests()
+        self._good = good_requests() if good is None else good
+        self._bad = bad
         self._rng = random.Random(seed)
         self._url, self._num_clients = url, num_clients
         self._ended = False
@@ -70,7 +79,7 @@ class Clients:
         while not self._ended:
             share = self._rng.random()
             if share < BAD_SHARE:
-                await self._send_bad(client, self._rng.choice(BAD))
+                await self._send_bad(client, self._rng.choice(self._bad))
             else:
                 leaves = share < BAD_SHARE + LEAVING_SHARE
                 await self._send_good(client, self._rng.choice(self._good), leaves)

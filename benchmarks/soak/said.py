@@ -13,6 +13,16 @@ Said = list[list[Any]]
 """Per choice: text, tool calls, why it ended."""
 
 
+def pooled_whole(reply: Any) -> Said:
+    """Of what is pooled: all numbers, to the last bit, and no id or time."""
+    return [[json.dumps(reply[name])] for name in ("data", "results", "embeddings") if name in reply]
+
+
+def pooled_lines(lines: Sequence[str]) -> Said:
+    """The same: nothing that is pooled is streamed, whatever is asked for."""
+    return pooled_whole(json.loads("".join(lines)))
+
+
 def openai_whole(reply: Any) -> Said:
     """Of completions and chat."""
     return [

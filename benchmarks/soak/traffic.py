@@ -106,3 +106,47 @@ BAD = (
     Bad("/v1/models", b"{}", (405,)),
     Bad("/abort_requests", b"{}", (401,)),
 )
+
+
+EMBEDDER = "quire-demo-embed"
+EMBEDDINGS, POOLING, SCORES, RANKINGS, COHERE, OLLAMA_EMBED = (
+    Family(path, said.pooled_whole, said.pooled_lines)
+    for path in ("/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank", "/v2/embed", "/api/embed")
+)
+
+
+def good_pooling_requests() -> list[Good]:
+    """The same in every run."""
+    found: list[Good] = []
+    for number, text in enumerate(TEXTS):
+        long = " ".join(TEXTS[(number + place) % len(TEXTS)] for place in range(150))
+        bodies: list[tuple[str, Family, dict[str, Any]]] = [
+            ("embeddings", EMBEDDINGS, {"input": text}),
+            ("embeddings packed", EMBEDDINGS, {"input": [text, *TEXTS], "encoding_format": "base64"}),
+            ("embeddings of many", EMBEDDINGS, {"input": [f"{text} {n}" for n in range(300)]}),
+            ("embeddings of windows", EMBEDDINGS, {"input": [long, text], "average_windows": True}),
+            ("tokens", POOLING, {"input": [text, *TEXTS], "task": "token_embed"}),
+            ("scores", SCORES, {"text_1": text, "text_2": [*TEXTS]}),
+            ("ranking", RANKINGS, {"query": text, "documents": [*TEXTS], "top_n": 3}),
+            ("cohere", COHERE, {"texts": [text, long], "embedding_types": ["float", "ubinary"]}),
+            ("ollama", OLLAMA_EMBED, {"input": [text, long]}),
+        ]
+        found += [
+            Good(f"{name} {number}", family, {"model": EMBEDDER, **body}) for name, family, body in bodies
+        ]
+    return found
+
+
+BAD_POOLING = (
+    Bad("/v1/embeddings", b'{"input": ""}'),
+    Bad("/v1/embeddings", b'{"input": []}'),
+    Bad("/v1/embeddings", b'{"input": [[-1]]}'),
+    Bad("/v1/embeddings", b'{"input": "a", "dimensions": 3}'),
+    Bad("/v1/embeddings", b'{"input": "' + b"word " * 200_000 + b'"}'),
+    Bad("/v1/embeddings", b'{"input": [' + b'"a", ' * 5000 + b'"a"]}'),
+    Bad("/pooling", b'{"input": "a", "task": "classify"}'),
+    Bad("/v1/rerank", b'{"query": "a", "documents": []}'),
+    Bad("/v1/score", b'{"text_1": ["a", "b"], "text_2": "c"}'),
+    Bad("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}]}', (400, 404)),
+    Bad("/nowhere", b"{}", (404,)),
+)

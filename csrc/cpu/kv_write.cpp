@@ -34,20 +34,28 @@ inline void quantize_each(const T* x, int64_t n, float scale, Put put) {
     const float divisor = scale == 0.0f ? 1.0f : scale;
     for_each_vector(n, [&](int64_t i, auto lanes) {
         // Adding 1.5 * 2^23 rounds to nearest even, and leaves the integer in the low bits; NaN must give some integer.
-        const Vec ratio = load(x + i, lanes) / divisor;
+        Vec ratio = load(x + i, lanes) / divisor;
+        ratio = ratio > 127.0f ? splat(127.0f) : ratio;  // a scale that was given may be too small
+        ratio = ratio < -128.0f ? splat(-128.0f) : ratio;
         const Bits codes = as_bits((ratio == ratio ? ratio : Vec{}) + 12582912.0f);
         for (int64_t j = 0; j < kLanes && i + j < n; ++j) put(i + j, Int8{static_cast<int8_t>(codes[j] & 0xff)});
     });
 }
 
+// What a head's keys or values are divided by: their own scale, or one that was given, unless they are not finite.
+inline float scale_of(float own, const float* given) { return given && own == own ? *given : own; }
+
+// `scales` is null, or has what keys are divided by for this head, and what values are `shape.heads` behind it.
 template <class T, class C>
-inline void write_head(const T* k, const T* v, C* keys, C* values, const CacheShape& shape, int64_t offset) {
+inline void write_head(const T* k, const T* v, C* keys, C* values, const CacheShape& shape, int64_t offset,
+                       const float* scales) {
     const int64_t n = shape.head_size, size = shape.block_size;
     values += offset * (n + kScaleElements<C>);
     const auto put_key = [&](int64_t i, C element) { keys[i * size + offset] = element; };
     const auto put_value = [&](int64_t i, C element) { values[i] = element; };
     if constexpr (kScaleElements<C> != 0) {
-        const float key_scale = int8_scale(k, n), value_scale = int8_scale(v, n);
+        const float key_scale = scale_of(int8_scale(k, n), scales);
+        const float value_scale = scale_of(int8_scale(v, n), scales ? scales + shape.heads : nullptr);
         quantize_each(k, n, key_scale, put_key);
         quantize_each(v, n, value_scale, put_value);
         store_scale(keys + n * size + offset * kScaleElements<C>, key_scale);
@@ -61,6 +69,7 @@ inline void write_head(const T* k, const T* v, C* keys, C* values, const CacheSh
 struct Caches {
     void *keys, *values;
     CacheShape shape;
+    const float* scales;
 };
 
 template <class T, class C>
@@ -71,7 +80,8 @@ inline void write_token(const Heads& k, const Heads& v, const Caches& caches, in
         write_head(static_cast<const T*>(k.data) + token * k.token_stride + head * k.head_stride,
                    static_cast<const T*>(v.data) + token * v.token_stride + head * v.head_stride,
                    static_cast<C*>(caches.keys) + start,
-                   static_cast<C*>(caches.values) + start, caches.shape, offset);
+                   static_cast<C*>(caches.values) + start, caches.shape, offset,
+                   caches.scales ? caches.scales + head : nullptr);
     }
 }
 
@@ -103,11 +113,11 @@ inline int64_t with_dtypes(int64_t dtype, int64_t cache_dtype, Body body) {
 }  // namespace
 
 // Returns how many slots are past the end of the cache; those and negative ones are skipped.
-int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* slots, int64_t tokens, int64_t heads,
-                 int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride,
+int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* slots, const float* scales,
+                 int64_t tokens, int64_t heads, int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride,
                  int64_t num_blocks, int64_t block_size, int64_t head_size, int64_t dtype, int64_t cache_dtype) {
     const Heads keys{k, heads, k_token_stride, k_head_stride}, values{v, heads, v_token_stride, v_head_stride};
-    const Caches caches{k_cache, v_cache, {num_blocks, heads, block_size, head_size}};
+    const Caches caches{k_cache, v_cache, {num_blocks, heads, block_size, head_size}, scales};
     return with_dtypes(dtype, cache_dtype, [&](auto t, auto c) {
         Refusals refused;
         share(tokens, kElementWork * tokens * heads * head_size, [&](int64_t token) {
@@ -121,15 +131,15 @@ int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* 
 
 // Returns how many tokens have a position or a slot out of range; of those nothing is changed.
 int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_cache, const int64_t* positions,
-                            const void* cos_sin, const int64_t* slots, const void* q_norm, const void* k_norm,
-                            int64_t tokens, int64_t num_positions, int64_t rot_dim, int64_t q_heads,
+                            const void* cos_sin, const int64_t* slots, const float* scales, const void* q_norm,
+                            const void* k_norm, int64_t tokens, int64_t num_positions, int64_t rot_dim, int64_t q_heads,
                             int64_t q_token_stride, int64_t q_head_stride, int64_t heads, int64_t k_token_stride,
                             int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride, int64_t num_blocks,
                             int64_t block_size, int64_t head_size, int64_t interleaved, float eps, int64_t dtype,
                             int64_t cache_dtype, int64_t norm_dtype) {
     const Heads queries{q, q_heads, q_token_stride, q_head_stride};
     const Heads keys{k, heads, k_token_stride, k_head_stride}, values{v, heads, v_token_stride, v_head_stride};
-    const Caches caches{k_cache, v_cache, {num_blocks, heads, block_size, head_size}};
+    const Caches caches{k_cache, v_cache, {num_blocks, heads, block_size, head_size}, scales};
     const HeadNorm query_norm{q_norm, norm_dtype, head_size, eps}, key_norm{k_norm, norm_dtype, head_size, eps};
     if (with_dtype(norm_dtype, [](auto) { return int64_t{0}; }) != 0) return -1;
     return with_dtypes(dtype, cache_dtype, [&](auto t, auto c) {

@@ -15,6 +15,8 @@ int64_t fused_add_rms_norm(void* out, void* total, const void* x, const void* re
                            int64_t rows, int64_t n, float eps, int64_t dtype, int64_t weight_dtype);
 int64_t silu_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t dtype);
 int64_t activate(void* out, const void* x, int64_t size, int64_t function, int64_t dtype);
+int64_t round_rows(void* out, const void* x, int64_t rows, int64_t inputs, int64_t group, int64_t codes, float lowest,
+                   float bound, float scale, float zero, int64_t asymmetric);
 int64_t rotary_embedding(void* q, void* k, const int64_t* positions, const void* cos_sin, int64_t tokens,
                          int64_t num_positions, int64_t rot_dim, int64_t q_heads, int64_t q_token_stride,
                          int64_t q_head_stride, int64_t k_heads, int64_t k_token_stride, int64_t k_head_stride,
@@ -70,12 +72,12 @@ int64_t layer_norm(void* out, const void* x, const void* weight, const void* bia
 int64_t gelu_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t use_tanh, int64_t dtype);
 int64_t embedding(void* out, const int64_t* ids, const void* table, int64_t tokens, int64_t num_rows,
                   int64_t row_bytes);
-int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* slots, int64_t tokens, int64_t heads,
-                 int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride,
+int64_t write_kv(void* k, void* v, void* k_cache, void* v_cache, const int64_t* slots, const float* scales,
+                 int64_t tokens, int64_t heads, int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride,
                  int64_t num_blocks, int64_t block_size, int64_t head_size, int64_t dtype, int64_t cache_dtype);
 int64_t rotary_and_write_kv(void* q, void* k, void* v, void* k_cache, void* v_cache, const int64_t* positions,
-                            const void* cos_sin, const int64_t* slots, const void* q_norm, const void* k_norm,
-                            int64_t tokens, int64_t num_positions, int64_t rot_dim, int64_t q_heads,
+                            const void* cos_sin, const int64_t* slots, const float* scales, const void* q_norm,
+                            const void* k_norm, int64_t tokens, int64_t num_positions, int64_t rot_dim, int64_t q_heads,
                             int64_t q_token_stride, int64_t q_head_stride, int64_t heads, int64_t k_token_stride,
                             int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride, int64_t num_blocks,
                             int64_t block_size, int64_t head_size, int64_t interleaved, float eps, int64_t dtype,
@@ -172,6 +174,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(fused_add_rms_norm),
     QUIRE_ROW(activate),
     QUIRE_ROW(silu_and_mul),
+    QUIRE_ROW(round_rows),
     QUIRE_ROW(rotary_embedding),
     QUIRE_ROW(pack_weight),
     QUIRE_ROW(packed_embedding),

@@ -63,7 +63,7 @@ def first_token(config: EngineConfig) -> Run:
         StartupError: it could not; the message is the process's own.
     """
     command = [sys.executable, "-m", "quire.bench.startup_process", str(time.monotonic())]
-    done = subprocess.run(command, input=msgspec.json.encode(config), capture_output=True, check=False)
+    done = subprocess.run(command, input=config.encoded(), capture_output=True, check=False)
     if done.returncode:
         raise StartupError(done.stderr.decode().strip().rpartition("\n")[2])
     return msgspec.json.decode(done.stdout, type=Run)

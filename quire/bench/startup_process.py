@@ -42,14 +42,14 @@ class Stopwatch:
         setattr(owner, name, watched)
 
 
-def time_first_token(stopwatch: Stopwatch, config_json: bytes) -> None:
+def time_first_token(stopwatch: Stopwatch, encoded: bytes) -> None:
     """Start an engine and make one token."""
     stopwatch.end("interpreter")
     from quire.config import EngineConfig
     from quire.engine import core, front_end, llm_engine
     from quire.sampling_params import SamplingParams
 
-    config = msgspec.json.decode(config_json, type=EngineConfig)
+    config = EngineConfig.decoded(encoded)
     stopwatch.end("imports of quire")
     stopwatch.watch(front_end, "load_tokenizer", "tokenizer")
     stopwatch.watch(core, "resolve_executor", "import of torch", lambda: _watch_worker(stopwatch))

@@ -63,6 +63,8 @@ class CheckpointNames:
     """
     unused: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     """Patterns of tensors that are knowingly left out."""
+    adapters: CheckpointNames | None = None
+    """What transformers' modules, and so those of adapters, are called, where checkpoints call them otherwise."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,8 @@ class LatentArch:
     """Of the vector from which queries are made; None where they are made of x itself."""
     gated: bool = False
     """Whether what a head makes is weighted by the sigmoid of a gate."""
+    absorbed: bool = False
+    """Whether the checkpoint has what makes keys and what makes values apart, the former as queries meet it."""
 
     @property
     def query_size(self) -> int:
@@ -220,6 +224,8 @@ class DeltaArch:
     """Of the convolution over queries, keys and values."""
     grouped: bool = False
     """Whether the checkpoint has what belongs to a key head side by side."""
+    steps_grouped: bool | None = None
+    """The same of strengths and time steps; None: as the rest."""
     norm_eps: float | None = None
     """Of the norm of what a head makes; None: as the model's others."""
     strongest: float = 1.0
@@ -411,6 +417,8 @@ class DraftArch:
     """Layers of the target of which it reads what comes in; none: it reads what the target's last norm gives."""
     vocab_size: int = 0
     """Tokens of an output head of its own; 0: it has none."""
+    adds_normed: bool = False
+    """Whether what its layer is added to are normed states (EAGLE-3)."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ class DeviceConfig(Config):
     )
     cpu_numa: str = option(
         "auto",
-        "auto: replicas have cores of their own, of one NUMA node each where that is possible, and so its memory; off: "
-        "the system places them.",
+        "auto: replicas and ranks have cores of their own, of one NUMA node each where that is possible, and so its "
+        "memory; off: the system places them.",
         choices=("auto", "off"),
     )
     enforce_eager: bool = option(
@@ -35,7 +35,7 @@ class DeviceConfig(Config):
     )
     cuda_graph_capture: str = option(
         "start",
-        "When CUDA graphs of decode steps are captured: at start, or each when it is first needed.",
+        "When CUDA graphs are captured: all at start, or each when it is first needed.",
         choices=("start", "lazy"),
     )
     cudagraph_capture_sizes: tuple[int, ...] = option(
@@ -43,12 +43,21 @@ class DeviceConfig(Config):
         "Batch sizes, up to --max-num-seqs, with a CUDA graph; default: 1, 2, 4, every 8th to 256, every 16th to 512.",
         metavar="SIZE",
     )
+    prefill_graph_sizes: tuple[int, ...] = option(
+        (),
+        "Tokens, up to --max-num-batched-tokens, of steps with prompts that have CUDA graphs; 0: none; default: every "
+        "64th to 512.",
+        metavar="SIZE",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bad: list[Any] = [size for size in self.cudagraph_capture_sizes if type(size) is not int or size < 1]
-        if bad:
-            raise ConfigError(f"--cudagraph-capture-sizes must be integers of at least 1, got {bad[0]!r}")
+        for name, least in (("cudagraph_capture_sizes", 1), ("prefill_graph_sizes", 0)):
+            sizes: tuple[Any, ...] = getattr(self, name)
+            bad = [size for size in sizes if type(size) is not int or size < least]
+            if bad:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be integers of at least {least}, got {bad[0]!r}")
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,11 @@ class ParallelConfig(Config):
     data_parallel_rpc_port: int | None = option(
         None, "Port of that host, at which they do. Default: 29550.", ge=1, le=65535
     )
+
+    @property
+    def plans_on_each_rank(self) -> bool:
+        """Whether each rank has a scheduler of its own, which must plan what those of the others plan."""
+        return self.distributed_executor_backend == "external_launcher"
 
     @property
     def num_ranks(self) -> int:

@@ -9,8 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 Option = int | float | bool | str | None
+
+
+@dataclass(frozen=True)
+class Activations:
+    """How a checkpoint has what its matrices are multiplied by rounded; `quire.kernels.rounding` has the formulas."""
+
+    codes: Literal["int8", "e4m3"] = "int8"
+    group: int = 0
+    """Inputs of a token that share a scale; 0: all."""
+    static: bool = False
+    """Whether the files have a number for each module, which is the scale of all of its inputs."""
+    symmetric: bool = True
+    bound: float | None = None
+    """Of magnitudes, when scales are found."""
+    unlike: str = ""
+    """What it asks for that none of this says, in words."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +36,13 @@ class Encoding:
 
     kind: str
     options: Mapping[str, Option] = field(default_factory=dict)
-    weight_only: bool = False
-    """Whether the checkpoint says that activations are not rounded."""
+    activations: Activations | None = None
+    """None: the checkpoint says that they are not rounded."""
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether weights alone are rounded."""
+        return self.activations is None
 
 
 @dataclass(frozen=True)
@@ -44,8 +66,8 @@ class CheckpointQuantization:
     """The first that matches a module decides; where none does, it is floats."""
     unread: tuple[str, ...] = ()
     """Patterns of tensors that are knowingly left out."""
-    cache_scales: bool = False
-    """Whether its files may have scales for keys and values that are kept in E4M3."""
+    cache_scales: Literal["int8", "e4m3"] | None = None
+    """Codes in which keys and values are to be kept, if its files may have scales for them."""
     notes: tuple[str, ...] = ()
     """What it asks for that is done in another way, a sentence each, for the log."""
 

@@ -8,6 +8,8 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from quire.config.arch import ModelArch
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig, HostShare, KernelConfig, ParallelConfig
@@ -103,6 +105,15 @@ class EngineConfig:
                 by_child.setdefault(child, {})[name] = _coerced(value, owner, name)
         children: dict[str, Any] = {child: _CHILDREN[child](**values) for child, values in by_child.items()}
         return EngineConfig(**children)
+
+    def encoded(self) -> bytes:
+        """For another process: every number as it is, where JSON has no infinite ones."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decoded(encoded: bytes) -> EngineConfig:
+        """What `encoded` has made bytes of."""
+        return msgspec.msgpack.decode(encoded, type=EngineConfig)
 
     def evolve(self, **args: Any) -> EngineConfig:
         """A copy with some fields, named flat, replaced."""

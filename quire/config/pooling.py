@@ -25,6 +25,7 @@ class HeadLayer:
     Attributes:
         name: the checkpoint's module; one in a folder of its own has that before it, with a slash.
         activation: a key of `quire.layers.pooling_head.ACTIVATIONS`.
+        rows: those of the module's outputs that are computed, in this order; empty: all.
     """
 
     name: str
@@ -32,6 +33,9 @@ class HeadLayer:
     outputs: int
     bias: bool = True
     activation: str = "identity"
+    rows: tuple[int, ...] = ()
+    num_stored: int = 0
+    """Outputs of the checkpoint's module, of which there are `rows`."""
 
     @property
     def folder(self) -> str:
@@ -87,6 +91,16 @@ class PoolingSpec:
     def size_of(self, task: str) -> int:
         """Numbers for each text, or token, of a task."""
         return self.head_of(task)[-1].outputs if task in dict(self.own_heads) else self.size
+
+    def num_numbers(self, params: PoolingParams, token_ids: list[int]) -> int:
+        """How many a prompt makes."""
+        size = len(params.returned_token_ids or self.returned_token_ids) or params.dimensions
+        each = size or self.size_of(self.task_of(params))
+        if self.task_of(params) not in TOKEN_TASKS:
+            return each
+        tag = self.step_token_id if params.step_tag_id is None else params.step_tag_id
+        is_of_steps = self.pooling == "step" and tag is not None
+        return each * (token_ids.count(tag) if is_of_steps and tag is not None else len(token_ids))
 
     @property
     def is_cross_encoder(self) -> bool:

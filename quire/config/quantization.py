@@ -31,7 +31,7 @@ METHODS: Mapping[str, MethodOptions] = {
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "group_size": (32, 64, 128),
     "symmetric": (True, False),
-    "mode": ("fast", "precise"),
+    "mode": ("fast", "precise", "checkpoint"),
     "scale": ("row", "tensor"),
     "gemm": ("vendor", "triton"),
     "head": tuple(name for name, method in METHODS.items() if method.for_head),
@@ -49,8 +49,8 @@ class QuantizationConfig(Config):
     )
     quantization_config: dict[str, Any] = option(
         {},
-        "JSON: group_size, symmetric (int4), mode (fast, precise; CPU), scale (row, tensor), gemm (vendor, "
-        "triton; fp8), head (int8, int4), ignore.",
+        "JSON: group_size, symmetric, mode (fast, precise, checkpoint), scale (row, tensor), gemm (vendor, triton; "
+        "fp8), head (int8, int4), ignore.",
     )
 
     def __post_init__(self) -> None:
@@ -85,6 +85,12 @@ class QuantizationConfig(Config):
             raise ConfigError(
                 f"--quantization-config: {', '.join(sorted(useless))} means nothing with {scheme} on {device}"
             )
+        if self.follows_checkpoint and (not encoded or self.quantization is not None):
+            instead = "--quantization" if encoded else "a checkpoint in floats"
+            raise ConfigError(
+                "--quantization-config: mode checkpoint rounds activations as a quantised checkpoint says, and "
+                f"means nothing with {instead}"
+            )
 
     def _used_keys(self, device: str, encoded: bool) -> set[str]:
         cpu_only = {"mode"} if device != "cpu" else set()
@@ -113,6 +119,11 @@ class QuantizationConfig(Config):
     def fast(self) -> bool:
         """Whether activations are rounded to 8 bits so that integers can be multiplied."""
         return bool(self.quantization_config.get("mode", "fast") == "fast")
+
+    @property
+    def follows_checkpoint(self) -> bool:
+        """Whether activations are rounded as a checkpoint says, and in no other way."""
+        return bool(self.quantization_config.get("mode") == "checkpoint")
 
     @property
     def per_tensor(self) -> bool:

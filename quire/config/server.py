@@ -83,6 +83,11 @@ class ServerConfig(Config):
         choices=("ignore", "reject"),
     )
     max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
+    max_pooled_numbers: int = option(
+        1 << 23,
+        "Most numbers of one reply of a model that pools: the default is 2,048 embeddings of 4,096.",
+        ge=1,
+    )
     max_connections: int = option(
         0, "Most open connections; one more is answered 503. 0: what the limit of open files leaves.", ge=0
     )

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from quire.config.fields import Config, option
 
+BUSY_FACTOR = 20
+"""So many timeouts may a core compute without a step: the first of a large model take minutes on a small machine."""
+
 
 @dataclass(frozen=True)
 class SupervisionConfig(Config):
@@ -23,3 +26,8 @@ class SupervisionConfig(Config):
         "long, or 10 times what its steps should take (see supervision.md). 0: no limit.",
         ge=0.0,
     )
+
+    @property
+    def longest_step_s(self) -> float | None:
+        """How long a core may take over a step before any longer one is known; None: as long as it likes."""
+        return BUSY_FACTOR * self.core_heartbeat_timeout or None

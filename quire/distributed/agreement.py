@@ -10,6 +10,8 @@ import torch
 from quire.distributed.group import Group
 from quire.errors import StartupError
 
+_WORD_BYTES = 64
+
 
 def check_same(group: Group, facts: Mapping[str, bytes]) -> None:
     """Every rank must have the same facts, which all name alike.
@@ -21,6 +23,22 @@ def check_same(group: Group, facts: Mapping[str, bytes]) -> None:
         if ranks:
             others = ", ".join(map(str, ranks))
             raise StartupError(f"all ranks must have the same {name}, and rank 0 has another than {others}")
+
+
+def check_same_word(group: Group, name: str, word: str, advice: str) -> None:
+    """Every rank must say the same, which is short enough to be told to all.
+
+    Raises:
+        StartupError: one says something else; the message has what each says, and the advice.
+    """
+    own = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
+    said = word.encode()[:_WORD_BYTES]
+    own[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    words = [bytes(found.tolist()).rstrip(b"\0").decode(errors="replace") for found in group.all_gather(own)]
+    if len({*words}) > 1:
+        ranks_of = {one: [rank for rank, other in enumerate(words) if other == one] for one in words}
+        who = ", ".join(f"{one} on ranks {', '.join(map(str, ranks))}" for one, ranks in ranks_of.items())
+        raise StartupError(f"all ranks must have the same {name}: {who}; {advice}")
 
 
 def different_ranks(group: Group, facts: list[bytes]) -> list[list[int]]:

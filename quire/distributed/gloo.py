@@ -21,10 +21,16 @@ from torch import Tensor
 from quire.distributed.group import ANSWER_S, Group
 from quire.distributed.outbox import Outbox
 from quire.errors import RankLostError, StartupError
-from quire.processes import why_silent
+from quire.processes import STOPPED, why_silent
 
 LOOK_S = 1.0
-"""How long a process whose connections are closed may take to be seen as gone."""
+"""How long a process whose connections are closed may take to be seen as gone, and between two looks at one that is
+waited for."""
+LOOKS_AT_STOPPED = 5
+"""In turn, before a process that is stopped is given up."""
+
+_TAG_OF_NOTHING = 1
+"""Under which nobody sends."""
 
 _torch: Any = torch.distributed
 """Whose types do not say what it exports."""
@@ -71,7 +77,7 @@ class Gloo(Group):
         own = _as_bytes(x)
         gathered = [torch.empty_like(own) for _ in range(self.size)]
         if own.numel():
-            self._wait(lambda: self._group.allgather([gathered], [own]))
+            self._wait_for_all(lambda: self._group.allgather([gathered], [own]))
         gathered[self.rank] = own
         return [part.view(x.dtype).view(x.shape) for part in gathered]
 
@@ -84,7 +90,7 @@ class Gloo(Group):
         taken = torch.empty(sum(came), dtype=torch.uint8)
         gave = [part.nbytes for part in parts]
         if any(int(row.sum()) for row in counts) and row_bytes:
-            self._wait(lambda: self._group.alltoall_base(taken, given, came, gave))
+            self._wait_for_all(lambda: self._group.alltoall_base(taken, given, came, gave))
         return [part.view(dtype).view(-1, *rest) for part in torch.split(taken, came)]
 
     def send(self, x: Tensor, to: int) -> None:
@@ -107,20 +113,41 @@ class Gloo(Group):
         return self._open[0]
 
     def _wait(self, start: Callable[[], Any]) -> None:
+        """Until it is done. Who sends and receives is waited for as long as it takes, be it stopped."""
         try:
             start().wait()
         except RuntimeError as error:
             raise self._loss(str(error).splitlines()[0]) from error
 
+    def _wait_for_all(self, start: Callable[[], Any]) -> None:
+        """Until it is done, or a process of this host has been stopped for a while."""
+        looks = 0
+        try:
+            work = start()
+            while not _is_done(work):
+                stopped = [rank for rank in self._here() if why_silent(self._processes[rank][1]) == STOPPED]
+                looks = looks + 1 if stopped else 0
+                if looks >= LOOKS_AT_STOPPED:
+                    self._break_off(stopped[0])
+        except RuntimeError as error:
+            raise self._loss(str(error).splitlines()[0]) from error
+
+    def _break_off(self, rank: int) -> None:
+        """End what is under way, on all ranks: gloo does so when a message that is waited for does not come in time."""
+        nothing = torch.empty(1, dtype=torch.uint8)
+        self._group.recv([nothing], rank, _TAG_OF_NOTHING).wait(timedelta(milliseconds=1))
+
     def _loss(self, said: str) -> RankLostError:
         """Who has gone; those of other hosts cannot be looked at, so all of them may be."""
         until = time.monotonic() + LOOK_S
         while True:
-            here = [rank for rank in self._others() if self._processes[rank][0] == socket.gethostname()]
-            gone = [rank for rank in here if why_silent(self._processes[rank][1])]
+            gone = [rank for rank in self._here() if why_silent(self._processes[rank][1])]
             if gone or time.monotonic() > until:
                 return self.loss_of(gone or self._others(), said)
             time.sleep(0.02)
+
+    def _here(self) -> list[int]:
+        return [rank for rank in self._others() if self._processes[rank][0] == socket.gethostname()]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
@@ -197,6 +224,17 @@ def _meet(rank: int, size: int, store: Store, join_s: float) -> list[tuple[str, 
         time.sleep(0.01)
     words = [store.get(f"rank.{one}").decode().split(" ", 1) for one in range(size)]
     return [(host, int(pid)) for pid, host in words]
+
+
+def _is_done(work: Any) -> bool:
+    """Whether it is, soon; raises RuntimeError if it has failed."""
+    try:
+        work.wait(timedelta(seconds=LOOK_S))
+    except RuntimeError:  # in vain, or that it has failed
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from quire.engine.ledger import Page
 from quire.engine.lexicons import Lexicon
 from quire.engine.messages import CoreMessage, Detach
 from quire.engine.output_stream import Offer, OutputStream
+from quire.engine.pooling_inputs import AS_THEY_ARE, TextOptions
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.pumps import Pumps
 from quire.engine.queue_limits import Place, SharedWaiting
@@ -226,8 +227,12 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        options: TextOptions = AS_THEY_ARE,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What is pooled of each prompt, in order; each is a request of its own, with a label of its own.
+
+        `options` say how texts become tokens, and `tokenization_kwargs` the same under vLLM's names, over them.
 
         Two batches of them are in the engine at a time, so that many prompts of one caller leave room for others
         between them. Cancelling aborts what is left.
@@ -243,10 +248,11 @@ class AsyncLLM:
         self._pumps.ensure()
         await self.check_health()
         window = 2 * self.config.scheduler.max_num_seqs
+        options = options.with_kwargs(tokenization_kwargs)
         gathering, names = Gathering(len(prompts)), list[str]()
-        with self._admission.reserve(min(len(prompts), window)) as kept:
-            tokenized = [await self._tokenize(prompt, lora_request) for prompt in prompts]
-            self._admission.check_tokens(kept, sum(len(one.token_ids) for one in tokenized[:window]))
+        with self._admission.reserve(min(len(prompts), window)) as reserved:
+            tokenized = [await self._tokenize(prompt, lora_request, options) for prompt in prompts]
+            self._admission.check_tokens(reserved, sum(len(one.token_ids) for one in tokenized[:window]))
         try:
             while gathering.num_missing:
                 num_open = gathering.num_missing - (len(prompts) - len(names))
@@ -442,11 +448,13 @@ class AsyncLLM:
         await asyncio.to_thread(self._front_end.stat_loggers.close)
         self.input_processor.constraints.close()
 
-    async def _tokenize(self, prompt: PromptType, adapter: LoRARequest | None) -> TokenizedPrompt:
+    async def _tokenize(
+        self, prompt: PromptType, adapter: LoRARequest | None, options: TextOptions = AS_THEY_ARE
+    ) -> TokenizedPrompt:
         await self.lexicon_of(adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
-        return await beside_loop(num_chars, self.input_processor.tokenize, prompt, adapter=adapter)
+        return await beside_loop(num_chars, self.input_processor.tokenize, prompt, options, adapter=adapter)
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
         self._pumps.ensure()

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import zmq
 
 from quire.config import EngineConfig
@@ -26,7 +25,7 @@ from quire.engine.core_client import CoreClient
 from quire.engine.interrupts import HeldInterrupts
 from quire.engine.messages import CoreMessage, CoreRequest, Shutdown
 from quire.engine.progress import Progress
-from quire.engine.remote import PROGRESS, RemoteClient
+from quire.engine.remote import CONFIG, PROGRESS, RemoteClient
 from quire.errors import StartupError
 from quire.processes import exit_reason
 
@@ -103,7 +102,7 @@ class InProcessClient(CoreClient):
 class ProcessClient(RemoteClient):
     """Runs the core in a child process, over ZeroMQ on a private directory of Unix sockets.
 
-    The child is started by its module name with the configuration as a JSON file, so nothing is pickled and no
+    The child is started by its module name with the configuration as a file of msgpack, so nothing is pickled and no
     `__main__` guard is needed.
 
     Raises:
@@ -141,7 +140,7 @@ class ProcessClient(RemoteClient):
         return self.process.pid
 
     def _start_core(self, config: EngineConfig) -> subprocess.Popen[bytes]:
-        (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
+        (self._directory / CONFIG).write_bytes(config.encoded())
         program = [sys.executable, "-m", "quire.engine.core_process"]
         command = [*program, str(self._directory), str(os.getpid())]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=core_environment(os.environ))

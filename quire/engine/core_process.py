@@ -35,7 +35,7 @@ from quire.engine.messages import (
 from quire.engine.outboxes import Outboxes
 from quire.engine.parent import Parent
 from quire.engine.progress import Progress
-from quire.engine.remote import PROGRESS, REQUESTS
+from quire.engine.remote import CONFIG, PROGRESS, REQUESTS
 from quire.errors import EngineError, StartupError
 from quire.logging_setup import configure_logging
 from quire.processes import PARENTS_SIGNALS
@@ -52,7 +52,7 @@ class CoreProcess:
 
     def __init__(self, directory: Path, parent: Parent) -> None:
         self._parent = parent
-        self._config = msgspec.json.decode((directory / "config.json").read_bytes(), type=EngineConfig)
+        self._config = EngineConfig.decoded((directory / CONFIG).read_bytes())
         if self._config.share is not None and self._config.share.processors:
             os.sched_setaffinity(
                 0, self._config.share.processors

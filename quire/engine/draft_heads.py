@@ -9,6 +9,7 @@ from quire.config import EngineConfig
 from quire.config.lora import LoRAConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.speculative import MEDUSA, SpeculativeConfig
+from quire.engine.draft_model import whole_on_each_rank
 from quire.errors import ConfigError
 from quire.models.built_in import DECODER
 from quire.models.checkpoint import resolve_model_dir
@@ -42,6 +43,7 @@ def with_draft_heads(config: EngineConfig) -> EngineConfig:
         model_dir=str(model_dir),
         model_arch=shape,
         model_class=HEADS[method].model,
+        parallel=whole_on_each_rank(config.parallel),
         quantization=QuantizationConfig(quantization),
         lora=LoRAConfig(),
         speculative=SpeculativeConfig(),

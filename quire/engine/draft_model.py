@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 
 from quire.config import EngineConfig
+from quire.config.device import ParallelConfig
 from quire.config.lora import LoRAConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.speculative import MTP, SpeculativeConfig
@@ -14,20 +15,14 @@ from quire.errors import ConfigError
 
 
 def check_guessing(config: EngineConfig) -> None:
-    """Refuse a model, or heads, to guess where none is named, or where the engine can have none.
+    """Refuse a model, or heads, to guess where none is named.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: says so.
     """
     settings = config.speculative.settings
     if settings.model is None and settings.method != MTP:
         raise ConfigError(f'--speculative-config: method "{settings.method}" needs a "model", which guesses')
-    if config.device.device != "cpu":
-        raise ConfigError(
-            f"--speculative-config: {settings.method} works on CPUs only so far, and --device is {config.device.device}"
-        )
-    if config.pooling is not None:
-        raise ConfigError("--speculative-config: a model that is pooled says nothing that could be guessed")
 
 
 def draft_model_config(config: EngineConfig) -> EngineConfig:
@@ -49,11 +44,16 @@ def draft_model_config(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(
         config,
         model=own,
-        parallel=dataclasses.replace(config.parallel, enable_expert_parallel=False),
+        parallel=whole_on_each_rank(config.parallel),
         quantization=QuantizationConfig(settings.quantization),
         lora=LoRAConfig(),
         speculative=SpeculativeConfig(),
     )
+
+
+def whole_on_each_rank(parallel: ParallelConfig) -> ParallelConfig:
+    """Of what guesses: every rank computes all of it, so none of its sums crosses ranks, and no bit depends on them."""
+    return dataclasses.replace(parallel, tp_invariant=False, enable_expert_parallel=False)
 
 
 def check_draft_model(

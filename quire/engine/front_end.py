@@ -33,6 +33,7 @@ from quire.engine.messages import (
 )
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.prompt_forms import TokenizedPrompt
+from quire.engine.rank_checks import LAUNCHED
 from quire.engine.request_groups import Sink
 from quire.engine.router import Router
 from quire.engine.routing_policies import RoutedRequest
@@ -219,7 +220,7 @@ class FrontEnd:
         """
         self.check_health()
         self.check_awake()
-        _check_timeout(timeout_s)
+        _check_timeout(timeout_s, self.config)
         name = self._flights.new_name(label)
         watched = self._watched(name, sink)
         terms = Terms(priority=priority, tenant=tenant, lora_request=lora_request)
@@ -440,10 +441,16 @@ def explained(found: Iterable[Any], label: str) -> list[Explanation]:
     return known
 
 
-def _check_timeout(timeout_s: float | None) -> None:
+def _check_timeout(timeout_s: float | None, config: EngineConfig) -> None:
     if timeout_s is None:
         return
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValidationError(
             f"timeout_s must be a positive number of seconds, got {timeout_s!r}", param="timeout_s"
+        )
+    if config.parallel.distributed_executor_backend == LAUNCHED:
+        raise ValidationError(
+            f"timeout_s is not for ranks of {LAUNCHED}, each of which would end the request by a clock of its own; "
+            "max_tokens limits it on all of them alike",
+            param="timeout_s",
         )

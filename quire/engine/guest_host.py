@@ -18,7 +18,16 @@ from quire.config import EngineConfig
 from quire.engine.client import ProcessClient
 from quire.engine.guests import JOIN_S
 from quire.engine.messages import CoreRequest, Shutdown
-from quire.engine.replica_wire import Alive, BadFrameError, CoreLost, ReplicaHello, Wire, decoded, facts_of
+from quire.engine.replica_wire import (
+    Alive,
+    BadFrameError,
+    CoreLost,
+    ReplicaHello,
+    Wire,
+    arithmetic_of,
+    decoded,
+    facts_of,
+)
 from quire.engine.replicas import configs_of_replicas
 from quire.engine.supervisor import Supervisor
 from quire.errors import QuireError, StartupError
@@ -95,7 +104,9 @@ class GuestHost:
         way = opened(place, f"replica {self._replica}", JOIN_S, self._stopped)
         if way is None:
             return None
-        hello = ReplicaHello(self._replica, time.monotonic(), self._facts)
+        hello = ReplicaHello(
+            self._replica, time.monotonic(), self._facts, arithmetic=arithmetic_of(self._config)
+        )
         wire = Wire(introduced(way, hello, place))
         logger.info("replica %d has joined the server at %s:%d", self._replica, *place)
         return wire

@@ -28,6 +28,7 @@ from quire.engine.replica_wire import (
     FromReplica,
     ReplicaHello,
     Wire,
+    arithmetic_of,
     decoded,
     facts_of,
     heard_from,
@@ -35,6 +36,7 @@ from quire.engine.replica_wire import (
 )
 from quire.errors import EngineDeadError, StartupError
 from quire.joining import answered, heard, listening
+from quire.kernels.cpu.instruction_sets import VARIABLE
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class Guests:
 
     def __init__(self, config: EngineConfig) -> None:
         self._parallel = config.parallel
-        self._facts = facts_of(config)
+        self._facts, self._arithmetic = facts_of(config), arithmetic_of(config)
         self._arrived = {replica: SimpleQueue[Joined]() for replica in config.parallel.guests}
         self._inside: set[int] = set()
         self._lock = threading.Lock()
@@ -121,6 +123,7 @@ class Guests:
             guest.close()
         elif is_told:
             logger.info("replica %d has joined from %s", hello.replica, address)
+            self._compare(hello)
             self._arrived[hello.replica].put(Joined(Wire(guest), ahead_s))
         else:
             guest.close()
@@ -140,6 +143,15 @@ class Guests:
             if time.monotonic() > until:
                 return f"replica {hello.replica} has joined before; --data-parallel-start-rank says which a host has"
             time.sleep(POLL_S)
+
+    def _compare(self, hello: ReplicaHello) -> None:
+        """Say whether an answer may depend on who computes it; that is no reason to have no replica."""
+        if hello.arithmetic != self._arithmetic:
+            logger.warning(
+                "replica %d computes by %s and this host by %s: the same request may have other tokens there; "
+                "%s set to an instruction set that all processors run makes them the same",
+                *(hello.replica, hello.arithmetic, self._arithmetic, VARIABLE),
+            )
 
     def _problem(self, hello: ReplicaHello) -> str:
         """Why one cannot join, for its operator; empty: it can."""

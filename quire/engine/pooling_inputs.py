@@ -6,8 +6,9 @@ around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -58,7 +59,33 @@ class TextOptions:
                 param="truncation_side",
             )
 
+    def with_kwargs(self, tokenization_kwargs: Mapping[str, Any] | None) -> TextOptions:
+        """What vLLM's callers say of a tokenizer, over these.
 
+        Raises:
+            ValidationError: a key is none that is known, or its value is none that it may have.
+        """
+        said = dict(tokenization_kwargs or {})
+        unknown = sorted(said.keys() - _KWARGS)
+        if unknown:
+            raise ValidationError(
+                f"tokenization_kwargs has {unknown[0]!r:.60}; known are {', '.join(sorted(_KWARGS))}",
+                param="tokenization_kwargs",
+            )
+        cuts, most = said.pop("truncation", None), said.pop("max_length", None)
+        if most is not None and cuts is not True:
+            raise ValidationError(
+                "tokenization_kwargs has max_length, which needs truncation: true",
+                param="tokenization_kwargs",
+            )
+        if cuts is not None:
+            said.setdefault(
+                "truncate_prompt_tokens", (WHOLE_CONTEXT if most is None else most) if cuts else None
+            )
+        return replace(self, **said)
+
+
+_KWARGS = {"truncate_prompt_tokens", "truncation_side", "add_special_tokens", "truncation", "max_length"}
 AS_THEY_ARE = TextOptions()
 
 

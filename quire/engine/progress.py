@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from quire.config.supervision import BUSY_FACTOR
 from quire.engine.expected_costs import ExpectedCosts, work_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from quire.executor.base import Executor
 
-BUSY_FACTOR = 20
-"""So many timeouts may a core compute without a step: the first of a large model take minutes on a small machine."""
 KNOWN_BUSY_FACTOR = 2
-"""So many, where it is known how long the steps in work should take."""
+"""So many timeouts may a core compute without a step where it is known how long the steps in work should take."""
 LONGEST_FACTOR = 10
 """So many times as long as it should may a step take, or as the longest did."""
 MAX_LOOK_S = 1.0

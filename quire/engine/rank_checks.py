@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 
-from quire.config import EngineConfig, ModelArch
+from quire.config import EngineConfig, ParallelConfig
+from quire.engine.shares import possible_sizes, uneven
 from quire.errors import ConfigError
+from quire.platforms import Host
 from quire.spec_decode.drafter import MODEL_KEYS
+
+logger = logging.getLogger(__name__)
 
 EXECUTORS = ("uni", "null")
 """Those that have one rank, whatever the configuration says."""
@@ -14,7 +19,7 @@ LAUNCHED = "external_launcher"
 """The one of which each rank plans for itself."""
 
 
-def check_ranks(config: EngineConfig, *, serves: bool) -> None:
+def check_ranks(config: EngineConfig, *, serves: bool, host: Host | None = None) -> None:
     """Several ranks are for executors that have them, for what works with them, and for models that can be cut so.
 
     What is cut in units that only layers know, such as groups of quantised weights, is checked by these.
@@ -34,7 +39,8 @@ def check_ranks(config: EngineConfig, *, serves: bool) -> None:
     if (stages := parallel.pipeline_parallel_size) > 1:  # to "null" plans are all there is
         require(wants_of_ranks(config, ("uni",)), f"--pipeline-parallel-size is {stages}")
     _check_stages(config)
-    _check_shares(config.arch, parallel.tensor_parallel_size)
+    _check_shares(config)
+    _check_cores(parallel, host or Host())
 
 
 def wants_of_ranks(config: EngineConfig, executors: Collection[str] = EXECUTORS) -> dict[str, bool]:
@@ -43,7 +49,9 @@ def wants_of_ranks(config: EngineConfig, executors: Collection[str] = EXECUTORS)
     return {
         f"--distributed-executor-backend mp, not {executor}": executor in executors,
         f"--device cpu, not {config.device.device}": config.device.device != "cpu",
-        "no --cpu-pin-threads, which would pin all ranks to the same cores": config.device.cpu_pin_threads,
+        "no --cpu-pin-threads, which would pin all ranks to the same cores: they have cores of their own with "
+        "--cpu-numa auto and --distributed-executor-backend mp, if there are enough": config.device.cpu_pin_threads
+        and not _have_cores(config),
     }
 
 
@@ -80,13 +88,32 @@ def _check_stages(config: EngineConfig) -> None:
     require(wants, f"--pipeline-parallel-size is {num}")
 
 
-def _check_shares(arch: ModelArch, size: int) -> None:
-    uneven = _uneven(arch, size)
-    if uneven is not None:
-        possible = [str(n) for n in range(1, arch.num_heads + 1) if _uneven(arch, n) is None]
+def _check_shares(config: EngineConfig) -> None:
+    size = config.parallel.tensor_parallel_size
+    found = uneven(config, size)
+    if found is not None:
         raise ConfigError(
-            f"--tensor-parallel-size is {size}, and the model's {uneven} cannot be shared out evenly among so many "
-            f"ranks; possible: {', '.join(possible)}"
+            f"--tensor-parallel-size is {size}, and the model's {found} cannot be shared out evenly among so many "
+            f"ranks; possible: {', '.join(map(str, possible_sizes(config)))}"
+        )
+
+
+def _have_cores(config: EngineConfig) -> bool:
+    """Whether each rank of this host keeps to cores of its own."""
+    parallel = config.parallel
+    ranks = parallel.num_ranks // parallel.nnodes
+    enough = ranks * parallel.num_replicas <= len(Host().cores())
+    return enough and config.device.cpu_numa == "auto" and parallel.distributed_executor_backend == "mp"
+
+
+def _check_cores(parallel: ParallelConfig, host: Host) -> None:
+    """Ranks that have no core to themselves are right and slow."""
+    ranks, cores = parallel.num_ranks // parallel.nnodes * parallel.num_replicas, len(host.cores())
+    if parallel.distributed_executor_backend == "mp" and ranks > max(cores, 1):
+        logger.warning(
+            "%d ranks are to run on this host, which has %d cores for this process: those that share one wait for "
+            "each other in every layer; fewer are faster (--tensor-parallel-size, --pipeline-parallel-size)",
+            *(ranks, cores),
         )
 
 
@@ -121,30 +148,14 @@ def check_hosts(config: EngineConfig, *, headless: bool) -> None:
 
 def _check_launched(config: EngineConfig, *, serves: bool) -> None:
     """Ranks that plan for themselves may not do so by what differs between them, such as time."""
-    settings, scheduler = config.speculative.settings, config.scheduler
+    scheduler = config.scheduler
     ages = scheduler.scheduling_policy == "priority" and scheduler.priority_ageing_s > 0
     wants = {
         "LLM(...), in a program that each rank runs": serves,
         "--data-parallel-size 1": config.parallel.data_parallel_size > 1,
         "--pipeline-parallel-size 1": config.parallel.pipeline_parallel_size > 1,
-        '"adaptive": false in --speculative-config: what a guess costs is measured': settings.method
-        is not None
-        and settings.adaptive,
         "--priority-ageing-s 0: ranks have clocks of their own": ages,
     }
     for wanted, lacks in wants.items():
         if lacks:
             raise ConfigError(f"--distributed-executor-backend {LAUNCHED} wants {wanted}")
-
-
-def _uneven(arch: ModelArch, size: int) -> str | None:
-    """What of a model cannot be shared out among so many ranks; heads of keys and values may be had by several."""
-    if arch.num_heads % size:
-        return f"{arch.num_heads} attention heads"
-    if arch.num_kv_heads % size and size % arch.num_kv_heads:
-        return f"{arch.num_kv_heads} key-value heads"
-    if arch.intermediate_size % size:
-        return f"{arch.intermediate_size} features of its MLPs"
-    if arch.vocab_size % size:
-        return f"{arch.vocab_size} tokens"
-    return None

@@ -41,6 +41,7 @@ RECONNECT_MS = 10
 REQUESTS = "requests"
 """The socket that a core binds in the directory."""
 PROGRESS = "progress"
+CONFIG = "config"
 
 
 def messages_of(front_end: int) -> str:

@@ -25,6 +25,7 @@ from quire.engine.messages import (
     CoreRequest,
     EngineCoreOutputs,
 )
+from quire.kernels.cpu.instruction_sets import arithmetic
 from quire.models.facts import model_of, options_of
 from quire.version import __version__
 
@@ -49,6 +50,8 @@ class ReplicaHello(msgspec.Struct, tag="replica", frozen=True):
     facts: dict[str, bytes]
     version: str = __version__
     wire_version: int = WIRE_VERSION
+    arithmetic: str = ""
+    """By what it computes, where its bits depend on that; it need not be what the server's own computes by."""
 
 
 class Alive(msgspec.Struct, tag="alive", frozen=True):
@@ -72,6 +75,11 @@ def facts_of(config: EngineConfig) -> dict[str, bytes]:
     """A digest of each thing that a server and its replicas of other hosts must have in common."""
     facts = options_of(config, OF_EACH_PART) | model_of(config)
     return {name: sha256(fact).digest()[:8] for name, fact in facts.items()}
+
+
+def arithmetic_of(config: EngineConfig) -> str:
+    """What replicas on this host compute by, as far as it depends on the host; empty: it does not."""
+    return arithmetic() if config.device.device == "cpu" else ""
 
 
 class Wire:

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from quire.config import EngineConfig
 from quire.config.device import HostShare, ParallelConfig
-from quire.engine.placement import Core, divided, nodes_of, shown
 from quire.errors import ConfigError, StartupError
+from quire.placement import Core, divided, nodes_of, shown
 from quire.platforms import Host
 
 logger = logging.getLogger(__name__)

@@ -78,7 +78,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     )
     pooling = settle_pooling(config)
     if pooling.spec is not None:
-        config = dataclasses.replace(config, pooling=pooling.spec)
+        config = dataclasses.replace(config, pooling=pooling.spec, model_arch=pooling.arch)
         logger.info("pooling = %s: %s", pooling.spec.pooling, pooling.pooling_reason)
     if config.device.device == "auto":
         config = _settled(config, Choice("device", *choose_device()))
@@ -339,6 +339,12 @@ def _why_one_replica(config: EngineConfig) -> str | None:
     return "there is one replica here" if config.parallel.num_replicas == 1 else None
 
 
+def _why_one_process(config: EngineConfig) -> str | None:
+    parallel = config.parallel
+    is_one = parallel.num_replicas == 1 and parallel.num_ranks == 1
+    return "one process computes, wherever the system lets it" if is_one else None
+
+
 def _why_no_address(config: EngineConfig) -> str | None:
     parallel = config.parallel
     elsewhere = parallel.data_parallel_rank is not None or parallel.data_parallel_hybrid_lb
@@ -378,14 +384,15 @@ def _why_invariant(config: EngineConfig) -> str | None:
 
 
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[EngineConfig], str | None]], ...] = (
-    (("cuda_graph_capture", "cudagraph_capture_sizes"), _why_no_graphs),
+    (("cuda_graph_capture", "cudagraph_capture_sizes", "prefill_graph_sizes"), _why_no_graphs),
     (("cpu_threads", "cpu_pin_threads"), _why_no_threads),
     (("fair_weights", "fair_input_token_weight", "fair_output_token_weight"), _unless_policy("fair")),
     (("priority_ageing_s",), _unless_policy("priority")),
     (("preemption_mode",), _why_no_swapping),
     (("matmul_precision",), _why_one_precision),
     (("batch_invariant",), _why_invariant),
-    (("routing_policy", "cpu_numa"), _why_one_replica),
+    (("routing_policy",), _why_one_replica),
+    (("cpu_numa",), _why_one_process),
     (("enable_expert_parallel",), _why_all_experts),
     (("data_parallel_address", "data_parallel_rpc_port"), _why_no_address),
 )

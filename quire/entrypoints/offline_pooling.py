@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import msgspec
 
 from quire.engine.pooling_inputs import AS_THEY_ARE, PoolingInputs, TextOptions
-from quire.engine.prompt_forms import TokenizedPrompt
+from quire.engine.prompt_forms import TokenizedPrompt, parts_of
+from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.offline import OfflineEngine, as_prompts, per_prompt
 from quire.entrypoints.pooling.scoring import Scoring
+from quire.entrypoints.pooling.windows import Windows, is_normalized
 from quire.errors import ValidationError
-from quire.inputs import PromptType
+from quire.inputs import DataPrompt, PromptType
+from quire.io_processors import IOProcessor, make_io_processor
 from quire.lora_request import LoRARequest
 from quire.pooling_outputs import (
     ClassificationRequestOutput,
@@ -25,36 +30,49 @@ from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, PoolingParams
 
 Prompts = PromptType | Sequence[PromptType]
 PerPrompt = PoolingParams | Sequence[PoolingParams] | None
+Kwargs = Mapping[str, Any] | None
+PLUGIN = "plugin"
+"""The task of a prompt {"data": ...}, which the engine's IO processor reads."""
 
 
 class OfflinePooling(OfflineEngine):
     """The methods for pooling models; all raise a ValidationError if the model generates, or does not offer the task.
 
-    `options` say how texts become tokens: whether long ones are cut, which of the model's prompts is put before them.
+    `options` say how texts become tokens: whether long ones are cut, which of the model's prompts is put before them;
+    `tokenization_kwargs` say the same under vLLM's names, over them.
     All are computed with the adapter of `lora_request`, if there is one.
     """
 
+    _io_processor: IOProcessor | None = None
+
     def encode(
         self,
-        prompts: Prompts,
+        prompts: Prompts | DataPrompt,
         pooling_params: PerPrompt = None,
         *,
         pooling_task: str | None = None,
         options: TextOptions = AS_THEY_ARE,
+        tokenization_kwargs: Kwargs = None,
         lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What is pooled of each prompt, in order.
 
         Args:
+            prompts: or {"data": ...}, of which the IO processor makes prompts, and of their numbers the only output.
             pooling_params: for all, or one for each prompt.
-            pooling_task: of `POOLING_TASKS`; None: what the parameters say, else the model.
+            pooling_task: of `POOLING_TASKS`; None: what the parameters say, else the model; "plugin" for such data.
 
         Raises:
             ValidationError: a prompt or a parameter cannot be honoured; nothing was computed.
             EngineError: a prompt could not be pooled.
         """
-        tokenize = self.llm_engine.input_processor.tokenize
+        if isinstance(prompts, dict) and "data" in prompts:
+            data = cast(DataPrompt, prompts)["data"]
+            return [self._by_plugin(data, pooling_params, pooling_task, lora_request, use_tqdm)]
+        if pooling_task == PLUGIN:
+            raise ValidationError('the task plugin is of prompts {"data": ...}', param="task")
+        tokenize, options = self.llm_engine.input_processor.tokenize, options.with_kwargs(tokenization_kwargs)
         tokenized = [tokenize(prompt, options) for prompt in as_prompts(prompts)]
         return self._pool(
             tokenized, pooling_params, pooling_task, lora_request=lora_request, use_tqdm=use_tqdm
@@ -65,19 +83,30 @@ class OfflinePooling(OfflineEngine):
         prompts: Prompts,
         *,
         pooling_params: PerPrompt = None,
+        average_windows: bool = False,
         options: TextOptions = AS_THEY_ARE,
+        tokenization_kwargs: Kwargs = None,
         lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt. Raises as `encode` does."""
-        pooled = self.encode(
-            prompts,
-            pooling_params,
-            pooling_task=EMBED,
-            options=options,
-            lora_request=lora_request,
-            use_tqdm=use_tqdm,
-        )
+        """The embedding of each prompt.
+
+        With `average_windows` one that is longer than the context is cut into windows, whose embeddings are averaged by
+        their tokens, and normalized again if theirs are. Raises as `encode` does.
+        """
+        if average_windows:
+            options = options.with_kwargs(tokenization_kwargs)
+            pooled = self._of_windows(as_prompts(prompts), pooling_params, options, lora_request, use_tqdm)
+        else:
+            pooled = self.encode(
+                prompts,
+                pooling_params,
+                pooling_task=EMBED,
+                options=options,
+                tokenization_kwargs=tokenization_kwargs,
+                lora_request=lora_request,
+                use_tqdm=use_tqdm,
+            )
         return list(map(EmbeddingRequestOutput.from_base, pooled))
 
     def classify(
@@ -86,6 +115,7 @@ class OfflinePooling(OfflineEngine):
         *,
         pooling_params: PerPrompt = None,
         options: TextOptions = AS_THEY_ARE,
+        tokenization_kwargs: Kwargs = None,
         lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[ClassificationRequestOutput]:
@@ -95,6 +125,7 @@ class OfflinePooling(OfflineEngine):
             pooling_params,
             pooling_task=CLASSIFY,
             options=options,
+            tokenization_kwargs=tokenization_kwargs,
             lora_request=lora_request,
             use_tqdm=use_tqdm,
         )
@@ -106,6 +137,7 @@ class OfflinePooling(OfflineEngine):
         *,
         pooling_params: PerPrompt = None,
         options: TextOptions = AS_THEY_ARE,
+        tokenization_kwargs: Kwargs = None,
         lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
@@ -117,6 +149,7 @@ class OfflinePooling(OfflineEngine):
             pooling_params,
             pooling_task=task,
             options=options,
+            tokenization_kwargs=tokenization_kwargs,
             lora_request=lora_request,
             use_tqdm=use_tqdm,
         )
@@ -128,20 +161,27 @@ class OfflinePooling(OfflineEngine):
         /,
         *,
         use_activation: bool | None = None,
+        pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
         options: TextOptions = AS_THEY_ARE,
+        tokenization_kwargs: Kwargs = None,
         lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
         """How well texts go together: one with one, one with each of several, or several with as many.
 
-        A cross-encoder reads each pair as one prompt; of other models the embeddings are compared.
+        A cross-encoder reads each pair as one prompt; of other models the embeddings are compared. `chat_template`, as
+        that of `LLM.chat`, makes such a prompt of two messages, of the roles query and document.
 
         Raises:
             ValidationError: the model does neither, the texts are not so many, or one is empty or too long.
             EngineError: a prompt could not be pooled.
         """
-        scoring = Scoring(self._pooling_inputs, _texts(data_1), _texts(data_2), options)
-        params = scoring.params(use_activation)
+        options, compose = options.with_kwargs(tokenization_kwargs), self._composer(chat_template)
+        scoring = Scoring(self._pooling_inputs, _texts(data_1), _texts(data_2), options, compose)
+        params = _with_task(pooling_params or PoolingParams(), scoring.task)
+        if use_activation is not None:
+            params = msgspec.structs.replace(params, use_activation=use_activation)
         pooled = self._pool(scoring.prompts(), params, None, lora_request=lora_request, use_tqdm=use_tqdm)
         return [
             ScoringRequestOutput(
@@ -152,6 +192,69 @@ class OfflinePooling(OfflineEngine):
             )
             for score, parts in scoring.outputs(pooled)
         ]
+
+    def _of_windows(
+        self,
+        prompts: Sequence[PromptType],
+        params: PerPrompt,
+        options: TextOptions,
+        lora_request: LoRARequest | None,
+        use_tqdm: bool,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The mean of each prompt's windows, as an output that has the tokens of all of them."""
+        inputs, wanted = self._pooling_inputs, params or PoolingParams()
+        if not isinstance(wanted, PoolingParams):
+            raise ValidationError("average_windows takes one pooling_params for all", param="pooling_params")
+        texts = [one for one in prompts if isinstance(one, str | list)]
+        if len(texts) < len(prompts):
+            raise ValidationError("average_windows is for texts, and token ids that fit", param="prompt")
+        windows = Windows(inputs, options)
+        pooled = self._pool(
+            windows.prompts(texts), wanted, EMBED, lora_request=lora_request, use_tqdm=use_tqdm
+        )
+        normalized = is_normalized(inputs.spec, wanted.use_activation)
+        vectors = windows.joined(pooled, normalized=normalized)
+        return [
+            replace(
+                first,
+                outputs=PoolingOutput(vector),
+                prompt_token_ids=[token_id for one in (first, *others) for token_id in one.prompt_token_ids],
+                num_cached_tokens=sum(one.num_cached_tokens for one in (first, *others)),
+            )
+            for vector, (first, *others) in zip(vectors, windows.of_each(pooled), strict=True)
+        ]
+
+    def _composer(self, chat_template: str | None) -> Callable[[str, str], list[int]] | None:
+        """What makes token ids of a pair by a template."""
+        if chat_template is None:
+            return None
+        tokenizer = self.get_tokenizer()
+        template = ChatTemplate.from_tokenizer(tokenizer, chat_template)
+        return lambda query, document: template.compose_pair(query, document).encode(tokenizer)
+
+    def _by_plugin(
+        self,
+        data: Any,
+        params: PerPrompt,
+        task: str | None,
+        lora_request: LoRARequest | None,
+        use_tqdm: bool,
+    ) -> PoolingRequestOutput[Any]:
+        if task not in (None, PLUGIN):
+            raise ValidationError(f'the task is {task}, and that of {{"data": ...}} is plugin', param="task")
+        if self._io_processor is None:
+            self._io_processor = make_io_processor(self.llm_engine.config)
+        if self._io_processor is None:
+            raise ValidationError(
+                "this engine has no IO processor (io_processor_plugin), which alone reads data", param="data"
+            )
+        prompts = [self._pooling_inputs.tokenize(parts_of(one)) for one in self._io_processor.prompts(data)]
+        wanted = self._io_processor.params(data) if params is None else params
+        pooled = self._pool(prompts, wanted, None, lora_request=lora_request, use_tqdm=use_tqdm)
+        token_ids = [token_id for one in pooled for token_id in one.prompt_token_ids]
+        cached = sum(one.num_cached_tokens for one in pooled)
+        reply = self._io_processor.reply(data, pooled)
+        return PoolingRequestOutput(self._request_id(), reply, token_ids, cached)
 
     @property
     def _pooling_inputs(self) -> PoolingInputs:

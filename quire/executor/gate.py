@@ -10,8 +10,11 @@ import contextlib
 import hmac
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,6 +45,14 @@ class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     def of(parallel: ParallelConfig, rank: int, key: str = "") -> Hello:
         """That of a rank of this host."""
         return Hello(__version__, parallel.num_ranks, parallel.nnodes, parallel.node_rank, rank, key)
+
+
+class Arrival(NamedTuple):
+    """A connection, where it comes from, and what it has said of itself; None: no word of ours, or none in time."""
+
+    guest: socket.socket
+    address: str
+    hello: Hello | None
 
 
 class Gate:
@@ -86,37 +97,55 @@ class Gate:
             StartupError: not all came; the message names their hosts.
         """
         inside: dict[int, socket.socket] = {}
+        arrivals, over = SimpleQueue[Arrival](), threading.Event()
+        threading.Thread(target=self._accept, args=(arrivals, over), name="quire-gate", daemon=True).start()
         until = time.monotonic() + join_s
         try:
             while missing := sorted(self._wanted.keys() - inside.keys()):
                 look()
                 if time.monotonic() > until:
                     raise StartupError(self._missing(missing, join_s))
-                self._listener.settimeout(min(LOOK_S, max(until - time.monotonic(), 0.001)))
-                with contextlib.suppress(TimeoutError):
-                    self._receive(*self._listener.accept(), inside)
+                with contextlib.suppress(Empty):
+                    self._receive(
+                        arrivals.get(timeout=min(LOOK_S, max(until - time.monotonic(), 0.001))), inside
+                    )
         except BaseException:
             for way in inside.values():
                 way.close()
             raise
+        finally:
+            over.set()
+            _send_away(arrivals)
         return inside
 
     def close(self) -> None:
         """Let the port go; twice is fine."""
         self._listener.close()
 
-    def _receive(self, guest: socket.socket, peer: tuple[str, int], inside: dict[int, socket.socket]) -> None:
-        hello = joining.heard(guest, Hello)
+    def _accept(self, arrivals: SimpleQueue[Arrival], over: threading.Event) -> None:
+        """Runs in a thread; who comes is heard in another, so that one who says nothing keeps nobody waiting."""
+        self._listener.settimeout(LOOK_S)
+        while not over.is_set():
+            try:
+                guest, peer = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # closed
+                return
+            threading.Thread(target=_hear, args=(guest, peer[0], arrivals, over), daemon=True).start()
+
+    def _receive(self, arrival: Arrival, inside: dict[int, socket.socket]) -> None:
+        guest, address, hello = arrival
         problem = "this is no rank of quire" if hello is None else self._problem(hello, inside)
         if hello is None or problem:
-            logger.warning("a connection from %s is refused: %s", peer[0], problem)
+            logger.warning("a connection from %s is refused: %s", address, problem)
             joining.answered(guest, problem)
             guest.close()
         elif joining.answered(guest, ""):
             if hello.rank in inside:  # a host that has gone comes again
                 inside[hello.rank].close()
             inside[hello.rank] = guest
-            logger.info("rank %d of host %d has joined from %s", hello.rank, hello.node_rank, peer[0])
+            logger.info("rank %d of host %d has joined from %s", hello.rank, hello.node_rank, address)
 
     def _problem(self, hello: Hello, inside: dict[int, socket.socket]) -> str:
         """Why one cannot join, for its operator; empty: it can."""
@@ -157,6 +186,19 @@ def join(place: tuple[str, int], hello: Hello, join_s: float = JOIN_S) -> socket
     way = joining.opened(place, f"host {hello.node_rank}", join_s)
     assert way is not None, "nobody stops it"
     return joining.introduced(way, hello, place)
+
+
+def _hear(guest: socket.socket, address: str, arrivals: SimpleQueue[Arrival], over: threading.Event) -> None:
+    arrivals.put(Arrival(guest, address, joining.heard(guest, Hello)))
+    if over.is_set():
+        _send_away(arrivals)
+
+
+def _send_away(arrivals: SimpleQueue[Arrival]) -> None:
+    """Those that have come when nobody is wanted any more."""
+    with contextlib.suppress(Empty):
+        while True:
+            arrivals.get_nowait().guest.close()
 
 
 def _is_gone(guest: socket.socket) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from quire.config import EngineConfig
 from quire.executor.gate import Hello, join
 from quire.executor.host_share import config_of_rank
+from quire.executor.rank_placement import places_of_ranks
 from quire.executor.rank_processes import RankProcesses
 from quire.processes import exit_reason
 
@@ -49,7 +50,8 @@ def bring(config: EngineConfig, hellos: Sequence[Hello], place: tuple[str, int])
     Raises:
         StartupError: the engine is not there, or does not want these ranks.
     """
-    processes, stopped = RankProcesses(config), 0
+    places = places_of_ranks(config, [hello.rank for hello in hellos])
+    processes, stopped = RankProcesses(config, places=places), 0
     try:
         for hello in hellos:
             way = join(place, hello)

@@ -86,6 +86,8 @@ def meet(rank: int, parallel: ParallelConfig, store: Store, address: str) -> Pla
 def with_replicas(place: Place, rank: int, config: EngineConfig) -> Place:
     """The place of a rank whose replica shares experts with others, once the ranks of all of them have come.
 
+    It waits for a rank of another replica, whose core may hang or be stopped, as long as a core is let compute.
+
     Raises:
         StartupError: not all came; ranks are counted over all replicas.
     """
@@ -94,5 +96,6 @@ def with_replicas(place: Place, rank: int, config: EngineConfig) -> Place:
     parallel = config.parallel
     size, number = parallel.num_expert_ranks, parallel.first_replica * parallel.num_ranks + rank
     store = file_store(Path(config.meeting) / "ranks", size)
-    experts = Gloo(number, size, store, join_s=JOIN_S, answer_s=STAGE_S)
-    return replace(place, experts=share_memory(experts, able=cpu.available(), answer_s=STAGE_S))
+    answer_s = config.supervision.longest_step_s or STAGE_S
+    experts = Gloo(number, size, store, join_s=JOIN_S, answer_s=answer_s)
+    return replace(place, experts=share_memory(experts, able=cpu.available(), answer_s=answer_s))

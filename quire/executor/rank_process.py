@@ -27,6 +27,7 @@ from quire.config import EngineConfig
 from quire.executor.agreement import check_ranks_agree
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
 from quire.executor.places import JOIN_S, Place, meet, with_replicas
+from quire.executor.rank_processes import CONFIG
 from quire.executor.wire import SPIN_S, Wire
 from quire.kv_cache.plain import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
@@ -200,7 +201,7 @@ def main() -> int:
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     directory, rank, address, fd = sys.argv[1:]
-    config = msgspec.json.decode((Path(directory) / "config.json").read_bytes(), type=EngineConfig)
+    config = EngineConfig.decoded((Path(directory) / CONFIG).read_bytes())
     configure_logging(config.observability.log_level, config.observability.log_format)
     wire = Wire(socket.socket(fileno=int(fd)))
     process = RankProcess(config, int(rank), wire, address=address, directory=Path(directory))

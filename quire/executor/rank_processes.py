@@ -11,17 +11,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.executor.rank_placement import Processors, on
 from quire.processes import STOPPED, exit_reason, why_silent
 
 PROGRAM = ("-m", "quire.executor.rank_process")
+CONFIG = "config"
+"""The file of the private directory that has the configuration."""
 CLOSE_TIMEOUT_S = 5.0
 DEATH_S = 1.0
 """How long a rank that others have lost may take to be seen as dead."""
@@ -30,16 +31,24 @@ DEATH_S = 1.0
 class RankProcesses:
     """Processes of a program for Python.
 
+    Args:
+        places: the processors that each rank keeps to; one that is not there runs anywhere.
+
     Raises:
         StartupError: the machine refuses a process, or room for a file.
     """
 
-    def __init__(self, config: EngineConfig, program: Sequence[str] = PROGRAM) -> None:
-        self._program = program
+    def __init__(
+        self,
+        config: EngineConfig,
+        program: Sequence[str] = PROGRAM,
+        places: Mapping[int, Processors] | None = None,
+    ) -> None:
+        self._program, self._places = program, places or {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         with startup_errors():
             self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
-            (self._directory / "config.json").write_bytes(msgspec.json.encode(config))
+            (self._directory / CONFIG).write_bytes(config.encoded())
 
     @property
     def pids(self) -> dict[int, int]:
@@ -56,7 +65,7 @@ class RankProcesses:
     def hand_over(self, rank: int, address: str, end: socket.socket) -> None:
         """Start one with this end of its socket, which it keeps alone."""
         told = [str(self._directory), str(rank), address, str(end.fileno())]
-        with end, startup_errors():
+        with end, startup_errors(), on(self._places.get(rank, ())):
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, *self._program, *told], stdin=subprocess.PIPE, pass_fds=[end.fileno()]
             )

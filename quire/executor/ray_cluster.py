@@ -65,7 +65,7 @@ def main() -> int:
 def _serve(wire: Wire) -> None:
     """Until the engine is gone, which is an EOFError."""
     wanted = msgspec.msgpack.decode(wire.recv(), type=Wanted)
-    config = msgspec.json.decode(wanted.config, type=EngineConfig)
+    config = EngineConfig.decoded(wanted.config)
     bundle, size = {"CPU": float(config.device.cpu_threads or 1)}, config.parallel.num_ranks
     with _ray(wanted.directory, bundle["CPU"] * size) as (ray, address):
         group, nodes = _placed(ray, [bundle] * size, wanted.patience_s, wire)

@@ -67,7 +67,7 @@ class RayStarter(Starter):
             command = [sys.executable, "-m", "quire.executor.ray_cluster", str(theirs.fileno())]
             # Apart from signals that a terminal gives to all processes of its own.
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
-        wanted = Wanted(msgspec.json.encode(self.config), self._directory, PLACE_S)
+        wanted = Wanted(self.config.encoded(), self._directory, PLACE_S)
         wire.post(msgspec.msgpack.encode(wanted))
         placed = self._placed(wire)
         self._hosts, key = placed.hosts, secrets.token_hex(16)

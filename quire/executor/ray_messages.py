@@ -8,7 +8,7 @@ from quire.executor.messages import Failed
 
 
 class Wanted(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Find a place for the ranks of this configuration, in JSON."""
+    """Find a place for the ranks of this configuration, as `EngineConfig.encoded` says it."""
 
     config: bytes
     directory: str

@@ -9,6 +9,7 @@ from socket import socket
 from quire.config import EngineConfig
 from quire.executor.gate import Gate
 from quire.executor.host_share import config_of_rank
+from quire.executor.rank_placement import places_of_ranks
 from quire.executor.rank_processes import PROGRAM, RankProcesses
 
 LOOPBACK = "127.0.0.1"
@@ -71,7 +72,9 @@ class HostStarter(Starter):
             self._gate = Gate.of_hosts(parallel)
             guests = self._gate.let_in()
         address = next((guest.getsockname()[0] for guest in guests.values()), LOOPBACK)
-        here = self.processes = RankProcesses(self.config, self._program)
+        own = [rank for rank in range(self.size) if rank not in guests]
+        places = places_of_ranks(self.config, own)
+        here = self.processes = RankProcesses(self.config, self._program, places)
         return [guests.get(rank) or here.start(rank, address) for rank in range(self.size)]
 
     def meet_by_network(self) -> bool:

@@ -1,7 +1,8 @@
 """Frames of bytes between an executor and one rank, over a stream socket.
 
 Invariant: a frame is its length in four bytes and itself, as `multiprocessing.connection` writes one, which others may
-use at the other end. One thread reads; any may send, and frames never mix.
+use at the other end. One thread reads; any may send, and frames never mix: there is a backlog exactly as long as a
+thread, and only one, catches up with it, and both begin and end under one lock.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Wire:
         self._way = way
         way.setblocking(True)
         self._inbox, self._begin, self._end = bytearray(_ROOM), 0, 0
-        self._sending = threading.Lock()
+        self._sending = threading.Condition()
         self._backlog: deque[memoryview] = deque()
 
     def fileno(self) -> int:
@@ -35,6 +36,7 @@ class Wire:
     def send(self, frame: bytes) -> None:
         """Wait until the frame is on its way. Raises OSError: the other end is closed."""
         with self._sending:
+            self._sending.wait_for(lambda: not self._backlog)
             self._way.sendall(_LENGTH.pack(len(frame)) + frame)
 
     def post(self, frame: bytes) -> None:
@@ -47,7 +49,9 @@ class Wire:
                 return
             self._backlog.append(parcel)
             if len(self._backlog) == 1:
-                threading.Thread(target=self._catch_up, name="quire-backlog", daemon=True).start()
+                threading.Thread(
+                    target=self._catch_up, args=[parcel], name="quire-backlog", daemon=True
+                ).start()
 
     def recv(self, spin_s: float = 0.0) -> bytes:
         """The next frame, for which to spin before going to sleep. Raises EOFError: the other end is closed."""
@@ -80,14 +84,29 @@ class Wire:
         except BlockingIOError:
             return 0
 
-    def _catch_up(self) -> None:
-        while self._backlog:
+    def _catch_up(self, parcel: memoryview | None) -> None:
+        """Send the first of the backlog, and those behind it, until none is left."""
+        while parcel is not None:
             try:
-                self._way.sendall(self._backlog[0])
+                self._way.sendall(parcel)
             except OSError:
-                return  # whoever listens hears of it; nothing more can be sent
-            with self._sending:
-                self._backlog.popleft()
+                self._drop_backlog()  # whoever listens hears of it, and whoever sends again
+                return
+            parcel = self._behind_first()
+
+    def _behind_first(self) -> memoryview | None:
+        """What to send once the first of the backlog is sent; None: there is no backlog any more."""
+        with self._sending:
+            self._backlog.popleft()
+            if self._backlog:
+                return self._backlog[0]
+            self._sending.notify_all()
+            return None
+
+    def _drop_backlog(self) -> None:
+        with self._sending:
+            self._backlog.clear()
+            self._sending.notify_all()
 
     def _read(self, spin_until: float = 0.0) -> None:
         """Wait for some bytes."""

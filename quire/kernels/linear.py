@@ -86,8 +86,8 @@ class PackedWeight:
     `zeros` int4's zero point is 8.
 
     So it is in the layout "panels", that of CPUs. In "rows", that of GPUs, outputs are apart: floats [N, K]; int8 or
-    E4M3 [N, K] with scales [N], or of groups [N, G]; codes of 4 bits uint8 [N, G * group / 2], where byte i of a group
-    has k = i in its low nibble and k = i + group / 2 in its high one, with scales and zeros [N, G].
+    E4M3 [N, K] with scales [N], or of groups [N, G]; codes of 4 bits int32 [N, K / 8], K padded to a multiple of 256
+    (`formats.words`), with scales and zeros [G, N].
     """
 
     scheme: WeightScheme
@@ -98,8 +98,8 @@ class PackedWeight:
     inputs: int
     halves: int = 1
     layout: Layout = "panels"
-    native: Native | None = field(default=None, init=False, repr=False, compare=False)
-    """Set by the C++ kernels once they have checked it."""
+    native: Any = field(default=None, init=False, repr=False, compare=False)
+    """Set by the kernels of a device once they have seen it: `Native`, or a GPU's counts of the parts of a product."""
 
     @staticmethod
     def of(

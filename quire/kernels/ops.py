@@ -41,6 +41,7 @@ from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
 from quire.kernels.linear import PANEL, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import RANK_UNIT, LoraStacks
+from quire.kernels.rounding import RowRounding
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -267,6 +268,22 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) ->
     return reference.layer_norm(x, weight, bias, eps)
 
 
+def _float32(x: Tensor, *_args: Any, **_options: Any) -> bool:
+    return x.dtype is torch.float32
+
+
+@op(_cpu("rounding.round_rows", _float32))
+def round_rows(x: Tensor, /, rounding: RowRounding) -> Tensor:
+    """x [..., K] as it is after it was rounded, in its shape and dtype; computed in float32.
+
+    Integers are `clamp(round(x / s + z), lowest, 127)`, which stand for `(q - z) * s`; E4M3 is of `x / s`, at most 448.
+    Without a scale each group of a row finds its own. If it is symmetric, s is the largest magnitude, `bound` at most,
+    over half of the range of codes (448 of E4M3), and z is 0; else s is the distance from the least to the largest, 0
+    included, over that range, and z is lowest - least / s, rounded. There what is not finite makes its group NaN.
+    """
+    return reference.round_rows(x, rounding)
+
+
 @op(_cpu("activation.activate"), _triton("activation.activate"))
 def activate(x: Tensor, /, function: Function) -> Tensor:
     """One of `Function`, such as "gelu", of each element: x [..., I], returned in x's dtype and shape."""
@@ -341,13 +358,22 @@ def rotary_embedding(
 
 
 @op(_cpu("kv_write.write_kv"), _triton("rotary.write_kv", _float_cache))
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, /) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    /,
+    scales: Tensor | None = None,
+) -> None:
     """Store each token's key and value in its slot.
 
     k, v [T, Hkv, D], views with a token stride allowed; slot_mapping [T] int64, slot = block_id * block_size +
-    offset, all different; a negative slot is skipped, one past the cache is an IndexError.
+    offset, all different; a negative slot is skipped, one past the cache is an IndexError. For an int8 cache scales,
+    float32 [2, Hkv], may be given for the keys and the values of a head; codes are then held to -128 .. 127.
     """
-    reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
+    reference.write_kv(k, v, k_cache, v_cache, slot_mapping, scales)
 
 
 @op(_cpu("kv_write.rotary_and_write_kv"), _triton("rotary.rotary_and_write_kv", _float_cache), key=1)
@@ -365,14 +391,29 @@ def rotary_and_write_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
 ) -> None:
     """`rotary_embedding` on q and k, in place, then `write_kv`, in one pass and with the same bits.
 
     With norms, which both have or neither, the `rms_norm` of each head is what is rotated: weights [D] of one dtype,
-    q's or float32.
+    q's or float32. scales are those of `write_kv`.
     """
     reference.rotary_and_write_kv(
-        positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, interleaved, q_norm, k_norm, eps
+        *(
+            positions,
+            q,
+            k,
+            v,
+            cos_sin_cache,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            interleaved,
+            q_norm,
+            k_norm,
+            eps,
+            scales,
+        )
     )
 
 
@@ -623,8 +664,9 @@ def packed_linear(
     /,
     bias: Tensor | None = None,
     activation: Ending | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype.
+    """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype, or of another.
 
     On a CPU, an integer weight whose scheme is fast sees x in 8 bits: a row's values of 64 k are rounded to steps of
     their largest magnitude / 127 (int4), or of what the magnitudes of a pair, k and k + 1 with k even, come to at
@@ -634,7 +676,7 @@ def packed_linear(
     "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g). Of any other it is
     one of `ops.activate`, with the bits that this one makes of the product.
     """
-    return reference.packed_linear(x, weight, bias, activation)
+    return reference.packed_linear(x, weight, bias, activation, dtype)
 
 
 def _of_rank_units(_out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LoraStacks) -> bool:

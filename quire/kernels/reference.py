@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels.attention_metadata import AttentionMetadata, check_features
 from quire.kernels.formats import FP8_MAX, format_of, whole_chunks
 from quire.kernels.linear import CHUNK, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.rounding import RowRounding
 
 # Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).
 _GATHER_ELEMENTS = 1 << 25
@@ -127,7 +128,14 @@ def _rotate_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     second.copy_(rotated_second)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: Tensor | None = None,
+) -> None:
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     block_size = k_cache.shape[3]
@@ -137,8 +145,9 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         v_cache[blocks, :, offsets] = _stored(v[kept], v_cache.dtype)
         return
     (keys, key_scales), (values, value_scales) = _int8_parts(k_cache, v_cache)
-    keys[blocks, :, :, offsets], key_scales[blocks, :, offsets] = _quantize(k[kept])
-    values[blocks, :, offsets], value_scales[blocks, :, offsets] = _quantize(v[kept])
+    of_keys, of_values = (None, None) if scales is None else scales
+    keys[blocks, :, :, offsets], key_scales[blocks, :, offsets] = _quantize(k[kept], of_keys)
+    values[blocks, :, offsets], value_scales[blocks, :, offsets] = _quantize(v[kept], of_values)
 
 
 def rotary_and_write_kv(
@@ -154,12 +163,13 @@ def rotary_and_write_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
 ) -> None:
     for heads, weight in ((q, q_norm), (k, k_norm)):
         if weight is not None:
             heads.copy_(rms_norm(heads, weight, eps))
     rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
-    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, slot_mapping, scales)
 
 
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,13 +185,13 @@ def _int8_parts(k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[Tensor, Tensor]
     return (k_cache[:, :, :size], key_scales), (v_cache[..., :size], value_scales)
 
 
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes and the scale of each vector; a vector that is not finite has scale NaN and codes 0."""
+def _quantize(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """int8 codes of [T, Hkv, D] and the scale of each vector; one that is not finite has scale NaN and codes 0."""
     wide = x.float()
     amax = wide.abs().amax(-1)
-    scale = torch.where(amax.isfinite(), amax / 127, torch.nan)
-    codes = (wide / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)).round().nan_to_num(0.0)
-    return codes.to(torch.int8), scale
+    scale = torch.where(amax.isfinite(), amax / 127 if given is None else given, torch.nan)
+    codes = (wide / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)).round().clamp(-128, 127)
+    return codes.nan_to_num(0.0).to(torch.int8), scale
 
 
 def paged_attention(
@@ -303,7 +313,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.d
 def _vendor_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Sums leave the product as they are where torch offers that, and rounded to x's dtype elsewhere."""
     if dtype == x.dtype or x.device.type != "cuda" or torch.version.hip:
-        return F.linear(x, weight, bias).to(dtype)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype)).to(dtype)
     out: Tensor = torch.ops.aten.mm.dtype(x.flatten(0, -2), weight.t(), dtype).view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
 
@@ -322,9 +332,45 @@ def packed_linear(
     weight: PackedWeight,
     bias: Tensor | None = None,
     activation: Ending | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     out = linear(seen_by(weight, x), format_of(weight.scheme).multiplied(weight).float(), bias)
-    return (out if activation is None else ENDINGS[activation](out)).to(x.dtype)
+    return (out if activation is None else ENDINGS[activation](out)).to(dtype or x.dtype)
+
+
+def round_rows(x: Tensor, rounding: RowRounding) -> Tensor:
+    size = x.shape[-1]
+    group = max(min(rounding.group or size, size), 1)
+    groups = F.pad(x.float(), (0, -size % group)).unflatten(-1, (-1, group))
+    top = FP8_MAX if rounding.codes == "e4m3" else _ACTIVATION_MAX
+    if rounding.scale is not None:
+        scale = torch.tensor(rounding.scale, dtype=torch.float32, device=x.device)
+        zero = torch.tensor(rounding.zero, dtype=torch.float32, device=x.device)
+    else:
+        scale, zero = _step_of(groups, rounding, top)
+    if rounding.codes == "e4m3":
+        codes = (groups / scale).clamp(-top, top).to(torch.float8_e4m3fn).float()
+    else:
+        codes = (groups / scale + zero).clamp(rounding.lowest, top).round() - zero
+    return (codes * scale).flatten(-2)[..., :size].to(x.dtype)
+
+
+def _step_of(groups: Tensor, rounding: RowRounding, top: float) -> tuple[Tensor, Tensor]:
+    """Scales and zero points that groups [..., G, group] find, [..., G, 1]."""
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    is_finite = groups.isfinite().all(-1, keepdim=True)
+    lowest = -top if rounding.codes == "e4m3" else rounding.lowest
+    if rounding.symmetric:
+        most = torch.maximum(high, -low)
+        scale = (most if rounding.bound is None else most.clamp(max=rounding.bound)) / ((top - lowest) / 2)
+    else:
+        scale = (high - low) / (top - lowest)
+    divisor = torch.where(scale == 0, 1.0, scale)
+    zero = (
+        torch.zeros_like(low) if rounding.symmetric else (lowest - low / divisor).clamp(lowest, top).round()
+    )
+    zero = torch.where(scale == 0, 0.0, zero)
+    return torch.where(is_finite, divisor, torch.nan), torch.where(is_finite, zero, 0.0)
 
 
 def seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:

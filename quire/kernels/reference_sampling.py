@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.limits import Limits
 from quire.kernels.philox import gumbel, uniform
 from quire.kernels.token_order import ids_of, order_keys, rank_of
 
@@ -17,6 +18,8 @@ from quire.kernels.token_order import ids_of, order_keys, rank_of
 # 8 MiB each); larger ones would be fresh pages of the system every time, which costs more than the arithmetic.
 _SLICE_ELEMENTS = 1 << 20
 _MAX_LOGIT = torch.finfo(torch.float32).max
+_SORTED_ELEMENTS = 1 << 22
+"""That are sorted at once: some 50 bytes each."""
 _FIRST_WIDTH = 64
 _WIDENING = 16
 
@@ -114,15 +117,33 @@ def _first_of(values: Tensor) -> Tensor:
 
 def shaped_logits(logits: Tensor, settings: Tensor) -> Tensor:
     """Logits [N, V], which are changed, and settings [N, 4] -> logits of the distribution to draw from."""
-    temperature, log_min_p = settings[:, :2].float().unbind(1)
-    logits.div_(temperature[:, None]).clamp_(max=_MAX_LOGIT)
-    lowest = logits.amax(1) + log_min_p
-    logits.masked_fill_(logits < lowest[:, None], -torch.inf)
+    _scale(logits, settings)
     top_k, top_p = settings[:, 2].long(), settings[:, 3]
     cut = ((top_k < logits.shape[1]) | (top_p < 1.0)).nonzero().squeeze(1)
     if len(cut):
         logits[cut] = _truncated(logits[cut], top_k[cut], top_p[cut])
     return logits
+
+
+def shaped_at_once(logits: Tensor, settings: Tensor, limits: Limits) -> Tensor:
+    """`shaped_logits` where the host looks at no number, so that it waits for no device; rows are sorted whole."""
+    _scale(logits, settings)
+    vocab_size, (top_k, top_p) = logits.shape[1], (settings[:, 2].long(), settings[:, 3])
+    size = max(1, _SORTED_ELEMENTS // vocab_size)
+    for start in range(0, len(logits) if limits.top_k or limits.top_p else 0, size):
+        part = slice(start, start + size)
+        keys, probs = order_keys(logits[part]), logits[part].softmax(1, dtype=torch.float64)
+        last = _last_kept_key(keys, probs, top_k[part], top_p[part], vocab_size)
+        logits[part].masked_fill_(keys < last[:, None], -torch.inf)
+    return logits
+
+
+def _scale(logits: Tensor, settings: Tensor) -> None:
+    """Divide by the temperature, and drop what min_p does."""
+    temperature, log_min_p = settings[:, :2].float().unbind(1)
+    logits.div_(temperature[:, None]).clamp_(max=_MAX_LOGIT)
+    lowest = logits.amax(1) + log_min_p
+    logits.masked_fill_(logits < lowest[:, None], -torch.inf)
 
 
 def _truncated(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -149,8 +170,10 @@ def _last_kept_key(keys: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor, wi
     is_before_enough = torch.nn.functional.pad(mass[:, :-1], (1, 0)) < wanted[:, None]
     num_kept = torch.minimum(is_before_enough.sum(1), top_k).clamp(min=1)
     last = best.gather(1, num_kept.clamp(max=width)[:, None] - 1).squeeze(1)
+    if width == vocab_size:
+        return last
     deeper = torch.nonzero(~is_limited & (mass[:, -1] < wanted)).squeeze(1)
-    if width < vocab_size and len(deeper):
+    if len(deeper):
         wider = min(width * _WIDENING, vocab_size)
         last[deeper] = _last_kept_key(keys[deeper], probs[deeper], top_k[deeper], top_p[deeper], wider)
     return last

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from quire.config import EngineConfig
+from quire.config.pooling import TOKEN_TASKS
 from quire.errors import ConfigError
 from quire.kv_cache.grouping import Groups, group_layers
 from quire.kv_cache.spec import (
@@ -101,6 +102,10 @@ def _choose_num_blocks(
         return cache.kv_cache_memory_bytes // block_bytes, "as --kv-cache-memory-bytes says"
     max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
     per_request = blocks_per_request(groups, max_model_len, config.scheduler.max_num_batched_tokens)
+    beside = _pooled_bytes_of_block(config, per_request)
+    if beside:
+        logger.info("beside a block, %d bytes are kept for what is pooled of its tokens", beside)
+        block_bytes += beside
     bounds = [
         (memory.free_bytes // block_bytes, memory.reason),
         (
@@ -112,6 +117,19 @@ def _choose_num_blocks(
         reason = "half of the free memory, or one full request if that is more (--gpu-memory-utilization)"
         bounds.append((max(memory.default_bytes // block_bytes, per_request + NULL_BLOCK), reason))
     return min(bounds)
+
+
+def _pooled_bytes_of_block(config: EngineConfig, per_request: int) -> int:
+    """What the host keeps of the tokens in a block until their text ends, where the host has the cache, too.
+
+    Numbers of tokens, float32, come with each chunk of a text. Of the longest text, which needs `per_request` blocks,
+    there are most to a block.
+    """
+    spec = config.pooling
+    if spec is None or config.device.device != "cpu" or not config.scheduler.enable_chunked_prefill:
+        return 0
+    largest = max((spec.size_of(task) for task in spec.tasks if task in TOKEN_TASKS), default=0)
+    return -(-4 * largest * config.model.max_model_len // per_request)
 
 
 def _log_capacity(config: EngineConfig, kv_config: KVCacheConfig) -> None:

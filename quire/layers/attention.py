@@ -5,6 +5,8 @@ Invariant: a layer never looks at the batch itself: who owns which rows and bloc
 handed down from the runner.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -95,7 +97,9 @@ class Attention(Module):
             "alibi_slopes", None if alibi is None else alibi * slopes(num_heads), persistent=False
         )
         self.cache_scales: CacheScales | None = None
-        """What keys and values are divided by in the cache, if the checkpoint says so."""
+        """What keys and values are divided by in a cache in E4M3, if the checkpoint says so."""
+        self.int8_scales: Tensor | None = None
+        """The same of a cache in int8, float32 [2, Hkv]; None: each vector has its own."""
         self.k_cache = self.v_cache = torch.empty(0)
         self.group_id = 0
 
@@ -137,18 +141,20 @@ class Attention(Module):
             self._turn(q, k, positions)
             k, v = self.cache_scales.stored(k, v)
         if self.cache_scales is not None or self.rotary is None:
-            ops.write_kv(k, v, self.k_cache, self.v_cache, slots)
+            ops.write_kv(k, v, self.k_cache, self.v_cache, slots, **self._given_scales())
             return
         assert positions.dim() == 1, f"this rotary embedding takes positions [T], not {[*positions.shape]}"
         args = (positions, q, k, v, self.rotary.cos_sin_cache, self.k_cache, self.v_cache, slots)
         interleaved = self.rotary.interleaved
         if self.qk_norm is None:
-            ops.rotary_and_write_kv(*args, interleaved)
+            ops.rotary_and_write_kv(*args, interleaved, **self._given_scales())
         else:
             q_norm, k_norm = self.qk_norm
-            ops.rotary_and_write_kv(
-                *args, interleaved, q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps
-            )
+            norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight}
+            ops.rotary_and_write_kv(*args, interleaved, **norms, eps=q_norm.eps, **self._given_scales())
+
+    def _given_scales(self) -> dict[str, Any]:
+        return {} if self.int8_scales is None else {"scales": self.int8_scales}
 
     def _turn(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
         """Norm and rotate q and k in place, as the kernel that writes them, too, does."""

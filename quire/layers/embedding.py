@@ -32,6 +32,7 @@ class VocabEmbedding(MatrixLayer):
     rank looks up those that it has, and makes their logits.
     """
 
+    rounds_inputs = True
     takes_adapters = True
     """Whether whoever calls it says whose the tokens are."""
 
@@ -49,7 +50,7 @@ class VocabEmbedding(MatrixLayer):
         name: str = "",
     ) -> None:
         super().__init__(
-            [Span(vocab_size)],
+            [Span(vocab_size, uneven=True)],
             size,
             dtype,
             name=name,
@@ -96,9 +97,7 @@ class VocabEmbedding(MatrixLayer):
 
         Logits behind V are those of tokens that adapters have there; those of others mean nothing.
         """
-        logits = self._product(hidden)
-        if self.group is not None:
-            logits = ops.all_gather(logits, self.group)
+        logits = self._of_all(self.own_logits(hidden))
         if adapter_rows is None:
             return logits
         hidden = hidden.to(logits.dtype)
@@ -113,7 +112,7 @@ class VocabEmbedding(MatrixLayer):
         """Logits [N, V] with what adapters add, of which each rank makes that of its tokens."""
         own = logits if self.group is None else logits[:, self.rows[0]].contiguous()
         ops.lora_linear(own, hidden, adapter_rows, adapters)
-        return own if self.group is None else ops.all_gather(own, self.group)
+        return self._of_all(own)
 
     def _own_logits(self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, num_added: int) -> Tensor:
         """Put what rows of adapters make into the logits [N, V]; returns those behind them, [N, num_added]."""
@@ -121,8 +120,8 @@ class VocabEmbedding(MatrixLayer):
         if own is None:
             return logits[:, :0]
         bias: Tensor | None = self.bias
-        if bias is not None and self.group is not None:
-            bias = ops.all_gather(bias[None], self.group)[0]
+        if bias is not None:
+            bias = self._of_all(bias[None])[0]
         if not num_added:
             own.replace(logits, hidden, adapter_rows, bias)
             return logits[:, :0]
@@ -131,9 +130,30 @@ class VocabEmbedding(MatrixLayer):
         logits.copy_(wide[:, :vocab_size])
         return wide[:, vocab_size:]
 
+    @property
+    def share(self) -> int:
+        """Tokens of each rank, but for the last, which may have fewer."""
+        return -(-self.shape[0] // self.shard.of)
+
+    def _of_all(self, own: Tensor) -> Tensor:
+        """Of each of this rank's tokens [N, its share] -> of every token [N, V].
+
+        The last rank has fewer where V cannot be shared out evenly, and shows as many columns as any other.
+        """
+        if self.group is None:
+            return own
+        own = F.pad(own, (0, self.share - own.shape[1])) if own.shape[1] < self.share else own
+        every = ops.all_gather(own, self.group)
+        return every if every.shape[1] == self.shape[0] else every[:, : self.shape[0]].contiguous()
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> float32 logits of this rank's tokens, without adapters."""
+        rounded = self.rounded_inputs
+        return self._product(hidden) if rounded is None else rounded.product(hidden, self._product)
+
     def _product(self, hidden: Tensor) -> Tensor:
         if self.packed is not None:
-            return ops.packed_linear(hidden, self.packed, self.bias).float()
+            return ops.packed_linear(hidden, self.packed, self.bias, dtype=torch.float32)
         assert self.weight is not None
         return ops.linear(hidden, self.weight, self.bias, torch.float32)
 

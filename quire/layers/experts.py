@@ -20,7 +20,7 @@ from quire.kernels import ops
 from quire.kernels.experts import ExpertAdapters, ExpertWeights, lay_together
 from quire.kernels.linear import PackedWeight
 from quire.kernels.lora import SharedStacks
-from quire.layers.activation import FUSED
+from quire.layers.activation import FUNCTIONS, FUSED
 from quire.layers.base import Module, activation_dtype, device_type, model_dtype
 from quire.layers.expert_exchange import Adapted, Exchange, exchange_of
 from quire.layers.linear import GateUpLinear, Linear
@@ -47,6 +47,11 @@ class _InStack(MatrixLayer):
         """Those of this member."""
         found = super().in_files(module, tensors, files)
         return {name: stack if self.stack.flat else stack[0] for name, stack in found.items() if stack.dim()}
+
+    def own(self, tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) % self.count:
+            return tensor  # no stack, which whoever reads it says
+        return tensor.unflatten(0, (self.count, -1))[self.index].flatten(0, 0 if self.stack.flat else 1)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         for name, slot in super().slots(self.stored_modules(names)):
@@ -129,6 +134,7 @@ class Expert(Module):
         )
         for layer in (self.up, self.down_proj):
             layer.takes_adapters = layer.makes_products = False  # `Experts` does both
+            layer.rounds_inputs = member is None and not config.lora.enable_lora
             layer.expert = index
             if isinstance(layer, _InStack):
                 assert stack is not None, "a member of it"
@@ -138,6 +144,11 @@ class Expert(Module):
     def is_here(self) -> bool:
         """Whether this rank has it."""
         return self.up.is_here
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether a matrix is multiplied by what was rounded as a checkpoint says."""
+        return any(layer.rounded_inputs is not None for layer in (self.up, self.down_proj))
 
     @property
     def up(self) -> Linear:
@@ -158,8 +169,10 @@ class Experts(Module):
         self._count, self._top_k = experts.count, experts.routing.top_k
         self._hidden_size = experts.latent_size or config.arch.hidden_size
         self._activation = FUSED[experts.activation]
+        self._function = None if experts.gated else FUNCTIONS[experts.activation]
         self._device_type, self._dtype = device_type(config), activation_dtype(config)
         self._weights: ExpertWeights | None = None
+        self._rounds: bool | None = None
         self._adapters: ExpertAdapters | None = None
         self._are_whole = config.parallel.enable_expert_parallel
         self._adds_up_with: Group | None = None
@@ -174,7 +187,26 @@ class Experts(Module):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, step: StepContext) -> Tensor:
         """x [T, H], as `Router` chose and weighted -> [T, H]."""
+        if self._round_inputs():
+            return self._one_by_one(x, chosen, weights, step)
         return self._multiplied(x, chosen, weights, step.adapter_rows)
+
+    def _round_inputs(self) -> bool:
+        if self._rounds is None:
+            self._rounds = any(member.rounds_inputs for member in self._members())
+        return self._rounds
+
+    def _one_by_one(self, x: Tensor, chosen: Tensor, weights: Tensor, step: StepContext) -> Tensor:
+        """No kernel rounds what is between two products as a checkpoint says: each layer by itself does."""
+        rows = x.new_zeros(*chosen.shape, x.shape[1])
+        for index, member in enumerate(self._members()):
+            tokens, places = torch.nonzero(chosen == index, as_tuple=True)
+            if len(tokens):
+                between = member.up(x[tokens], step)
+                if self._function is not None:
+                    between = ops.activate(between, self._function)
+                rows[tokens, places] = member.down_proj(between, step)
+        return ops.add_choices(rows, chosen, weights)
 
     def take_part(self) -> None:
         """See the function of this name."""
@@ -191,6 +223,8 @@ class Experts(Module):
 
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
+        if self._round_inputs():
+            return "experts whose inputs are rounded as a checkpoint says are called one by one"
         nothing = torch.empty(0, dtype=self._dtype)
         taken = ops.experts.takes(self._device_type, nothing, nothing, nothing, self._of())
         if not taken:

@@ -6,7 +6,6 @@ Shapes: T tokens of the step, H hidden size, Hk/Hv key and value heads, Dk/Dv th
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.config.arch import DeltaArch
 from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
@@ -66,9 +65,12 @@ class GatedDeltaNet(Module):
         arch, dtype, own = config.arch, model_dtype(config), config.arch.delta
         assert own is not None, "a layer of this kind is described"
         keys, values = Span(own.key_heads, own.key_dim), Span(own.value_heads, own.value_dim)
-        self.in_proj_qkvz = self._in_proj(config, own, (keys, keys, values, values), f"{prefix}.in_proj_qkvz")
-        of_heads = Span(own.value_heads)
-        self.in_proj_ba = self._in_proj(config, own, (of_heads, of_heads), f"{prefix}.in_proj_ba")
+        groups = own.key_heads if own.grouped else 1
+        qkvz, of_heads = (keys, keys, values, values), Span(own.value_heads)
+        self.in_proj_qkvz = self._in_proj(config, groups, qkvz, f"{prefix}.in_proj_qkvz")
+        if own.steps_grouped is not None:
+            groups = own.key_heads if own.steps_grouped else 1
+        self.in_proj_ba = self._in_proj(config, groups, (of_heads, of_heads), f"{prefix}.in_proj_ba")
         self.conv1d = CausalConv(
             spans=(keys, keys, values), taps=own.taps, bias=False, silu=True, name=f"{prefix}.conv1d"
         )
@@ -96,7 +98,7 @@ class GatedDeltaNet(Module):
         self.widths = (q + k + v, z)
 
     @staticmethod
-    def _in_proj(config: EngineConfig, own: DeltaArch, spans: tuple[Span, ...], name: str) -> Linear:
+    def _in_proj(config: EngineConfig, groups: int, spans: tuple[Span, ...], name: str) -> Linear:
         return Linear(
             in_features=config.arch.hidden_size,
             out_features=sum(span.size for span in spans),
@@ -105,7 +107,7 @@ class GatedDeltaNet(Module):
             name=name,
             cut="output",
             spans=spans,
-            groups=own.key_heads if own.grouped else 1,
+            groups=groups,
         )
 
     def reads(self, source: RowSource) -> None:

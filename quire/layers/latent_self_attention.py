@@ -62,8 +62,8 @@ class LatentSelfAttention(Module):
             out_features=latent.rank,
             dtype=dtype,
             name=f"{prefix}.k_up",
-            after=latent.value_size,
-            inverted=True,
+            after=0 if latent.absorbed else latent.value_size,
+            inverted=not latent.absorbed,
         )
         self.v_up = PerHeadLinear(
             num_heads=arch.num_heads,
@@ -71,7 +71,7 @@ class LatentSelfAttention(Module):
             out_features=latent.value_size,
             dtype=dtype,
             name=f"{prefix}.v_up",
-            before=latent.key_size,
+            before=0 if latent.absorbed else latent.key_size,
         )
         self.g_proj: Linear | None = None
         if latent.gated:

@@ -14,9 +14,9 @@ from quire.kernels import ops
 from quire.layers.alibi import slopes
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.linear import Linear, QKVLinear
-from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import Shard, Span
+from quire.layers.shared_norm import SharedRMSNorm
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
 
@@ -96,9 +96,7 @@ class LightningAttention(Module):
             spans=(heads,),
             activation="sigmoid",
         )
-        self.norm = RMSNorm(
-            size=heads.size, eps=_NORM_EPS, dtype=activation_dtype(config), name=f"{prefix}.norm"
-        )
+        self.norm = SharedRMSNorm(heads, eps=_NORM_EPS, dtype=activation_dtype(config), name=f"{prefix}.norm")
         self.out_proj = Linear(
             in_features=heads.size,
             out_features=arch.hidden_size,

@@ -29,7 +29,7 @@ class Linear(MatrixLayer):
     checkpoint stores [K, N], as GPT-2's Conv1D does.
     """
 
-    makes_products = True
+    makes_products = rounds_inputs = True
     takes_adapters = True
     """Whether all products of its matrix are made here, with the step at hand, so that adapters can add to them."""
 
@@ -92,13 +92,17 @@ class Linear(MatrixLayer):
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
         """x [T, K] -> [T, N]; the rows are those of the step's tokens. K is the rank's share if that is cut, else N."""
         adapts = self.adapters is not None and step.adapter_rows is not None
-        if self._ending is None or self.packed is None or adapts:
+        if self._ending is None or self.packed is None or adapts or self.rounded_inputs is not None:
             return self._activated(self.sums(x, step))
         return ops.packed_linear(self._in_order(x), self.packed, self.bias, self._ending)
 
     def sums(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
         """What `forward` activates: [T, K] -> [T, N]."""
-        out = self._product(x)
+        if self.rounded_inputs is None:
+            out = self._product(x)
+        else:
+            assert isinstance(x, Tensor), "what is rounded as a checkpoint says comes as it is"
+            out = self.rounded_inputs.product(x, self._product)
         if self.adapters is not None and step.adapter_rows is not None:
             assert isinstance(x, Tensor), "what serves adapters does not quantise x"
             ops.lora_linear(out, x, step.adapter_rows, self.adapters)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
@@ -16,6 +15,7 @@ from quire.layers.linear import Linear
 from quire.layers.mamba import negative_exp
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.shared_norm import SharedRMSNorm
 from quire.layers.slot import length
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
@@ -69,35 +69,6 @@ class HeadScan(VectorLayer):
         )
 
 
-class GroupRMSNorm(VectorLayer):
-    """An RMSNorm of each of so many equal parts of a row; ranks beyond the groups have a group's weights in common."""
-
-    vectors = (Vector("weight", "weight", "ones"),)
-    weight: Tensor
-    ones: Tensor
-
-    def __init__(self, *, size: int, groups: int, eps: float, dtype: torch.dtype, name: str) -> None:
-        super().__init__(Span(groups, size // groups, replicated=True), dtype=dtype, name=name)
-        self.eps = eps
-        ones = torch.ones(self.span.unit, dtype=dtype, device="cpu")
-        self.register_buffer("ones", ones, persistent=False)
-
-    def take_share(self, shard: Shard) -> None:
-        """Raises ConfigError: ranks have to have parts of a group."""
-        if self.span.units % shard.of:
-            raise ConfigError(
-                f"{self.name}: {self.span.units} groups, each normed as a whole, cannot be shared out evenly among"
-                f" {shard.of} ranks"
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, C] -> [T, C]."""
-        if x.shape[1] == self.span.unit:
-            return ops.rms_norm(x, self.weight, self.eps)
-        normed = ops.rms_norm(x.view(len(x), -1, self.span.unit), self.ones, self.eps)
-        return normed.view(x.shape) * self.weight
-
-
 class Mamba2Mixer(Module):
     """`out(norm(scan(conv(x, b, c)) * silu(z)))`, where `in_proj` makes z, x, b, c and time steps.
 
@@ -138,8 +109,8 @@ class Mamba2Mixer(Module):
         )
         self.gated_norm = None
         if own.norm_eps is not None:
-            self.gated_norm = GroupRMSNorm(
-                size=channels.size,
+            self.gated_norm = SharedRMSNorm(
+                channels,
                 groups=own.groups,
                 eps=own.norm_eps,
                 dtype=activation_dtype(config),

@@ -17,7 +17,8 @@ from quire.errors import ConfigError
 from quire.kernels import reference
 from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Layer, parameter
-from quire.layers.quantization import FLOATS, TABLE, Elsewhere, QuantMethod
+from quire.layers.quantization import FLOATS, Elsewhere, QuantMethod
+from quire.layers.rounded_inputs import RoundedInputs
 from quire.layers.shard import WHOLE, Cut, Member, Shard, Span
 from quire.layers.slot import Part, Slot, length
 
@@ -51,6 +52,9 @@ class MatrixLayer(Layer):
     makes_products = False
     """Whether all products of its matrix are made by itself, so that it can bring what it reads into another order."""
 
+    rounds_inputs = False
+    """Whether its products see `rounded_inputs`."""
+
     def __init__(
         self,
         spans: Sequence[Span],
@@ -78,7 +82,7 @@ class MatrixLayer(Layer):
         self.create_weights(FLOATS)
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
-        self.method, self.shard = TABLE if self.only_looked_up else method, shard
+        self.method, self.shard = method.looked_up() if self.only_looked_up else method, shard
         self.is_here = self.member is None or self.member.is_of(shard)
         if not self.is_here:
             self.method = Elsewhere(method)
@@ -90,6 +94,8 @@ class MatrixLayer(Layer):
         self.packed: PackedWeight | None = None
         self.input_order: nn.Parameter | None = None
         """int64 [K]: column j of `packed` is that of input input_order[j]; None: as they come."""
+        self.rounded_inputs: RoundedInputs | None = None
+        """What it is multiplied by, where a checkpoint says how that is rounded; None: as it comes."""
         self.method.create(self)
         crosses = shard.group.size > 1 and self.cut != "whole"
         self.group: Group | None = shard.group if crosses else None
@@ -123,6 +129,10 @@ class MatrixLayer(Layer):
         """Those of a module's tensors that are in `files`."""
         at = {tensor: self.stored_name(module, tensor) for tensor in tensors}
         return {tensor: files[name] for tensor, name in at.items() if name in files}
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """What is this layer's of a tensor that files have for its module."""
+        return tensor
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield from self.method.slots(self, names)

@@ -13,6 +13,7 @@ from quire.layers.base import Module
 from quire.layers.linear import Linear
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Shard
+from quire.layers.slot import Part, Slot
 from quire.layers.step import StepContext
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,8 +24,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "sigmoid": torch.sigmoid,
 }
-
-_NO_STEP = StepContext(())
 
 
 class HeadLinear(Linear):
@@ -39,8 +38,24 @@ class HeadLinear(Linear):
             name=prefix + layer.name,
         )
 
+        self._taken = layer.rows
+        self._num_stored = layer.num_stored
+
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method.unrounded(), shard)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        """Of a module of which some outputs are computed, each by itself, beside whoever else reads them."""
+        if not self._taken:
+            yield from super().slots(names)
+            return
+        for kind, target in (("weight", self.weight), ("bias", self.bias)):
+            for index, row in enumerate(self._taken if target is not None else ()):
+                assert target is not None, "it was asked"
+                rest = tuple(slice(0, size) for size in target.shape[1:])
+                box = (slice(row, row + 1), *rest)
+                part = Part((self._num_stored, *target.shape[1:]), box, box)
+                yield f"{names[0]}.{kind}", Slot(target[index : index + 1], "normal", part, shared=True)
 
 
 class PoolingHead(Module):
@@ -52,10 +67,10 @@ class PoolingHead(Module):
         self._names = [layer.name for layer in layers]
         self._activations = [ACTIVATIONS[layer.activation] for layer in layers]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """float32 [N, inputs] -> [N, outputs]."""
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """float32 [N, inputs] -> [N, outputs]; of the step there is no more than the adapters of these rows."""
         for layer, activation in zip(self.layers, self._activations, strict=True):
-            x = activation(layer(x, _NO_STEP))
+            x = activation(layer(x, step))
         return x
 
     def checkpoint_layers(self) -> Iterator[tuple[list[str], HeadLinear]]:

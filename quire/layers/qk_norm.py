@@ -4,54 +4,59 @@ Shapes: T tokens of the step, h heads of q or of k, D head size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels import ops
-from quire.layers.base import Layer, Module, activation_dtype, parameter
+from quire.layers.base import Module, activation_dtype
 from quire.layers.head_norm import HeadRMSNorm
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.slot import Slot
+from quire.layers.shard import Span
+from quire.layers.shared_norm import SharedRMSNorm
+from quire.layers.slot import Part, Slot, length
+from quire.layers.vectors import Vector, VectorLayer
 
 
-class RowRMSNorm(RMSNorm):
-    """An RMSNorm of all heads of a token together."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, h, D] -> the same shape."""
-        out: Tensor = super().forward(x.flatten(1))  # type: ignore[assignment]
-        return out.view(x.shape)
-
-
-class EachHeadLayerNorm(Layer):
+class EachHeadLayerNorm(VectorLayer):
     """A LayerNorm without bias and with a weight of its own for each head, [h, D].
 
     The checkpoint has them in one tensor or, if `apart`, as `norms.0`, `norms.1` ...
     """
 
+    vectors = (Vector("weight", "weight", "ones"),)
+    weight: Tensor
     ones: Tensor
 
     def __init__(
         self, *, heads: int, head_dim: int, eps: float, dtype: torch.dtype, apart: bool, name: str
     ) -> None:
-        super().__init__(name)
-        self.weight = parameter(heads, head_dim, dtype=dtype)
+        super().__init__(Span(heads, head_dim, replicated=True), dtype=dtype, name=name)
         self.register_buffer("ones", torch.ones(head_dim, dtype=dtype, device="cpu"), persistent=False)
         self.eps = eps
         self.apart = apart
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, h, D] -> the same shape."""
-        return ops.layer_norm(x, self.ones, None, self.eps) * self.weight
+        return ops.layer_norm(x, self.ones, None, self.eps) * self.weight.view(-1, self.span.unit)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         if not self.apart:
-            yield f"{names[0]}.weight", Slot(self.weight, "ones")
+            yield from super().slots(names)
             return
-        for head, weight in enumerate(self.weight):
-            yield f"{names[0]}.norms.{head}.weight", Slot(weight, "ones")
+        size = self.span.unit
+        for head in range(self.span.units):
+            start = head * size - self.own.start
+            is_own = 0 <= start < length(self.own)
+            target = self.weight[start : start + size] if is_own else self.weight[:0]
+            everything = slice(0, size)
+            part = Part((size,), (everything,), (everything if is_own else slice(0, 0),))
+            yield f"{names[0]}.norms.{head}.weight", Slot(target, "ones", part)
+
+    def _part(self, vector: Vector) -> Part:
+        return replace(super()._part(vector), stored=(self.span.units, self.span.unit))
 
 
 def head_norm(config: EngineConfig, name: str, num_heads: int = 1) -> RMSNorm:
@@ -81,11 +86,10 @@ def _unweighted_rms(config: EngineConfig, heads: int, name: str) -> RMSNorm:
     return head_norm(config, name)
 
 
-def _row_rms(config: EngineConfig, heads: int, name: str) -> RMSNorm:
+def _row_rms(config: EngineConfig, heads: int, name: str) -> SharedRMSNorm:
     arch = config.arch
-    return RowRMSNorm(
-        size=heads * arch.head_dim, eps=arch.norm_eps, dtype=activation_dtype(config), name=name
-    )
+    span = Span(heads, arch.head_dim, replicated=True)
+    return SharedRMSNorm(span, eps=arch.norm_eps, dtype=activation_dtype(config), name=name)
 
 
 def _each_head_rms(config: EngineConfig, heads: int, name: str) -> HeadRMSNorm:

@@ -49,6 +49,10 @@ class QuantMethod:
         """The same for a layer whose weight is never rounded: what is read, kept as floats."""
         return method_of(replace(FLOAT, invariant=self.scheme.invariant))
 
+    def looked_up(self) -> QuantMethod:
+        """The same for a layer whose weight is a table that nothing is multiplied by: floats."""
+        return TABLE
+
     def create(self, layer: MatrixLayer) -> None:
         """Give a layer its parameters, uninitialised.
 

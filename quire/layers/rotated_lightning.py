@@ -10,10 +10,10 @@ from quire.layers.alibi import slopes
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.lightning_attention import LightningScan
 from quire.layers.linear import Linear, QKVLinear
-from quire.layers.mamba2 import GroupRMSNorm
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import Span
+from quire.layers.shared_norm import SharedRMSNorm
 from quire.layers.step import StepContext
 
 
@@ -58,8 +58,8 @@ class RotatedLightningAttention(Module):
             spans=(heads,),
             activation="sigmoid",
         )
-        self.g_norm = GroupRMSNorm(
-            size=heads.size,
+        self.g_norm = SharedRMSNorm(
+            heads,
             groups=own.groups,
             eps=arch.norm_eps,
             dtype=activation_dtype(config),

@@ -59,12 +59,14 @@ WHOLE = Shard()
 class Span:
     """Outputs that are cut by themselves: `units` of `unit` each, such as heads of their size, which no cut splits.
 
-    `replicated` ones may be fewer than the ranks, of which several hold the same unit then.
+    `replicated` ones may be fewer than the ranks, of which several hold the same unit then. Of `uneven` ones the last
+    rank may have fewer than the others, who have equally many.
     """
 
     units: int
     unit: int = 1
     replicated: bool = False
+    uneven: bool = False
 
     @property
     def size(self) -> int:
@@ -75,14 +77,17 @@ class Span:
         """Which of the outputs a rank has.
 
         Raises:
-            ConfigError: the units cannot be shared out evenly; the message names the owner.
+            ConfigError: the units cannot be shared out so; the message names the owner.
         """
         count, rest = divmod(self.units, shard.of)
-        if not rest:
+        if rest and self.uneven and (count + 1) * (shard.of - 1) < self.units:
+            count += 1
+            first = shard.rank * count
+        elif not rest:
             first = shard.rank * count
         elif self.replicated and shard.of % self.units == 0:
             count, first = 1, shard.rank * self.units // shard.of
         else:
             units = f"{self.units} units of {self.unit} outputs" if self.unit > 1 else f"{self.units} outputs"
             raise ConfigError(f"{owner}: {units} cannot be shared out evenly among {shard.of} ranks")
-        return slice(first * self.unit, (first + count) * self.unit)
+        return slice(first * self.unit, min(first + count, self.units) * self.unit)

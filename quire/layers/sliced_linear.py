@@ -19,6 +19,7 @@ from quire.layers.base import Module
 from quire.layers.linear import Linear
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Shard
+from quire.layers.shared_norm import SharedRMSNorm
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 
@@ -79,8 +80,10 @@ class SlicedLinear(Module):
 
 
 def slice_sums(model: nn.Module, shard: Shard) -> None:
-    """Put slices in the place of each linear layer that is cut by inputs."""
+    """Put slices in the place of each linear layer that is cut by inputs, and sum up by units what norms are of."""
     for parent in list(model.modules()):
+        if isinstance(parent, SharedRMSNorm):
+            parent.by_units = parent.groups % NUM_SLICES > 0  # else each rank has whole groups
         for name, child in list(parent.named_children()):
             if type(child) is Linear and child.cut == "input":
                 setattr(parent, name, SlicedLinear(child, shard))

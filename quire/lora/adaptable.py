@@ -13,12 +13,14 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.lora import LoraStacks
+from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.head_adapters import HeadAdapters
 from quire.layers.linear import Linear
 from quire.layers.matrix import Piece
 from quire.layers.own_rows import OwnOutputs, OwnRows
 from quire.layers.per_head import PerHeadLinear
+from quire.layers.pooling_head import HeadLinear
 from quire.layers.slot import length
 from quire.layers.table_adapters import TableAdapters
 from quire.models.base import CausalLM, Uncut
@@ -37,13 +39,29 @@ class AdaptableLayer:
     is_table = False
     blocks = 1
     """Stacks that one adapter takes."""
-    has_vectors = True
-    """Whether it can multiply and add by outputs, too: for DoRA, and for biases."""
+    has_lengths = True
+    """Whether it can multiply by outputs, too: for DoRA."""
+    has_biases = True
+    """Whether it can add to them."""
 
     @property
     def inputs(self) -> int:
         """Those of all ranks."""
         return self.layer.inputs
+
+    @property
+    def columns(self) -> slice:
+        """The inputs of this rank."""
+        return self.layer.columns
+
+    def weight(self) -> Tensor:
+        """The finished matrix [outputs, inputs] of this rank."""
+        return self.layer.unpacked()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Of this rank's outputs."""
+        return self.layer.bias
 
     def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
         """Room for so many adapters."""
@@ -54,7 +72,9 @@ class AdaptableLayer:
         _put(stacks, part, self.layer.columns, piece, a, b)
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
-        """What it makes of the modules' outputs."""
+        """What it makes of the modules' outputs, none of more than a part."""
+        if len(names) == 1 and len(self.layer.pieces(names)) == 1 < len(self.parts):
+            return list(self.layer.pieces_of(names[0], range(len(self.parts))))
         return self.layer.pieces(names)
 
     def make_room(
@@ -78,6 +98,19 @@ class AdaptableLayer:
         dtype = torch.float32 if isinstance(self.layer, VocabEmbedding) else stacks.b.dtype
         out, x = (row.new_zeros(1, size, dtype=dtype) for size in (stacks.b.shape[-1], stacks.a.shape[2]))
         ops.lora_linear(out, x, row, stacks)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptableHead(AdaptableLayer):
+    """A layer behind what is pooled, of which an adapter may have all: it is never rounded, and nor is that."""
+
+    layer: HeadLinear
+
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
+        """Room for so many adapters, each of a rank of any outputs."""
+        return AdaptableLayer.stacks(
+            self, num_slots, max(max_rank, self.layer.num_rows), torch.float32, device
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +144,9 @@ class AdaptableTable:
 
     is_table = True
     blocks = 1
-    has_vectors = False
+    has_lengths = True
+    has_biases = False
+    bias = None
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -122,6 +157,15 @@ class AdaptableTable:
     def inputs(self) -> int:
         """Tokens."""
         return self.layer.shape[0]
+
+    @property
+    def columns(self) -> slice:
+        """The tokens whose rows this rank has."""
+        return self.layer.rows[0]
+
+    def weight(self) -> Tensor:
+        """The table of this rank, [H, V]."""
+        return self.layer.unpacked().t()
 
     def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
         """Room for so many adapters, for the tokens whose rows this rank has."""
@@ -163,7 +207,9 @@ class AdaptableHeads:
     is_here: bool = True
 
     is_table = False
-    has_vectors = False
+    has_lengths = False
+    has_biases = False
+    bias = None
 
     @property
     def blocks(self) -> int:
@@ -179,6 +225,15 @@ class AdaptableHeads:
     def inputs(self) -> int:
         """Of the checkpoint's module."""
         return self.layer.inputs
+
+    @property
+    def columns(self) -> slice:
+        """All of them."""
+        return slice(0, self.inputs)
+
+    def weight(self) -> Tensor:
+        """It is never asked for."""
+        raise NotImplementedError
 
     def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
         """Room for so many adapters."""
@@ -220,28 +275,44 @@ class AdaptableHeads:
 Adaptable = AdaptableLayer | AdaptableTable | AdaptableHeads
 
 
-def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], Adaptable]]:
-    """Each with the names of its modules; a table that is the head, too, is there as both.
+def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], list[str], Adaptable]]:
+    """Each with the names of its modules in transformers, and in checkpoints; a table that is the head, too, is both.
 
     Those of other pipeline stages are among them, so each stage refuses an adapter for what any would refuse it for.
     """
     here = {layer for _, layer in model.checkpoint_layers()}
-    layers, head, enters = model.uncut or Uncut([*model.checkpoint_layers()], model.lm_head)
-    for names, layer in layers:
-        is_here = layer in here
-        if isinstance(layer, Linear) and layer.takes_adapters:
-            parts = (layer.num_rows,) if len(names) == 1 else tuple(map(length, layer.rows))
-            yield names, AdaptableLayer(layer, parts, is_here)
-        if isinstance(layer, Linear) and layer.shared_adapters is not None:
-            yield names, AdaptableExpert(layer, tuple(map(length, layer.rows)), is_here and layer.is_here)
-        if isinstance(layer, PerHeadLinear):
-            yield names, AdaptableHeads(layer, is_here)
-        is_looked_up = layer is not head or model.config.arch.tie_word_embeddings
-        if isinstance(layer, VocabEmbedding) and is_looked_up and _takes_adapters(layer):
-            yield names, AdaptableTable(layer, is_here and enters)
+    layers, head, enters = model.uncut or Uncut([*model.adapter_layers()], model.lm_head)
+    for names, stored, layer in layers:
+        for own in _of_layer(model, layer, len(names), layer in here, head, enters=enters):
+            yield names, stored, own
     if head is not None and _takes_adapters(head):
-        is_here = model.lm_head is not None
-        yield [model.renamed.get("lm_head", "lm_head")], AdaptableLayer(head, (head.num_rows,), is_here)
+        is_here, name = model.lm_head is not None, [model.renamed.get("lm_head", "lm_head")]
+        yield name, name, AdaptableLayer(head, (head.num_rows,), is_here)
+
+
+def _of_layer(
+    model: CausalLM,
+    layer: Layer,
+    num_modules: int,
+    is_here: bool,
+    head: VocabEmbedding | None,
+    *,
+    enters: bool,
+) -> Iterator[Adaptable]:
+    """What of a layer, which stands for so many modules, can be adapted, but for the head."""
+    if isinstance(layer, Linear) and layer.takes_adapters:
+        parts = (layer.num_rows,) if num_modules == 1 else tuple(map(length, layer.rows))
+        if isinstance(layer, HeadLinear):
+            yield AdaptableHead(layer, parts, is_here)
+        else:
+            yield AdaptableLayer(layer, parts, is_here)
+    if isinstance(layer, Linear) and layer.shared_adapters is not None:
+        yield AdaptableExpert(layer, tuple(map(length, layer.rows)), is_here and layer.is_here)
+    if isinstance(layer, PerHeadLinear):
+        yield AdaptableHeads(layer, is_here)
+    is_looked_up = layer is not head or model.config.arch.tie_word_embeddings
+    if isinstance(layer, VocabEmbedding) and is_looked_up and _takes_adapters(layer):
+        yield AdaptableTable(layer, is_here and enters)
 
 
 def _put(stacks: LoraStacks, part: int, columns: slice, piece: Piece, a: Tensor, b: Tensor) -> None:

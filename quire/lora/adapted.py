@@ -13,10 +13,11 @@ from quire.lora.targets import Target
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
 
-Kind = Literal["a", "b", "magnitude", "expand_bias", "bias", "base_table", "table", "rows"]
+Kind = Literal["a", "b", "magnitude", "expand_bias", "bias", "weight", "base_table", "table", "rows"]
 """A module's tensors: the product b @ a, [outputs, r] and [r, inputs]; and, of [outputs] each, the lengths of the rows
 of weight and product together (S. Liu et al., 2024, arXiv:2402.09353), a bias of b, and one in place of the module's
-own. Of an embedding or the head, [V, H]: what the model had, and what was trained; and the rows of some tokens."""
+own; or, of a layer behind what is pooled, the whole weight [outputs, inputs]. Of an embedding or the head, [V, H]: what
+the model had, and what was trained; and the rows of some tokens."""
 TABLES: tuple[Kind, ...] = ("base_table", "table", "rows")
 """Those of embeddings and the head; what comes later counts, where two have a row."""
 

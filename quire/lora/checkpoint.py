@@ -5,7 +5,7 @@ Invariant: all that the directory holds fits the model and the limits, or nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from quire.lora.row_lengths import RowLengths, settle
 from quire.lora.targets import Place, Targets
 from quire.models.safetensors_file import SafetensorsFile
 
+_COLUMNS = 16384
+"""Of a weight that are looked at together: those of a table are many."""
 _PICKLED_NAME = "adapter_model.bin"
 
 
@@ -37,6 +39,8 @@ class Adapter:
     """By the index of each table, rows in place of its own, or behind them."""
     num_added: int = 0
     """Tokens behind the model's."""
+    base_model: str = ""
+    """What it says that it was trained on."""
     lengths: dict[int, RowLengths] = field(default_factory=dict)
     """Of layers whose inputs ranks share, until they are settled."""
 
@@ -86,7 +90,7 @@ def read_adapter(
             lengths[index] = reader.lengths
     settle({index: own for index, own in lengths.items() if own.group is None}, layers)
     shared = {index: own for index, own in lengths.items() if own.group is not None}
-    return Adapter(layers, rows, count_added(file, rows, targets), shared)
+    return Adapter(layers, rows, count_added(file, rows, targets), config.base_model, shared)
 
 
 def _weights_file(directory: Path) -> Path:
@@ -122,6 +126,8 @@ class _LayerReader:
                 kind: module.take(kind, self._file.tensor(info)).float()
                 for kind, info in module.of_layers.items()
             }
+            if "weight" in tensors:
+                tensors |= {"a": tensors["weight"], "b": torch.eye(module.rank)}
             for place in module.target.places:
                 if place.layer == self._index:
                     self._fill(stacks, place, module, tensors)
@@ -134,14 +140,17 @@ class _LayerReader:
         if rank:
             a, b = tensors["a"], tensors["b"]
             if "magnitude" in tensors:
-                product = module.scale * (b[rows] @ a[:, self._layer.columns])
-                lengths = self._lengths(stacks)
-                lengths.add(
-                    here, self._own_weight(here) + product, tensors["magnitude"][rows], self._own_bias(place)
+                self._lengths(stacks).add(
+                    here,
+                    self._changed(here, module.scale, a, b[rows]),
+                    tensors["magnitude"][rows],
+                    self._own_bias(place),
                 )
             self._own.put(stacks, part, place.piece, a, b)
             stacks.scales[:, part] = module.scale
             stacks.ranks[:, part] = rank
+        if "weight" in tensors:
+            stacks.factors[0, here] = 0.0  # what the layer makes itself does not count
         if tensors.keys() - {"a", "b"}:
             stacks.offsets[0, here] = self._offsets(place, module, tensors)
             stacks.affine[0, part] = 1
@@ -151,6 +160,8 @@ class _LayerReader:
         rows = place.piece.rows
         if not self._layer.adds_once:
             return 0.0
+        if "weight" in tensors:
+            return tensors["bias"][rows] if "bias" in tensors else self._own_bias(place)
         offsets: Tensor | float = 0.0
         if "bias" in tensors:
             offsets = tensors["bias"][rows] - self._own_bias(place)
@@ -159,17 +170,20 @@ class _LayerReader:
         return offsets
 
     def _own_bias(self, place: Place) -> Tensor | float:
-        bias = self._layer.bias
+        bias = self._own.bias
         return 0.0 if bias is None else bias.detach()[place.piece.place].float().cpu()
 
     def _lengths(self, stacks: LoraStacks) -> RowLengths:
         if self.lengths is None:
-            is_shared = length(self._layer.columns) != self._layer.inputs
+            is_shared = length(self._own.columns) != self._own.inputs
             self.lengths = RowLengths(stacks.factors.shape[1], self._layer.group if is_shared else None)
         return self.lengths
 
-    def _own_weight(self, here: slice) -> Tensor:
-        """Rows of the weight, as it was rounded."""
+    def _changed(self, here: slice, scale: float, a: Tensor, b: Tensor) -> Iterator[Tensor]:
+        """Rows of the weight, as it was rounded, with the product, some columns after the other."""
         if self._weight is None:
-            self._weight = self._layer.unpacked()
-        return self._weight[here].float().cpu()
+            self._weight = self._own.weight()
+        a = a[:, self._own.columns]
+        for start in range(0, a.shape[1], _COLUMNS):
+            columns = slice(start, start + _COLUMNS)
+            yield self._weight[here, columns].float().cpu() + scale * (b @ a[:, columns])

@@ -87,15 +87,16 @@ class _Matching:
 
     def found(self) -> tuple[str, ExpertMatrices, bool]:
         """Its name, the matrices, and whether inputs were taken for outputs."""
-        for parameter, matrices in self.experts.items():
-            target = matrices.targets[0]
-            ways = [
-                is_swapped
-                for is_swapped in (False, True)
-                if self._fits(target, len(matrices.targets), is_swapped)
-            ]
-            if ways:
-                return parameter, matrices, matrices.is_transposed if len(ways) == 2 else ways[0]
+        ways = [
+            (parameter, matrices, is_swapped)
+            for parameter, matrices in self.experts.items()
+            for is_swapped in (matrices.is_transposed, not matrices.is_transposed)
+            if self._fits(matrices.targets[0], len(matrices.targets), is_swapped)
+        ]
+        # Without a gate, one matrix the other way round has the shape of the other.
+        as_kept = [way for way in ways if way[2] == way[1].is_transposed]
+        if ways:
+            return (as_kept or ways)[0]
         sizes = " or ".join(f"[{m.targets[0].outputs}, {m.targets[0].inputs}]" for m in self.experts.values())
         problem = f"has shape {list(self.a.shape)}, its partner {list(self.b.shape)}"
         count = len(next(iter(self.experts.values())).targets)

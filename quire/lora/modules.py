@@ -35,6 +35,8 @@ _ENDS: Mapping[str, Kind] = {
     ".weight": "table",
 }
 """Ends of tensors' names; the first that fits counts."""
+_WHOLE = ("bias", "weight", *TABLES)
+"""What stands in place of a module's own."""
 _OF_TABLES = (".lora_embedding_A", ".lora_embedding_B")
 """Ends of the names of tensors of modules whose inputs are tokens, and of no others."""
 
@@ -60,10 +62,19 @@ def adapted_modules(
     for name, tensors in modules.items():
         experts = experts_of(name, targets)
         if experts is None:
-            found.append(_Checked(file, config, name, tensors, targets, max_added).module(max_rank))
+            checked = _Checked(file, config, name, _as_of(name, tensors, targets), targets, max_added)
+            found.append(checked.module(max_rank))
         else:
             found.extend(expert_modules(file, config, name, tensors, experts, max_rank))
     return found
+
+
+def _as_of(name: str, tensors: Mapping[Kind, TensorInfo], targets: Targets) -> Mapping[Kind, TensorInfo]:
+    """What a module has: a whole weight is a table's, or that of a layer behind what is pooled."""
+    target = targets.modules.get(name)
+    if target is None or not target.is_head or "table" not in tensors:
+        return tensors
+    return {"weight" if kind == "table" else kind: info for kind, info in tensors.items()}
 
 
 def _module_of(file: SafetensorsFile, info: TensorInfo) -> tuple[str, Kind]:
@@ -101,6 +112,8 @@ class _Checked:
             self._check_rank(rank, max_rank)
         if "rows" in self.tensors:
             self._check_tokens(tokens, target)
+        if "weight" in self.tensors:  # as a product of the largest rank, in place of the layer's own
+            return AdaptedModule(target, self.tensors, target.outputs, 1.0)
         scale = self.config.scale_of(self.name, rank) if rank else 0.0
         return AdaptedModule(target, self.tensors, rank, scale, tokens)
 
@@ -117,13 +130,12 @@ class _Checked:
     def _check_kind(self, target: Target) -> None:
         """Tables have tensors of their own, and lengths of their columns nobody here knows."""
         for kind, info in self.tensors.items():
-            if kind not in TABLES and info.name.endswith(_OF_TABLES) != target.is_table:
+            if kind not in (*TABLES, "magnitude") and info.name.endswith(_OF_TABLES) != target.is_table:
                 what = "an embedding" if target.is_table else "no embedding"
                 raise wrong(self.file, info, f"is for {self.name}, which is {what}")
-            if kind not in TABLES and not target.has_vectors and self.config.is_dora:
-                what = "an embedding" if target.is_table else "matrices of heads"
-                raise wrong(self.file, info, f"is of {what}, for which use_dora is not supported")
-            if kind == "expand_bias" and not target.has_vectors:
+            if kind not in TABLES and not target.has_lengths and self.config.is_dora:
+                raise wrong(self.file, info, "is of matrices of heads, for which use_dora is not supported")
+            if kind == "expand_bias" and not target.has_biases:
                 raise wrong(self.file, info, f"is a bias, which {self.name} has no place for")
             if kind in TABLES and not target.has_rows:
                 problem = f"is a whole weight, and {self.name} is neither embedding nor head"
@@ -131,7 +143,10 @@ class _Checked:
 
     def _check_partners(self) -> None:
         """All tensors of a product are there, or none of them; that of DoRA where the config says so."""
-        product = {kind: info for kind, info in self.tensors.items() if kind not in ("bias", *TABLES)}
+        product = {kind: info for kind, info in self.tensors.items() if kind not in _WHOLE}
+        if product and "weight" in self.tensors:
+            problem = f"is the whole weight of {self.name}, which has a product, too"
+            raise wrong(self.file, self.tensors["weight"], problem)
         needs: list[Kind] = ["a", "b", "magnitude"] if self.config.is_dora else ["a", "b"]
         for kind in needs if product else ():
             if kind not in product:
@@ -179,6 +194,7 @@ def _shapes(target: Target, rank: int, num_tokens: int) -> dict[Kind, tuple[int,
     return {
         "a": (rank, target.inputs),
         "b": (target.outputs, rank),
+        "weight": (target.outputs, target.inputs),
         "base_table": (table, size),
         "table": (table, size),
         "rows": (num_tokens, size),

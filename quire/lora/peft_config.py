@@ -20,7 +20,7 @@ MAX_FILE_RANK = 4096
 
 _OF_TRAINING = frozenset(
     {
-        "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
+        "auto_mapping", "corda_config", "eva_config",
         "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
         "loftq_config", "lora_bias", "lora_dropout", "megatron_config", "megatron_core", "modules_to_save",
         "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "target_parameters",
@@ -48,6 +48,8 @@ class PeftConfig:
     tokens: Mapping[str, tuple[int, ...]]
     """Those of which rows were trained, by the ends of modules' names; "": of the embedding."""
     where: str
+    base_model: str = ""
+    """What it was trained on, as PEFT was told; empty: it does not say."""
 
     def trained_tokens(self, module: str) -> tuple[int, ...]:
         """Whose rows the file has of a module, in their order."""
@@ -87,6 +89,7 @@ def read_peft_config(directory: Path) -> PeftConfig:
         is_dora=values.flag("use_dora", False),
         tokens=_trained_tokens(values),
         where=values.where,
+        base_model=values.text("base_model_name_or_path", ""),
     )
     for key in sorted(values.values.keys() - values.asked - _OF_TRAINING):
         values.only(key, False, [], {})

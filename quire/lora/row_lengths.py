@@ -8,7 +8,7 @@ Shapes: N outputs of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ class RowLengths:
         self._bias = torch.zeros(num_outputs)
         self._is_here = torch.zeros(num_outputs, dtype=torch.bool)
 
-    def add(self, here: slice, matrix: Tensor, magnitudes: Tensor, bias: Tensor | float) -> None:
-        """Some outputs have this matrix, weight and product, have these lengths instead, and add the layer's bias."""
-        self.squares[here] = matrix.square().sum(1)
+    def add(self, here: slice, columns: Iterable[Tensor], magnitudes: Tensor, bias: Tensor | float) -> None:
+        """Some outputs have these columns, of weight and product, get these lengths, and add the layer's bias."""
+        self.squares[here] = sum(part.square().sum(1) for part in columns)
         self._magnitudes[here], self._bias[here] = magnitudes, bias
         self._is_here[here] = True
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import ops
@@ -36,7 +37,8 @@ def table_marks(layer: VocabEmbedding) -> Tensor:
     device = next(iter(layer.tensors().values())).device
     ids = torch.arange(length(layer.rows[0]), device=device)
     marks = torch.cat([marks_of(layer.rows_here(part)) for part in torch.split(ids, _CHUNK)])
-    return ops.all_gather(marks, layer.group, 0)
+    shown = F.pad(marks, (0, 0, 0, layer.share - len(marks)))
+    return ops.all_gather(shown, layer.group, 0)[: layer.shape[0]]
 
 
 @cache

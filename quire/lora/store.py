@@ -28,9 +28,13 @@ class AdapterStore:
         dtype: of their weights.
         max_rows: rows of its own that one may have in each table.
         max_added: of these, those behind the table's.
+        base_model: what the model is called; an adapter that was trained on another is logged.
     """
 
-    def __init__(self, max_rank: int, dtype: torch.dtype, *, max_rows: int, max_added: int) -> None:
+    def __init__(
+        self, max_rank: int, dtype: torch.dtype, *, max_rows: int, max_added: int, base_model: str = ""
+    ) -> None:
+        self._base_model = base_model
         self._max_rank = max_rank
         self._rows = {"max_rows": max_rows, "max_added": max_added}
         self._dtype = dtype
@@ -74,5 +78,17 @@ class AdapterStore:
             problem = "it could not be read; the server's log says why"
         else:
             self._kept[request.key] = adapter
+            if _end_of(adapter.base_model) not in ("", _end_of(self._base_model)):
+                logger.warning(
+                    "adapter %r says that it was trained on %r, and the model is %r",
+                    request.lora_name,
+                    adapter.base_model,
+                    self._base_model,
+                )
             return
         raise ValidationError(f"adapter {request.lora_name!r}: {problem}", param="lora_request")
+
+
+def _end_of(model: str) -> str:
+    """A model's name without whose it is, or where."""
+    return model.rstrip("/").rpartition("/")[2].lower()

@@ -16,7 +16,7 @@ from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import Piece
 from quire.layers.slot import length
-from quire.lora.adaptable import Adaptable, AdaptableExpert, adaptable_layers
+from quire.lora.adaptable import Adaptable, AdaptableExpert, AdaptableHead, adaptable_layers
 from quire.lora.row_marks import table_marks
 from quire.models.base import CausalLM
 
@@ -45,8 +45,12 @@ class Target:
     """Whether its inputs are tokens, whose rows are looked up."""
     has_rows: bool
     """Whether it is such a table or the head, whose outputs are tokens."""
-    has_vectors: bool
-    """Whether what its outputs are multiplied by, and what is added to them, can be an adapter's."""
+    has_lengths: bool
+    """Whether what its outputs are multiplied by can be an adapter's."""
+    has_biases: bool
+    """Whether what is added to them can be."""
+    is_head: bool = False
+    """Whether all of its weight can be an adapter's: a layer behind what is pooled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +73,14 @@ class Targets:
     def __init__(self, model: CausalLM) -> None:
         self._part_of = model.config.arch.part_of
         self._head = model.renamed.get(HEAD, HEAD)
+        adapters = model.config.arch.names.adapters
+        of_adapters = "" if adapters is None else adapters.renamed.get("model", "model") + "."
+        self._prefixes = ("", of_adapters, model.base_prefix)
         found = list(adaptable_layers(model))
-        self.layers = [own for _, own in found]
+        self.layers = [own for _, _, own in found]
         places: dict[str, list[Place]] = {}
-        for index, (names, own) in enumerate(found):
-            for place in _places(index, names, own):
+        for index, (names, stored, own) in enumerate(found):
+            for place in (*_places(index, names, own), *_places(index, _other(stored, names), own)):
                 places.setdefault(place.piece.name, []).append(place)
         self.modules: Mapping[str, Target] = {
             name: self._target(of)
@@ -100,16 +107,25 @@ class Targets:
     def name_of(self, module: str) -> str:
         """What a module is called here, by its name in the whole model that the checkpoint is of.
 
-        The head may go by transformers' name for it, which some checkpoints are older than.
+        The head may go by transformers' name for it, which some checkpoints are older than. What stands before all
+        names of a model that has a head is missing in an adapter of one without (transformers' AutoModel).
         """
         own = module if self._part_of is None else self._part_of.name_alone(module)
-        return self._head if own == HEAD else own
+        own = self._head if own == HEAD else own
+        return next((prefix + own for prefix in self._prefixes if prefix + own in self.modules), own)
 
     def _target(self, places: Sequence[Place]) -> Target:
         own = self.layers[places[0].layer]
         has_rows = isinstance(own.layer, VocabEmbedding)
         return Target(
-            places[0].piece.num_rows, own.inputs, tuple(places), own.is_table, has_rows, own.has_vectors
+            places[0].piece.num_rows,
+            own.inputs,
+            tuple(places),
+            own.is_table,
+            has_rows,
+            own.has_lengths,
+            own.has_biases,
+            isinstance(own, AdaptableHead),
         )
 
     def has_bias(self, target: Target) -> bool:
@@ -118,7 +134,14 @@ class Targets:
         return all(own.layer.has_bias and not own.is_table for own in layers)
 
 
+def _other(stored: list[str], names: list[str]) -> list[str]:
+    """What a checkpoint calls modules, if it is not what transformers does: adapters may name them so, too."""
+    return [] if stored == names else stored
+
+
 def _places(index: int, names: Sequence[str], own: Adaptable) -> list[Place]:
+    if not names:
+        return []
     starts = [sum(own.parts[:part]) for part in range(len(own.parts))]
     return [
         Place(index, max(part for part, start in enumerate(starts) if start <= piece.place.start), piece)
@@ -127,18 +150,18 @@ def _places(index: int, names: Sequence[str], own: Adaptable) -> list[Place]:
 
 
 def _expert_matrices(
-    arch: ExpertsArch | None, found: Sequence[tuple[list[str], Adaptable]]
+    arch: ExpertsArch | None, found: Sequence[tuple[list[str], list[str], Adaptable]]
 ) -> Mapping[str, Mapping[str, ExpertMatrices]]:
     """Those of each layer, by its number."""
     targets: dict[str, dict[str, list[Target]]] = {}
-    for index, (_, own) in enumerate(found):
+    for index, (_, _, own) in enumerate(found):
         if isinstance(own, AdaptableExpert):
             experts, _, matrix = own.layer.name.rsplit(".", 2)
             match = _EXPERTS.fullmatch(experts)
             assert match is not None, experts
             pieces = own.layer.pieces_of(own.layer.name, range(len(own.parts)))
             places = tuple(Place(index, part, piece) for part, piece in enumerate(pieces))
-            target = Target(places[0].piece.num_rows, own.inputs, places, False, False, True)
+            target = Target(places[0].piece.num_rows, own.inputs, places, False, False, True, True)
             targets.setdefault(match[1], {}).setdefault(matrix, []).append(target)
     alternates = arch is not None and arch.alternates
     # Where they alternate, transformers says that they are transposed.

@@ -98,9 +98,9 @@ METRICS = (
     MetricInfo(
         "counter",
         "spec_decode_num_accepted_tokens_per_pos",
-        "The same by their place in the guess, from 0 to 15.",
+        "The same by their place in the guess, from 0 to 63.",
         (*ENGINE, "position"),
-        tuple(map(str, range(16))),
+        tuple(map(str, range(64))),
     ),
     MetricInfo(
         "counter",

@@ -174,11 +174,9 @@ class CoreMetrics:
     def _record_drafts(self, stats: SpecDecodingStats, last: SpecDecodingStats) -> None:
         for name in DRAFT_TOTALS:
             self._inc(f"spec_decode_{name}", getattr(stats, name) - getattr(last, name))
-        name, before = (
-            "spec_decode_num_accepted_tokens_per_pos",
-            [*last.num_accepted_tokens_per_pos, *[0] * 16],
-        )
-        pairs = zip(stats.num_accepted_tokens_per_pos, before, strict=False)
+        name, places = "spec_decode_num_accepted_tokens_per_pos", stats.num_accepted_tokens_per_pos
+        before = [*last.num_accepted_tokens_per_pos, *[0] * len(places)]
+        pairs = zip(places, before, strict=False)
         for position, (count, count_before) in zip(BY_NAME[name].values, pairs, strict=False):
             self._by_value[name, position].inc(count - count_before)
 

@@ -23,8 +23,8 @@ T = TypeVar("T")
 class Uncut(NamedTuple):
     """A model as it was before it was cut into pipeline stages; layers of other stages never have memory."""
 
-    layers: list[tuple[list[str], Layer]]
-    """As `CausalLM.checkpoint_layers` gave them."""
+    layers: list[tuple[list[str], list[str], Layer]]
+    """As `CausalLM.adapter_layers` gave them."""
     head: VocabEmbedding | None
     enters: bool = True
     """Whether this stage looks tokens up."""
@@ -73,12 +73,26 @@ class CausalLM(Module):
         assert self.lm_head is not None, "a model that is pooled, or a stage before the last, has no logits"
         return self.lm_head.logits(hidden, adapter_rows, num_added)
 
-    def pool_head(self) -> Module | None:
-        """What the model itself has behind pooled vectors, if anything: float32 [N, H] -> [N, size]."""
+    def shared_head(self) -> VocabEmbedding | None:
+        """The output head, if ranks have its tokens apart and `own_logits` says what each makes; else None."""
         return None
 
-    def apply_heads(self, pooled: Tensor, task: str) -> Tensor:
-        """Of a model that is pooled, for a task: vectors of texts, or of tokens, float32 [N, H] -> [N, size]."""
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> float32 [N, its share of V]: what `compute_logits` has of this rank's tokens."""
+        raise NotImplementedError("this model has no shared head")
+
+    def pool_head(self) -> Module | None:
+        """What the model itself has behind pooled vectors, if anything: float32 [N, H] and a step -> [N, size].
+
+        Of that step there is no more than the adapters of the vectors.
+        """
+        return None
+
+    def apply_heads(self, pooled: Tensor, task: str, adapter_rows: Tensor | None = None) -> Tensor:
+        """Of a model that is pooled, for a task: vectors of texts, or of tokens, float32 [N, H] -> [N, size].
+
+        adapter_rows [N] int32, as in a step: whose they are.
+        """
         raise NotImplementedError
 
     def loaded(self) -> None:
@@ -92,11 +106,18 @@ class CausalLM(Module):
         """Each layer with parameters, under the names of the checkpoint's modules that it holds."""
         for path, module in self.named_modules():
             if isinstance(module, Layer):
-                parts = path.partition(f".{SLICES}.")[0].split(".")
-                paths = [parts[: end + 1] for end in range(len(parts))]
-                *names, leaf = (_of_part(self.renamed, path, path[-1]) for path in paths)
-                leaves = _of_part(self.merged, parts, (leaf,))
-                yield [".".join(filter(None, (*names, name))) for name in leaves], module
+                yield _module_names(path, self.renamed, self.merged), module
+
+    def adapter_layers(self) -> Iterator[tuple[list[str], list[str], Layer]]:
+        """The same layers: the names that transformers has for such modules, those of the checkpoint, and the layer."""
+        own = self.config.arch.names.adapters
+        stored = {layer: names for names, layer in self.checkpoint_layers()}
+        if own is None:
+            yield from ((names, names, layer) for layer, names in stored.items())
+            return
+        for path, module in self.named_modules():
+            if isinstance(module, Layer):
+                yield _module_names(path, own.renamed, own.merged), stored[module], module
 
     def checkpoint_slots(self) -> dict[str, list[Slot]]:
         """Name of each checkpoint tensor that the model needs -> where its parts go."""
@@ -121,6 +142,15 @@ class CausalLM(Module):
         unread = () if arch.quantization is None else arch.quantization.unread
         of_other_parts = () if arch.part_of is None else arch.part_of.unused
         return any(re.search(pattern, tensor_name) for pattern in (*self.unused, *unread, *of_other_parts))
+
+
+def _module_names(path: str, renamed: Mapping[str, str], merged: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Of a module of ours; of a merged one those that it stands for."""
+    parts = path.partition(f".{SLICES}.")[0].split(".")
+    paths = [parts[: end + 1] for end in range(len(parts))]
+    *names, leaf = (_of_part(renamed, path, path[-1]) for path in paths)
+    leaves = _of_part(merged, parts, (leaf,))
+    return [".".join(filter(None, (*names, name))) for name in leaves]
 
 
 def _of_part(table: Mapping[str, T], path: list[str], otherwise: T) -> T:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 DECODER = "decoder:DecoderForCausalLM"
 TRANSFORMERS = "transformers"
+RANKS, STAGES = "tensor parallelism", "pipeline stages"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class BuiltIn:
     """What its logits are held against in tests: the class of transformers with its name, or what else."""
     pools: bool = False
     """Whether it was made to have its prompts pooled, and generates nothing."""
+    lacks: tuple[str, ...] = ()
+    """What it cannot do of what all others can: `RANKS`, `STAGES`."""
+    both_ways: bool = False
+    """Whether it is served as an encoder, too, where config.json says so (`is_causal`)."""
 
 
 ENCODER = "encoder:EncoderModel"
@@ -105,7 +110,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("DbrxForCausalLM", "dbrx:read_dbrx", "DBRX"),
         BuiltIn("DeepseekV2ForCausalLM", "deepseek:read_deepseek_v2", "DeepSeek-V2, V2 Lite, V2.5, Coder V2"),
         BuiltIn("DeepseekV3ForCausalLM", "deepseek:read_deepseek_v3", "DeepSeek-V3, V3.1, R1, Kimi K2"),
-        BuiltIn("DiffLlamaForCausalLM", "llama:read_diffllama", "DiffLlama 0.3B"),
+        BuiltIn("DiffLlamaForCausalLM", "llama:read_diffllama", "DiffLlama 0.3B", lacks=(RANKS,)),
         BuiltIn("Dots1ForCausalLM", "balanced:read_dots1", "dots.llm1"),
         BuiltIn("Ernie4_5_MoeForCausalLM", "sparse:read_ernie_moe", "ERNIE 4.5 21B-A3B and 300B-A47B"),
         BuiltIn("Ernie4_5ForCausalLM", "llama:read_ernie", "ERNIE 4.5 0.3B"),
@@ -128,6 +133,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "gemma3n:read_gemma3n",
             "Gemma 3n E2B and E4B (text)",
             model="gemma3n:Gemma3nForCausalLM",
+            lacks=(RANKS, STAGES),
         ),
         BuiltIn("GemmaForCausalLM", "gemma:read_gemma", "Gemma, CodeGemma"),
         BuiltIn("Glm4ForCausalLM", "glm:read_glm4", "GLM-4 (0414), GLM-Z1"),
@@ -165,7 +171,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn(
             "JambaForCausalLM", "mamba_hybrids:read_jamba", "Jamba, Jamba 1.5 to 1.7, Jamba Reasoning 3B"
         ),
-        BuiltIn("JetMoeForCausalLM", "jetmoe:read_jetmoe", "JetMoE 8B"),
+        BuiltIn("JetMoeForCausalLM", "jetmoe:read_jetmoe", "JetMoE 8B", lacks=(RANKS,)),
         BuiltIn("KimiLinearForCausalLM", "kimi_linear:read_kimi_linear", "Kimi Linear 48B-A3B"),
         BuiltIn("Lfm2ForCausalLM", "lfm:read_lfm2", "LFM2 350M to 2.6B"),
         BuiltIn("Lfm2MoeForCausalLM", "lfm:read_lfm2_moe", "LFM2 8B-A1B"),
@@ -174,6 +180,7 @@ BUILT_IN: dict[str, BuiltIn] = {
             "LlamaForCausalLM",
             "llama:read_llama",
             "Llama 1 to 3.3, Yi, DeepSeek-LLM, SOLAR, TinyLlama, SmolLM 2",
+            both_ways=True,
         ),
         BuiltIn("Mamba2ForCausalLM", "mamba:read_mamba2", "Mamba 2, Codestral Mamba"),
         BuiltIn("MambaForCausalLM", "mamba:read_mamba", "Mamba 130M to 2.8B"),
@@ -189,7 +196,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("MiniMaxM2ForCausalLM", "minimax:read_minimax_m2", "MiniMax M2 and M2.1"),
         BuiltIn("Ministral3ForCausalLM", "llama:read_ministral3", "Ministral 3 3B to 14B (text)"),
         BuiltIn("MinistralForCausalLM", "llama:read_ministral", "Ministral 8B"),
-        BuiltIn("MistralForCausalLM", "llama:read_mistral", "Mistral 7B, Nemo, Small"),
+        BuiltIn("MistralForCausalLM", "llama:read_mistral", "Mistral 7B, Nemo, Small", both_ways=True),
         BuiltIn("MixtralForCausalLM", "sparse:read_mixtral", "Mixtral 8x7B and 8x22B"),
         BuiltIn(
             "MPTForCausalLM", "alibi:read_mpt", "MPT 7B and 30B as published", oracle="Mpt of transformers"
@@ -207,18 +214,18 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("OlmoeForCausalLM", "sparse:read_olmoe", "OLMoE 1B-7B"),
         BuiltIn("OlmoForCausalLM", "olmo:read_olmo", "OLMo"),
         BuiltIn("OlmoHybridForCausalLM", "olmo:read_olmo_hybrid", "OLMo Hybrid 7B"),
-        BuiltIn("OPTForCausalLM", "opt:read_opt", "OPT", model="opt:OPTForCausalLM"),
+        BuiltIn("OPTForCausalLM", "opt:read_opt", "OPT", model="opt:OPTForCausalLM", lacks=(STAGES,)),
         BuiltIn("OrionForCausalLM", "llama:read_orion", "Orion 14B", oracle="StableLm of transformers"),
         BuiltIn("PersimmonForCausalLM", "neox:read_persimmon", "Persimmon 8B"),
         BuiltIn("Phi3ForCausalLM", "phi:read_phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
         BuiltIn("PhiForCausalLM", "phi:read_phi", "Phi-1, Phi-1.5, Phi-2"),
         BuiltIn("PhimoeForCausalLM", "phi:read_phimoe", "Phi-3.5-MoE"),
         BuiltIn("Plamo2ForCausalLM", "plamo:read_plamo2", "PLaMo 2 1B and 8B", oracle="plain torch"),
-        BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ"),
+        BuiltIn("Qwen2ForCausalLM", "qwen:read_qwen2", "Qwen 1.5, 2 and 2.5, QwQ", both_ways=True),
         BuiltIn("Qwen2MoeForCausalLM", "sparse:read_qwen2_moe", "Qwen 1.5 MoE A2.7B, Qwen 2 57B-A14B"),
         BuiltIn("Qwen3_5ForCausalLM", "qwen_next:read_qwen3_5", "Qwen 3.5 (text)"),
         BuiltIn("Qwen3_5MoeForCausalLM", "qwen_next:read_qwen3_5_moe", "Qwen 3.5 with experts (text)"),
-        BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3"),
+        BuiltIn("Qwen3ForCausalLM", "qwen:read_qwen3", "Qwen 3", both_ways=True),
         BuiltIn("Qwen3MoeForCausalLM", "sparse:read_qwen3_moe", "Qwen 3 30B-A3B and 235B-A22B, Qwen 3 Coder"),
         BuiltIn("Qwen3NextForCausalLM", "qwen_next:read_qwen3_next", "Qwen3-Next 80B-A3B, Qwen3 Coder Next"),
         BuiltIn("QWenLMHeadModel", "qwen:read_qwen", "Qwen (2023)", oracle="Qwen2 of transformers"),
@@ -250,10 +257,20 @@ BUILT_IN: dict[str, BuiltIn] = {
             "zamba2:read_zamba2",
             "Zamba 2 1.2B to 7B",
             model="zamba2:Zamba2ForCausalLM",
+            lacks=(RANKS, STAGES),
         ),
     )
 }
 """By architecture, in the order of the alphabet."""
+
+ALSO_CALLED: dict[str, str] = {
+    "AquilaModel": "AquilaForCausalLM",
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""Names by which files as their makers published them call an architecture -> that of its row."""
 
 ENCODER_FAMILIES = (
     EncoderFamily(

@@ -1,4 +1,4 @@
-"""Gives attention the scales that a checkpoint has for keys and values in E4M3, where they are kept so."""
+"""Gives attention the scales that a checkpoint has for keys and values, where they are kept in the codes of these."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _NAMES = (
     *("{kind}_proj.output_scale", "kv_scale"),
 )
 """What writers call a scale, behind the name of the attention block; "kv_scale" is one for both."""
+_DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 def take_cache_scales(model: CausalLM, shard: Shard = WHOLE) -> None:
-    """Read the scales of all layers that keep keys and values in E4M3; without one it is 1, as if there were none.
+    """Read the scales of all layers that keep keys and values in the codes that the checkpoint has them for.
+
+    In E4M3 one that is missing is 1, as if there were none; in int8 a layer with one of two, or none, finds its own.
 
     Raises:
         ModelLoadError: a scale is none, or of another number of heads; names file and tensor.
@@ -34,21 +37,28 @@ def take_cache_scales(model: CausalLM, shard: Shard = WHOLE) -> None:
     config = model.config
     says = config.arch.quantization
     layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
-    layers = [layer for layer in layers if layer.kv_dtype == torch.float8_e4m3fn]
-    if says is None or not says.cache_scales or not layers or config.load.load_format == "dummy":
+    codes = None if says is None else says.cache_scales
+    layers = [layer for layer in layers if codes is not None and layer.kv_dtype == _DTYPES[codes]]
+    if not layers or config.load.load_format == "dummy":
         return
     files = _Files(model)
     for layer in layers:
         heads = config.arch.num_kv_heads
         keys, values = (files.of(layer, kind, heads) for kind in ("k", "v"))
-        if keys is not None or values is not None:
+        if codes == "int8" and keys is not None and values is not None:
+            scales = CacheScales.of_rank(keys, values, shard, layer.name)
+            layer.int8_scales = torch.stack((scales.keys, scales.values)).squeeze(-1).contiguous()
+        elif codes == "e4m3" and (keys is not None or values is not None):
             one = torch.ones(heads)
             scales = CacheScales.of_rank(
                 one if keys is None else keys, one if values is None else values, shard, layer.name
             )
             layer.cache_scales = scales.to(device_type(config))
-    found = sum(layer.cache_scales is not None for layer in layers)
-    logger.info("scales of keys and values: %d of %d layers have them, others get 1", found, len(layers))
+    found = sum(layer.cache_scales is not None or layer.int8_scales is not None for layer in layers)
+    others = "1" if codes == "e4m3" else "one for each vector"
+    logger.info(
+        "scales of keys and values: %d of %d layers have them, others get %s", found, len(layers), others
+    )
 
 
 class _Files:

@@ -20,7 +20,7 @@ _OLD_STYLE: dict[str, Callable[[EngineConfig], Any]] = {
     "quant_config": lambda config: config.quantization,
     "scheduler_config": lambda config: config.scheduler,
     "parallel_config": lambda config: config.parallel,
-    "lora_config": lambda config: None,
+    "lora_config": lambda config: config.lora if config.lora.enable_lora else None,
 }
 """A parameter of a constructor that takes parts of the configuration, and what it gets."""
 

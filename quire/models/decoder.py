@@ -138,11 +138,23 @@ class DecoderForCausalLM(CausalLM):
     def compute_logits(
         self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
     ) -> Tensor:
+        return self._scaled(super().compute_logits(self._last_rows(hidden), adapter_rows, num_added))
+
+    def shared_head(self) -> VocabEmbedding | None:
+        head = self.lm_head
+        return None if head is None or head.group is None else head
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        assert self.lm_head is not None, "whoever samples has a head"
+        return self._scaled(self.lm_head.own_logits(self._last_rows(hidden)))
+
+    def _last_rows(self, hidden: Tensor) -> Tensor:
+        """Less what layers have kept for a model that guesses."""
         arch = self.config.arch
-        if arch.kept_layers:
-            hidden = hidden[:, : arch.hidden_size].contiguous()
-        logits = super().compute_logits(hidden, adapter_rows, num_added)
+        return hidden[:, : arch.hidden_size].contiguous() if arch.kept_layers else hidden
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        arch, cap = self.config.arch, self.config.arch.final_logit_softcap
         if arch.logits_multiplier != 1.0:
             logits = logits * arch.logits_multiplier
-        cap = arch.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -21,9 +21,6 @@ from quire.models.base import CausalLM
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import rotaries_of
 
-_NO_STEP = StepContext(())
-"""What a head is given: its rows are texts, and no step's."""
-
 
 class Encoder(Module):
     """Embeddings of tokens, positions and token types, layers, and perhaps a final norm."""
@@ -99,13 +96,13 @@ class ClassifierHead(Module):
             self.dense_norm = block_norm(config, f"{prefix}.dense_norm")
         self.out_proj = HeadLinear(HeadLayer("out_proj", size, head.classes), f"{prefix}.")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x float32 [N, H], what texts were pooled to or states of tokens -> [N, C]."""
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """x float32 [N, H], what texts were pooled to or states of tokens -> [N, C]; step: as of `PoolingHead`."""
         if self.dense is not None:
-            x = self.activation(self.dense(x, _NO_STEP))
+            x = self.activation(self.dense(x, step))
         if self.dense_norm is not None:
             x = self.dense_norm(x)
-        scores: Tensor = self.out_proj(x, _NO_STEP)
+        scores: Tensor = self.out_proj(x, step)
         return scores
 
 
@@ -130,5 +127,5 @@ class EncoderModel(CausalLM):
         return hidden
 
     def pool_head(self) -> Module | None:
-        """What comes behind pooled vectors: [N, H] -> float32 [N, C]."""
+        """See `CausalLM.pool_head`."""
         return self.head

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config.arch import ModelArch
-from quire.errors import UnsupportedModelError
+from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
+from quire.models.built_in import ALSO_CALLED
 from quire.models.generation_config import generation_file, read_generation_config, token_ids
 from quire.models.json_object import JsonObject, read_json_object
 from quire.models.multimodal import language_model_of
@@ -84,24 +85,36 @@ def read_fully(architecture: str, config: JsonObject, reader: ConfigReader) -> M
     """What a reader makes of config.json.
 
     Raises:
+        ModelLoadError: values are malformed; these and what is said below are named at once.
         UnsupportedModelError: it asks for something that quire does not do; all that is so is named at once.
     """
-    refused: list[UnsupportedModelError] = []
+    refused: list[StartupError] = []
     try:
         arch = reader(architecture, config)
+        if "is_causal" not in config.asked:
+            config.only("is_causal", not arch.bidirectional)
     except UnsupportedModelError as error:
         refused.append(error)
+    except ModelLoadError as error:
+        if not any(isinstance(one, ModelLoadError) for one in config.refused or ()):
+            refused.append(error)  # else it may be of what stands in for a malformed value
     for key in _NEUTRAL.keys() - config.asked:
         config.only(key, *_NEUTRAL[key])
     refused += config.refused or []
     if refused:
-        raise UnsupportedModelError("; ".join(sorted({*map(str, refused)})))
+        kind = (
+            ModelLoadError
+            if any(isinstance(one, ModelLoadError) for one in refused)
+            else UnsupportedModelError
+        )
+        raise kind("; ".join(sorted({*map(str, refused)})))
     return arch
 
 
 def architecture_of(config: JsonObject) -> str:
-    """The architecture that config.json names."""
+    """The architecture that config.json names, as it is called in the table."""
     names = config.texts("architectures")
     if not names:
         raise config.wrong("architectures", "a list with one name")
-    return names[0]
+    name = names[0]
+    return name if ModelRegistry.has_row(name) else ALSO_CALLED.get(name, name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 _REQUIRED: Any = object()
@@ -24,8 +24,8 @@ class JsonObject:
     """One JSON object; `where` is how messages call it. A key whose value is null counts as absent.
 
     `aliases` maps the keys that callers use to those that this file uses instead. What it asks for that quire does not
-    do goes to `refused`, so that whoever reads it to its end can tell all of it at once; without such a list, it is
-    raised. `asked` are the keys that were looked at.
+    do, and malformed values that something can stand in for, go to `refused`, so that whoever reads it to its end can
+    tell all of it at once; without such a list, they are raised. `asked` are the keys that were looked at.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class JsonObject:
         where: str,
         values: dict[str, Any],
         aliases: Mapping[str, str] = MappingProxyType({}),
-        refused: list[UnsupportedModelError] | None = None,
+        refused: list[StartupError] | None = None,
     ) -> None:
         self.where = where
         self.values = values
@@ -156,9 +156,13 @@ class JsonObject:
         if key not in self and default is not _REQUIRED:
             return default
         value = self.get(key)
-        if not _is_a(value, kind) or (isinstance(value, int | float) and not low <= value <= high):
+        is_kind = _is_a(value, kind)
+        if is_kind and not (isinstance(value, int | float) and not low <= value <= high):
+            return value
+        if self.refused is None or not (is_kind or _is_a(default, kind)):
             raise self.wrong(key, allowed)
-        return value
+        self.refused.append(self.wrong(key, allowed))
+        return min(max(value, low), high) if is_kind else default
 
 
 def read_json_object(path: Path) -> JsonObject:

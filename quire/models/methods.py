@@ -4,6 +4,7 @@ Invariant: decided for all layers before one has memory, from the config and the
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -15,13 +16,15 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.config.encoding import Encoding
 from quire.config.quantization import QuantizationConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import cpu
 from quire.kernels.linear import WeightScheme
+from quire.kernels.rounding import RowRounding
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import Float, QuantMethod, method_of
+from quire.layers.quantized.codec import Codec
 from quire.layers.quantized.merged import merged_scheme
 from quire.layers.quantized.method import Encoded, EncodedModule, Packed
 from quire.layers.quantized.table import codec_of
@@ -111,6 +114,7 @@ class _Encodings:
     def __init__(self, config: EngineConfig, scheme: WeightScheme) -> None:
         self._says = config.arch.quantization
         self._scheme = scheme
+        self._as_checkpoint = config.quantization.follows_checkpoint
         self._files: Mapping[str, TensorFile] = {}
         self._tensors: Mapping[str, Tensor] = {}
         for note in self._says.notes if self._says is not None else ():
@@ -147,36 +151,93 @@ class _Encodings:
             symmetric=whole.symmetric,
             fast=fast,
         )
-        if all(module.codec.group_tensor is None for module in modules):
+        if not any(module.codec.reorders for module in modules):
             return Packed(scheme)
         if not layer.makes_products:
             return None
         as_they_come = torch.arange(layer.inputs, device="cpu")
-        order, *others = [self._order(module, as_they_come) for module in modules]
+        order, *others = [self._order(layer, module, as_they_come) for module in modules]
         if order is None or not all(other is not None and torch.equal(other, order) for other in others):
             return None
         return Packed(scheme, order)
 
-    def _order(self, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
+    def _order(self, layer: MatrixLayer, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
         """The inputs of a module group after group; None: its groups are of no size that all have."""
-        name = f"{module.name}.{module.codec.group_tensor}"
-        if name not in self._files:
-            return as_they_come
-        info = self._files[name].tensors[name]
-        return module.codec.order(self._files[name].part(info, tuple(slice(0, size) for size in info.shape)))
+        groups = self._groups(layer, module.name, module.codec) if module.codec.reorders else None
+        return as_they_come if groups is None else module.codec.order(groups)
+
+    def _groups(self, layer: MatrixLayer, name: str, codec: Codec) -> Tensor | None:
+        """What a module's tensor of groups holds; None: it has none."""
+        tensor = "" if codec.groups_in is None else layer.stored_name(name, codec.groups_in)
+        if tensor not in self._files:
+            return None
+        info = self._files[tensor].tensors[tensor]
+        return layer.own(self._files[tensor].part(info, tuple(slice(0, size) for size in info.shape)))
 
     def _module(self, layer: MatrixLayer, name: str, encoding: Encoding) -> EncodedModule:
         codec = codec_of(encoding)
+        groups = self._groups(layer, name, codec)
+        codec = codec if groups is None else codec.by_groups(groups)
         in_files = layer.in_files(name, codec.tensors(1, 1), self._tensors)
-        return EncodedModule(name, codec, in_files, encoding.weight_only)
+        rounding = self._rounding(layer, name, encoding) if self._as_checkpoint else None
+        return EncodedModule(name, codec, in_files, encoding.weight_only, rounding)
+
+    def _rounding(self, layer: MatrixLayer, name: str, encoding: Encoding) -> RowRounding | None:
+        """How what a module is multiplied by is rounded.
+
+        Raises:
+            ConfigError: that cannot be followed here.
+            ModelLoadError: its scale is missing, or is none.
+        """
+        said = encoding.activations
+        if said is None or layer.only_looked_up:
+            return None
+        if said.unlike or not layer.rounds_inputs:
+            why = f"with {said.unlike}" if said.unlike else f"in {type(layer).__name__}"
+            raise ConfigError(
+                f"--quantization-config: mode checkpoint cannot round what {name} is multiplied by {why}: "
+                "give precise, or fast"
+            )
+        how = RowRounding(said.codes, group=said.group, symmetric=said.symmetric, bound=said.bound)
+        if not said.static:
+            return how
+        if not self._files:  # weights are random, too
+            return replace(how, scale=1.0)
+        return replace(how, scale=self._scale(layer, name), zero=self._zero(layer, name))
+
+    def _scale(self, layer: MatrixLayer, name: str) -> float:
+        names = [layer.stored_name(name, each) for each in ("input_scale", "activation_scale")]
+        stored = next((each for each in names if each in self._files), None)
+        if stored is None:
+            raise ModelLoadError(
+                f"{name}: the config says that activations have a scale, but there is no {names[0]}"
+            )
+        return self._number(stored, positive=True)
+
+    def _zero(self, layer: MatrixLayer, name: str) -> float:
+        stored = layer.stored_name(name, "input_zero_point")
+        return self._number(stored) if stored in self._files else 0.0
+
+    def _number(self, name: str, *, positive: bool = False) -> float:
+        """A tensor of one."""
+        file = self._files[name]
+        info = file.tensors[name]
+        if math.prod(info.shape) != 1:
+            raise ModelLoadError(
+                f"{file.path}: tensor {name!r} has shape {[*info.shape]}; it must be one number"
+            )
+        number = float(file.part(info, tuple(slice(0, size) for size in info.shape)).float())
+        if not math.isfinite(number) or (positive and number <= 0):
+            raise ModelLoadError(f"{file.path}: tensor {name!r} holds {number}, which is no scale")
+        return number
 
     def _encoding(self, layer: MatrixLayer, name: str) -> Encoding | None:
         encoding = self._says.encoding_of(name) if self._says is not None else None
-        if encoding is None or (isinstance(layer, VocabEmbedding) and layer.only_looked_up):
+        if encoding is None:
             return None
         codec = codec_of(encoding)
         in_files = layer.in_files(name, {"weight", *codec.tensors(1, 1)}, self._tensors)
-        # A tied head is a table, which no method quantises but where its files say so.
+        # No method quantises tables, tied heads among them, but where its files say so.
         if isinstance(layer, VocabEmbedding) and not in_files:
             return None
         is_float = in_files.keys() == {"weight"} and in_files["weight"].dtype in FLOATS

@@ -8,7 +8,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from quire.models.built_in import BUILT_IN, ENCODER_FAMILIES, TRANSFORMERS, BuiltIn, EncoderFamily
+from quire.models.built_in import (
+    ALSO_CALLED,
+    BUILT_IN,
+    ENCODER_FAMILIES,
+    TRANSFORMERS,
+    BuiltIn,
+    EncoderFamily,
+)
 from quire.models.multimodal import WRAPPERS, Wrapper
 
 PAGE = Path("docs/models.md")
@@ -35,9 +42,15 @@ For every architecture the tests make a small checkpoint with random weights, bi
 `make test` holds the first for all and the rest for some, `make test-more` for some that have between them every kind
 of part, `make test-every` for all.
 
-| architecture | models | logits are those of |
-|---|---|---|
+All are batched, computed in chunks, found in the prefix cache, decoded from tapes, quantised while they load and served
+with [adapters](lora.md#limits), and cut for [ranks and stages](parallelism.md) but for what the last column says.
+
+| architecture | models | logits are those of | not yet |
+|---|---|---|---|
 """
+
+ALSO = """
+Files as their makers published them may have other names for the same: """
 
 ENCODERS = """
 ## Encoders
@@ -117,13 +130,20 @@ To add an architecture: [CONTRIBUTING.md](../CONTRIBUTING.md); to add one from a
 
 def models_page() -> str:
     """The page."""
-    rows = "".join(f"| `{row.architecture}` | {row.models} | {_oracle(row)} |\n" for row in BUILT_IN.values())
+    rows = "".join(
+        f"| `{row.architecture}` | {row.models} | {_oracle(row)} | {', '.join(row.lacks)} |\n"
+        for row in BUILT_IN.values()
+    )
     encoders = "".join(f"| {_architectures(family)} | {family.models} |\n" for family in ENCODER_FAMILIES)
     wrappers = "".join(
         f"| `{row.architecture}` | {row.models} | {_others(row)} |\n" for row in WRAPPERS.values()
     )
-    start = INTRODUCTION.format(count=len(BUILT_IN)) + rows
+    start = INTRODUCTION.format(count=len(BUILT_IN)) + rows + ALSO + _also_called()
     return start + MULTIMODAL + wrappers + ENCODERS + encoders + NOTES
+
+
+def _also_called() -> str:
+    return ", ".join(f"`{name}` for `{row}`" for name, row in ALSO_CALLED.items()) + ".\n"
 
 
 def _architectures(family: EncoderFamily) -> str:

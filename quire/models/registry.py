@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from quire.models.both_ways import read_both_ways
 from quire.models.built_in import BUILT_IN, ENCODERS, BuiltIn
 from quire.models.transformers_backend.reader import transformers_has
 from quire.plugins import PluginTable, import_place, instance_of
@@ -37,6 +38,8 @@ class ModelEntry:
     model: str | type[CausalLM]
     config_reader: str | ConfigReader = _LLAMA_READER
     pools: bool = False
+    both_ways: bool = False
+    """Whether it can be an encoder, too: its layers attend without a cache where `ModelArch.bidirectional` is set."""
 
 
 MODEL_PLUGINS: PluginTable[ModelEntry] = PluginTable(
@@ -52,7 +55,9 @@ _TRANSFORMERS = ModelEntry(
 
 
 def _built_in(row: BuiltIn) -> ModelEntry:
-    return ModelEntry(f"quire.models.{row.model}", f"quire.models.families.{row.reader}", row.pools)
+    return ModelEntry(
+        f"quire.models.{row.model}", f"quire.models.families.{row.reader}", row.pools, row.both_ways
+    )
 
 
 class Registry:
@@ -119,8 +124,9 @@ class Registry:
 
     def resolve_config_reader(self, arch: str, model_impl: str = "auto") -> ConfigReader:
         """The function that turns config.json into a `ModelArch`; raises as `place_of` does."""
-        reader: ConfigReader = _imported(self._row(arch, model_impl).config_reader, arch)
-        return reader
+        row = self._row(arch, model_impl)
+        reader: ConfigReader = _imported(row.config_reader, arch)
+        return read_both_ways(reader) if row.both_ways else reader
 
     def _row(self, arch: str, model_impl: str = "auto") -> ModelEntry:
         """`model_impl` is that of `ModelConfig`."""

@@ -20,19 +20,21 @@ from quire.layers.headed_mamba import HeadedMambaMixer
 from quire.layers.kimi_delta_attention import KimiDeltaAttention
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.latent_self_attention import LatentSelfAttention
-from quire.layers.lightning_attention import LightningScan
+from quire.layers.lightning_attention import LightningAttention, LightningScan
 from quire.layers.linear import ExactLinear, GateUpLinear, Linear, QKVLinear
 from quire.layers.mamba import MambaMixer, SelectiveScan, UnitRMSNorm
-from quire.layers.mamba2 import GroupRMSNorm, HeadScan, Mamba2Mixer
+from quire.layers.mamba2 import HeadScan, Mamba2Mixer
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.per_head import PerHeadLinear
+from quire.layers.qk_norm import EachHeadLayerNorm
 from quire.layers.recurrent_unit import RGLRU, RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding, Unrotated
 from quire.layers.rotated_lightning import RotatedLightningAttention
 from quire.layers.router import Router
 from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
+from quire.layers.shared_norm import SharedRMSNorm
 from quire.layers.short_conv import ShortConv
 from quire.layers.sinks import Sinks
 from quire.layers.sparse_mlp import SparseMLP
@@ -42,9 +44,10 @@ from quire.layers.two_mixers import TwoMixers
 from quire.layers.xielu import XIELU
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import Decoder, DecoderForCausalLM
+from quire.models.opt import NoProjection, OPTDecoder, OPTDecoderLayer, OPTForCausalLM, OPTModel
 
 _MATRICES = frozenset({VocabEmbedding, Linear, ExactLinear, QKVLinear, GateUpLinear, Router})
-_BY_HEADS = frozenset({Attention, Sinks, HeadRMSNorm})
+_BY_HEADS = frozenset({Attention, Sinks, HeadRMSNorm, EachHeadLayerNorm, SharedRMSNorm})
 _ON_WHOLE_ROWS_OR_HEADS = frozenset(
     {
         LayerNorm,
@@ -66,13 +69,13 @@ _WITH_STATES = frozenset(
         UnitRMSNorm,
         Mamba2Mixer,
         HeadScan,
-        GroupRMSNorm,
         HeadedMambaMixer,
         TwoMixers,
         ShortConv,
         GatedDeltaNet,
         DeltaRule,
         KimiDeltaAttention,
+        LightningAttention,
         LightningScan,
         RotatedLightningAttention,
         RecurrentUnit,
@@ -80,7 +83,8 @@ _WITH_STATES = frozenset(
     }
 )
 _LATENT = frozenset({LatentSelfAttention, LatentAttention, PerHeadLinear})
-_OF_SUCH_PARTS = frozenset({nn.ModuleList, DecoderForCausalLM, Decoder, SelfAttention, GatedMLP, PlainMLP})
+_OPT = frozenset({OPTForCausalLM, OPTModel, OPTDecoder, OPTDecoderLayer, NoProjection, nn.Identity})
+_OF_SUCH_PARTS = _OPT | {nn.ModuleList, DecoderForCausalLM, Decoder, SelfAttention, GatedMLP, PlainMLP}
 SLICED: frozenset[type[nn.Module]] = (
     _MATRICES
     | _BY_HEADS

@@ -78,7 +78,7 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
     first, end = list(pairwise([0, *accumulate(counts)]))[stage.index]
     logger.info("stage %d of %d: layers %d to %d of %d", stage.index, stage.of, first, end - 1, sum(counts))
     names = model.checkpoint_slots().keys()
-    model.uncut = Uncut([*model.checkpoint_layers()], model.lm_head, stage.is_first)
+    model.uncut = Uncut([*model.adapter_layers()], model.lm_head, stage.is_first)
     for number, _ in enumerate(model.model.layers):
         if not first <= number < end:
             model.model.layers[number] = Elsewhere()

@@ -6,7 +6,7 @@ Shapes: N outputs, K inputs, G groups of inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,17 @@ class Grid:
     bits: int = 4
     group_size: int = 128
     symmetric: bool = True
+    scales: torch.dtype = torch.bfloat16
+    """What they are rounded to before they are used."""
+
+    def stored_as(self, dtype: torch.dtype) -> Grid:
+        """That of a matrix whose scales are stored so: float16 has not the range of bfloat16, and is finer."""
+        return replace(self, scales=torch.float16 if dtype is torch.float16 else torch.bfloat16)
 
     def steps(self, weight: Tensor, importance: Tensor | None = None) -> Steps:
         """Of float32 [N, K], those with the least squared error, weighted by `importance` [K]."""
         by_group = None if importance is None else importance.view(-1, self.group_size)
-        return best_steps(self.in_groups(weight), self.bits, self.symmetric, importance=by_group)
+        return best_steps(self.in_groups(weight), self.bits, self.symmetric, self.scales, by_group)
 
     def codes(self, weight: Tensor, steps: Steps) -> Tensor:
         """[N, K], to nearest, in 0 .. 2^bits - 1."""

@@ -7,6 +7,7 @@ not even that is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -103,14 +104,15 @@ def _round(
     progress: tqdm,  # type: ignore[type-arg]
 ) -> dict[str, Tensor]:
     """Quantise and write the matrices of some sites; returns what those stand for."""
-    scales = _fold_scales(members, inputs, tensors, recipe) if recipe.method == "awq" else {}
+    scales = _fold_scales(members, inputs, tensors, recipe, weights) if recipe.method == "awq" else {}
     results: dict[str, Tensor] = {}
     stands_for: dict[str, Tensor] = {}
     for site in members:
         known = inputs.get(site.modules)
         for name in site.modules:
             weight, dtype = tensors.read(f"{name}.weight"), weights.whole(f"{name}.weight").dtype
-            codes, steps = ROUNDINGS[recipe.method](weight, _scaled(known, scales.get(site.modules)), recipe)
+            own = replace(recipe, grid=recipe.grid.stored_as(dtype))
+            codes, steps = ROUNDINGS[recipe.method](weight, _scaled(known, scales.get(site.modules)), own)
             stored = _stored(weights, name)
             results |= {
                 f"{stored}.{leaf}": each for leaf, each in recipe.grid.tensors(codes, steps, dtype).items()
@@ -122,12 +124,17 @@ def _round(
 
 
 def _fold_scales(
-    members: Sequence[Site], inputs: Inputs, tensors: EditedTensors, recipe: Recipe
+    members: Sequence[Site],
+    inputs: Inputs,
+    tensors: EditedTensors,
+    recipe: Recipe,
+    weights: CheckpointWeights,
 ) -> dict[tuple[str, ...], Tensor]:
     found = {}
     for site in members:
         if site.source and site.modules in inputs:
-            scales = best_scales(tensors.matrix(site), inputs[site.modules], recipe.grid)
+            grid = recipe.grid.stored_as(weights.whole(f"{site.modules[0]}.weight").dtype)
+            scales = best_scales(tensors.matrix(site), inputs[site.modules], grid)
             tensors.scale_inputs(site, scales)
             found[site.modules] = scales
     return found

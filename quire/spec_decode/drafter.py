@@ -99,7 +99,7 @@ def drafter_names(method: str | None) -> tuple[str, ...]:
 
 
 def check_speculation(config: EngineConfig) -> None:
-    """Refuse a method that there is not, and keys that it would ignore.
+    """Refuse a method that there is not, keys that it would ignore, and a model with nothing to guess.
 
     Raises:
         ConfigError: names what is wrong.
@@ -107,6 +107,8 @@ def check_speculation(config: EngineConfig) -> None:
     given = config.speculative.speculative_config
     method = config.speculative.settings.method
     names = drafter_names(method)
+    if method is not None and config.pooling is not None:
+        raise ConfigError("--speculative-config: a model that is pooled says nothing that could be guessed")
     known = COMMON_KEYS | MODEL_KEYS.get(method or "", frozenset())
     known = known.union(*(getattr(DRAFTERS.resolve(name), "keys", ()) for name in names))
     unknown = sorted(given.keys() - known)

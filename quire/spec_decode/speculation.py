@@ -5,8 +5,9 @@ Invariant: what it decides depends on how long steps took, and no token depends 
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from quire.config.speculative import MOST_DRAFTS
 from quire.spec_decode.acceptance import Acceptance
 from quire.spec_decode.balance import Balance
 from quire.spec_decode.choice import choose_depth, choose_lengths
+from quire.spec_decode.clocks import Clocks, OwnClock
 from quire.spec_decode.drafter import CERTAIN, NO_DRAFT, Draft, Drafter, Owner, Text, takes_time
 from quire.spec_decode.step_costs import StepCosts
 
@@ -38,6 +40,15 @@ class _Guess(NamedTuple):
     token_ids: list[int]
 
 
+@dataclass(slots=True)
+class _Asking:
+    """What asking took after one step."""
+
+    seconds: float = 0.0
+    each: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Of drafters that take time: for how many texts, and the seconds of a guess for all of them."""
+
+
 class Speculation:
     """Joins drafters: of the guesses that a request gets, those are taken that are most often right.
 
@@ -47,6 +58,7 @@ class Speculation:
         adaptive: guess as many as pay; else as many as there are.
         num_ahead: steps that are planned before the result of one is in.
         allowed: drops guesses that no grammar lets through; None: there are no grammars.
+        clocks: whose durations decide; None: this process's.
     """
 
     def __init__(
@@ -57,6 +69,7 @@ class Speculation:
         adaptive: bool = True,
         num_ahead: int = 0,
         allowed: Filter | None = None,
+        clocks: Clocks | None = None,
     ) -> None:
         self._drafters = drafters
         self._most = most
@@ -69,7 +82,11 @@ class Speculation:
         self._costs = StepCosts()
         self._guess_costs = {name: StepCosts() for name, one in drafters.items() if takes_time(one)}
         self._balance = Balance()
-        self._asked_s = 0.0
+        self._clocks = clocks or OwnClock()
+        self._asking: _Asking | None = None
+        """After the last step; None: nobody was asked."""
+        self._spent: deque[float | None] = deque()
+        """What asking took for the steps that are planned since; None: guessing rested."""
 
     def add_request(self, request_id: str, num_prompt_tokens: int, owner: Owner) -> None:
         """A request was given a row."""
@@ -86,13 +103,8 @@ class Speculation:
 
     def note_step(self, verified: Mapping[str, Verified], width: int, seconds: float) -> None:
         """A step is done; `width` tokens were computed, 0 if it did more than to generate."""
-        num_requests = len(verified)
-        if width:
-            self._costs.note(num_requests, width, seconds)
-        if width and self._costs.knows(num_requests):
-            share = sum([one.num_accepted for one in verified.values()]) / num_requests
-            plain_s, took_s = self._costs.of(num_requests), self._costs.of(width)
-            self._balance.note((1 + share) * plain_s - took_s, self._asked_s)
+        if self._adaptive:
+            self._note_times(verified, width, seconds)
         for request_id, (num_drafts, num_accepted) in verified.items():
             kind = self._kinds.get(request_id)
             if kind is None:  # nothing was ever guessed for it, or it is gone
@@ -102,36 +114,61 @@ class Speculation:
             else:
                 self._acceptance.note_idle(request_id)
 
+    def _note_times(self, verified: Mapping[str, Verified], width: int, seconds: float) -> None:
+        """What the step took, and what asking took for it."""
+        seconds, spent_s = self._settle(seconds)
+        if not width:
+            return
+        num_requests = len(verified)
+        self._costs.note(num_requests, width, seconds)
+        if spent_s is not None and self._costs.knows(num_requests):
+            share = sum([one.num_accepted for one in verified.values()]) / num_requests
+            plain_s, took_s = self._costs.of(num_requests), self._costs.of(width)
+            self._balance.note((1 + share) * plain_s - took_s, spent_s)
+
+    def _settle(self, seconds: float) -> tuple[float, float | None]:
+        """The durations that count: of the step, and of asking for what it verified, if anybody was asked."""
+        asking = self._asking
+        each = {} if asking is None else asking.each
+        own = (seconds, 0.0 if asking is None else asking.seconds, *(took for _, took in each.values()))
+        seconds, asked_s, *took = self._clocks.agreed(own)
+        for (name, (count, _)), guess_s in zip(each.items(), took, strict=True):
+            self._guess_costs[name].note(count, count, guess_s)
+        self._spent.append(None if asking is None else asked_s)
+        is_planned = len(self._spent) > self._num_ahead  # steps that were planned without asking come first
+        return seconds, self._spent.popleft() if is_planned else None
+
     def propose(self, known: Mapping[str, NDArray[np.int32]]) -> dict[str, list[int]]:
         """The tokens of requests that have just sampled -> what may follow them.
 
         Args:
             known: request id -> all its tokens, of prompt and output.
         """
+        self._asking = None
         if self._adaptive and self._balance.rests():
-            self._asked_s = 0.0
             return {}
-        started = time.perf_counter()
+        asking, started = _Asking(), self._clocks.now()
         texts = [
             Text(name, tokens, *self._requests[name])
             for name, tokens in known.items()
             if name in self._requests  # a plan that follows may have removed it
         ]
-        drafts = [self._asked(name, texts, len(known)) for name in self._drafters]
+        drafts = [self._ask(name, texts, len(known), asking) for name in self._drafters]
         guesses = list(filter(None, map(self._best, texts, *drafts)))
         lengths = [len(guess.token_ids) for guess in guesses]
         if self._adaptive and guesses:
             rates = [self._acceptance.rate(guess.request_id, guess.kind) for guess in guesses]
             lengths = choose_lengths(rates, lengths, len(known), self._costs, self._num_ahead)
         self._kinds.update((guess.request_id, guess.kind) for guess in guesses)
-        self._asked_s = time.perf_counter() - started
+        asking.seconds = self._clocks.now() - started
+        self._asking = asking
         return {
             guess.request_id: guess.token_ids[:length]
             for guess, length in zip(guesses, lengths, strict=True)
             if length
         }
 
-    def _asked(self, name: str, texts: Sequence[Text], num_requests: int) -> list[Draft]:
+    def _ask(self, name: str, texts: Sequence[Text], num_requests: int, asking: _Asking) -> list[Draft]:
         """What one drafter says; one that takes time is asked for as many tokens as pay."""
         drafter, most = self._drafters[name], self._most + self._num_ahead
         costs = self._guess_costs.get(name)
@@ -144,9 +181,9 @@ class Speculation:
         if most == 0:
             self._acceptance.note_unasked((name, 0))
             return [NO_DRAFT] * len(texts)
-        started = time.perf_counter()
+        started = self._clocks.now()
         drafts = drafter.propose(texts, most)
-        costs.note(len(texts), len(texts), (time.perf_counter() - started) / most)
+        asking.each[name] = len(texts), (self._clocks.now() - started) / most
         return drafts
 
     def _best(self, text: Text, *drafts: Draft) -> _Guess | None:

@@ -25,6 +25,7 @@ from quire.layers.kv_cache import why_not_captured
 from quire.platforms import Host
 from quire.worker.block_copies import Moves, copy_on_host
 from quire.worker.devices import Mark
+from quire.worker.guessing_memory import kept_bytes, passing_bytes
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import Forward, HostPipeline, LanguageModel, Pipeline, eager_forward
@@ -132,10 +133,11 @@ class CpuMemory:
         return max(0, free - config.cache.swap_space_bytes)
 
     def _working_bytes(self, config: EngineConfig) -> tuple[int, int]:
-        """What the largest step takes, and what recorded steps keep."""
+        """What the largest step takes, with states that are kept to guess by, and what recorded steps keep."""
         limits = config.scheduler
         num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
         step = self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
+        step += limits.max_num_batched_tokens * passing_bytes(config) + kept_bytes(config)
         num_models = 1 if config.draft is None else 2
         tapes = num_models * self.forward_peak.bytes_of_tapes(taped_tokens(config))
         return step, 0 if config.device.enforce_eager else tapes

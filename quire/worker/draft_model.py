@@ -11,10 +11,10 @@ gets them from the prefix cache is guessed for badly.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.scheduler.output import NewRequestData
@@ -47,7 +47,7 @@ class DraftModel(GuessingModel):
         self._pipeline.forward(inputs)
         num_drafts = 0 if layout.num_drafts is None else layout.num_drafts
         ends = layout.ends - num_drafts
-        self._settle(layout.rows, layout.starts)
+        self._settle(layout.rows, layout.starts, is_known=self._pipeline.reads_host_tokens)
         is_next = self._num_computed[layout.rows] >= layout.starts
         self._num_computed[layout.rows[is_next]] = ends[is_next]
 
@@ -61,7 +61,7 @@ class DraftModel(GuessingModel):
         chosen = np.full(len(rows), -1, dtype=np.int64)
         done = stops == ends
         if done.any():
-            which = hidden[torch.from_numpy(done)]
+            which = hidden if done.all() else hidden.index_select(0, self._upload(done.nonzero()[0]))
             chosen[done] = self._sampled(self._model.compute_logits, which, rows[done], ends[done])
         return chosen
 
@@ -69,19 +69,29 @@ class DraftModel(GuessingModel):
         guesses = self._batch.token_ids[rows, ends - 1]
         for row, token_id in zip(rows.tolist(), guesses.tolist(), strict=True):
             self._ahead[row].append(token_id)
-        hidden = self._forward(rows, ends - 1, ends)
+        hidden = self._forward(rows, ends - 1, ends, self._guessed_ids(rows, ends - 1))
         return self._sampled(self._model.compute_logits, hidden, rows, ends)
 
-    def _settle(self, rows: Rows, ends: Rows) -> None:
-        """Of what was computed ahead, that counts which the texts agree with; but nothing from `ends` [R] on."""
+    def _settle(self, rows: Rows, ends: Rows, *, is_known: bool = True) -> None:
+        """Of what was computed ahead, that counts which the texts agree with; but nothing from `ends` [R] on.
+
+        Nothing counts if the host may have guesses where it will have tokens.
+        """
         for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
             start, ahead = int(self._num_computed[row]), self._ahead[row]
             tokens = self._batch.token_ids[row, start : start + len(ahead)].tolist()
-            num_right = next((i for i, guess in enumerate(ahead) if guess != tokens[i]), len(ahead))
+            wrong = (i for i, guess in enumerate(ahead) if guess != tokens[i])
+            num_right = next(wrong, len(ahead)) if is_known else 0
             self._num_computed[row] = min(start + num_right, end)
             self._ahead[row] = []
 
-    def _forward(self, rows: Rows, starts: Rows, ends: Rows) -> Tensor:
-        """Compute tokens `starts` to `ends` of each row; hidden states [R, H] behind the last ones."""
+    def _forward(self, rows: Rows, starts: Rows, ends: Rows, ids: Tensor | None = None) -> Tensor:
+        """Compute tokens `starts` to `ends` of each row; hidden states [R, H] behind the last ones.
+
+        `ids` [T] are those of guesses.
+        """
         layout = layout_of(rows, starts, ends, self._batch.num_prompt_tokens[rows])
-        return last_of_each(self._pipeline.forward(self._pipeline.gather(layout)), layout)
+        inputs = self._pipeline.gather(layout)
+        if ids is not None:
+            inputs = replace(inputs, input_ids=ids)
+        return last_of_each(self._pipeline.forward(inputs), inputs)

@@ -19,6 +19,7 @@ from quire.config import EngineConfig
 from quire.config.speculative import DRAFT_MODEL, EAGLE, EAGLE3, MEDUSA, MTP
 from quire.errors import StartupError
 from quire.kv_cache.spec import KVCacheConfig
+from quire.spec_decode.clocks import Clocks
 from quire.spec_decode.drafter import Drafter, make_drafters
 from quire.spec_decode.speculation import Speculation
 from quire.worker.draft_model import DraftModel
@@ -47,10 +48,12 @@ def make_speculation(
     batch: InputBatch,
     grammars: GrammarMask,
     guessing: GuessingModel | None = None,
+    clocks: Clocks | None = None,
 ) -> Speculation | None:
     """Who guesses for this engine: what `--speculative-config` names, behind what grammars leave no choice about.
 
-    `guessing` is of the method that the configuration names, if that is one of `GUESSING_MODELS`.
+    `guessing` is of the method that the configuration names, if that is one of `GUESSING_MODELS`; `clocks` decide how
+    much is guessed.
 
     Raises:
         StartupError: somebody is to guess, and there are layers that cannot take guesses back.
@@ -76,20 +79,16 @@ def make_speculation(
         adaptive=settings.adaptive and settings.method is not None,
         num_ahead=config.num_tokens_ahead,
         allowed=num_allowed,
+        clocks=clocks,
     )
 
 
 def _check_states(config: EngineConfig, kv_config: KVCacheConfig) -> None:
-    """Refuse layers with states where no kernel leaves out that of guesses, and in what guesses ahead by itself.
+    """Refuse layers with states in what guesses ahead by itself.
 
     Raises:
         StartupError: says which.
     """
-    if not kv_config.rolls_back and config.device.device != "cpu":
-        raise StartupError(
-            f"--speculative-config: layers of {config.model.model} keep a state, which goes back behind wrong guesses "
-            f"on CPUs only so far, and --device is {config.device.device}"
-        )
     guessing = (spec for name, spec in kv_config.layer_specs.items() if name.startswith(DRAFT_PREFIX))
     if config.draft is not None and not all(spec.rolls_back for spec in guessing):
         raise StartupError(

@@ -67,13 +67,20 @@ class GpuMemory:
     def rehearsal(self) -> Iterator[None]:
         self._module.empty_cache()
         self._module.reset_peak_memory_stats()
-        before = self._module.memory_reserved()
+        before, beside = self._module.memory_reserved(), self._bytes_beside()
         try:
             yield
         except torch.OutOfMemoryError as error:
             raise StartupError(f"not enough memory on the device for the largest step: {error}") from error
         self._module.synchronize()
         self._rehearsed_bytes += self._module.max_memory_reserved() - before
+        self._rehearsed_bytes += max(self._bytes_beside() - beside, 0)
+
+    def _bytes_beside(self) -> int:
+        """In use, but not by torch's allocator: graphs, the code of kernels, and what others have."""
+        free, total = self._module.mem_get_info()
+        in_use: int = total - free
+        return in_use - int(self._module.memory_reserved())
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
         share = config.cache.memory_share
@@ -153,7 +160,8 @@ class GpuDevice:
     def pipeline(
         self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
     ) -> Pipeline:
-        return DevicePipeline(model, batch, config, self.transfers, self._capturer(model))
+        capturer = self._capturer(model)
+        return DevicePipeline(model, batch, config, self.transfers, capturer, is_rehearsal=is_rehearsal)
 
     def _capturer(self, model: LanguageModel) -> Capturer | None:
         """What records graphs, where that can be done."""

@@ -1,23 +1,27 @@
-"""CUDA graphs of decode steps: the launches of a whole forward pass, replayed by one call.
+"""CUDA graphs: the launches of a forward pass, or of the choice of tokens behind one, replayed by one call.
 
-A graph is captured for some batch sizes; a step takes the smallest that holds it, and the rest is padding. Where
-adapters are served there are two of each size: one adds what rows have of them, and steps without any are spared that.
+A graph is captured for some shapes; a step takes the smallest that holds it, and the rest is padding.
 
-Invariant: what a graph reads and writes keeps its address. All graphs share one pool of memory and are captured largest
-first, so that the smaller ones live in what the largest needs; hence a graph's output is valid until the next replay.
+Invariant: what a graph reads and writes keeps its address. All graphs of a model share one pool of memory and are
+captured largest first, so that the smaller ones live in what the largest needs; and what they give stands in one place,
+so it is valid until the next replay of a graph of its kind. A graph is captured on inputs that are padding, for then a
+pass that is only to compile kernels changes nothing of a request.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from quire.kernels.triton.launch import next_power_of_2
+
 logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Capturer(Protocol):
@@ -33,71 +37,113 @@ class Capturer(Protocol):
         """Memory that the process holds on the device."""
 
 
-def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, every 8th to 256, every 16th to 512, as far as there are requests, and the most there can be."""
-    most = min(max_num_seqs, 512)
-    steps = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
-    return (*(size for size in steps if size < most), most)
+class KeptRows:
+    """The one place for what graphs of a kind give, so that each of them does not keep a result of its own.
+
+    Made when the first rows come, which is never while something is recorded.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._rows: Tensor | None = None
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Put rows [n, ...] into the first n places, unless they stand there; returns these."""
+        if self._rows is None:
+            self._rows = rows.new_zeros(self.num_rows, *rows.shape[1:])
+        place = self.first(len(rows))
+        return place if place.data_ptr() == rows.data_ptr() else place.copy_(rows)
+
+    def clear(self) -> None:
+        """Make zeros of all rows, if there are any."""
+        if self._rows is not None:
+            self._rows.zero_()
+
+    def first(self, count: int) -> Tensor:
+        """The first places, where some rows were put before."""
+        assert self._rows is not None, "rows are read before there are any"
+        return self._rows[:count]
 
 
-class DecodeGraphs:
-    """Graphs by batch size.
+class GraphRoom:
+    """What all graphs of a model share.
 
     Args:
-        sizes: in which batch sizes to capture.
-        run: launches a forward pass over so many requests with a token each, some with adapters or none; returns the
-            hidden states.
-        adapts: whether steps may have adapters.
+        num_rows: most hidden states that a graph gives, or samples are taken behind.
+        replays: whether steps use graphs; False: they are made to see what they take.
+
+    Attributes:
+        hidden: where graphs of forward passes leave their hidden states, and those of samples read them.
+    """
+
+    def __init__(self, device: Capturer, num_rows: int, *, replays: bool = True) -> None:
+        self.device = device
+        self.pool = device.graph_pool()
+        self.hidden = KeptRows(num_rows)
+        self.replays = replays
+        self._capture: list[Callable[[bool], int]] = []
+
+    def add(self, capture: Callable[[bool], int]) -> None:
+        """Somebody has graphs: `capture` makes those that are missing, or only the largest, and counts them."""
+        self._capture.append(capture)
+
+    def capture_all(self, *, only_largest: bool = False) -> None:
+        """Everybody's, in the order in which they came."""
+        started, before = time.monotonic(), self.device.reserved_bytes()
+        count = sum(capture(only_largest) for capture in self._capture)
+        taken = (self.device.reserved_bytes() - before) / 2**20
+        logger.info("captured %d CUDA graphs in %.2f s, %.0f MiB", count, time.monotonic() - started, taken)
+
+
+class Graphs(Generic[Key]):
+    """Graphs of one kind, by key.
+
+    Args:
+        run: launches what a key stands for; returns rows.
+        variant: what of a key decides which kernels are launched: a pass compiles them, for all keys of a variant.
+        kept: where the rows are put.
     """
 
     def __init__(
         self,
-        sizes: Iterable[int],
-        run: Callable[[int, bool], Tensor],
-        device: Capturer,
-        *,
-        adapts: bool = False,
+        room: GraphRoom,
+        run: Callable[[Key], Tensor],
+        variant: Callable[[Key], Hashable],
+        kept: KeptRows,
     ) -> None:
-        self._sizes = sorted(set(sizes))
+        self._room = room
         self._run = run
-        self._device = device
-        self._pool = device.graph_pool()
-        self._variants = (False, True) if adapts else (False,)
-        self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Tensor]] = {}
+        self._variant = variant
+        self._kept = kept
+        self._compiled: set[Hashable] = set()
+        self._graphs: dict[Key, tuple[Callable[[], None], Tensor]] = {}
 
-    @property
-    def largest(self) -> int:
-        return self._sizes[-1]
+    def __contains__(self, key: Key) -> bool:
+        return key in self._graphs
 
-    @property
-    def captured(self) -> tuple[int, ...]:
-        """Sizes that have a graph without adapters, in the order in which they got it."""
-        return tuple(size for size, adapts in self._graphs if not adapts)
+    def __len__(self) -> int:
+        return len(self._graphs)
 
-    def size_for(self, num_requests: int) -> int:
-        """The smallest size that holds so many requests; 0: none does."""
-        index = bisect_left(self._sizes, num_requests)
-        return self._sizes[index] if index < len(self._sizes) else 0
-
-    def capture_all(self) -> None:
-        """Capture what is missing, the largest first."""
-        started, before = time.monotonic(), self._device.reserved_bytes()
-        for size in reversed(self._sizes):
-            for adapts in self._variants:
-                self._capture(size, adapts)
-        taken = (self._device.reserved_bytes() - before) / 2**20
-        duration = time.monotonic() - started
-        logger.info("captured %d CUDA graphs in %.2f s, %.0f MiB", len(self._graphs), duration, taken)
-
-    def replay(self, size: int, adapts: bool = False) -> Tensor:
-        """Run the graph of a size, captured now if it is not yet; its hidden states, until the next replay."""
-        replay, hidden = self._capture(size, adapts)
+    def replay(self, key: Key) -> Tensor:
+        """Run a graph that was captured; its rows, until another one of these is replayed."""
+        replay, rows = self._graphs[key]
         replay()
-        return hidden
+        return rows
 
-    def _capture(self, size: int, adapts: bool) -> tuple[Callable[[], None], Tensor]:
-        kind = size, adapts
-        if kind not in self._graphs:
-            self._run(size, adapts)  # compiles kernels, which cannot be done while recording
-            self._graphs[kind] = self._device.capture(lambda: self._run(size, adapts), self._pool)
-        return self._graphs[kind]
+    def capture(self, key: Key) -> None:
+        """Make a graph, unless it is there."""
+        if key in self._graphs:
+            return
+        if self._variant(key) not in self._compiled:
+            self._launch(key)  # kernels cannot be compiled while something is recorded
+            self._compiled.add(self._variant(key))
+        self._graphs[key] = self._room.device.capture(lambda: self._launch(key), self._room.pool)
+
+    def _launch(self, key: Key) -> Tensor:
+        return self._kept.take(self._run(key))
+
+
+def row_variant(count: int) -> tuple[int, bool]:
+    """What kernels may make of a number of rows: tiles are sized by powers of two, and Triton compiles apart for
+    numbers that are multiples of 16."""
+    return next_power_of_2(count), count % 16 == 0

@@ -5,7 +5,8 @@ grammar, and drawn with the noise of the place at which it would stand. Two mode
 then nearly always draw the same token, at any temperature. (Coupling by common random numbers; see M. Daliri et al.,
 "Coupling without Communication and Drafter-Invariant Speculative Decoding", 2024.)
 
-Invariant: guesses are a matter of time and of nothing else.
+Invariant: guesses are a matter of time and of nothing else. They stand in the host's rows, behind the tokens, and not
+in those of a device, where steps in flight may have sampled; a pass over them is told what they are.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.scheduler.output import NewRequestData
 from quire.spec_decode.drafter import NO_DRAFT, Draft, Text
+from quire.worker.devices import Transfers
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.inputs import StepInputs, StepLayout
 from quire.worker.pipeline import LanguageModel, Pipeline
@@ -49,7 +52,8 @@ class GuessingModel:
         batch: whose requests sample; guesses are written behind their tokens, where nothing counts.
         pipeline: how steps of the model are run on these rows.
         sampler: that of the model that is guessed for.
-        max_num_tokens: of a pass.
+        transfers: to the device of both models.
+        config: of the model that is guessed for.
         slice_size: rows of logits that exist at once.
     """
 
@@ -62,15 +66,17 @@ class GuessingModel:
         batch: InputBatch,
         pipeline: Pipeline,
         sampler: Sampler,
+        transfers: Transfers,
         *,
-        max_num_tokens: int,
+        config: EngineConfig,
         slice_size: int,
     ) -> None:
         self._model = model
         self._batch = batch
         self._pipeline = pipeline
         self._sampler = sampler
-        self._max_num_tokens = max_num_tokens
+        self._transfers = transfers
+        self._max_num_tokens = config.scheduler.max_num_batched_tokens
         self._slice_size = slice_size
 
     def add_request(self, row: int, request: NewRequestData) -> None:
@@ -137,7 +143,25 @@ class GuessingModel:
             part = slice(first, first + self._slice_size)
             logits = compute_logits(hidden[part]).contiguous()
             found.append(self._sampler.guess(logits, samples.part(part)))
-        return np.concatenate(found)
+        codes = self._transfers.download(found[0] if len(found) == 1 else torch.cat(found))
+        self._transfers.mark().wait()
+        chosen: Rows = codes.numpy()
+        return chosen
+
+    def _known_ids(self, rows: Rows, positions: Rows) -> Tensor:
+        """[N] int64 the tokens at these positions, none of which is a guess; steps in flight may have sampled some."""
+        tokens = self._batch.device_tokens
+        if tokens is None:
+            return self._guessed_ids(rows, positions)
+        on_rows, at = self._upload(np.stack((rows, positions)))
+        return tokens[on_rows, at].long()
+
+    def _guessed_ids(self, rows: Rows, positions: Rows) -> Tensor:
+        """[N] int64 the same as the host has them, which knows what was guessed."""
+        return self._upload(self._batch.token_ids[rows, positions].astype(np.int64))
+
+    def _upload(self, numbers: Rows) -> Tensor:
+        return self._transfers.upload(torch.from_numpy(numbers))
 
 
 def layout_of(rows: Rows, starts: Rows, ends: Rows, num_prompt_tokens: Rows) -> StepLayout:
@@ -161,6 +185,6 @@ def layout_of(rows: Rows, starts: Rows, ends: Rows, num_prompt_tokens: Rows) -> 
     )
 
 
-def last_of_each(hidden: Tensor, layout: StepLayout) -> Tensor:
-    """Of hidden states [T, H], those of the last token of each request, [R, H]."""
-    return hidden[torch.from_numpy(layout.logits_indices)]
+def last_of_each(hidden: Tensor, inputs: StepInputs) -> Tensor:
+    """Of the hidden states [T, H] of such a step, those of the last token of each request, [R, H]."""
+    return hidden.index_select(0, inputs.logits_indices)

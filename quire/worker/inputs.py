@@ -19,6 +19,7 @@ from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, S
 from quire.layers.step import StepContext
 from quire.scheduler.output import ScheduledRequest
 from quire.worker.block_table import BlockTable
+from quire.worker.graph_shapes import GraphShape
 from quire.worker.input_batch import InputBatch, Samples
 
 
@@ -95,8 +96,8 @@ class StepInputs:
     logits_indices: Tensor
     """[N] int32 or int64: those of the layout."""
     step: StepContext
-    graph_size: int = 0
-    """The size of the captured graph for which they were made, with padding behind the R requests; 0: none."""
+    graph: GraphShape | None = None
+    """The shape of the captured graph for which they were made, with padding behind R requests and T tokens."""
 
 
 def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLayout:
@@ -164,10 +165,16 @@ def gather_adapter_slots(batch: InputBatch, layout: StepLayout) -> NDArray[np.in
     return slots.repeat(layout.ends - layout.starts)
 
 
+def has_token_types(batch: InputBatch, layout: StepLayout) -> bool:
+    """Whether a step has tokens of a second text."""
+    starts = batch.second_text_starts
+    return starts is not None and bool((starts[layout.rows] < layout.ends).any())
+
+
 def gather_token_types(batch: InputBatch, layout: StepLayout) -> Tensor | None:
     """[T] int64 on the host, 1 for tokens of a second text; None: the step has none."""
     starts = batch.second_text_starts
-    if starts is None or (starts[layout.rows] >= layout.ends).all():
+    if starts is None or not has_token_types(batch, layout):
         return None
     token_rows, positions = _places(layout)
     return torch.from_numpy((positions >= starts[token_rows]).astype(np.int64))

@@ -1,7 +1,7 @@
 """Hidden states that steps leave, for whoever is to guess behind them.
 
-Invariant: of each row, states of tokens that follow each other, from position `firsts` on; those of wrong guesses are
-written over by what the next step computes in their places.
+Invariant: of each row, those of the last positions that were kept; those of wrong guesses are written over by what the
+next step computes in their places.
 """
 
 from __future__ import annotations
@@ -11,43 +11,41 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.worker.devices import Transfers
 from quire.worker.inputs import StepLayout
 
 Rows = NDArray[np.int64]
 
 
 class KeptStates:
-    """A few states for each of `num_rows` rows; room for more is made when more are kept.
+    """A ring of `room` states [W] for each of `num_rows` rows, on the device."""
 
-    Attributes:
-        firsts: [S] position of the first one of each row; to change it is to drop all that are kept of that row.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self.firsts: Rows = np.zeros(num_rows, dtype=np.int64)
-        self._states = torch.empty(num_rows, 0, 0)
+    def __init__(
+        self, num_rows: int, room: int, width: int, dtype: torch.dtype, transfers: Transfers
+    ) -> None:
+        self._room = room
+        self._transfers = transfers
+        self._states = torch.empty(num_rows * room, width, dtype=dtype, device=transfers.torch_device)
 
     def keep(self, layout: StepLayout, starts: Rows, states: Tensor) -> None:
         """Of a step's states [T, W], or more behind them, those of each request from position `starts` [R] on."""
         counts = layout.ends - starts
-        rows, positions = layout.rows.repeat(counts), positions_of(starts, counts)
-        places = positions - self.firsts[rows]
+        positions = positions_of(starts, counts)
+        if not len(positions):
+            return
         indices = positions + (layout.query_start_loc[:-1] - layout.starts).repeat(counts)
-        if len(rows):
-            self._make_room(int(places.max()) + 1, states)
-            self._states[torch.from_numpy(rows), torch.from_numpy(places)] = states[torch.from_numpy(indices)]
+        numbers = np.stack((self._places(layout.rows.repeat(counts), positions), indices))
+        places, sources = self._transfers.upload(torch.from_numpy(numbers))
+        self._states.index_copy_(0, places, states.index_select(0, sources))
 
     def at(self, rows: Rows, positions: Rows) -> Tensor:
         """[N, W] those of some rows [N] at positions [N]."""
-        return self._states[torch.from_numpy(rows), torch.from_numpy(positions - self.firsts[rows])]
+        places = self._transfers.upload(torch.from_numpy(self._places(rows, positions)))
+        return self._states.index_select(0, places)
 
-    def _make_room(self, count: int, states: Tensor) -> None:
-        num_rows, room, width = self._states.shape
-        if count > room:
-            larger = states.new_empty(num_rows, max(count, 2 * room), states.shape[1])
-            if width:
-                larger[:, :room] = self._states
-            self._states = larger
+    def _places(self, rows: Rows, positions: Rows) -> Rows:
+        places: Rows = rows * self._room + positions % self._room
+        return places
 
 
 def positions_of(starts: Rows, counts: Rows) -> Rows:

@@ -11,9 +11,12 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
+from quire.config import EngineConfig
+from quire.layers.base import activation_dtype
 from quire.models.draft_heads.medusa import MedusaHeads
 from quire.scheduler.output import NewRequestData
 from quire.spec_decode.drafter import MODEL_KEYS
+from quire.worker.guessing_memory import room_of_states, width_of_states
 from quire.worker.guessing_model import GuessingModel, Rows
 from quire.worker.inputs import StepInputs
 from quire.worker.kept_states import KeptStates
@@ -24,10 +27,11 @@ class Medusa(GuessingModel):
 
     keys: ClassVar[frozenset[str]] = MODEL_KEYS["medusa"]
 
-    def __init__(self, model: MedusaHeads, *parts: Any, **limits: Any) -> None:
-        super().__init__(model, *parts, **limits)
+    def __init__(self, model: MedusaHeads, *parts: Any, config: EngineConfig, **limits: Any) -> None:
+        super().__init__(model, *parts, config=config, **limits)
         self._heads = model
-        self._states = KeptStates(self._batch.max_num_seqs)
+        sizes = self._batch.max_num_seqs, room_of_states(config), width_of_states(config)
+        self._states = KeptStates(*sizes, activation_dtype(config), self._transfers)
         self._head = 0
         """The one that speaks next."""
 
@@ -36,10 +40,7 @@ class Medusa(GuessingModel):
 
     def follow(self, inputs: StepInputs, hidden: Tensor) -> None:
         """Keep the states behind which something is sampled."""
-        layout = inputs.layout
-        starts = layout.ends - layout.num_samples
-        self._states.firsts[layout.rows] = starts
-        self._states.keep(layout, starts, hidden)
+        self._states.keep(inputs.layout, inputs.layout.ends - inputs.layout.num_samples, hidden)
 
     def _first(self, rows: Rows, ends: Rows) -> Rows:
         self._head = 0

@@ -9,6 +9,7 @@ host. A request that fails costs itself alone.
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -26,11 +27,13 @@ from quire.scheduler.output import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from quire.spec_decode.clocks import Clocks
 from quire.spec_decode.speculation import Speculation
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
 from quire.worker.devices import Device
 from quire.worker.drafts import GUESSING_MODELS, make_speculation
+from quire.worker.graph_shapes import most_samples
 from quire.worker.guessing_model import GuessingModel
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, lay_out
@@ -40,6 +43,7 @@ from quire.worker.pooling import Pooler
 from quire.worker.prompt_logprobs import PromptLogprobs
 from quire.worker.row_adapters import RowAdapters
 from quire.worker.row_logits import RowLogits
+from quire.worker.sample_graphs import SampleGraphs
 from quire.worker.sampler import Sampler
 from quire.worker.sampler.logprobs import LogprobsMode
 from quire.worker.samplers import Samplers
@@ -71,6 +75,7 @@ class ModelRunner:
         draft: a model that guesses what this one says, or heads that do, its KV cache bound.
         stage: that the model is; what the last one samples is told to the others, and is the result of the last alone.
         speculation: guesses tokens for later plans to verify; by default as the configuration says.
+        clocks: that decide how much is guessed; None: this process's.
         is_rehearsal: its steps are run to see what memory steps take.
     """
 
@@ -86,6 +91,7 @@ class ModelRunner:
         draft: LanguageModel | None = None,
         stage: Stage = ALL,
         speculation: Speculation | None = None,
+        clocks: Clocks | None = None,
         is_rehearsal: bool = False,
     ) -> None:
         max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
@@ -127,13 +133,19 @@ class ModelRunner:
             self._logits,
             self._vocab_size,
         )
-        self._sampling: Sampling = RowSampling(self._logits, self._samplers, self._slice_size)
+        self._sampling: Sampling = RowSampling(
+            self._logits, self._samplers, self._slice_size, device.transfers, self._sample_graphs(config)
+        )
         if not stage.is_last:
             self._sampling = SampledElsewhere(stage)
-        self._guessing = None if draft is None else self._guessing_model(draft, config, device)
+        self._guessing = None
+        if draft is not None:
+            self._guessing = self._guessing_model(draft, config, device, is_rehearsal=is_rehearsal)
         if speculation is None and stage.is_last and not is_rehearsal:
             grammars_read = self._samplers.plain.grammar_mask
-            speculation = make_speculation(config, kv_config, self.batch, grammars_read, self._guessing)
+            speculation = make_speculation(
+                config, kv_config, self.batch, grammars_read, self._guessing, clocks
+            )
         self._speculation = speculation
         self._prompt_logprobs = PromptLogprobs(
             self.batch, self._logits, self._slice_size, device.transfers, mode
@@ -149,15 +161,37 @@ class ModelRunner:
         self._most_ahead = max(config.scheduler.max_steps_in_flight - 1, 0)
         self._unread: list[LaunchedStep] = []
 
-    def _guessing_model(self, model: LanguageModel, config: EngineConfig, device: Device) -> GuessingModel:
-        method = config.speculative.settings.method
+    def _sample_graphs(self, config: EngineConfig) -> SampleGraphs | None:
+        """Where the pipeline has graphs, and something is sampled behind them."""
+        room = self._pipeline.room
+        if room is None or config.pooling is not None:
+            return None
+        return SampleGraphs(
+            room,
+            self._logits,
+            self._samplers.plain,
+            self._transfers,
+            most=min(self._slice_size, most_samples(config)),
+            vocab_size=self._vocab_size,
+            longest=self._max_model_len,
+            adapts=config.lora.enable_lora,
+        )
+
+    def _guessing_model(
+        self, model: LanguageModel, config: EngineConfig, device: Device, *, is_rehearsal: bool
+    ) -> GuessingModel:
+        """On a device its passes are launched kernel by kernel: what they read has no lasting place."""
+        method, launched = config.speculative.settings.method, config
         assert method is not None, "whoever has a model for guesses says how it guesses"
+        if device.is_asynchronous:
+            launched = replace(config, device=replace(config.device, enforce_eager=True))
         return GUESSING_MODELS[method](
             model,
             self.batch,
-            device.pipeline(model, self.batch, config),
+            device.pipeline(model, self.batch, launched, is_rehearsal=is_rehearsal),
             self._samplers.plain,
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            device.transfers,
+            config=config,
             slice_size=self._slice_size,
         )
 
@@ -190,7 +224,7 @@ class ModelRunner:
             self._guessing.follow(inputs, hidden)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden, inputs.step.adapter_rows)
-        pooled = self._pooler.compute(inputs.layout, hidden)
+        pooled = self._pooler.compute(inputs.layout, hidden, inputs.step.adapter_rows)
         if self._sampling.reads_tokens(inputs):
             self._read_results(set(ids))
         sampled = self._sample(inputs, hidden, scheduled)
@@ -212,7 +246,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Do before the first step what should not hold one up."""
+        """Do before the first step what should not hold one up; of a rehearsal, to see what it takes."""
         self._pipeline.prepare()
 
     def read_all(self) -> None:

@@ -1,4 +1,4 @@
-"""`ParkedWeights`: a model's weights on the host while its device's memory is wanted for something else.
+"""`ParkedWeights`: weights of models on the host while its device's memory is wanted for something else.
 
 Invariant: storages are emptied and filled again in place, so every parameter, view and packed matrix of the model stays
 what it was; only the memory behind them goes and comes.
@@ -6,7 +6,7 @@ what it was; only the memory behind them goes and comes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -20,9 +20,9 @@ class ParkedWeights:
     """Takes the weights off the device when it is made; `restore` puts them back, once."""
 
     @torch.no_grad()
-    def __init__(self, model: CausalLM, transfers: Transfers) -> None:
+    def __init__(self, models: Sequence[CausalLM], transfers: Transfers) -> None:
         self._transfers = transfers
-        storages = list(_storages(model))
+        storages = list(_storages(models))
         self._parked = [(storage, transfers.download(_bytes_of(storage))) for storage in storages]
         transfers.mark().wait()
         for storage in storages:
@@ -39,15 +39,19 @@ class ParkedWeights:
         self._parked = []
 
 
-def _storages(model: CausalLM) -> Iterator[UntypedStorage]:
-    """The memory behind all that a model holds, each piece once."""
-    held = (tensor for _, layer in model.checkpoint_layers() for tensor in layer.tensors().values())
+def _storages(models: Sequence[CausalLM]) -> Iterator[UntypedStorage]:
+    """The memory behind all that models hold, each piece once."""
     seen: set[int] = set()
-    for tensor in chain(model.parameters(), model.buffers(), held):
+    for tensor in chain.from_iterable(map(_held, models)):
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             yield storage
+
+
+def _held(model: CausalLM) -> Iterator[Tensor]:
+    held = (tensor for _, layer in model.checkpoint_layers() for tensor in layer.tensors().values())
+    return chain(model.parameters(), model.buffers(), held)
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.layers.step import StepContext
+from quire.worker.graphs import GraphRoom
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout, gather_inputs
 
@@ -29,8 +30,8 @@ class LanguageModel(Protocol):
         With `num_added` there are so many more, of tokens that adapters add; others than a row's own mean nothing.
         """
 
-    def apply_heads(self, pooled: Tensor, task: str) -> Tensor:
-        """Of a model that is pooled, for a task: float32 [N, H] -> [N, size]."""
+    def apply_heads(self, pooled: Tensor, task: str, adapter_rows: Tensor | None = None) -> Tensor:
+        """Of a model that is pooled, for a task: float32 [N, H], and perhaps the adapter of each -> [N, size]."""
 
 
 Forward = Callable[[StepInputs], Tensor]
@@ -47,6 +48,10 @@ class Pipeline(Protocol):
 
     reads_host_tokens: bool
     """Whether `gather` reads sampled tokens from the host's rows; else `keep` has put them where it reads them."""
+
+    @property
+    def room(self) -> GraphRoom | None:
+        """Where what comes behind the model may make graphs, too; None: nothing is recorded."""
 
     def gather(self, layout: StepLayout) -> StepInputs:
         """See `gather_inputs`."""
@@ -65,6 +70,7 @@ class HostPipeline:
     """numpy and the model, one call after the other."""
 
     reads_host_tokens = True
+    room: GraphRoom | None = None
 
     def __init__(self, batch: InputBatch, forward: Forward) -> None:
         self._batch = batch

@@ -126,8 +126,13 @@ class Pooler:
         """Forget a row."""
         self._wanted.pop(row, None)
 
-    def compute(self, layout: StepLayout, hidden: Tensor) -> list[PooledNumbers]:
-        """Take in the hidden states of a step; returns what those get whose prompts end with it."""
+    def compute(
+        self, layout: StepLayout, hidden: Tensor, adapter_rows: Tensor | None = None
+    ) -> list[PooledNumbers]:
+        """Take in the hidden states of a step; returns what those get whose prompts end with it.
+
+        adapter_rows [T]: see `StepContext`.
+        """
         if not self._wanted:
             return []
         wanted = [self._wanted.get(row) for row in layout.rows.tolist()]
@@ -138,7 +143,7 @@ class Pooler:
         given: dict[int, list[Tensor]] = {}
         for task, indices in by_task.items():
             pool = self._tokens if task in TOKEN_TASKS else self._texts
-            given |= pool(layout, hidden, indices, task)
+            given |= pool(layout, hidden, adapter_rows, indices, task)
         return [
             self._numbers(index, one, given[index])
             for index, one in enumerate(wanted)
@@ -150,7 +155,7 @@ class Pooler:
         return PooledNumbers(index, wanted.params, self._spec, parts)
 
     def _texts(
-        self, layout: StepLayout, hidden: Tensor, indices: list[int], task: str
+        self, layout: StepLayout, hidden: Tensor, adapters: Tensor | None, indices: list[int], task: str
     ) -> dict[int, list[Tensor]]:
         """A vector each, of those that end, by their indices in the step."""
         assert self._reduction is not None, "a request that wants a vector is refused where there is none"
@@ -162,18 +167,19 @@ class Pooler:
         vectors = self._reduction.reduce(hidden, chunks)
         if not len(vectors):
             return {}
-        numbers = self._transfers.download(self._model.apply_heads(vectors, task))
-        ended = np.array(indices)[is_pooled][chunks.is_last].tolist()
-        return {index: [vector] for index, vector in zip(ended, numbers, strict=True)}
+        ended = np.array(indices)[is_pooled][chunks.is_last]
+        lasts = torch.from_numpy(layout.query_start_loc[ended + 1] - 1).to(hidden.device)
+        numbers = self._apply_heads(vectors, task, adapters, lasts)
+        return {index: [vector] for index, vector in zip(ended.tolist(), numbers, strict=True)}
 
     def _tokens(
-        self, layout: StepLayout, hidden: Tensor, indices: list[int], task: str
+        self, layout: StepLayout, hidden: Tensor, adapters: Tensor | None, indices: list[int], task: str
     ) -> dict[int, list[Tensor]]:
         """Numbers of each token, of those that end; of the others they are kept."""
         places = [self._places(layout, index) for index in indices]
         chosen = torch.from_numpy(np.concatenate(places)).to(hidden.device)
         vectors = hidden.index_select(0, chosen).float()
-        numbers = self._transfers.download(self._model.apply_heads(vectors, task))
+        numbers = self._apply_heads(vectors, task, adapters, chosen)
         ended = {}
         for index, part in zip(indices, torch.split(numbers, [len(one) for one in places]), strict=True):
             wanted = self._wanted[int(layout.rows[index])]
@@ -181,6 +187,11 @@ class Pooler:
             if layout.pools[index]:
                 ended[index] = wanted.parts
         return ended
+
+    def _apply_heads(self, vectors: Tensor, task: str, adapters: Tensor | None, tokens: Tensor) -> Tensor:
+        """Numbers, on their way to the host, of vectors [N, H] of the requests that have these tokens of the step."""
+        own = None if adapters is None else adapters.index_select(0, tokens)
+        return self._transfers.download(self._model.apply_heads(vectors, task, own))
 
     def _places(self, layout: StepLayout, index: int) -> NDArray[np.int64]:
         """Where, in the step, the tokens of a request are that count: all, or those that end a step of its text."""

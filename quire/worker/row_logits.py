@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.errors import EngineError
 from quire.worker.devices import Transfers
+from quire.worker.first_tokens import FirstTokens
 from quire.worker.input_batch import InputBatch
 from quire.worker.pipeline import LanguageModel
 
@@ -28,6 +29,9 @@ class RowLogits:
     Args:
         vocab_size: the model's tokens, V.
         max_added: that an adapter may add, A.
+
+    Attributes:
+        first: finds the likeliest token where ranks share the model's; None: there is no shorter way than all logits.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class RowLogits:
         self._vocab_size = vocab_size
         self._max_added = max_added
         self._transfers = transfers
+        self.first = FirstTokens.of_model(model)
 
     def widths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """[N] V or V + A: logits of each of the rows [N]."""
@@ -56,14 +61,26 @@ class RowLogits:
             EngineError: the model has made others, which is a bug of ours.
         """
         added = self._max_added if self._num_added(rows[:1]).any() else 0
+        logits = self._computed(hidden, adapter_rows, added)
+        if added:
+            self._remove_others(logits, rows)
+        return logits
+
+    def of_model(self, hidden: Tensor, adapter_rows: Tensor | None) -> Tensor:
+        """The same of rows that have the model's tokens, whichever they are."""
+        return self._computed(hidden, adapter_rows, 0)
+
+    def are_of_model(self, rows: NDArray[np.int64]) -> bool:
+        """Whether all of the rows [N] have the model's tokens and no others."""
+        return not self._are_several or not self._num_added(rows).any()
+
+    def _computed(self, hidden: Tensor, adapter_rows: Tensor | None, added: int) -> Tensor:
         adapted = () if adapter_rows is None else (adapter_rows, added)
         logits = self._model.compute_logits(hidden, *adapted).contiguous()
         if logits.shape[1] != self._vocab_size + added:
             raise EngineError(
                 f"the model gave {logits.shape[1]} logits for {self._vocab_size + added} tokens"
             )
-        if added:
-            self._remove_others(logits, rows)
         return logits
 
     def runs(self, rows: NDArray[np.int64], most: int) -> Iterator[slice]:

@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.scheduler.output import NewRequestData
-from quire.worker.input_batch import Samples
 from quire.worker.row_logits import RowLogits
-from quire.worker.sampler import Sampled, Sampler
+from quire.worker.sampler import Sampler
 
 
 class Samplers:
@@ -47,7 +45,6 @@ class Samplers:
         """See `Sampler.reads_tokens`."""
         return any(sampler.reads_tokens(rows) for sampler in self._of_width.values())
 
-    def sample(self, logits: Tensor, samples: Samples) -> Sampled:
-        """Choose a token for each of the samples; logits as `RowLogits.of` makes them of their rows."""
-        sampler = self._of_width[logits.shape[1]]
-        return sampler.sample(logits, sampler.stage(samples))
+    def of(self, rows: NDArray[np.int64]) -> Sampler:
+        """That of rows of one width, of which there is one at least."""
+        return self._of_width[int(self._logits.widths(rows[:1])[0])]

@@ -8,9 +8,11 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.scheduler.output import NewRequestData
+from quire.worker.devices import Transfers
 from quire.worker.input_batch import Samples
 from quire.worker.inputs import StepInputs
 from quire.worker.row_logits import RowLogits
+from quire.worker.sample_graphs import SampleGraphs
 from quire.worker.sampler import Sampled, SamplerOutput
 from quire.worker.samplers import Samplers
 
@@ -50,12 +52,22 @@ class RowSampling:
 
     Args:
         slice_size: rows of logits that exist at once.
+        graphs: choose where they can.
     """
 
-    def __init__(self, logits: RowLogits, samplers: Samplers, slice_size: int) -> None:
+    def __init__(
+        self,
+        logits: RowLogits,
+        samplers: Samplers,
+        slice_size: int,
+        transfers: Transfers,
+        graphs: SampleGraphs | None = None,
+    ) -> None:
         self._logits = logits
         self._samplers = samplers
         self._slice_size = slice_size
+        self._transfers = transfers
+        self._graphs = graphs
 
     def add_request(self, row: int, request: NewRequestData) -> None:
         self._samplers.add_request(row, request)
@@ -68,15 +80,25 @@ class RowSampling:
 
     def sample(self, inputs: StepInputs, hidden: Tensor) -> Sequence[Sampled]:
         samples = inputs.layout.samples
-        runs = self._logits.runs(samples.rows, self._slice_size)
-        return [self._sample_part(inputs, hidden, samples, part) for part in runs]
+        runs = [*self._logits.runs(samples.rows, self._slice_size)]
+        # Graphs read hidden states where those of the next part would be written over.
+        graphs = self._graphs if len(runs) == 1 and self._logits.are_of_model(samples.rows) else None
+        return [self._sample_part(inputs, hidden, samples.part(part), part, graphs) for part in runs]
 
-    def _sample_part(self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice) -> Sampled:
+    def _sample_part(
+        self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice, graphs: SampleGraphs | None
+    ) -> Sampled:
         adapter_rows = inputs.step.adapter_rows
         adapters = None if adapter_rows is None else _of_samples(inputs, adapter_rows, part)
-        some = samples.part(part)
-        logits = self._logits.of(_of_samples(inputs, hidden, part), adapters, some.rows)
-        return self._samplers.sample(logits, some)
+        of_samples, sampler = _of_samples(inputs, hidden, part), self._samplers.of(samples.rows)
+        staged = sampler.stage_on_host(samples)
+        if adapters is None and staged.take_the_first and self._logits.first is not None:
+            return Sampled.of_codes(self._logits.first.codes(of_samples))
+        sampled = None if graphs is None else graphs.sample(staged, of_samples, adapters)
+        if sampled is not None:
+            return sampled
+        logits = self._logits.of(of_samples, adapters, samples.rows)
+        return sampler.sample(logits, staged.moved(self._transfers.upload))
 
 
 def _of_samples(inputs: StepInputs, of_tokens: Tensor, part: slice) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,9 +24,6 @@ from quire.scheduler.output import NewRequestData
 from quire.worker.inputs import StepInputs, StepLayout
 from quire.worker.pipeline import Pipeline
 from quire.worker.sampler import Sampled, SamplerOutput
-from quire.worker.sampler.feature import Failures
-
-_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def staged(pipeline: Pipeline, stage: Stage, config: EngineConfig) -> Pipeline:
@@ -49,6 +45,7 @@ class StagePipeline:
         self._stage = stage
         self._stream = torch.empty(0, stream_size, dtype=dtype)
         self.reads_host_tokens = pipeline.reads_host_tokens
+        self.room = pipeline.room if stage.is_last else None
 
     def gather(self, layout: StepLayout) -> StepInputs:
         return self._pipeline.gather(layout)
@@ -89,7 +86,7 @@ class AwaitedSamples(NamedTuple):
     def read(self) -> SamplerOutput:
         """Wait for the last stage."""
         ops.recv(self.codes, self.group, self.group.size - 1)
-        return Sampled(self.codes, None, _NO_ROWS, Failures()).read()
+        return Sampled.of_codes(self.codes).read()
 
 
 class SampledElsewhere:

@@ -36,11 +36,13 @@ from quire.structured_output.store import GrammarStore
 from quire.worker.block_copies import BlockCopier
 from quire.worker.devices import Device
 from quire.worker.drafts import DRAFT_PREFIX
+from quire.worker.guessing_memory import guesses_by_states
 from quire.worker.model_runner import ModelRunner
 from quire.worker.parked_weights import ParkedWeights
 from quire.worker.refused_memory import refused_memory
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 from quire.worker.row_adapters import RowAdapters
+from quire.worker.shared_clocks import clocks_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class Worker:
             model_dtype(config),
             max_rows=config.lora.lora_extra_vocab_size,
             max_added=config.max_added_tokens,
+            base_model=config.model.model,
         )
         self._slots: AdapterSlots | None = None
 
@@ -128,6 +131,7 @@ class Worker:
             adapters=self._row_adapters(),
             draft=self._draft,
             stage=self._stage,
+            clocks=clocks_of(self._config, self._shard.group),
         )
         self._runner.prepare()
 
@@ -161,7 +165,8 @@ class Worker:
         if level == 2:
             self._model = self._draft = self._parked = self._slots = None
         elif self._model is not None and self._parked is None and self._device.parks_weights:
-            self._parked = ParkedWeights(self._model, self._device.transfers)
+            models = [self._model] if self._draft is None else [self._model, self._draft]
+            self._parked = ParkedWeights(models, self._device.transfers)
         self._device.memory.give_back()
 
     def wake_up(self, tag: str) -> None:
@@ -250,23 +255,28 @@ class Worker:
         tensors = self._bind_cache(cache)
         if device.compiles_kernels:
             self._launch_what_no_plan_reaches(tensors)
-        if self._draft is not None and self._draft.config.arch.draft is None:  # heads are less than a layer
+        heads = self._draft if guesses_by_states(self._config) else None
+        if self._draft is not None and heads is None:
             self._rehearse(self._draft, rehearsal, cache)
-        self._tokens_per_s = self._rehearse(self._loaded(), rehearsal, cache)
+        self._tokens_per_s = self._rehearse(self._loaded(), rehearsal, cache, heads)
         self._bind_least_cache()
 
-    def _rehearse(self, model: CausalLM, rehearsal: Rehearsal, cache: KVCacheConfig) -> float:
-        """Run its steps; returns the most tokens per second."""
+    def _rehearse(
+        self, model: CausalLM, rehearsal: Rehearsal, cache: KVCacheConfig, heads: CausalLM | None = None
+    ) -> float:
+        """Run its steps, and what heads make of them; returns the most tokens per second."""
         memory, best = self._device.memory, 0.0
         with memory.rehearsal():
             runner = ModelRunner(
-                model, self._config, cache, self._device, stage=self._stage, is_rehearsal=True
+                model, self._config, cache, self._device, draft=heads, stage=self._stage, is_rehearsal=True
             )
         for plan in rehearsal.plans():
             started = time.perf_counter()
             with memory.rehearsal():
                 runner.execute_model(plan)
             best = max(best, plan.total_num_scheduled_tokens / (time.perf_counter() - started))
+        with memory.rehearsal():
+            runner.prepare()
         return best
 
     def _launch_what_no_plan_reaches(self, cache: tuple[Tensor, ...]) -> None:

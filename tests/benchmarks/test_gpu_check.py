@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="no Triton for this platform")
-from benchmarks.gpu import check, engine_checks, imports, kernel_checks, runner
+from benchmarks.gpu import check, engine_checks, imports, kernel_checks, late_checks, runner
 from benchmarks.gpu.journal import Journal, supervise
 from benchmarks.gpu.runner import Check, Outcome, outcome_of, run_checks
 from benchmarks.gpu.target import Target
@@ -47,10 +47,26 @@ def test_the_engine_checks_on_a_device_with_graphs(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(uniproc, "make_device", make)
     target = Target(torch.device("cpu"), tiny=True)
     found = [*engine_checks.first_checks(target, tmp_path), *engine_checks.checks(target, tmp_path)]
-    checks = [one for one in found if any(word in one.name for word in ("overlapped", "200", "swapped"))]
+    checks = [one for one in found if any(word in one.name for word in _ON_A_DEVICE)]
     outcomes = outcomes_of(checks, tmp_path)
-    assert [outcome.passed for outcome in outcomes] == [True] * 6, [outcome.trouble for outcome in outcomes]
+    assert [outcome.passed for outcome in outcomes] == [True] * 12, [outcome.trouble for outcome in outcomes]
     assert any(device.replayed for device in devices)
+    assert any(device.replayed_choices for device in devices)
+
+
+def test_what_only_a_device_shows_comes_first(tmp_path: Path) -> None:
+    assert next(iter(check.GROUPS)) == "device"
+    names = [one.name for one in engine_checks.first_checks(Target(torch.device("cpu"), tiny=True), tmp_path)]
+    order = ["graphs, ", "overlapped", "200 steps", "swapped", "compiled after start"]
+    firsts = [next(i for i, name in enumerate(names) if word in name) for word in order]
+    assert firsts == sorted(firsts)
+    missing = {"fp8", "fp8 KV cache", "batch-invariant"}
+    assert {
+        name.split("after start, ")[1] for name in names if "after start, " in name
+    } == late_checks.KINDS.keys() - missing
+
+
+_ON_A_DEVICE = ("graphs, ", "overlapped", "200", "swapped")
 
 
 def outcomes_of(checks: list[Check], folder: Path, limit_s: float = 1e9, **options: Any) -> list[Outcome]:

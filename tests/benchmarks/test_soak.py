@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,14 @@ import pytest
 from benchmarks.soak.__main__ import leaks
 from benchmarks.soak.clients import Clients, Findings
 from benchmarks.soak.memory import Growth, slope
-from benchmarks.soak.said import messages_stream, ollama_stream, openai_stream, responses_stream
+from benchmarks.soak.said import (
+    messages_stream,
+    ollama_stream,
+    openai_stream,
+    pooled_lines,
+    pooled_whole,
+    responses_stream,
+)
 from benchmarks.soak.traffic import good_requests
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import live_server
@@ -123,3 +131,10 @@ def test_a_server_that_leaks_does_not(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "VIOLATION: API process" in done.stdout
     assert "is a leak" in done.stdout
+
+
+def test_numbers_are_said_to_the_last_bit_and_without_ids() -> None:
+    reply = {"id": "a", "created": 1, "data": [{"index": 0, "embedding": [0.1, 2.0]}]}
+    assert pooled_whole(reply) == pooled_lines(json.dumps(reply, indent=1).splitlines())
+    assert pooled_whole(reply) == pooled_whole({**reply, "id": "b", "created": 2})
+    assert pooled_whole(reply) != pooled_whole({"data": [{"index": 0, "embedding": [0.1, 2.0000002]}]})

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import DEMO_MODEL, EngineConfig, ServerConfig, child_configs, engine_fields
+from quire.config.arch import Mamba2Arch, ModelArch
 from quire.config.fields import field_types, info_of, plain_type
 from quire.errors import ConfigError
 
 QUANTIZATION_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "group_size": st.sampled_from([32, 64, 128]),
     "symmetric": st.booleans(),
-    "mode": st.sampled_from(["fast", "precise"]),
+    "mode": st.sampled_from(["fast", "precise", "checkpoint"]),
     "scale": st.sampled_from(["row", "tensor"]),
     "gemm": st.sampled_from(["vendor", "triton"]),
     "ignore": st.lists(st.text(min_size=1)),
@@ -51,7 +52,7 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     if name in KEYS:
         required = {"method": st.text(min_size=1)} if name == "speculative_config" else {}
         return st.fixed_dictionaries(required, optional=KEYS[name])
-    if name == "cudagraph_capture_sizes":
+    if name in ("cudagraph_capture_sizes", "prefill_graph_sizes"):
         return st.lists(st.integers(1)).map(tuple)
     owner = engine_fields()[name][1]
     info = next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)
@@ -88,6 +89,15 @@ def test_evolve_replaces_only_what_it_names(first: dict[str, Any], second: dict[
     config = EngineConfig.from_args(**first)
     assert config.evolve(**second) == EngineConfig.from_args(**{**first, **second})
     assert config == EngineConfig.from_args(**first)
+
+
+@pytest.mark.parametrize("limits", [(0.0, float("inf")), (1e-3, 0.1)])
+def test_every_number_reaches_another_process(limits: tuple[float, float]) -> None:
+    """Mamba 2's time steps have no upper limit in most models, and JSON has no infinite numbers."""
+    mamba = Mamba2Arch(heads=4, head_dim=8, groups=1, states=8, taps=4, norm_eps=1e-5, time_limits=limits)
+    arch = ModelArch("Mamba2ForCausalLM", "mamba2", 9, 8, 0, 1, 0, 0, 0, 64, mamba2=mamba)
+    config = dataclasses.replace(EngineConfig.from_args(model="any"), model_arch=arch)
+    assert EngineConfig.decoded(config.encoded()) == config
 
 
 def test_no_name_is_shared_between_the_engine_and_the_server() -> None:

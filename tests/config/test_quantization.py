@@ -37,7 +37,7 @@ def test_every_key_is_read() -> None:
         ({"group_size": 48}, "group_size must be one of 32, 64, 128, got 48"),
         ({"symmetric": 1}, "symmetric must be one of True, False, got 1"),
         ({"head": "none"}, "head must be one of int8, int4, got 'none'"),
-        ({"mode": "slow"}, "mode must be one of fast, precise, got 'slow'"),
+        ({"mode": "slow"}, "mode must be one of fast, precise, checkpoint, got 'slow'"),
         ({"ignore": "lm_head"}, "ignore must be a list of names, got 'lm_head'"),
         ({"ignore": [""]}, "ignore must be a list of names"),
     ],
@@ -54,6 +54,14 @@ def test_keys_without_effect_are_refused() -> None:
         QuantizationConfig(None, {"mode": "fast"}).check("cpu")
     QuantizationConfig(None, {"mode": "fast"}).check("cpu", encoded=True)
     QuantizationConfig().check("cpu")
+
+
+def test_only_quantised_checkpoints_say_how_activations_are_rounded() -> None:
+    QuantizationConfig(None, {"mode": "checkpoint"}).check("cpu", encoded=True)
+    with pytest.raises(ConfigError, match=r"mode checkpoint .* means nothing with --quantization"):
+        QuantizationConfig("int8", {"mode": "checkpoint"}).check("cpu", encoded=True)
+    with pytest.raises(ConfigError, match=r"mode checkpoint .* means nothing with a checkpoint in floats"):
+        QuantizationConfig("int4", {"mode": "checkpoint"}).check("cpu")
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from demo_model.cases import cases
 from demo_model.evaluate_companion import GOAL, SEED, mean_accepted_length, with_companion
-from demo_model.train_companion import ASSETS
+from demo_model.rejection import Answered, RejectionSampling, expected_steps
+from demo_model.train_companion import ASSETS, TEACHER
 
 MOST_BYTES, SAMPLE = 1 << 20, 3
 
@@ -20,3 +27,36 @@ def test_a_guess_gives_several_tokens(restore_threads: None) -> None:
 
 def test_it_is_small() -> None:
     assert sum(path.stat().st_size for path in ASSETS.rglob("*")) < MOST_BYTES
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=7), st.integers(1, 4))
+@settings(derandomize=True, deadline=None)
+def test_expected_steps_are_those_of_every_way_in_which_guesses_may_be_accepted(
+    chances: list[float], num_guesses: int
+) -> None:
+    """Each token's guess is accepted or not, apart from the others'."""
+    expected = 0.0
+    for outcome in itertools.product((False, True), repeat=len(chances)):
+        weight = math.prod(
+            chance if one else 1 - chance for chance, one in zip(chances, outcome, strict=True)
+        )
+        start = num_steps = 0
+        while start < len(outcome):
+            right = outcome[start : start + num_guesses]
+            start += 1 + (right.index(False) if False in right else len(right))
+            num_steps += 1
+        expected += weight * num_steps
+    assert expected_steps(chances, num_guesses) == pytest.approx(expected)
+
+
+def test_what_is_accepted_is_the_share_of_the_models_in_common() -> None:
+    """Of a first token: over all that the model may say, by their probabilities, what they have in common."""
+    rejection, prompt = RejectionSampling(TEACHER, ASSETS), [5, 6, 7, 8]
+    with torch.no_grad():
+        p, q = (
+            (model(torch.tensor([prompt])).logits[0, -1].double() / 0.8).softmax(-1)
+            for model in rejection._models
+        )
+    likely = p.topk(40).indices.tolist()
+    found = sum(float(p[x]) * rejection.accepted(Answered(prompt, [x]), 0.8)[0] for x in likely)
+    assert found == pytest.approx(float(torch.minimum(p, q)[likely].sum()), rel=1e-4)

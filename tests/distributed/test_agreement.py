@@ -3,7 +3,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from quire.distributed.agreement import check_same
+from quire.distributed.agreement import check_same, check_same_word
 from quire.distributed.group import Group
 from quire.distributed.in_process import InProcess
 from quire.errors import StartupError
@@ -26,6 +26,22 @@ def test_ranks_that_differ_are_named_with_what_differs() -> None:
         assert list(threads.map(agree, groups)) == [None] * 4
         said = list(threads.map(compare, groups))
     assert said == ["all ranks must have the same checkpoint, and rank 0 has another than 1, 3"] * 4
+
+
+def test_ranks_that_say_different_words_are_told_which() -> None:
+    def compare(group: Group, words: str) -> str:
+        try:
+            check_same_word(group, "instruction set", words.split()[group.rank], "use one")
+        except StartupError as error:
+            return str(error)
+        return ""
+
+    groups = InProcess.group(3)
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(compare, groups, ["avx2 avx2 avx2"] * 3)) == [""] * 3
+        said = list(threads.map(compare, groups, ["avx512 torch avx512"] * 3))
+    words = "all ranks must have the same instruction set: avx512 on ranks 0, 2, torch on ranks 1; use one"
+    assert said == [words] * 3
 
 
 def write(directory: Path, **files: bytes) -> bytes:

@@ -277,7 +277,7 @@ import sys, time
 from pathlib import Path
 from quire.distributed.gloo import Gloo, file_store
 from quire.distributed.shared_memory import share_memory
-group = Gloo(1, 3, file_store(Path(sys.argv[1]), 3))
+group = Gloo(1, 3, file_store(Path(sys.argv[1]), 3), answer_s=600)
 if sys.argv[2] == "shared_memory":
     group = share_memory(group)
 print("joined", flush=True)
@@ -290,9 +290,10 @@ time.sleep(600)
     [
         ("gloo", signal.SIGKILL, ""),
         ("shared_memory", signal.SIGKILL, r"process \d+ has ended"),
+        pytest.param("gloo", signal.SIGSTOP, "", marks=pytest.mark.more),
         pytest.param("shared_memory", signal.SIGSTOP, r"process \d+ is stopped", marks=pytest.mark.more),
     ],
-    ids=["gloo, killed", "shared memory, killed", "shared memory, stopped"],
+    ids=["gloo, killed", "shared memory, killed", "gloo, stopped", "shared memory, stopped"],
 )
 def test_a_process_that_is_killed_or_stopped_is_named_by_all(
     kind: str, signal_: int, said: str, tmp_path: Path
@@ -305,7 +306,7 @@ def test_a_process_that_is_killed_or_stopped_is_named_by_all(
     joined, struck = threading.Barrier(3), threading.Event()
 
     def work(rank: int) -> str:
-        group: Group = Gloo(rank, 3, file_store(tmp_path / "meet", 3), join_s=200)
+        group: Group = Gloo(rank, 3, file_store(tmp_path / "meet", 3), join_s=200, answer_s=600)
         if kind == "shared_memory":
             group = share_memory(group)
         joined.wait()

@@ -38,6 +38,7 @@ SMALLER = (
     (r"benchmarks.adapters", "benchmarks.adapters benchmarks/models/dummy-0.5b --rounds 1"),
     (r"benchmarks.overhead", "benchmarks.overhead --requests 4"),
     (r"--shape minilm --load texts --num-texts 64", "--shape tiny --num-texts 2 --rounds 1"),
+    (r"benchmarks.invariance --hidden 1024 --layers 8", "benchmarks.invariance --hidden 256 --layers 1"),
     (r"benchmarks.copied_text", "benchmarks.copied_text --num-tokens 16 --num-rounds 1"),
     (r"Once upon a time", "The capital of France is"),
 )

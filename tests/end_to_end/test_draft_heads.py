@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM
 from quire.errors import ConfigError, StartupError
@@ -171,3 +172,19 @@ def test_a_model_is_no_heads(tiny_model: Callable[[str], Path]) -> None:
         LLM(str(model), max_model_len=96, speculative_config={"method": "mtp"})
     with pytest.raises(ConfigError, match='method "medusa" needs a "model"'):
         LLM(str(model), max_model_len=96, speculative_config={"method": "medusa"})
+
+
+def test_the_documented_lines_convert_heads_that_are_pickles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = HEADS["eagle"]
+    tensors = heads.tensors(heads.write(tmp_path / "heads"))
+    page = (Path(__file__).parents[2] / "docs" / "speculative.md").read_text()
+    lines = page.split("### Heads that are published as pickles")[1].split("```py\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path / "heads")
+    Path(heads.file).unlink()
+    torch.save(tensors, "pytorch_model.bin")
+    exec(lines, {})  # noqa: S102
+    converted = heads.tensors(tmp_path / "heads")
+    assert converted.keys() == tensors.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())

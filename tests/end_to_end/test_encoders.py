@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quire.errors import StartupError
 from quire.kernels import cpu
 from quire.kernels.cpu.tape import Tape
 from quire.pooling_params import PoolingParams
@@ -105,3 +106,28 @@ def test_every_task_of_an_embedder(tiny_encoder: Callable[[str], Path]) -> None:
     of_texts = pool(core, batch, PoolingParams(use_activation=False))
     assert [one.shape for one in of_tokens] == [(5, 64), (17, 64)]
     assert all((tokens[0] == text).all() for tokens, text in zip(of_tokens, of_texts, strict=True))
+
+
+@pytest.mark.parametrize("convert", ["classify", "reward"])
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("bert", r"classifier\.weight"), ("roberta-mlm", r"classifier\.(dense\.|out_proj\.)?weight")],
+)
+def test_a_head_that_an_encoder_has_not_is_named_at_start_up(
+    name: str, tensor: str, convert: str, tiny_encoder: Callable[[str], Path]
+) -> None:
+    with pytest.raises(StartupError, match=rf"tensor '{tensor}' is in none of the files"):
+        pooling_core(tiny_encoder(name), convert=convert)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert", "roberta"])
+@pytest.mark.parametrize("form", ["texts", "tokens"])
+def test_embeddings_are_what_they_are_without_the_head(
+    name: str, form: str, tiny_encoder: Callable[[str], Path]
+) -> None:
+    directory, batch = tiny_encoder(f"{name}-{form}"), texts((5, 17))
+    oracle = encoder_oracle(f"{name}-{form}", directory)
+    for text, numbers in zip(batch, pool(pooling_core(directory, convert="embed"), batch), strict=True):
+        with torch.inference_mode():
+            given = oracle(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
+        assert_close(torch.tensor(numbers), nn.functional.normalize(given[0].mean(0), dim=0))

@@ -107,7 +107,10 @@ def test_a_killed_core_is_a_pause_on_the_same_port(tmp_path: Path) -> None:
     [(signal.SIGHUP, False), pytest.param(signal.SIGQUIT, True, marks=pytest.mark.more)],
 )
 def test_a_signal_ends_streams_with_an_event(number: signal.Signals, is_cut: bool, tmp_path: Path) -> None:
+    # Who runs the tests may ignore it (nohup), and so would what they start.
+    before = signal.signal(number, signal.SIG_DFL)
     with serving(tmp_path) as server:
+        signal.signal(number, before)
 
         def on_event(count: int) -> None:
             if count == 2:

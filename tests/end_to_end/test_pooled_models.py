@@ -220,8 +220,111 @@ def test_a_process_reward_model_scores_steps(tmp_path: Path) -> None:
     assert pool(core, [[5, 6]])[0].shape == (0, 2)
 
 
+def renamed_for_internlm2(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A Llama's tensors as InternLM 2 has them: q, k and v of a key-value head side by side (4 and 2 heads of 16)."""
+    names = {
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "embed_tokens": "tok_embeddings",
+    }
+    out = {}
+    for name, tensor in tensors.items():
+        new = name
+        for own, other in names.items():
+            new = new.replace(own, other)
+        if "q_proj" in name:
+            q = tensor.view(2, 2, 16, -1)
+            k, v = (
+                tensors[name.replace("q_proj", other)].view(2, 1, 16, -1) for other in ("k_proj", "v_proj")
+            )
+            new, tensor = (
+                new.replace("self_attn.q_proj", "attention.wqkv"),
+                torch.cat((q, k, v), 1).flatten(0, 2),
+            )
+        if "k_proj" not in name and "v_proj" not in name:
+            out[new] = tensor.contiguous()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head"), [("InternLM2ForRewardModel", "v_head"), ("LlamaForRewardModel", "score")]
+)
+def test_other_reward_models_score_every_token(architecture: str, head: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = write_model("llama", tmp_path, "LlamaForCausalLM", tie_word_embeddings=False)
+    weight = torch.randn(1, 64) / 8
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_head")}
+    if architecture.startswith("InternLM2"):
+        tensors = renamed_for_internlm2(tensors)
+    save_file(tensors | {f"{head}.weight": weight}, tmp_path / "model.safetensors")
+    config = model.config.to_dict() | {"architectures": [architecture], "bias": False}
+    for key in ("id2label", "label2id"):
+        config.pop(key, None)
+    write_json(tmp_path / "config.json", config)
+    texts = prompts((3, 30))
+    expected = [hidden @ weight.t() for hidden in hidden_states(model.model, texts)]
+    assert_close(pool(pooling_core(tmp_path, **CUT), texts), expected)
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama-tied-bias", "gpt2"])
+def test_a_language_models_own_head_rewards_steps(name: str, tiny_model: Callable[[str], Path]) -> None:
+    """Math-Shepherd: how likely a token of good steps is, against one of bad steps, at each token that ends one."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(name), dtype=torch.float32)
+    texts, tag, tokens = [[5, 6, 9, 7, 9, 8], [9, *prompts((20,))[0], 9]], 9, [200, 7]
+    with torch.inference_mode():
+        logits = [model(torch.tensor([text])).logits[0] for text in texts]
+    at_steps = [one[torch.tensor(text) == tag] for one, text in zip(logits, texts, strict=True)]
+    wanted = {"pooling_type": "STEP", "step_tag_id": tag, "returned_token_ids": tokens}
+    core = pooling_core(tiny_model(name), convert="reward", pooler_config=wanted, **CUT)
+    assert_close(pool(core, texts), [one[:, tokens].softmax(-1) for one in at_steps])
+    plain = PoolingParams(use_activation=False, returned_token_ids=[1])
+    assert_close(pool(core, texts, plain), [one[:, tokens[1:]] for one in at_steps])
+
+
 def test_dimensions_cut_before_the_norm(tmp_path: Path) -> None:
     model = write_model("qwen3", tmp_path, "Qwen3Model", matryoshka_dimensions=[16, 32])
     texts = prompts((3, 30))
     expected = [nn.functional.normalize(one[-1, :16], dim=0) for one in hidden_states(model, texts)]
     assert_close(pool(pooling_core(tmp_path), texts, PoolingParams(dimensions=16)), expected)
+
+
+BOTH_WAYS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+@pytest.mark.parametrize("pooling", ["mean_tokens", "lasttoken"])
+def test_a_decoder_that_sees_both_ways_gives_the_oracles_vectors_and_the_same_bits_in_any_batch(
+    name: str, pooling: str, tmp_path: Path
+) -> None:
+    """GTE-Qwen2 and its like: `is_causal` is false, and nothing is cached."""
+    class_name = BASES[name]
+    model = write_model(name, tmp_path, class_name, is_causal=False, sliding_window=None)
+    write_sentence_transformer(tmp_path, pooling=pooling, normalizes=True)
+    model.set_attn_implementation("eager")  # torch's own attention would look at no mask, and be causal
+    texts = prompts()
+    hidden = hidden_states(model, texts)
+    assert (hidden[1][0] - hidden_states(model, [texts[1][:-1]])[0][0]).abs().max() > 0.01
+    core = pooling_core(tmp_path)
+    whole = pool(core, texts)
+    assert_close(whole, [nn.functional.normalize(POOLED[pooling](one), dim=0) for one in hidden])
+    if not cpu.available():
+        return
+    for others in (pool(core, texts, together=False), pool(core, texts[::-1])[::-1]):
+        assert [one.tobytes() for one in others] == [one.tobytes() for one in whole]
+
+
+def test_a_decoder_that_sees_both_ways_classifies_by_its_last_token(tmp_path: Path) -> None:
+    model = write_model("qwen2", tmp_path, "Qwen2ForSequenceClassification", num_labels=3, is_causal=False)
+    model.set_attn_implementation("eager")
+    texts = prompts((3, 30))
+    with torch.inference_mode():
+        expected = [model(torch.tensor([one])).logits[0].softmax(-1) for one in texts]
+    assert_close(pool(pooling_core(tmp_path), texts), expected)

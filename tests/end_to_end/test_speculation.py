@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
+from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.outputs import RequestOutput
+from quire.sampling_params import StructuredOutputsParams
+from quire.spec_decode.drafter import Draft, Text
 from tests.end_to_end.test_drafts import facts
 from tests.end_to_end.test_overlapped import FEATURES, STEM, Job, overlapped, serve
 from tests.fixtures.draft_heads import HEADS, write_mtp
-from tests.fixtures.tiny_models import VOCAB_SIZE
+from tests.fixtures.entry_points import Offer
+from tests.fixtures.quick import quick
+from tests.fixtures.tiny_models import VOCAB_SIZE, oracle_of
+from tests.lora.adapters import linear_shapes, write_adapter
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -23,31 +32,65 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
-ENGINES: tuple[dict[str, Any], ...] = (
-    {"max_num_seqs": 8, "num_gpu_blocks_override": 16, "max_num_batched_tokens": 24},
-    {"max_num_seqs": 1, "enable_prefix_caching": False},
-    {"max_num_seqs": 4, "max_num_batched_tokens": 40, "scheduling_policy": "fair"},
-    {"max_num_seqs": 32, "swap_space": 0.01, "num_gpu_blocks_override": 40},
-    {"max_num_seqs": 6, "enforce_eager": True},
-    {"max_num_seqs": 6, **overlapped(2)},
-)
-METHODS: tuple[dict[str, Any], ...] = (
-    {"method": "draft_model", "quantization": "int4", "adaptive": False, "num_speculative_tokens": 4},
-    {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False},
-    {"method": "suffix", "adaptive": False, "num_speculative_tokens": 5},
-    {"method": "auto"},
-    {"method": "recorded", "synthetic_acceptance_rate": 0.7, "adaptive": False},
-    {"method": "medusa", "adaptive": False},
-    {"method": "eagle", "quantization": "int8", "adaptive": False, "num_speculative_tokens": 3},
-    {"method": "eagle3", "adaptive": False, "num_speculative_tokens": 5},
-    {"method": "mtp", "adaptive": False, "num_speculative_tokens": 2},
-)
+ENGINES: dict[str, dict[str, Any]] = {
+    "plain": {"max_num_seqs": 6},
+    "chunked": {"max_num_seqs": 4, "max_num_batched_tokens": 20, "scheduling_policy": "fair", "enforce_eager": True},
+    "preempting": {"max_num_seqs": 8, "num_gpu_blocks_override": 16, "max_num_batched_tokens": 24, "swap_space": 0.01},
+    "overlapped": {"max_num_seqs": 6, **overlapped(2)},
+}  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {
+    "draft_model": {"quantization": "int4", "adaptive": False, "num_speculative_tokens": 4},
+    "ngram": {"prompt_lookup_min": 1, "adaptive": False},
+    "suffix": {"adaptive": False, "num_speculative_tokens": 5},
+    "auto": {},
+    "recorded": {"synthetic_acceptance_rate": 0.7, "adaptive": False},
+    "medusa": {"adaptive": False},
+    "eagle": {"quantization": "int8", "adaptive": False, "num_speculative_tokens": 3},
+    "eagle3": {"adaptive": False, "num_speculative_tokens": 5},
+    "mtp": {"adaptive": False, "num_speculative_tokens": 2},
+}
 LOW_LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
 """What heads read of families with any number of layers."""
 
 
+GRAMMARS = (
+    StructuredOutputsParams(regex=r"[a-z]{2,9}(?: [0-9a-f]+)*!"),
+    StructuredOutputsParams(choice=["one", "two", "twenty-two"]),
+    StructuredOutputsParams(regex=r'\{"name": "[a-z]{1,5}", "number": [0-9]{1,4}\}'),
+)
+FAMILIES = ("llama-tied-bias", "gemma3", "qwen2moe")
+MTP_FAMILY = "qwen3.5moe"
+NUM_KNOWN = 24
+"""Requests of each model and precision whose outputs without speculation are made once; half have a grammar."""
+
+
+class Setting(NamedTuple):
+    """One of the product, whose requests are drawn by its name."""
+
+    method: str
+    weights: str
+    engine: str
+    has_grammars: bool
+    family: str
+
+    def jobs(self) -> list[int]:
+        """Of the model's: so many that they do not fit where they are to be preempted."""
+        draw, count = random.Random(str(self)), 4 if self.engine == "preempting" else 2
+        return draw.sample(range(int(self.has_grammars), NUM_KNOWN, 2), count)
+
+
+def settings_of(weights: str) -> list[Setting]:
+    """All of a precision; families take turns."""
+    product = itertools.product(METHODS, [weights], ENGINES, (False, True))
+    families = itertools.cycle(FAMILIES)
+    return [
+        Setting(*one, MTP_FAMILY if one[0] == "mtp" else family)
+        for one, family in zip(product, families, strict=False)
+    ]
+
+
 def random_jobs(draw: random.Random, count: int) -> list[Job]:
-    """Prompts and choices that make texts repeat themselves more or less."""
+    """Prompts and choices that make texts repeat themselves more or less; every other one with a grammar."""
     jobs = []
     for number in range(count):
         phrase = [draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 9))]
@@ -61,6 +104,11 @@ def random_jobs(draw: random.Random, count: int) -> list[Job]:
             "max_tokens": draw.randrange(5, 32),
         }
         feature = draw.choice([{}, draw.choice(FEATURES), {"allowed_token_ids": [60, 61, 62]}])
+        if number % 2:
+            feature = {
+                "structured_outputs": draw.choice(GRAMMARS),
+                "repetition_penalty": draw.choice([1, 1.2]),
+            }
         if "logprob_token_ids" in feature:
             del shape["logprobs"]
         jobs.append(Job(prompt, SamplingParams(**(shape | {"seed": number} | feature))))
@@ -85,43 +133,131 @@ def guessing_for(model: Path, method: str, expected: list[RequestOutput], direct
     return {"model": str(path)} if path.exists() else {}
 
 
-def compare(
-    seeds: range, tiny_model: Callable[[str], Path], family: str, directory: Path, num_jobs: int = 15
-) -> tuple[int, int]:
-    """Each scenario without and with speculation; how many tokens were drafted, and how many accepted."""
-    drafted = accepted = 0
-    with_mtp = write_mtp("qwen3.5moe", tiny_model("qwen3.5moe"), directory / "qwen3.5moe")
-    for seed in seeds:
-        draw = random.Random(seed)
-        jobs = random_jobs(draw, num_jobs)
-        method = METHODS[seed % len(METHODS)]
-        model = with_mtp if method["method"] == "mtp" else tiny_model(family)
-        args = {"model": str(model), "max_model_len": 96, **ENGINES[seed % len(ENGINES)]}
-        args |= draw.choice(list(WEIGHTS.values()))
-        expected, _ = serve(jobs, **args)
-        method = method | guessing_for(model, method["method"], expected, directory)
-        got, stats = serve(jobs, **args, speculative_config=method)
-        assert facts(got) == facts(expected), f"scenario {seed}: {args} {method}"
-        spec = stats["spec_decoding"] or {}
-        assert spec["num_draft_tokens"] > 0 or method["method"] == "auto"
-        drafted, accepted = drafted + spec["num_draft_tokens"], accepted + spec["num_accepted_tokens"]
-    return drafted, accepted
+class Scenarios:
+    """Runs settings, and knows what each model says without speculation."""
+
+    def __init__(self, tiny_model: Callable[[str], Path], directory: Path) -> None:
+        self._tiny_model, self._directory = tiny_model, directory
+        self._known: dict[tuple[str, str], tuple[list[Job], list[RequestOutput]]] = {}
+        self.drafted, self.accepted = Counter[str](), Counter[str]()
+        self.num_preemptions = 0
+
+    def run(self, setting: Setting) -> None:
+        """Whoever else runs, and however: the outputs are those of all the model's requests together."""
+        method, weights, engine, _, family = setting
+        jobs, expected = self._known_of(weights, family)
+        given = {"method": method} | METHODS[method]
+        given |= guessing_for(self._model(family), method, expected, self._directory)
+        chosen = setting.jobs()
+        got, stats = serve(
+            [jobs[i] for i in chosen],
+            **self._args(weights, family),
+            **ENGINES[engine],
+            speculative_config=given,
+        )
+        assert facts(got) == facts([expected[i] for i in chosen]), f"{setting}: requests {chosen}"
+        spec = stats.get("spec_decoding") or {}
+        self.drafted[method] += spec.get("num_draft_tokens", 0)
+        self.accepted[method] += spec.get("num_accepted_tokens", 0)
+        self.num_preemptions += stats.get("num_preemptions", 0)
+
+    def _known_of(self, weights: str, family: str) -> tuple[list[Job], list[RequestOutput]]:
+        kind = weights, family
+        if kind not in self._known:
+            jobs = random_jobs(random.Random(str(kind)), NUM_KNOWN)
+            self._known[kind] = jobs, serve(jobs, **self._args(weights, family))[0]
+        return self._known[kind]
+
+    def _args(self, weights: str, family: str) -> dict[str, Any]:
+        return {"model": str(self._model(family)), "max_model_len": 96, **WEIGHTS[weights]}
+
+    def _model(self, family: str) -> Path:
+        model = self._tiny_model(family)
+        if family != MTP_FAMILY:
+            return model
+        copy = self._directory / family
+        return copy if copy.exists() else write_mtp(family, model, copy)
 
 
 def test_random_requests_of_every_method_are_as_without(
     tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
 ) -> None:
-    drafted, accepted = compare(range(len(METHODS)), tiny_model, "llama-tied-bias", tmp_path, num_jobs=6)
-    assert drafted > accepted > 30
+    """Each with a precision and an engine; all of the product are in the test behind."""
+    scenarios, weights, engines = Scenarios(tiny_model, tmp_path), [*WEIGHTS], [*ENGINES]
+    for index, method in enumerate(METHODS):
+        family = MTP_FAMILY if method == "mtp" else FAMILIES[0]
+        scenarios.run(Setting(method, weights[index // 4], engines[index % 4], index % 2 == 0, family))
+    assert scenarios.drafted.total() > scenarios.accepted.total() > 10
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("family", ["llama-tied-bias", "gemma3", "qwen2moe"])
-def test_five_hundred_random_requests_are_as_without(
-    family: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_requests_of_every_setting_are_as_without(
+    weights: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
 ) -> None:
-    drafted, accepted = compare(range(100, 112), tiny_model, family, tmp_path)
-    assert drafted > accepted > 300
+    """Method, engine and grammar; with all precisions some 700 requests in 288 settings."""
+    scenarios, settings = Scenarios(tiny_model, tmp_path), settings_of(weights)
+    for setting in settings:
+        scenarios.run(setting)
+    assert len(set(settings)) == 72
+    assert min(scenarios.drafted[method] for method in METHODS if method != "auto") > 20
+    assert scenarios.accepted.total() > 200
+    assert scenarios.num_preemptions > 0
+
+
+@pytest.mark.parametrize("method", quick(["ngram", "draft_model", "medusa", "eagle", "eagle3"], ["eagle"]))
+def test_requests_with_adapters_are_as_without(
+    method: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+) -> None:
+    """What guesses knows no adapters, and so is wrong more often."""
+    model = tiny_model(FAMILIES[0])
+    layers = {name: shape for name, shape in linear_shapes(oracle_of(model)).items() if "layers" in name}
+    adapters = [None] + [
+        LoRARequest(name, number, str(write_adapter(tmp_path / name, layers, seed=number)))
+        for number, name in enumerate(("one", "two"), 1)
+    ]
+    jobs = [
+        job._replace(adapter=adapters[number % 3])
+        for number, job in enumerate(random_jobs(random.Random(8), 12))
+    ]
+    args: dict[str, Any] = {"model": str(model), "max_model_len": 96, "enable_lora": True, "max_loras": 2}
+    args |= ENGINES["preempting"]
+    expected, _ = serve(jobs, **args)
+    given = {"method": method} | METHODS[method] | guessing_for(model, method, expected, tmp_path)
+    got, stats = serve(jobs, **args, speculative_config=given)
+    assert facts(got) == facts(expected)
+    assert stats["spec_decoding"]["num_draft_tokens"] > 20
+
+
+class Echo:
+    """A drafter of another package: what stood at the start of the text comes again."""
+
+    keys: ClassVar[frozenset[str]] = frozenset({"prompt_lookup_min"})
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.speculative.settings.prompt_lookup[0] == 3
+
+    def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
+        return [Draft(text.token_ids[: min(most, 3)].tolist()) for text in texts]
+
+    def forget(self, request_id: str) -> None:
+        """It knows nothing."""
+
+
+def test_a_drafter_of_another_package_guesses(
+    offer: Offer, tiny_model: Callable[[str], Path], restore_threads: None
+) -> None:
+    """It understands one of the keys, and others are refused."""
+    offer("quire.drafters", f"echo={__name__}:Echo")
+    jobs = random_jobs(random.Random(4), 6)
+    args: dict[str, Any] = {"model": str(tiny_model(FAMILIES[0])), "max_model_len": 96, **ENGINES["plain"]}
+    expected, _ = serve(jobs, **args)
+    given = {"method": "echo", "adaptive": False, "prompt_lookup_min": 3}
+    got, stats = serve(jobs, **args, speculative_config=given)
+    assert facts(got) == facts(expected)
+    assert stats["spec_decoding"]["num_draft_tokens"] > 20
+    with pytest.raises(ConfigError, match="prompt_lookup_max means nothing to method 'echo'"):
+        LLM(str(tiny_model(FAMILIES[0])), speculative_config={"method": "echo", "prompt_lookup_max": 3})
 
 
 def test_a_request_is_told_what_became_of_its_drafts(restore_threads: None) -> None:
@@ -130,3 +266,9 @@ def test_a_request_is_told_what_became_of_its_drafts(restore_threads: None) -> N
     (output,) = llm.generate([[7, 8, 9] * 12], params)
     assert output.metrics.num_draft_tokens >= output.metrics.num_accepted_tokens
     assert output.metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "auto", "mtp"])
+def test_a_model_that_is_pooled_has_nothing_to_guess(method: str) -> None:
+    with pytest.raises(ConfigError, match="a model that is pooled says nothing that could be guessed"):
+        LLM("quire-demo-embed", speculative_config={"method": method})

@@ -242,6 +242,19 @@ class Panic(BaseException):
     """As a library that is written in Rust raises them."""
 
 
+def test_a_timeout_is_refused_where_each_rank_has_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = Cores()
+    launched = cores.config.evolve(distributed_executor_backend="external_launcher")
+    monkeypatch.setattr(cores.front_end, "config", launched)
+    with pytest.raises(
+        ValidationError, match=r"timeout_s is not for ranks of external_launcher, .* max_tokens"
+    ) as bad:
+        cores.add("late", [1, 2, 3], timeout_s=1.0)
+    assert bad.value.param == "timeout_s"
+    cores.add("other", [1, 2, 3])
+    cores.run()
+
+
 @pytest.mark.parametrize("error", [RuntimeError, Panic])
 @pytest.mark.parametrize(
     "method", ["_append_tokens", "_record_history", "_record_tokens", "completion", "_end"]

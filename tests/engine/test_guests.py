@@ -24,6 +24,7 @@ from quire.engine.replica_wire import (
     CoreLost,
     ReplicaHello,
     Wire,
+    arithmetic_of,
     facts_of,
     heard_from,
     sent_to,
@@ -183,6 +184,25 @@ def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
             StartupError, match=r"replica 1 has not joined within 0.1 s; start there, .*--headless"
         ):
             client.receive()
+
+
+def test_a_host_that_computes_by_other_instructions_may_join_and_the_log_says_so(
+    null_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = prepare(config_of(null_model_dir, free_port(), device="cpu"), "server")
+    own = arithmetic_of(config)
+    hello = ReplicaHello(1, time.monotonic(), facts_of(config), arithmetic=own)
+    with open_guests(config) as guests:
+        for one, warnings in (hello, 0), (msgspec.structs.replace(hello, arithmetic="abacus"), 1):
+            join(config, one).close()
+            while (joined := guests.next(1)) is None:
+                pass
+            joined.wire.release()
+            guests.left(1)
+            words = (
+                f"replica 1 computes by abacus and this host by {own}: the same request may have other tokens"
+            )
+            assert caplog.text.count(words) == warnings
 
 
 def test_what_a_host_says_of_its_core_counts_as_if_it_were_here(

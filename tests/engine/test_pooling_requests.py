@@ -324,6 +324,19 @@ async def test_many_prompts_are_what_each_is_alone(engine: AsyncLLM) -> None:
     assert engine.num_unfinished_requests() == 0
 
 
+async def test_options_say_how_texts_become_tokens(engine: AsyncLLM) -> None:
+    async def ids(label: str, **terms: Any) -> list[int]:
+        async for output in engine.encode("hello", EMBED, label, **terms):
+            return output.prompt_token_ids
+        raise AssertionError("one output comes")
+
+    whole = await ids("a")
+    bare = await ids("b", options=TextOptions(add_special_tokens=False))
+    assert whole == [CLS, *bare, SEP]
+    assert await ids("c", tokenization_kwargs={"add_special_tokens": False}) == bare
+    assert await ids("d", options=TextOptions(truncate_prompt_tokens=4)) == [*whole[:3], SEP]
+
+
 async def test_at_most_two_batches_are_in_the_engine(engine: AsyncLLM) -> None:
     seen = []
     submit = engine._front_end.submit

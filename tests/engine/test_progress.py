@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config.supervision import BUSY_FACTOR
 from quire.engine.expected_costs import ExpectedCosts
 from quire.engine.progress import (
-    BUSY_FACTOR,
     LONGEST_FACTOR,
     TICK_S,
     FollowedExecutor,

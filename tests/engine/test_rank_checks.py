@@ -1,14 +1,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config import EngineConfig
+from quire.distributed.in_process import InProcess
+from quire.engine.rank_checks import check_ranks
+from quire.engine.shares import possible_sizes
 from quire.engine.startup import prepare
 from quire.errors import ConfigError
+from quire.layers.shard import Shard
+from quire.models.loader import without_weights
+from quire.platforms import Host
+from tests.fixtures.quick import quick_models
+from tests.models.test_tensor_parallel import EVERY_FAMILY, REFUSED
 
 
 def prepared(model: Path, **args: Any) -> EngineConfig:
@@ -26,7 +35,7 @@ def test_several_ranks_have_processes(tiny_model: Callable[[str], Path]) -> None
     [
         ({"distributed_executor_backend": "uni"}, "which wants --distributed-executor-backend mp, not uni"),
         ({"distributed_executor_backend": "null"}, "which wants --distributed-executor-backend mp, not null"),
-        ({"cpu_pin_threads": True}, "which wants no --cpu-pin-threads"),
+        ({"cpu_pin_threads": True, "cpu_numa": "off"}, "which wants no --cpu-pin-threads"),
     ],
 )
 def test_what_does_not_work_with_several_ranks_is_refused(
@@ -44,7 +53,6 @@ def test_what_does_not_work_with_several_ranks_is_refused(
         (2, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
          "3 key-value heads cannot .*; possible: 1, 3, 6$"),
         (4, {"intermediate_size": 90}, "90 features of its MLPs cannot .*; possible: 1, 2$"),
-        (4, {"vocab_size": 262}, "262 tokens cannot .*; possible: 1, 2$"),
     ],
 )  # fmt: skip
 def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(
@@ -52,6 +60,61 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(
 ) -> None:
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size is {size}, and the model's {words}"):
         prepared(tiny_model("llama"), tensor_parallel_size=size, hf_overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "args", "words"),
+    [
+        ("qwen2moe", 4, {"moe_intermediate_size": 30, "shared_expert_intermediate_size": 64},
+         "30 features of each of its experts cannot .*; possible: 1, 2$"),
+        ("qwen2moe", 4, {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 30},
+         "30 features of its shared experts cannot .*; possible: 1, 2$"),
+        ("qwen3next", 4, {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+         "2 key heads with a state cannot .*; possible: 1, 2$"),
+    ],
+)  # fmt: skip
+def test_units_of_experts_and_states_are_named(
+    name: str, size: int, args: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size is {size}, and the model's {words}"):
+        prepared(tiny_model(name), tensor_parallel_size=size, hf_overrides=args)
+
+
+@pytest.mark.parametrize(
+    "name", quick_models(sorted(EVERY_FAMILY - REFUSED), {"llama", "jamba", "qwen3next"})
+)
+def test_what_is_said_to_be_possible_can_be_cut(name: str, tiny_model: Callable[[str], Path]) -> None:
+    """And what is said not to be, cannot."""
+    config = prepared(tiny_model(name))
+    for size in range(2, 9):
+        cut = partial(without_weights, config, Shard.of_group(InProcess.group(size)[0]))
+        if size in possible_sizes(config):
+            cut()
+        else:
+            with pytest.raises(ConfigError, match="cannot be"):
+                cut()
+
+
+def test_more_ranks_than_cores_are_slow_and_said_to_be(
+    tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = prepared(tiny_model("llama"), tensor_parallel_size=2, pipeline_parallel_size=2)
+    caplog.clear()
+    check_ranks(config, serves=False, host=FakeHost(4))
+    assert not caplog.messages
+    check_ranks(config, serves=False, host=FakeHost(3))
+    assert "4 ranks are to run on this host, which has 3 cores for this process" in caplog.text
+
+
+class FakeHost(Host):
+    """One with so many cores."""
+
+    def __init__(self, num_cores: int) -> None:
+        super().__init__()
+        self._num_cores = num_cores
+
+    def cores(self) -> list[tuple[int, ...]]:
+        return [(number,) for number in range(self._num_cores)]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.config.kv_events import KVEventsConfig
-from quire.engine.placement import divided, nodes_of, shown
 from quire.engine.replicas import check_replicas, configs_of_replicas
 from quire.errors import ConfigError
+from quire.placement import divided, nodes_of, shown
 from quire.platforms import Host, Node
 
 GIB = 2**30

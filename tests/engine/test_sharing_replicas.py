@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
+from quire.config import EngineConfig
+from quire.distributed.in_process import InProcess
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.lockstep import Lockstep
 from quire.engine.messages import StepBegun
 from quire.errors import ConflictError
+from quire.executor.places import STAGE_S, Place, with_replicas
 from quire.kernels.cpu import library
 from quire.scheduler.scheduler import Scheduler
 from tests.engine.test_replica_processes import all_up, pid_of
@@ -105,13 +108,36 @@ def test_replicas_have_the_bits_of_one_process(
     assert sum(client.num_preemptions for client in clients)
 
 
+def test_ranks_of_other_replicas_are_waited_for_as_long_as_a_core_may_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One whose core hangs answers nobody, though it runs itself."""
+    waits: list[float] = []
+
+    def meet(*args: Any, answer_s: float, **options: Any) -> InProcess:
+        waits.append(answer_s)
+        return InProcess.group(2)[0]
+
+    monkeypatch.setattr("quire.distributed.gloo.Gloo", meet)
+    monkeypatch.setattr("quire.executor.places.share_memory", meet)
+    for timeout_s, longest_s in ((3.0, 60.0), (0.0, STAGE_S)):
+        config = EngineConfig.from_args(model="any", core_heartbeat_timeout=timeout_s, **SHARED)
+        with_replicas(Place(), 0, config)
+        assert waits[-2:] == [longest_s] * 2
+
+
 @needs_kernels
 @pytest.mark.more
 async def test_a_replica_that_is_killed_takes_the_others_along_and_all_begin_anew(
     tiny_model: Callable[[str], Path],
 ) -> None:
-    """Requests go on, with the tokens that they would have had, whether a core is killed or one of its ranks."""
-    args: dict[str, Any] = {"max_num_seqs": 4, "enable_prefix_caching": False, "cpu_threads": 1}
+    """Requests go on, with the tokens that they would have had, whatever is killed or stopped, a core or a rank."""
+    args: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "core_heartbeat_timeout": 3.0,
+        "enable_prefix_caching": False,
+        "cpu_threads": 1,
+    }
     args |= {"max_model_len": 128, "num_gpu_blocks_override": 40, "device": "cpu"}
     alone = await serving(tiny_model("qwen3moe"), Scheduler, distributed_executor_backend="uni", **args)
     wanted = await run_all(alone, None, lambda: None)
@@ -119,10 +145,13 @@ async def test_a_replica_that_is_killed_takes_the_others_along_and_all_begin_ane
     args |= SHARED | {"distributed_executor_backend": "mp", "routing_policy": "round_robin"}
     engine = await serving(tiny_model("qwen3moe"), Scheduler, **args)
     try:
-        for replica, victim in ((0, pid_of), (1, rank_of)):
+        for replica, victim, struck in (
+            (0, pid_of, signal.SIGKILL),
+            (1, rank_of, signal.SIGKILL),
+            (1, pid_of, signal.SIGSTOP),
+        ):
             pids = [pid_of(engine, core) for core in range(2)]
-            killed = victim(engine, replica)
-            assert await run_all(engine, None, partial(os.kill, killed, signal.SIGKILL)) == wanted
+            assert await run_all(engine, None, partial(os.kill, victim(engine, replica), struck)) == wanted
             await all_up(engine)
             assert not {pid_of(engine, core) for core in range(2)} & {*pids}
         assert await run_all(engine, None, lambda: None) == wanted

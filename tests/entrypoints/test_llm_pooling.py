@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire import LLM, PairPrompt, PoolingParams, TextOptions
+from quire import LLM, PairPrompt, PoolingOutput, PoolingParams, PoolingRequestOutput, TextOptions
 from quire.config.pooling import PoolingSpec
 from quire.entrypoints.pooling.scoring import SIMILARITIES
 from quire.errors import ValidationError
+from quire.inputs import DataPrompt, PromptType
+from quire.io_processors import IOProcessor
+from quire.pooling_outputs import RequestError
 from tests.fixtures.pooling import (
     CLASSIFIER,
     CROSS_ENCODER,
@@ -127,3 +130,128 @@ def test_late_interaction_adds_up_the_best_match_of_each_token() -> None:
     query, document = np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([[0.5, 0.5], [1.0, 0.0], [0.0, 3.0]])
     assert _max_sim(query, document) == 1.0 + 6.0
     assert TOKEN_EMBEDDER.tasks == ("token_embed",)
+
+
+def test_what_vllm_calls_tokenization_kwargs_says_how_texts_become_tokens(
+    pools: Pools, pair_model_dir: Path
+) -> None:
+    with made(pools, EMBEDDER, pair_model_dir) as llm:
+
+        def ids(**kwargs: Any) -> list[int]:
+            return llm.embed("hello", tokenization_kwargs=kwargs, use_tqdm=False)[0].prompt_token_ids
+
+        def same(**options: Any) -> list[int]:
+            return llm.embed("hello", options=TextOptions(**options), use_tqdm=False)[0].prompt_token_ids
+
+        assert ids(add_special_tokens=False) == same(add_special_tokens=False) != ids()
+        cut = same(truncate_prompt_tokens=4, truncation_side="left")
+        assert len(cut) == 4
+        assert ids(truncate_prompt_tokens=4, truncation_side="left") == cut
+        assert ids(truncation=True, max_length=4, truncation_side="left") == cut
+        assert ids(truncation=False) == ids(truncation=True) == ids()
+        for kwargs, problem in (
+            ({"padding": True}, "has 'padding'; known are add_special_tokens"),
+            ({"max_length": 4}, "max_length, which needs truncation: true"),
+            ({"truncate_prompt_tokens": 0}, "must be at least 1"),
+        ):
+            with pytest.raises(ValidationError, match=problem):
+                ids(**kwargs)
+
+
+def test_scores_take_parameters_and_a_template_of_pairs(
+    pools: Pools, pair_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for message in messages %}{{ message.role[0] }}: {{ message.content }} {% endfor %}"
+    with made(pools, CROSS_ENCODER, pair_model_dir) as llm:
+        found = llm.score("ab", ["c", "d"], chat_template=template, use_tqdm=False)
+        tokenizer = llm.get_tokenizer()
+        texts = [f"q: ab d: {document} " for document in "cd"]
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        assert [one.prompt_token_ids for one in found] == prompts
+        expected = [one.outputs.probs[0] for one in llm.classify(prompts, use_tqdm=False)]
+        assert [one.outputs.score for one in found] == expected
+        wanted: list[PoolingParams] = []
+
+        def pool(prompts: Any, params: PoolingParams, *_: Any, **__: Any) -> list[Any]:
+            wanted.append(params)
+            return []
+
+        monkeypatch.setattr(llm, "_pool", pool)
+        llm.score("a", "b", pooling_params=PoolingParams(use_activation=False))
+        llm.score("a", "b", use_activation=False)
+        assert wanted == [PoolingParams(use_activation=False, task="classify")] * 2
+        with pytest.raises(ValidationError, match="the task is classify, and pooling_params say embed"):
+            llm.score("a", "b", pooling_params=PoolingParams(task="embed"), use_tqdm=False)
+    with (
+        made(pools, EMBEDDER, pair_model_dir) as llm,
+        pytest.raises(ValidationError, match="chat_template is for models that read both texts as one"),
+    ):
+        llm.score("a", "b", chat_template=template, use_tqdm=False)
+
+
+class Lengths(IOProcessor):
+    """Of words."""
+
+    def prompts(self, data: Any) -> list[PromptType]:
+        return list(data["text"].split())
+
+    def reply(self, data: Any, outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> Any:
+        return [len(one.prompt_token_ids) for one in outputs]
+
+
+def test_an_io_processor_reads_data_offline_too(
+    pools: Pools, pair_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data: DataPrompt = {"data": {"text": "a bc def"}}
+    with made(pools, EMBEDDER, pair_model_dir) as llm:
+        with pytest.raises(ValidationError, match="has no IO processor"):
+            llm.encode(data, use_tqdm=False)
+        monkeypatch.setattr(
+            "quire.entrypoints.offline_pooling.make_io_processor", lambda config: Lengths(config)
+        )
+        (output,) = llm.encode(data, pooling_task="plugin", use_tqdm=False)
+        assert output.outputs == [3, 4, 5]
+        assert len(output.prompt_token_ids) == 12
+        for task, prompt in (("embed", data), ("plugin", "abc")):
+            with pytest.raises(ValidationError, match="the task"):
+                llm.encode(prompt, pooling_task=task, use_tqdm=False)
+
+
+def test_why_a_request_has_no_numbers_is_told_as_vllm_does() -> None:
+    def output(**fields: Any) -> PoolingRequestOutput[PoolingOutput]:
+        return PoolingRequestOutput("a", PoolingOutput(np.zeros(1, np.float32)), [1], **fields)
+
+    assert output().error is None
+    assert output(finish_reason="timeout").error == RequestError(
+        504, "the request's time was over before its prompt was pooled", True
+    )
+    failed = output(finish_reason="error", stop_reason="not finite").error
+    assert failed is not None
+    assert (failed.code, failed.retryable) == (500, False)
+    assert failed.message.endswith("before it was complete: not finite")
+
+
+def test_windows_of_long_texts_are_averaged_when_that_is_asked_for(
+    pools: Pools, pair_model_dir: Path
+) -> None:
+    with made(pools, EMBEDDER, pair_model_dir) as llm:
+        with pytest.raises(ValidationError, match="maximum context length"):
+            llm.embed("a" * 50, use_tqdm=False)
+        (long, short) = llm.embed(["abc" * 30, "abc"], average_windows=True, use_tqdm=False)
+        assert short.outputs == llm.embed("abc", use_tqdm=False)[0].outputs
+        windows = llm.llm_engine.input_processor.pooling.windows("abc" * 30)  # type: ignore[union-attr]
+        parts = llm.embed([one.token_ids for one in windows], use_tqdm=False)
+        assert len(parts) > 1
+        assert long.prompt_token_ids == [token for one in windows for token in one.token_ids]
+        weights = [len(one.prompt_token_ids) for one in parts]
+        mean = np.average([one.outputs.embedding for one in parts], axis=0, weights=weights)
+        np.testing.assert_allclose(long.outputs.embedding, mean / np.linalg.norm(mean), rtol=1e-6)
+        with pytest.raises(ValidationError, match="average_windows is for texts"):
+            llm.embed([1] * 50, average_windows=True, use_tqdm=False)
+
+
+def test_of_a_word_that_comes_again_the_largest_weight_counts() -> None:
+    weights = PoolingOutput(np.array([[0.5], [0.0], [0.75], [0.25]], np.float32))
+    assert PoolingRequestOutput("a", weights, [7, 8, 7, 9]).lexical_weights() == {7: 0.75, 9: 0.25}
+    with pytest.raises(ValueError, match="a weight for each token"):
+        PoolingRequestOutput("a", weights, [7, 8, 7]).lexical_weights()

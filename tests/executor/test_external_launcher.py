@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from quire.engine.startup import prepare
 from quire.errors import ConfigError
 from quire.executor.external_launcher import Launch
 from quire.structured_output.params import StructuredOutputsParams
+from tests.end_to_end.server import free_port
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import linear_shapes, write_adapter
 
@@ -39,7 +41,7 @@ def refused(work):
 
 size = refused(lambda: started(model, tensor_parallel_size=4))
 option = refused(lambda: started(model, tensor_parallel_size=2, max_num_seqs=3 + rank))
-llm = started(model, tensor_parallel_size=2)
+llm = started(model, tensor_parallel_size=2, speculative_config={"method": "ngram"})
 outputs = said(llm)
 plan = refused(lambda: llm.generate([[1 + rank]], use_tqdm=False))
 os.environ["HOME"] = f"{out}/home{rank}"
@@ -124,6 +126,49 @@ def test_two_ranks_have_the_bits_of_one_and_say_where_they_differ(
         assert "ranks 1 have planned another step than rank 0" in found["plan"]
 
 
+STRUCK = """
+import sys, time
+from quire.errors import QuireError
+from tests.executor.test_external_launcher import said, started
+
+llm = started(sys.argv[1], tensor_parallel_size=2)
+print("ready", flush=True)
+try:
+    while True:
+        said(llm)
+except QuireError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_stopped_is_named_by_the_other_which_can_end(
+    signal_: signal.Signals, tiny_model: Callable[[str], Path]
+) -> None:
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = os.environ | told | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", STRUCK, str(tiny_model("llama"))],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["ready\n"] * 2
+        ranks[1].send_signal(signal_)
+        said, _ = ranks[0].communicate(timeout=20)
+        assert "rank 1 is lost; it says: " in said
+        assert ranks[0].returncode == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
 def test_what_the_launcher_says_is_read() -> None:
     assert Launch.read(TOLD) == Launch(1, 2, 2, "somewhere", 29500, store_is_there=False)
     more = {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -150,7 +195,6 @@ def test_what_the_launcher_says_wrong_is_named(told: dict[str, str], words: str)
     [
         ("server", {}, r"LLM\(\.\.\.\), in a program that each rank runs"),
         ("offline", {"data_parallel_size": 2}, "--data-parallel-size 1"),
-        ("offline", {"speculative_config": {"method": "ngram"}}, '"adaptive": false in --speculative-config'),
         ("offline", {"scheduling_policy": "priority"}, "--priority-ageing-s 0"),
     ],
 )

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,18 @@ from typing import Any
 import httpx
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, joining
 from quire.config import EngineConfig, ParallelConfig
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, EngineError, StartupError
 from quire.executor.gate import Gate, Hello
 from quire.executor.gate import join as join_at
+from quire.kernels.cpu import library
+from quire.kernels.cpu.instruction_sets import arithmetic
 from tests.end_to_end.server import QUIRE, Server, children_of, free_port
 
 LIMITS = {"max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}
+needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 PROMPTS = [[3, 1, 4, 1, 5] * 5, [2, 7, 1, 8], [99] * 30]
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1)
 
@@ -52,12 +55,14 @@ def options(port: int) -> dict[str, Any]:
 
 
 @contextmanager
-def second_host(model: Path, base: Path, port: int, *more: str) -> Iterator[subprocess.Popen[str]]:
+def second_host(
+    model: Path, base: Path, port: int, *more: str, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
     """A host with a copy of the checkpoint, that joins whoever listens at this port; it says what is wrong."""
     own = Path(shutil.copytree(model, base / "elsewhere" / "checkpoint", dirs_exist_ok=True))
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (LIMITS | options(port)).items()]
     command = [*QUIRE, "serve", str(own), "--headless", "--node-rank=1", "--tp-invariant", *flags, *more]
-    environment = os.environ | {"TMPDIR": str(base / "elsewhere")}
+    environment = os.environ | {"TMPDIR": str(base / "elsewhere")} | environment
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
     yield process
     process.kill()
@@ -148,6 +153,24 @@ def test_a_host_that_differs_is_told_in_what(tmp_path: Path, tiny_model: Callabl
         LLM(str(model), tp_invariant=True, **LIMITS | options(port))
 
 
+@pytest.mark.more
+@needs_kernels
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"QUIRE_CPU_ISA": "portable"}, "portable on ranks 1"),
+        ({"QUIRE_KERNELS": "reference"}, "torch on ranks 1"),
+    ],
+)
+def test_a_host_that_computes_otherwise_is_refused(
+    environment: dict[str, str], words: str, tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    model, port = tiny_model("llama"), free_port()
+    words = f"the same instruction set: {arithmetic()} on ranks 0, {words}; QUIRE_CPU_ISA set to one"
+    with second_host(model, tmp_path, port, **environment), pytest.raises(StartupError, match=words):
+        LLM(str(model), tp_invariant=True, **LIMITS | options(port))
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -174,6 +197,33 @@ def test_a_host_of_another_shape_is_refused_and_the_right_one_let_in(
         assert ways[0].recv(1) == b"!"
         for way in (*ways, *found.values()):
             way.close()
+
+
+def test_strangers_who_say_little_keep_no_host_waiting() -> None:
+    with gate() as (port, inside), ExitStack() as stack:
+        for said in (b"", b"\0\0\0\x10", b"\0"):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stranger.sendall(said)
+        ways = [join(parallel(1, port), rank, join_s=30) for rank in (2, 3)]
+        for way in (*ways, *inside.result(joining.HELLO_S - 1).values()):
+            way.close()
+
+
+def test_who_says_a_byte_now_and_then_is_heard_for_so_long_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "HELLO_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        there = socket.create_connection(listener.getsockname())
+        here, _ = listener.accept()
+        with here, there:
+            hello = pool.submit(joining.heard, here, Hello)
+            there.sendall(b"\0\0\xff\xff")
+            for _ in range(joining.MOST_HELLO_BYTES // 2):  # far from all that is announced
+                if wait([hello], timeout=0.01).done:
+                    break
+                there.sendall(b"\0")
+            assert hello.result(0) is None
 
 
 def test_a_host_comes_once_but_for_one_that_has_gone() -> None:

@@ -158,11 +158,25 @@ def test_two_ranks_that_share_experts_have_the_bits_of_one(
     assert "not recorded" not in capfd.readouterr().err
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["olmo2", "mamba2", "opt"])
+def test_ranks_of_families_have_the_bits_of_one_process(name: str, tiny_model: Callable[[str], Path]) -> None:
+    """Norms of rows that ranks share, and a config with an infinite number, among processes that play tapes."""
+    one = started(tiny_model(name), tp_invariant=True)
+    alone = run(one)
+    one.shutdown()
+    engine = started(tiny_model(name), tp_invariant=True, tensor_parallel_size=2)
+    outputs = run(engine)
+    engine.shutdown()
+    assert said(outputs) == said(alone)
+    assert numbers(outputs) == numbers(alone)
+
+
 def test_what_a_rank_cannot_load_is_a_startup_error_of_the_same_words(
     tiny_model: Callable[[str], Path], directories: Callable[[], set[Path]]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"self_attn\.q_norm \(RowRMSNorm\) cannot be shared out"):
-        started(tiny_model("olmo2"), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"the model \(Zamba2ForCausalLM\) cannot be shared out"):
+        started(tiny_model("zamba2"), tensor_parallel_size=2)
     assert not directories()
 
 

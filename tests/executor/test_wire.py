@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
@@ -53,6 +56,68 @@ def test_who_posts_waits_for_nobody_and_keeps_the_order(ways: tuple[socket.socke
     assert [other.recv() for _ in sent] == sent
     wire.post(b"last")
     assert other.recv() == b"last"
+
+
+class Posting:
+    """The lock of a wire, of which `post` is called whenever the thread that catches up has let it go."""
+
+    def __init__(self, lock: Any, post: Callable[[], None]) -> None:
+        self._lock, self._post = lock, post
+
+    def __enter__(self) -> Any:
+        return self._lock.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._lock.__exit__(*raised)
+        if threading.current_thread().name == "quire-backlog":
+            self._post()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+def test_what_is_posted_just_as_the_backlog_ends_is_sent_once(
+    ways: tuple[socket.socket, socket.socket],
+) -> None:
+    wire, other = Wire(ways[0]), Wire(ways[1])
+    sent = [bytes([number]) * LARGE for number in range(4)]
+    posted = iter(sent[1:])
+
+    def post() -> None:
+        with contextlib.suppress(StopIteration):
+            wire.post(next(posted))
+
+    wire._sending = Posting(wire._sending, post)  # type: ignore[assignment]
+    wire.post(sent[0])
+    assert [other.recv() for _ in sent] == sent
+
+
+def test_who_waits_does_not_come_between_what_was_posted(ways: tuple[socket.socket, socket.socket]) -> None:
+    wire, other = Wire(ways[0]), Wire(ways[1])
+    wire.post(b"a" * LARGE)
+    waits = threading.Thread(target=wire.send, args=[b"b"])
+    waits.start()
+    assert [other.recv(), other.recv()] == [b"a" * LARGE, b"b"]
+    waits.join()
+
+
+def test_who_waits_for_what_cannot_be_posted_hears_that_it_is_closed(
+    ways: tuple[socket.socket, socket.socket],
+) -> None:
+    wire, waiting = Wire(ways[0]), threading.Event()
+    wire.post(b"a" * LARGE)
+
+    def send() -> bool:
+        waiting.set()
+        with pytest.raises(OSError):
+            wire.send(b"b")
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send)
+        waiting.wait()
+        wire.shutdown()
+        assert sent.result(10)
 
 
 def test_it_speaks_as_connections_of_multiprocessing_do(ways: tuple[socket.socket, socket.socket]) -> None:

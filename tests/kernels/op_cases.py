@@ -19,6 +19,7 @@ from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, S
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.linear import FLOAT, GATED, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import LoraStacks
+from quire.kernels.rounding import RowRounding
 from tests.kernels.state_batches import state_batch
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
@@ -67,6 +68,30 @@ def activate(dtype: torch.dtype) -> Iterator[Arguments]:
             yield (3 * randn(*shape, dtype=dtype),), {"function": function}
         yield (extremes,), {"function": function}
         yield (randn(6, 90, dtype=dtype)[:, 3:40],), {"function": function}
+
+
+@cases
+def round_rows(dtype: torch.dtype) -> Iterator[Arguments]:
+    ways = [
+        RowRounding("int8"),
+        RowRounding("int8", lowest=-127),
+        RowRounding("int8", symmetric=False),
+        RowRounding("int8", group=32),
+        RowRounding("int8", scale=0.03),
+        RowRounding("int8", scale=0.02, zero=-7.0),
+        RowRounding("e4m3"),
+        RowRounding("e4m3", group=128),
+        RowRounding("e4m3", bound=1.5),
+        RowRounding("e4m3", scale=0.004),
+    ]
+    small = torch.logspace(-12, 3, 200).repeat(2, 1) * torch.tensor([[1.0], [-1.0]])
+    for way in ways:
+        for shape in [(0, 64), (1, 1), (5, 77), (2, 3, 40), (3, 4099)]:
+            yield (3 * randn(*shape, dtype=dtype),), {"rounding": way}
+        yield (randn(6, 90, dtype=dtype)[:, 3:40],), {"rounding": way}
+        yield (small.to(dtype),), {"rounding": way}
+        yield (torch.zeros(2, 40, dtype=dtype),), {"rounding": way}
+        yield (torch.tensor([[1.0, torch.nan, 2.0], [torch.inf, 1.0, 0.0]], dtype=dtype),), {"rounding": way}
 
 
 @cases
@@ -146,6 +171,9 @@ def write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
     kv = randn(4, 2, 2, 24, dtype=dtype)
     kv[2, :, 1] = 0
     yield (kv[:, 0], kv[:, 1], *int8_caches(6, 2, 4, 24), slots), {}
+    kv[1, 0, 1, 5] = torch.nan
+    given = torch.tensor([[0.02, 0.0003], [0.004, 1.5]])  # of which some are too small for what is scaled
+    yield (kv[:, 0], kv[:, 1], *int8_caches(6, 2, 4, 24), slots), {"scales": given}
 
 
 @cases
@@ -171,6 +199,10 @@ def rotary_and_write_kv(dtype: torch.dtype) -> Iterator[Arguments]:
             for norm_dtype in {dtype, torch.float32}:
                 norms = randn(size, dtype=norm_dtype), randn(size, dtype=norm_dtype)
                 yield (*arguments, interleaved, *norms, 1e-5), {}
+        if not size % 4:
+            caches = int8_caches(16, heads, 4, size)
+            scales = 0.03 * torch.rand(2, heads) + 0.001
+            yield (*arguments[:5], *caches, slots), {"scales": scales}
 
 
 BATCHES = [[], [(1, 1)], [(1, 9), (1, 33), (1, 16)], [(5, 5), (1, 20), (17, 40)], [(0, 3), (3, 7)]]
@@ -273,6 +305,7 @@ def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
                     (randn(*shape, dtype=dtype), weight, randn(outputs)),
                     {"activation": "silu_and_mul"},
                 )
+                yield (randn(*shape, dtype=dtype), weight, randn(outputs)), {"dtype": torch.float32}
                 yield (randn(*shape, dtype=dtype), weight), {"activation": "clamped_swiglu"}
                 alone = reference.pack_weight(rows, scheme)
                 yield (randn(*shape, dtype=dtype), alone, randn(outputs)), {"activation": next(functions)}

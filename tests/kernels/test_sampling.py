@@ -1,6 +1,7 @@
 """The native sampling tail: the oracle's tokens, the same bits in any company, and refusals instead of bad memory."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from quire.kernels import ops, reference_sampling
 from quire.kernels.cpu import library
 from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.dispatch_mode import DispatchMode
+from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
 from tests.kernels.op_cases import random_keys, settings
 
 if library.loaded() is None:
@@ -216,3 +219,41 @@ def penalties(indices: Tensor) -> None:
 
 def mask(rows: Tensor) -> None:
     sampling.mask_logits(torch.zeros(2, 5), rows, torch.zeros(2, 1, dtype=torch.int32))
+
+
+class _Waits(DispatchMode):
+    """While active: which operations tell the host a number of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense):
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("vocab_size", [7, 1003])
+@pytest.mark.parametrize(
+    "limits", [ANY_LIMITS, Limits(True, False, True), Limits(True, True, False), NO_LIMITS]
+)
+def test_logits_are_shaped_alike_where_nobody_waits(
+    vocab_size: int, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_sampling, "_SORTED_ELEMENTS", 3 * vocab_size)
+    torch.manual_seed(0)
+    logits, wanted = 3 * torch.randn(11, vocab_size), settings(11, vocab_size)
+    logits[2, ::2] = -torch.inf
+    wanted[:, 0].clamp_(min=0.3)
+    if not limits.top_k:
+        wanted[:, 2] = vocab_size
+    if not limits.top_p:
+        wanted[:, 3] = 1.0
+    expected = reference_sampling.shaped_logits(logits.clone(), wanted)
+    with _Waits() as waits:
+        got = reference_sampling.shaped_at_once(logits.clone(), wanted, limits)
+    assert waits.names == []
+    assert torch.equal(got, expected)

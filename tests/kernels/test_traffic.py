@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import library
+from quire.kernels.formats import FORMATS
 from quire.kernels.linear import WeightScheme
 from tests.kernels.op_cases import int8_caches, make_metadata, randn, randn_caches, random_experts
 
@@ -42,3 +43,15 @@ def test_experts_that_are_chosen_are_read() -> None:
     packed = arguments_of(lambda: experts.experts(randn(2, 128), chosen, torch.rand(2, 2), of))
     weights, scales = 3 * 128 * 64, 4 * (2 * 64 + 128)
     assert num_bytes("experts", packed) == 3 * (weights + scales)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_kind_of_weights_is_counted(kind: str) -> None:
+    group = 0 if kind == "float" else 32
+    of = random_experts(2, 128, 64, WeightScheme(kind, group), torch.float32)
+    chosen = torch.tensor([[0]], dtype=torch.int32)
+    packed = arguments_of(lambda: experts.experts(randn(1, 128), chosen, torch.rand(1, 1), of))
+    numbers = 3 * 128 * 64
+    scales = {"float": 0, "int4": 2}.get(kind, 4) * numbers // 32
+    bits = {"float": 32, "int8": 8, "fp8": 8}.get(kind, 4)
+    assert num_bytes("experts", packed) == numbers * bits // 8 + scales

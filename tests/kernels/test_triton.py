@@ -210,6 +210,7 @@ def test_invariant_attention_gives_the_same_bits_in_any_batch_and_chunk(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "INVARIANT_PART_TOKENS", 32)
+    monkeypatch.setattr(attention, "PARTS_AT_ONCE", 2)
     torch.manual_seed(0)
     length, caches = 77, randn_caches(16, 2, 8, 24, torch.float16)
     q, whole = randn(length, 4, 24, dtype=torch.float16), make_metadata([(77, 77)], 8, 16)
@@ -226,6 +227,33 @@ def test_invariant_attention_gives_the_same_bits_in_any_batch_and_chunk(
     expected = run(0, length, 0)
     for start, end, extra in [(0, 20, 0), (20, 77, 2), (33, 34, 0), (76, 77, 0), (76, 77, 3), (64, 65, 1)]:
         assert torch.equal(run(start, end, extra), expected[start:end]), (start, end, extra)
+
+
+BOTH_WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 60},
+    "narrow": {"window": 5},
+    "all": {
+        "window": 50,
+        "alibi_slopes": FEATURES["alibi"]["alibi_slopes"],
+        "relative_bias": torch.linspace(-1, 1, 4 * 159).view(4, 159),
+    },
+}
+
+
+@pytest.mark.parametrize("feature", quick(BOTH_WAYS, ("plain", "all")))
+@pytest.mark.parametrize("head_size", [16, 24])
+def test_attention_in_both_directions_over_many_tiles(
+    head_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some all queries see all keys, and of others not."""
+    monkeypatch.setattr(bidirectional, "BLOCK_N", 16)
+    torch.manual_seed(0)
+    metadata = make_metadata([(80, 80), (3, 3), (33, 33)], block_size=64, num_blocks=6)
+    rows = randn(116, 8, head_size, dtype=torch.float16).split([4, 2, 2], 1)
+    run, oracle = bidirectional.bidirectional_attention, ops.bidirectional_attention.oracle
+    got, want = (op(*rows, metadata, 0.2, **BOTH_WAYS[feature]) for op in (run, oracle))
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
 
 
 def e4m3(*shape: int) -> Tensor:

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
+import triton
+import triton.language as tl
+
 from quire.errors import ConfigError
 from quire.kernels import ops, reference
 from quire.kernels.formats import Numbers, format_of
+from quire.kernels.formats.words import to_words
 from quire.kernels.linear import Function, PackedWeight, WeightScheme
-from quire.kernels.triton import activation, fp8, linear, matmul, quantize, widen
+from quire.kernels.triton import activation, fp8, linear, matmul, nibbles, quantize, widen
 from tests.kernels.op_cases import FUNCTIONS, randn
 
 DTYPES = [torch.float32, torch.float16]
@@ -80,6 +84,52 @@ def test_a_matrix_in_one_part_or_in_several(
     torch.testing.assert_close(linear.packed_linear(x, packed, bias), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("scheme", [INTEGERS[0], INTEGERS[1], CODES[0]], ids=str)
+def test_parts_are_counted_back_to_none(scheme: WeightScheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a product that was recorded can be repeated, and one with more rows be made between."""
+    monkeypatch.setattr(linear, "MAX_PARTS", 3)
+    torch.manual_seed(0)
+    packed, x, bias = linear.pack_weight(matrix(70, 700), scheme), randn(150, 700), randn(70)
+    first = linear.packed_linear(x[:3], packed, bias)
+    counts = packed.native
+    assert not counts.any()
+    many = linear.packed_linear(x, packed, bias)
+    assert len(packed.native) > len(counts)
+    assert not packed.native.any()
+    assert torch.equal(linear.packed_linear(x[:3], packed, bias), first)
+    torch.testing.assert_close(many[:3], first, rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def _planes_of(out, words, zeros, PLANES: tl.constexpr, TILE: tl.constexpr):
+    index = tl.arange(0, TILE)
+    for plane in tl.static_range(PLANES):
+        code = nibbles._integers(tl.load(words + index), plane, tl.load(zeros + index), out.dtype.element_ty)
+        tl.store(out + plane * TILE + index, code)
+
+
+def test_codes_are_the_last_bits_of_numbers() -> None:
+    """Also in bfloat16, with which the interpreter does not reckon."""
+    codes = torch.arange(16, dtype=torch.int16)
+    bases = nibbles.BFLOAT16_BASE, nibbles.FLOAT16_BASE
+    bits = nibbles.BFLOAT16_BITS, nibbles.FLOAT16_BITS
+    for dtype, base, of_base in zip((torch.bfloat16, torch.float16), bases, bits, strict=True):
+        numbers = (codes | of_base.value).view(dtype)
+        assert torch.equal(numbers.int(), codes.int() + base.value)
+        for zero in range(16):
+            assert torch.equal(
+                numbers - torch.tensor(base.value + zero, dtype=dtype), (codes - zero).to(dtype)
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_become_numbers_of_any_dtype_exactly(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 256) // 3 % 16
+    zeros, out = torch.arange(32, dtype=torch.int32) % 16, torch.empty(8, 32, dtype=dtype)
+    _planes_of[(1,)](out, to_words(codes), zeros, PLANES=8, TILE=32)
+    assert torch.equal(out.int(), codes.view(8, 32).int() - zeros)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_product_that_ends_in_an_activation_is_both_ops(function: Function) -> None:
     torch.manual_seed(0)
@@ -98,6 +148,33 @@ def test_many_rows_are_left_to_the_vendors_library(
     packed = linear.pack_weight(weight, scheme)
     want = torch.nn.functional.linear(x, stands_for(weight, scheme), bias)
     assert torch.equal(linear.packed_linear(x, packed, bias), want)
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+@pytest.mark.parametrize(
+    "scheme", [*INTEGERS[:2], CODES[0], CODES[6], FLOAT, replace(FP8[0], vendor=False)], ids=str
+)
+def test_a_product_in_float32_is_rounded_to_nothing_else(
+    scheme: WeightScheme, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As logits are: what comes out in the activations' dtype is that, rounded."""
+    monkeypatch.setattr(linear, "MAX_ROWS", 8)
+    torch.manual_seed(0)
+    packed, bias = linear.pack_weight(matrix(34, 150).half(), scheme), randn(34)
+    x = randn(rows, 150, dtype=torch.float16)
+    wide = linear.packed_linear(x, packed, bias, dtype=torch.float32)
+    assert wide.dtype is torch.float32
+    assert not torch.equal(wide, wide.half().float())
+    assert torch.equal(linear.packed_linear(x, packed, bias), wide.half())
+
+
+def test_fp8_in_float32_is_no_business_of_the_vendors_library() -> None:
+    torch.manual_seed(0)
+    packed, x = linear.pack_weight(matrix(48, 64), FP8[0]), randn(3, 64, dtype=torch.float16)
+    own = replace(packed, scheme=replace(FP8[0], vendor=False))
+    wide = linear.packed_linear(x, packed, dtype=torch.float32)
+    assert torch.equal(wide, linear.packed_linear(x, own, dtype=torch.float32))
+    assert not torch.equal(wide, wide.bfloat16().float())
 
 
 @pytest.mark.parametrize("scheme", [*INTEGERS, *CODES, FLOAT], ids=str)
@@ -247,13 +324,13 @@ def test_panels_are_no_business_of_the_gpu_kernels() -> None:
 def test_memory_of_a_packed_weight() -> None:
     sizes = {scheme.kind: packed_bytes(scheme) for scheme in (FLOAT, INTEGERS[0], INTEGERS[1], FP8[0])}
     assert sizes == {
-        "float": 64 * 128 * 4,
-        "int8": 64 * (128 + 4),
-        "int4": 64 * (64 + 2 * 4),
-        "fp8": 64 * (128 + 4),
+        "float": 64 * 256 * 4,
+        "int8": 64 * (256 + 4),
+        "int4": 64 * (128 + 2 * 8),
+        "fp8": 64 * (256 + 4),
     }
 
 
 def packed_bytes(scheme: WeightScheme) -> int:
-    packed: PackedWeight = linear.pack_weight(randn(64, 128), scheme)
+    packed: PackedWeight = linear.pack_weight(randn(64, 256), scheme)
     return packed.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +128,61 @@ def test_a_cut_in_a_crowd_of_equals_is_by_id(top_k: int) -> None:
     chosen = sampling.sample_in_splits(logits, setting, keys, ANY_LIMITS, 3)
     assert set(chosen.tolist()) <= kept
     assert torch.equal(chosen, reference_sampling.sample_by_gumbel(logits, setting, keys))
+
+
+WIDE = torch.tensor(
+    [
+        (1.0, -torch.inf, 1e9, 0.95),
+        (1.0, -torch.inf, 2500, 1.0),
+        (0.7, -torch.inf, 2500, 0.99),
+        (1.3, -6.0, 1e9, 0.8),
+        (1.0, -torch.inf, 20, 0.9),
+    ]
+).double()
+
+
+def test_few_tokens_are_looked_at_twice_however_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the thousands that are kept, one program collects those that are next to the cut."""
+    torch.manual_seed(0)
+    limits = WIDE.clone()
+    limits[:, 2].clamp_(max=4007)
+    seen, look = list[Tensor](), sampling._look
+
+    def seen_look(*args: Any) -> tuple[Tensor, ...]:
+        made = look(*args)
+        seen.append(made[-1])
+        return made
+
+    monkeypatch.setattr(sampling, "_look", seen_look)
+    case = (3 * randn(5, 4007), limits, random_keys(5))
+    want = reference_sampling.sample_by_gumbel(case[0].clone(), *case[1:])
+    assert torch.equal(sampling.sample_in_splits(*case, ANY_LIMITS, 2), want)
+    assert int(seen[0][:, 0].max()) < 100
+
+
+ODD_ROWS = {
+    "all the same": lambda row: row.fill_(2.5),
+    "one far above": lambda row: row[:1].fill_(1e8),
+    "one far below": lambda row: row[-1:].fill_(-3e38),
+    "at both ends": lambda row: row.sign_().mul_(3e38),
+    "nearly nothing": lambda row: row.mul_(1e-38),
+    "hardly any": lambda row: row[2:].fill_(-torch.inf),
+    "few numbers": lambda row: row.round_(),
+}
+
+
+@pytest.mark.parametrize("odd", quick(ODD_ROWS, ("all the same",)))
+def test_rows_that_hardly_fall_into_buckets(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut, "CAPACITY", 200)
+    torch.manual_seed(0)
+    limits = WIDE.clone()
+    limits[:, 2].div_(4).floor_().clamp_(max=1203)
+    rows = 3 * randn(5, 1203)
+    for row in rows:
+        ODD_ROWS[odd](row)
+    case = (rows, limits, random_keys(5))
+    want = reference_sampling.sample_by_gumbel(rows.clone(), *case[1:])
+    assert torch.equal(sampling.sample_tokens(*case), want)
 
 
 def test_more_tokens_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

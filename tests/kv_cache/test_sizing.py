@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
+from quire.config.pooling import PoolingSpec
 from quire.errors import ConfigError
 from quire.kv_cache.sizing import (
     blocks_per_request,
@@ -53,6 +55,25 @@ def test_the_least_bound_counts_and_is_named(caplog: pytest.LogCaptureFixture) -
     assert "what is left" in caplog.text
     assert sized(KVMemory(10**9, "", default_bytes=2 * BLOCK * 7)).num_blocks == 7
     assert "half of the free memory" in caplog.text
+
+
+def test_what_is_pooled_of_tokens_until_their_text_ends_takes_its_part() -> None:
+    """Four requests of 64 tokens, and 8 float32 numbers of each: 16 tokens to a block."""
+    spec = PoolingSpec(("embed", "token_embed"), "last", 8)
+    memory = KVMemory(9 * (2 * BLOCK + 16 * 8 * 4), "")
+    specs = {"a": FULL, "b": FULL}
+
+    def blocks(spec: PoolingSpec | None, **args: Any) -> int:
+        config = dataclasses.replace(make_config(**{"device": "cpu"} | args), pooling=spec)
+        return size_kv_cache(config, specs, memory).num_blocks
+
+    assert blocks(spec) == 9
+    assert blocks(None) == blocks(dataclasses.replace(spec, tasks=("embed",))) == 10
+    assert blocks(spec, device="cuda") == blocks(spec, enable_chunked_prefill=False) == 10
+    windowed = size_kv_cache(
+        dataclasses.replace(make_config(device="cpu"), pooling=spec), {"a": WINDOW}, KVMemory(10 * BLOCK, "")
+    )
+    assert windowed.num_blocks < 10
 
 
 def test_of_several_stages_the_one_that_needs_most_decides() -> None:

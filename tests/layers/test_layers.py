@@ -220,6 +220,18 @@ def test_logits_are_float32_and_rounded_to_nothing_else() -> None:
     torch.testing.assert_close(got, hidden.float() @ weight.bfloat16().float().t())
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_logits_of_a_quantised_head_are_rounded_to_nothing_else(kind: str) -> None:
+    layer = VocabEmbedding(vocab_size=40, size=64, dtype=torch.bfloat16, is_head=True)
+    layer.create_weights(method_of(WeightScheme(kind, 32 if kind == "int4" else 0)))
+    fill(layer, "head")
+    layer.finish_loading()
+    hidden = torch.randn(3, 64).bfloat16()
+    got = layer.logits(hidden)
+    assert torch.equal(got, layer.logits(hidden.float()))
+    assert not torch.equal(got, got.bfloat16().float())
+
+
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"])
 def test_activations_are_transformers(name: str) -> None:
     from transformers.activations import ACT2FN

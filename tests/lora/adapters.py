@@ -59,6 +59,8 @@ def write_adapter(directory: Path, shapes: Shapes, *, rank: int = 4, seed: int =
         if name.endswith(EMBEDDINGS):
             tensors[f"{prefix}.lora_embedding_A"] = torch.randn(r, inputs, generator=generator) / 4
             tensors[f"{prefix}.lora_embedding_B"] = torch.randn(outputs, r, generator=generator) / 4
+            if values.get("use_dora", False):
+                tensors[f"{prefix}.lora_magnitude_vector"] = torch.rand(outputs, generator=generator) + 1.0
             continue
         tensors[f"{prefix}.lora_A.weight"] = torch.randn(r, inputs, generator=generator) / sqrt(inputs)
         tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, r, generator=generator) / 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 from quire import LLM, LoRARequest, SamplingParams
 from quire.errors import ConfigError, ValidationError
 from quire.inputs import PromptType
+from quire.lora.store import AdapterStore
+from quire.lora.targets import Targets
 from quire.sampling_params import BeamSearchParams
 from quire.structured_output.params import StructuredOutputsParams
 from tests.end_to_end.test_determinism import GREEDY, RANDOM, Result, prompts, result_of
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import extend, linear_shapes, table_shapes, write_adapter
+from tests.models.harness import load_tiny
 
 TABLES = ("model.embed_tokens", "lm_head")
 
@@ -108,6 +112,36 @@ def test_a_request_gets_what_it_gets_alone(
         scarce.llm_engine.add_lora(adapter)
     assert run(scarce, each) == expected, "preempted and overlapped"
     assert scarce.llm_engine.call_core("stats")["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_guesses_change_nothing_of_what_adapters_say(
+    method: str, engine: Callable[..., LLM], adapters: list[LoRARequest], tiny_model: Callable[[str], Path]
+) -> None:
+    settings = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    if method == "draft_model":
+        settings["model"] = str(tiny_model("llama"))
+    guessing = engine(speculative_config=settings)
+    assert run(guessing, of_each(adapters)) == run(engine(), of_each(adapters))
+    assert guessing.llm_engine.call_core("stats")["spec_decoding"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("meta/Llama", False), ("x/Other-7B", True), ("", False)])
+def test_an_adapter_of_another_base_is_told_in_the_log(
+    name: str,
+    is_told: bool,
+    adapters: list[LoRARequest],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    tiny_model: Callable[[str], Path],
+) -> None:
+    shutil.copytree(adapters[0].lora_path, tmp_path / "own")
+    extend(tmp_path / "own", {}, base_model_name_or_path=name)
+    store = AdapterStore(16, torch.float32, max_rows=0, max_added=0, base_model="path/to/llama/")
+    store.use_targets(Targets(load_tiny(tiny_model("llama"))))
+    store.prepare(LoRARequest("own", 1, str(tmp_path / "own"))).result()
+    assert ("says that it was trained on 'x/Other-7B'" in caplog.text) == is_told
+    store.close()
 
 
 def test_forks_have_the_adapter_of_their_request(

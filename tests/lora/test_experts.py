@@ -25,15 +25,16 @@ from tests.lora.test_adapters import logits, with_slots
 from tests.models.harness import load_tiny, logits_of
 from tests.models.test_parity import assert_close, prompts
 
-QUICK = ["mixtral", "gptoss"]
+QUICK = ["mixtral", "gptoss", "nemotronh"]
 OTHERS = [
     "llama4", "qwen3moe",
     "afmoe-trinity", "deepseekv2", "deepseekv3", "dots1", "erniemoe", "exaonemoe", "flexolmo", "glm4moe", "granite4",
-    "granitemoe", "granitemoeshared", "hunyuanmoe", "jamba", "lfm2moe", "minimax", "minimaxm2", "olmoe", "phimoe",
+    "granitemoe", "granitemoeshared", "hunyuanmoe", "jamba", "lfm2moe", "minimax", "minimaxm2", "nemotronh-latent",
+    "olmoe", "phimoe", "bailinghybrid",
     "qwen2moe", "qwen3.5moe", "qwen3next", "solaropen",
 ]  # fmt: skip
 SCALE = 2.0
-ENDS = (".experts.gate_up_proj", ".experts.down_proj")
+ENDS = (".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")
 
 
 def parameters_of(oracle: torch.nn.Module) -> dict[str, Tensor]:
@@ -48,7 +49,7 @@ def write_stacked(directory: Path, oracle: torch.nn.Module, *, rank: int = 4, se
     tensors = {}
     for name, value in parameters_of(oracle).items():
         experts, _, parameter = name.rpartition(".")
-        path = experts + (".base_layer" if parameter == "gate_up_proj" else "")
+        path = experts + ("" if parameter == "down_proj" else ".base_layer")
         count, *sizes = value.shape
         outputs, inputs = sizes[::-1] if is_said_to_be_transposed(oracle, experts) else sizes
         a = torch.randn(count * rank, inputs, generator=generator) / inputs**0.5
@@ -66,7 +67,7 @@ def merge_stacked(oracle: torch.nn.Module, directory: Path) -> Any:
     tensors = load_file(directory / WEIGHTS_NAME)
     for name, value in parameters_of(oracle).items():
         experts, _, parameter = name.rpartition(".")
-        path = f"base_model.model.{experts}" + (".base_layer" if parameter == "gate_up_proj" else "")
+        path = f"base_model.model.{experts}" + ("" if parameter == "down_proj" else ".base_layer")
         count = len(value)
         a = tensors[f"{path}.lora_A.weight"].unflatten(0, (count, -1))
         b = tensors[f"{path}.lora_B.weight"].unflatten(1, (-1, count))

@@ -77,7 +77,7 @@ def scores_of(model: EncoderModel, states: Tensor) -> Tensor:
     pooled = (
         states if head.of_tokens else states[:1] if head.pooling == "cls" else states.mean(0, keepdim=True)
     )
-    result: Tensor = model.head(pooled)
+    result: Tensor = model.head(pooled, StepContext(()))
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from quire.config import ModelArch
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
-from quire.models.built_in import BUILT_IN, TRANSFORMERS
+from quire.models.built_in import ALSO_CALLED, BUILT_IN, TRANSFORMERS
 from quire.models.families.mamba import POSITIONS
 from quire.models.hf_config import read_hf_config
 from quire.models.registry import ModelRegistry
@@ -328,6 +329,14 @@ def test_malformed_values(changes: dict[str, Any], words: list[str], tmp_path: P
         ),
         ({"is_encoder_decoder": True}, ["is_encoder_decoder = true"]),
         ({"alibi": True}, ["alibi = true"]),
+        (
+            {"architectures": ["GemmaForCausalLM"], "is_causal": False},
+            ["is_causal = false", "absent or true"],
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "is_causal": False, "sliding_window": 8},
+            ["is_causal = false", "true where layers have windows"],
+        ),
         ({"torch_dtype": "float8_e4m3fn"}, ['torch_dtype = "float8_e4m3fn"', "bfloat16"]),
         ({"partial_rotary_factor": 0.4}, ["partial_rotary_factor = 0.4", "even part of head_dim 8"]),
         (
@@ -341,6 +350,44 @@ def test_unsupported_options(changes: dict[str, Any], words: list[str], tmp_path
         read(tmp_path, LLAMA | changes)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_part_of_a_model_that_sees_is_not_taken_for_a_model_of_texts(tmp_path: Path) -> None:
+    parts = {"architectures": ["LlavaNextForConditionalGeneration"], "text_config": LLAMA}
+    with pytest.raises(UnsupportedModelError, match="takes more than text; of such models, those in"):
+        read(tmp_path, parts)
+
+
+def test_all_malformed_values_are_named_at_once_and_with_what_is_unsupported(tmp_path: Path) -> None:
+    changes = {"vocab_size": 0, "rms_norm_eps": "small", "hidden_act": "mish", "rope_theta": 0}
+    with pytest.raises(ModelLoadError) as error:
+        read(tmp_path, LLAMA | changes)
+    for word in ("vocab_size must be", "got 0", "rms_norm_eps must be", "mish", "rope_theta must be"):
+        assert word in str(error.value)
+
+
+def test_what_would_follow_from_a_malformed_value_is_not_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"num_attention_heads must be .*, got -3$"):
+        read(tmp_path, LLAMA | {"num_attention_heads": -3})
+
+
+@pytest.mark.parametrize(("name", "row"), ALSO_CALLED.items())
+def test_names_that_makers_gave_are_those_of_the_table(name: str, row: str, tmp_path: Path) -> None:
+    found = []
+    for architecture in (name, row):
+        with contextlib.suppress(StartupError):
+            found.append(read(tmp_path, LLAMA | {"architectures": [architecture]}))
+    assert row in BUILT_IN
+    assert name not in BUILT_IN
+    assert len(found) != 1
+    assert found[:1] == found[1:]
+
+
+def test_weights_of_ernie_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    sizes = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "use_bias": False}
+    arch = read(tmp_path, LLAMA | sizes | {"architectures": ["Ernie4_5_MoeForCausalLM"]})
+    for name in ("mtp_block.0.mlp.up_proj.weight", "mtp_emb_norm.0.weight", "mtp_linear_proj.0.weight"):
+        assert any(re.search(pattern, f"model.{name}") for pattern in arch.names.unused)
 
 
 BITS = {"quant_method": "gptq", "bits": 5, "checkpoint_format": "marlin"}

@@ -193,6 +193,45 @@ def test_a_model_without_an_output_head_does_not_generate(tmp_path: Path) -> Non
         prepared(write_config(tmp_path, "Qwen3Model"), runner="generate")
 
 
+def test_a_decoder_that_sees_both_ways_pools_and_takes_the_mean(tmp_path: Path) -> None:
+    """As GTE-Qwen2 is published: a language model by name, whose attention is not causal."""
+    config = prepared(write_config(tmp_path, is_causal=False))
+    assert config.pooling is not None
+    assert (config.model.runner, config.pooling.pooling) == ("pooling", "mean")
+    assert not config.scheduler.enable_chunked_prefill
+    assert not config.cache.enable_prefix_caching
+    with pytest.raises(ConfigError, match="is_causal: false"):
+        prepared(tmp_path, runner="generate")
+    assert prepared(write_config(tmp_path, is_causal=True)).model.runner == "generate"
+
+
+BERT = {"model_type": "bert", "layer_norm_eps": 1e-12}
+
+
+def test_an_encoder_is_given_the_head_that_convert_says(tmp_path: Path) -> None:
+    config = prepared(write_config(tmp_path, "BertForMaskedLM", num_labels=3, **BERT), convert="classify")
+    assert config.pooling is not None
+    assert config.arch.head is not None
+    assert (config.pooling.tasks, config.pooling.size) == (("classify",), config.arch.head.classes)
+    assert config.pooling.pooling == config.arch.head.pooling == "cls"
+    of_tokens = prepared(tmp_path, convert="reward")
+    assert of_tokens.pooling is not None
+    assert (of_tokens.pooling.tasks, of_tokens.pooling.activation) == (("token_classify",), "none")
+
+
+def test_an_encoders_own_head_serves_rewards(tmp_path: Path) -> None:
+    write_config(tmp_path, "BertForSequenceClassification", num_labels=1, **BERT)
+    spec = spec_of(tmp_path, convert="reward")
+    assert (spec.tasks, spec.pooling, spec.size) == (("classify",), "cls", 1)
+    assert (spec.activation, spec_of(tmp_path).activation) == ("none", "sigmoid")
+
+
+def test_an_encoder_without_such_a_form_is_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, "Gemma3TextModel")
+    with pytest.raises(ConfigError, match="there is no Gemma3TextForSequenceClassification"):
+        prepared(tmp_path, convert="classify")
+
+
 @pytest.mark.parametrize(
     ("options", "activation"),
     [
@@ -221,6 +260,18 @@ def test_rewards(tmp_path: Path) -> None:
     spec = spec_of(write_config(tmp_path, "Qwen3ForCausalLM", num_labels=1), convert="reward")
     assert (spec.tasks, spec.pooling, spec.activation) == (("token_classify",), "all", "none")
     assert spec.head == (HeadLayer("score", 64, 1, bias=False),)
+
+
+@pytest.mark.parametrize("tokens", [[], [264], [-1], ["a"], 3, [True]])
+def test_tokens_that_the_output_head_has_not_are_refused(tokens: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"returned_token_ids must be a list of token ids in \[0, 263\]"):
+        prepared(write_config(tmp_path), convert="reward", pooler_config={"returned_token_ids": tokens})
+
+
+def test_a_head_whose_logits_are_scaled_rewards_nothing(tmp_path: Path) -> None:
+    write_config(tmp_path, "Gemma2ForCausalLM")
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM's are scaled"):
+        prepared(tmp_path, convert="reward", pooler_config={"returned_token_ids": [1]})
 
 
 def test_every_form_of_every_language_model_is_its_row() -> None:

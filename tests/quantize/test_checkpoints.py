@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.config import EngineConfig
@@ -85,6 +86,23 @@ def test_rounding_to_nearest_writes_what_loading_in_int4_makes(
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "compressed-tensors"
     assert "lm_head" in config["ignore"]
+
+
+def test_small_weights_in_float16_have_scales_that_it_has(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model("llama"), tmp_path / "half")
+    module = "model.layers.1.mlp.down_proj"
+    halves = {name: tensor.half() for name, tensor in tensors_of(tmp_path / "half").items()}
+    small = halves[f"{module}.weight"] * 1e-4
+    save_file(halves | {f"{module}.weight": small}, tmp_path / "half" / "model.safetensors")
+    after = tensors_of(quantized(tmp_path / "half", tmp_path / "q"))
+    change = unpacked(after, module, 4, 32) - small.float()
+    grid = GROUPS_OF_32.stored_as(torch.float16)
+    steps = grid.steps(small.float())
+    least = grid.weights(grid.codes(small.float(), steps), steps) - small.float()
+    assert after[f"{module}.weight_scale"].dtype is torch.float16
+    assert torch.equal(change, least)
 
 
 def test_words_are_those_of_compressed_tensors() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.formats.search import Steps
 from quire.quantize.awq import best_scales
 from quire.quantize.gptq import DAMPING, gptq
 from quire.quantize.grid import Grid
@@ -78,3 +79,21 @@ def test_calibration_lowers_the_error_of_outputs(grid: Grid) -> None:
     of_awq = output_error(weight, grid.weights(grid.codes(weight * scales, finer), finer) / scales, inputs)
     assert of_awq < 0.8 * plain
     assert of_gptq < 0.5 * plain
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 64, False), Grid(8, 64)], ids=str)
+def test_scales_are_used_as_they_are_stored(grid: Grid, small: bool) -> None:
+    """float16 has few numbers as small as scales may be, which codes and choices must know."""
+    weight = (weight_of(7) * (2.0 ** (grid.bits - 25) if small else 1.0)).half().float()
+    stored_as = grid.stored_as(torch.float16)
+    steps = stored_as.steps(weight)
+    codes = stored_as.codes(weight, steps)
+    scales = stored_as.tensors(codes, steps, torch.float16)["weight_scale"]
+    stands_for = Steps(scales, steps.zeros).weights(grid.in_groups(codes)).flatten(1)
+    assert torch.equal(stored_as.weights(codes, steps), stands_for)
+    rounded_late = grid.steps(weight)
+    late = Steps(rounded_late.scales.half(), rounded_late.zeros)
+    others = late.weights(grid.in_groups(grid.codes(weight, rounded_late))).flatten(1)
+    gain = 0.95 if small else 1.001
+    assert (stands_for - weight).norm() < gain * (others - weight).norm()

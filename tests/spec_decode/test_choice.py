@@ -17,6 +17,7 @@ from quire.spec_decode.choice import choose_lengths
 from quire.spec_decode.drafter import CERTAIN, Draft, Text
 from quire.spec_decode.speculation import Speculation, Verified
 from quire.spec_decode.step_costs import HOPE, WIDEST, StepCosts
+from tests.spec_decode.told_clocks import ToldClocks
 
 Cost = Callable[[int], float]
 
@@ -165,3 +166,28 @@ def test_a_request_whose_guesses_are_wrong_gets_hardly_any() -> None:
     assert right[-50:] == [8] * 50
     wrong = run(Speculation({"said": Said(drafts)}), 0, 300)
     assert sum(wrong[20:]) < 40
+
+
+@pytest.mark.parametrize("num_ahead", [0, 2])
+def test_what_takes_more_than_it_saves_is_asked_more_and_more_seldom(num_ahead: int) -> None:
+    """Steps that were planned while guessing rested say nothing about it."""
+    clocks, asked, done = ToldClocks(), list[int](), list[int]()
+
+    class Slow(Said):
+        def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
+            asked.append(len(done))
+            clocks.seconds += 0.5
+            return super().propose(texts, most)
+
+    slow = Slow({"a": Draft([1] * 4)})
+    speculation = Speculation({"slow": slow}, num_ahead=num_ahead, clocks=clocks)
+    speculation.add_request("a", 1, ("", None))
+    planned = [0] * (1 + num_ahead)
+    while len(done) < 4000:
+        count = planned.pop(0)
+        done.append(count)
+        speculation.note_step({"a": Verified(count, 0)}, 1 + count, 1.0 + 0.05 * count)
+        planned.append(len(speculation.propose(tokens("a")).get("a", [])))
+    rests = [later - step - 1 for step, later in itertools.pairwise(asked) if later > step + 1]
+    assert rests[:6] == [SHORTEST_REST * 2**i for i in range(5)] + [LONGEST_REST]
+    assert set(rests[6:]) == {LONGEST_REST}

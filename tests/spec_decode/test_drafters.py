@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.spec_decode.corpora import CORPUS_TOKENS, Corpora, Corpus
 from quire.spec_decode.drafter import DRAFTERS, Draft, Drafter, Text
 from quire.spec_decode.ngram import MOST_CANDIDATES, NgramDrafter, NgramIndex
 from quire.spec_decode.recorded import RecordedDrafter
-from quire.spec_decode.suffix import SHORTEST, SuffixAutomaton, SuffixDrafter
+from quire.spec_decode.suffix import SHORTEST, SuffixDrafter
+from quire.spec_decode.suffix_automaton import SuffixAutomaton
 
 few_tokens = st.lists(st.integers(0, 2), max_size=60)
 
@@ -130,7 +132,7 @@ def test_suffix_knows_what_its_owner_said() -> None:
 def test_suffix_copies_what_once_followed(outputs: list[list[int]], tokens: list[int]) -> None:
     """Behind an end of the text of at least the length that it says, and through generations of automata."""
     drafter = SuffixDrafter(config())
-    drafter._most_tokens = 80
+    drafter._corpora = Corpora(80)
     for number, output in enumerate(outputs):
         drafter.propose([text(output, str(number))], 4)
         drafter.forget(str(number))
@@ -149,7 +151,7 @@ def test_suffix_copies_what_once_followed(outputs: list[list[int]], tokens: list
 
 def test_a_corpus_forgets_the_oldest_and_a_text_that_runs_on_is_found_in_both() -> None:
     drafter = SuffixDrafter(config())
-    drafter._most_tokens = 40
+    drafter._corpora = Corpora(40)
     said = list(range(100, 118))
     for known in range(1, 26):  # the automaton becomes the old one in the middle of it
         drafter.propose([text((said + said)[:known], "a")], 4)
@@ -163,12 +165,46 @@ def test_a_corpus_forgets_the_oldest_and_a_text_that_runs_on_is_found_in_both() 
 
 def test_memory_is_bounded_whoever_asks() -> None:
     drafter, draw = SuffixDrafter(config()), random.Random(1)
-    drafter._most_tokens = 1000
+    drafter._corpora = Corpora(1000)
     for number in range(300):
         output = [draw.randrange(99) for _ in range(40)]
         drafter.propose([text(output, "a", owner=(str(number % 30), None))], 4)
         drafter.forget("a")
-        assert sum(corpus.num_tokens for corpus in drafter._corpora.values()) <= 1000 + 40
+        corpora = drafter._corpora._by_owner.values()
+        assert sum(corpus.num_tokens + CORPUS_TOKENS for corpus in corpora) == drafter._corpora.num_tokens
+        assert drafter._corpora.num_tokens <= 1000 + 40
+
+
+def test_many_owners_take_little_and_are_not_counted_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has said one token, as clients may that give every request a salt of its own."""
+    drafter, looked_at = SuffixDrafter(config()), [0]
+    drafter._corpora = Corpora(1000)
+
+    def counted(corpus: Corpus) -> int:
+        looked_at[0] += 1
+        return corpus.young.num_tokens + corpus.old.num_tokens
+
+    monkeypatch.setattr(Corpus, "num_tokens", property(counted))
+    for number in range(1000):
+        drafter.propose([text([7], "a", owner=("", str(number)))], 4)
+        drafter.forget("a")
+    assert len(drafter._corpora) <= 1000 // (CORPUS_TOKENS + 1) + 1
+    assert looked_at[0] <= 3 * 1000
+
+
+def test_a_text_runs_on_in_a_corpus_that_was_forgotten() -> None:
+    """Which counts for nobody, and least for the one that its owner has since."""
+    drafter = SuffixDrafter(config())
+    drafter._corpora = Corpora(100)
+    said = [5, 6, 7, 8] * 10
+    drafter.propose([text(said, "a", owner=("x", None))], 4)
+    drafter.propose([text([1] * 90, "b", owner=("y", None))], 4)
+    drafter.propose([text([2], "c", owner=("z", None))], 4)
+    drafter.propose([text([3], "d", owner=("x", None))], 4)
+    (draft,) = drafter.propose([text(said + said, "a", owner=("x", None))], 4)
+    assert draft.token_ids == said[:4]
+    corpora = drafter._corpora._by_owner.values()
+    assert sum(corpus.num_tokens + CORPUS_TOKENS for corpus in corpora) == drafter._corpora.num_tokens < 100
 
 
 def test_recorded_guesses_are_right_as_often_as_asked(tmp_path: Path) -> None:

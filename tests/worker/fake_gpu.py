@@ -2,12 +2,12 @@
 
 It runs everything at once, but shows results as late as a GPU may: what is downloaded holds poison until a later mark
 is waited for. A graph keeps what it was made from and does that again when it is replayed; graphs share their memory,
-so a replay spoils what the others have left.
+so a replay spoils what the others have left. What a graph reads must stand where it stood when it was captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.kernels.dispatch_mode import DispatchMode
 from quire.worker.block_copies import Moves
 from quire.worker.cpu import HostMark
 from quire.worker.device_pipeline import DevicePipeline
@@ -38,6 +39,44 @@ class FakeMark(HostMark):
             host.copy_(content)
 
 
+class Addresses(DispatchMode):
+    """While active: where the tensors stand that torch's operations are given, and did not make meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {*addresses((args, kwargs or {}))}
+        if func is torch.ops.aten.lift_fresh.default:  # a number of Python's
+            self._made |= given
+        self.read |= given - self._made
+        result = func(*args, **kwargs or {})
+        self._made |= {*addresses(result)} - self.read
+        return result
+
+
+def addresses(value: Any) -> Iterator[int]:
+    """Where the memory of tensors in nested containers begins."""
+    if isinstance(value, Tensor):
+        yield value.untyped_storage().data_ptr()
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from addresses(item)
+    elif isinstance(value, dict):
+        yield from addresses([*value.values()])
+
+
+def recorded(run: Callable[[], Tensor]) -> tuple[Tensor, set[int]]:
+    """What it gives, and the addresses that it reads."""
+    with Addresses() as seen:
+        result = run()
+    return result, seen.read
+
+
 class FakeGpu:
     """A `Device`, its memory and transfers, and a `Capturer`, that counts what happens."""
 
@@ -56,7 +95,11 @@ class FakeGpu:
         self.num_uploads = 0
         self.num_rehearsals = 0
         self.captured: list[int] = []
+        """Rows of hidden states of each graph of a forward pass."""
         self.replayed: list[int] = []
+        self.captured_choices: list[int] = []
+        """Tokens of each graph that chooses some."""
+        self.replayed_choices: list[int] = []
         self.pools: list[object] = []
         self._outputs: dict[int, list[Tensor]] = {}
 
@@ -91,32 +134,48 @@ class FakeGpu:
         self._downloads.append((host, tensor.clone()))
         return host
 
+    def has_downloaded(self, tensor: Tensor) -> bool:
+        """Whether it is what was downloaded, or a part of that, and has come."""
+        own = tensor.untyped_storage().data_ptr()
+        return any(
+            host.untyped_storage().data_ptr() == own and host.equal(content)
+            for host, content in self._downloads
+        )
+
     def mark(self) -> FakeMark:
         return FakeMark([*self._downloads])
 
     def pipeline(
         self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
     ) -> Pipeline:
-        return DevicePipeline(model, batch, config, self, self)
+        return DevicePipeline(model, batch, config, self, self, is_rehearsal=is_rehearsal)
 
     def graph_pool(self) -> Any:
         self.pools.append(pool := object())
         return pool
 
     def capture(self, run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
-        output = torch.full_like(run(), torch.nan)
+        output, known = recorded(run)
+        spoil(output)
         size, sharing = len(output), self._outputs.setdefault(id(pool), [])
         sharing.append(output)
-        self.captured.append(size)
+        chooses = output.dim() == 1
+        (self.captured_choices if chooses else self.captured).append(size)
 
         def replay() -> None:
-            result = run()
+            result, read = recorded(run)
+            assert read <= known, "a graph reads from where it was captured"
+            result = result.clone()
             for other in sharing:
-                other.fill_(torch.nan)
+                spoil(other)
             output.copy_(result)
-            self.replayed.append(size)
+            (self.replayed_choices if chooses else self.replayed).append(size)
 
         return replay, output
 
     def reserved_bytes(self) -> int:
         return 0
+
+
+def spoil(rows: Tensor) -> None:
+    rows.fill_(torch.nan if rows.is_floating_point() else POISON)

@@ -93,7 +93,8 @@ class ToyModel:
     or block is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, poison: int = POISON) -> None:
+        self.poison = poison
         num_planes = NUM_BLOCKS * FullAttentionSpec.planes  # block ids count them
         self.cache = torch.full((num_planes * BLOCK_SIZE,), torch.nan, dtype=torch.float64)
         self.table = torch.randn(997, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
@@ -114,15 +115,16 @@ class ToyModel:
                 hidden.append(torch.zeros(num_queries, dtype=torch.float64))
                 continue
             hidden.append(self.cache[slots].cumsum(0)[seq_len - num_queries :] % 997)
+        hidden.append(torch.zeros(len(input_ids) - starts[-1], dtype=torch.float64))  # rows of no request
         state = torch.cat(hidden)
         return torch.stack((state, input_ids.double()), dim=1)
 
     def compute_logits(
         self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
     ) -> Tensor:
-        assert not hidden.isnan().any(), "the model read a slot that was never written"
-        logits = self.table[hidden[:, 0].long()]
-        logits[hidden[:, 1] == POISON, 3] = torch.nan
+        is_unknown = hidden.isnan().any(1)  # a slot was read that was never written, or rows are nobody's
+        logits = self.table[hidden[:, 0].where(~is_unknown, 0.0).long()]
+        logits[is_unknown | (hidden[:, 1] == self.poison), 3] = torch.nan
         return logits
 
 

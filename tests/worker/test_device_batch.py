@@ -17,12 +17,14 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, ScheduledRequest
 from quire.worker.block_table import BlockTable
 from quire.worker.device_batch import DeviceBatch
+from quire.worker.graph_shapes import GraphShape
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepLayout, gather_inputs, lay_out
 from tests.worker.fake_gpu import FakeGpu
 from tests.worker.harness import scheduled
 
 MAX_SEQS, MAX_LEN, POOL = 6, 600, 900
+WIDE = GraphShape(MAX_SEQS, (MAX_LEN + 7) * MAX_SEQS, MAX_LEN + 7)
 SPECS = (FullAttentionSpec(4, 1, 1, 4), SlidingWindowSpec(16, 1, 1, 4, 40), RecurrentStateSpec(32, 64))
 
 
@@ -33,7 +35,7 @@ class Rows:
         self.rng = rng
         tables = tuple(BlockTable(MAX_SEQS, MAX_LEN, spec, POOL) for spec in SPECS)
         self.batch = InputBatch(MAX_SEQS, MAX_LEN, tables)
-        self.device = DeviceBatch(self.batch, 2 * MAX_LEN, FakeGpu())
+        self.device = DeviceBatch(self.batch, WIDE.num_tokens, FakeGpu())
         self.tokens: dict[str, list[int]] = {}
 
     def add(self, name: str) -> None:
@@ -51,20 +53,22 @@ class Rows:
     def blocks(self, count: int) -> list[int]:
         return self.rng.sample(range(1, POOL), count)
 
-    def step(self, names: list[str], counts: list[int], graph_size: int = 0) -> None:
-        """Gather on both sides, compare, and sample; requests that sample have drafts, but for a graph."""
+    def step(self, names: list[str], counts: list[int], graph: GraphShape | None = None) -> None:
+        """Gather on both sides, compare, and sample; requests that sample have drafts, but where there is no room."""
         planned = scheduled(self.batch, dict(zip(names, counts, strict=True)))
-        if not graph_size:
+        if graph is None or not graph.is_decode:
             planned = [self.with_drafts(request) for request in planned]
         expected = gather_inputs(self.batch, lay_out(self.batch, planned))
-        got = self.device.gather(expected.layout, graph_size)
-        padding = max(graph_size - len(names), 0)
+        layout = expected.layout
+        got = self.device.gather(layout, graph)
+        shape = graph or GraphShape(len(names), layout.num_tokens, layout.max_query_len)
+        padding = shape.num_tokens - layout.num_tokens
         assert torch.equal(got.input_ids, padded(expected.input_ids, padding, 0))
         assert torch.equal(got.positions, padded(expected.positions, padding, 0))
         assert torch.equal(got.logits_indices, expected.logits_indices.int())
         for spec, one, other in zip(SPECS, got.step.groups, expected.step.groups, strict=True):
-            check(one, other, spec.block_size, padding, graph_size)
-        self.sample(expected.layout)
+            check(one, other, spec.block_size, shape, layout.max_seq_len if graph is None else MAX_LEN)
+        self.sample(layout)
         for name in names:
             row = self.batch.row(name)
             self.tokens[name] = self.batch.token_ids[row, : self.batch.num_tokens[row]].tolist()
@@ -112,25 +116,26 @@ def padded(tensor: Tensor, count: int, value: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, count), value=value)
 
 
-def check(got: GroupMetadata, want: GroupMetadata, size: int, padding: int, graph_size: int) -> None:
+def check(got: GroupMetadata, want: GroupMetadata, size: int, shape: GraphShape, longest: int) -> None:
     assert type(got) is type(want)
-    assert torch.equal(got.seq_lens, padded(want.seq_lens, padding, 0))
-    if isinstance(got, AttentionMetadata) and isinstance(want, AttentionMetadata):
-        assert torch.equal(got.slot_mapping, padded(want.slot_mapping, padding, -1))
     num_requests = len(want.seq_lens)
-    starts = [*want.query_start_loc.tolist(), *range(num_requests + 1, num_requests + padding + 1)]
-    assert got.query_start_loc.tolist() == starts
-    assert got.max_query_len == want.max_query_len
-    assert got.max_seq_len == (MAX_LEN if graph_size else want.max_seq_len)
+    padding = shape.num_requests - num_requests
+    assert torch.equal(got.seq_lens, padded(want.seq_lens, padding, 0))
+    starts = want.query_start_loc.tolist()
+    if isinstance(got, AttentionMetadata) and isinstance(want, AttentionMetadata):
+        assert torch.equal(got.slot_mapping, padded(want.slot_mapping, shape.num_tokens - starts[-1], -1))
+    more = range(num_requests + 1, num_requests + padding + 1) if shape.is_decode else [starts[-1]] * padding
+    assert got.query_start_loc.tolist() == [*starts, *more]
+    assert (got.max_query_len, got.max_seq_len) == (shape.max_query_len, longest)
     for index, length in enumerate(want.seq_lens.tolist()):
         used = -(-length // size)
         assert torch.equal(got.block_tables[index, :used], want.block_tables[index, :used])
 
 
 @settings(derandomize=True, max_examples=15, deadline=None)
-@given(st.integers(0, 2**32), st.lists(st.sampled_from("aaargdD"), min_size=3, max_size=12))
+@given(st.integers(0, 2**32), st.lists(st.sampled_from("aaargGdD"), min_size=3, max_size=12))
 def test_gather_is_the_hosts(seed: int, actions: list[str]) -> None:
-    """a: add, r: remove, g: any step, d: a step of one token each, D: the same for a graph."""
+    """a: add, r: remove, g: any step, d: a step of one token each, G, D: the same for a graph."""
     rng = random.Random(seed)
     rows = Rows(rng)
     for number, action in enumerate(actions):
@@ -143,13 +148,14 @@ def test_gather_is_the_hosts(seed: int, actions: list[str]) -> None:
         if action == "r":
             rows.remove(picked[0])
         elif action in "dD":
-            rows.step(picked, [1] * len(picked), MAX_SEQS if action == "D" else 0)
-        elif action == "g":
+            rows.step(picked, [1] * len(picked), GraphShape.decode(MAX_SEQS) if action == "D" else None)
+        else:
             pending = [
                 len(rows.tokens[name]) - int(rows.batch.num_computed_tokens[rows.batch.row(name)])
                 for name in picked
             ]
-            rows.step(picked, [rng.randint(1, count) for count in pending][: 2 * MAX_LEN])
+            counts = [rng.randint(1, count) for count in pending]
+            rows.step(picked, counts, WIDE if action == "G" else None)
 
 
 def test_a_row_that_changes_hands_is_uploaded_whole() -> None:
@@ -171,21 +177,26 @@ def test_a_step_is_one_upload() -> None:
     assert gpu.num_uploads == 2
 
 
-def test_a_blank_step_is_padding() -> None:
+@pytest.mark.parametrize("shape", [GraphShape.decode(4), GraphShape(3, 8, 5)])
+def test_a_blank_step_is_padding(shape: GraphShape) -> None:
     rows = Rows(random.Random(0))
-    rows.device.blank(4)
-    ids, positions, step = rows.device.decode_inputs(4)
-    metadata = step.metadata(0, AttentionMetadata)
-    assert ids.tolist() == positions.tolist() == metadata.seq_lens.tolist() == [0] * 4
-    assert metadata.slot_mapping.tolist() == [-1] * 4
-    assert metadata.query_start_loc.tolist() == [0, 1, 2, 3, 4]
-    assert metadata.max_seq_len == MAX_LEN
-
-
-@pytest.mark.parametrize("graph_size", [0, 4])
-def test_addresses_stay(graph_size: int) -> None:
-    rows = Rows(random.Random(0))
-    before = [tensor.data_ptr() for tensor in rows.device.decode_inputs(4)[:2]]
     rows.add("a")
-    rows.step(["a"], [1], graph_size)
-    assert [tensor.data_ptr() for tensor in rows.device.decode_inputs(4)[:2]] == before
+    rows.step(["a"], [1])
+    rows.device.blank(shape)
+    ids, positions, step = rows.device.fixed_inputs(shape)
+    metadata = step.metadata(0, AttentionMetadata)
+    assert ids.tolist() == positions.tolist() == [0] * shape.num_tokens
+    assert metadata.seq_lens.tolist() == [0] * shape.num_requests
+    assert metadata.slot_mapping.tolist() == [-1] * shape.num_tokens
+    starts = range(5) if shape.is_decode else [0] * 4
+    assert metadata.query_start_loc.tolist() == [*starts]
+    assert (metadata.max_query_len, metadata.max_seq_len) == (shape.max_query_len, MAX_LEN)
+
+
+@pytest.mark.parametrize("graph", [None, GraphShape.decode(4), GraphShape(4, 600, 600)])
+def test_addresses_stay(graph: GraphShape | None) -> None:
+    rows = Rows(random.Random(0))
+    before = [tensor.data_ptr() for tensor in rows.device.fixed_inputs(GraphShape.decode(4))[:2]]
+    rows.add("a")
+    rows.step(["a"], [1], graph)
+    assert [tensor.data_ptr() for tensor in rows.device.fixed_inputs(GraphShape.decode(4))[:2]] == before

@@ -16,20 +16,30 @@ from quire.kernels import cpu, ops, triton
 from quire.kernels.limits import Limits
 from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.grouping import group_layers
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ScheduledRequest, SchedulerOutput
 from quire.worker.devices import make_device
-from quire.worker.graphs import DecodeGraphs, default_sizes
+from quire.worker.model_runner import ModelRunner
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 from tests.end_to_end.test_overlapped import Job, facts, jobs_of_all_kinds, overlapped, serve
 from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import oracle_of
 from tests.lora.adapters import linear_shapes, write_adapter
 from tests.worker.fake_gpu import POISON, FakeGpu
+from tests.worker.harness import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    Driver,
+    Sequence,
+    ToyModel,
+    request,
+    tiny_config,
+    toy_runner,
+)
 from tests.worker.harness import POISON as BAD_TOKEN
-from tests.worker.harness import Driver, Sequence, request, tiny_config, toy_runner
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=99, logprobs=2, prompt_logprobs=1),
@@ -43,19 +53,47 @@ PARAMS = [
 PARAMS = [params.clone(logit_bias={BAD_TOKEN: -100.0}) for params in PARAMS]
 
 
-def driven(driver: Driver, num_steps: int = 12) -> dict[str, Sequence]:
-    """Requests of all kinds come, are cut into chunks and preempted, the same way in every driver."""
+CAPTURED = [
+    SamplingParams(temperature=0, max_tokens=99),
+    SamplingParams(seed=9, max_tokens=99),
+    SamplingParams(seed=4, max_tokens=99, temperature=0.7, top_k=6, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=0, max_tokens=99, frequency_penalty=1.5, presence_penalty=0.5),
+    SamplingParams(seed=7, max_tokens=99, top_p=0.8, repetition_penalty=1.3),
+    SamplingParams(seed=8, max_tokens=99, frequency_penalty=-0.5),
+]
+"""Of every kind that graphs choose for."""
+
+
+def driven(
+    driver: Driver, num_steps: int = 12, params: list[SamplingParams] = PARAMS, num_drafts: int = 0
+) -> dict[str, Sequence]:
+    """Requests of all kinds come, are cut into chunks and preempted, the same way in every driver.
+
+    Guesses of up to so many tokens are verified, some of them right.
+    """
     rng = random.Random(5)
-    for number in range(5):
+    for number in range(max(5, len(params))):
         prompt = [rng.randrange(22) for _ in range(rng.randint(1, 12))]
-        driver.submit(f"r{number}", prompt, PARAMS[number % len(PARAMS)])
+        driver.submit(f"r{number}", prompt, params[number % len(params)])
     for turn in range(num_steps):
         names = [name for name in driver.sequences if rng.random() < 0.8]
         if names and turn % 4 == 3:
             driver.preempt(names[0])
         pending = {name: pending_tokens(driver.sequences[name]) for name in names}
+        for name in names if num_drafts else ():
+            sequence = driver.sequences[name]
+            drafts = [
+                rng.choice([0, 3, 5, sequence.token_ids[-1]]) for _ in range(rng.randint(0, num_drafts))
+            ]
+            if pending[name] == 1 and drafts:
+                driver.drafts[name] = drafts
         driver.step({name: rng.randint(1, count) for name, count in pending.items()})
     return driver.sequences
+
+
+def clean_runner(**args: Any) -> ModelRunner:
+    """Of a model that gives numbers whatever it reads."""
+    return toy_runner(ToyModel(poison=-1), **args)
 
 
 def pending_tokens(sequence: Sequence) -> int:
@@ -68,9 +106,75 @@ def test_steps_equal_the_hosts(options: dict[str, Any]) -> None:
     assert got == driven(Driver(toy_runner()))
 
 
+@pytest.mark.parametrize("part", [slice(1), slice(1, 2), slice(3, 4), slice(None)], ids=str)
+def test_tokens_chosen_by_graphs_are_those_of_eager_steps(part: slice) -> None:
+    gpu, params = FakeGpu(), CAPTURED[part]
+    got = driven(Driver(clean_runner(device=gpu)), 12, params)
+    assert got == driven(Driver(clean_runner()), 12, params)
+    assert len(gpu.replayed_choices) >= 9  # in some steps no request has computed all of its tokens
+
+
+@pytest.mark.parametrize("capture", ["start", "lazy"])
+def test_steps_that_verify_drafts_are_replayed(capture: str) -> None:
+    gpu, params = FakeGpu(), CAPTURED if capture == "lazy" else CAPTURED[:1]
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    runner = clean_runner(
+        device=gpu,
+        speculative_config=speculation,
+        cuda_graph_capture=capture,
+        prefill_graph_sizes=[0],
+        cudagraph_capture_sizes=[1, 4, 8],
+    )
+    runner._speculation = None  # drafts are ours
+    runner.prepare()
+    if capture == "start":
+        assert gpu.captured == [32, 24, 16, 16, 12, 8, 8, 4, 4, 3, 2, 1]
+    got = driven(Driver(runner), 14, params, num_drafts=3)
+    assert got == driven(Driver(clean_runner()), 14, params, num_drafts=3)
+    assert {12, 16, 24, 32} & {*gpu.replayed}
+    assert {*gpu.replayed_choices} - {1, 2, 4, 8}
+
+
+def test_steps_with_prompts_are_replayed_where_a_shape_holds_them() -> None:
+    gpu = FakeGpu()
+    runner = clean_runner(device=gpu, prefill_graph_sizes=[16, 40, 100], cudagraph_capture_sizes=[1])
+    runner.prepare()
+    assert gpu.captured == [40, 16, 1]
+    drivers = Driver(runner), Driver(clean_runner())
+    for driver in drivers:
+        driver.submit("a", [3] * 12, CAPTURED[2])
+        driver.submit("b", [5] * 45, CAPTURED[0])
+        driver.step({"a": 12})
+        driver.step({"a": 1, "b": 30})  # one generates, one has a piece of its prompt
+        driver.step({"b": 15, "a": 1})
+        driver.step({"a": 1, "b": 1})  # a decode step, which no shape of one has room for
+    assert gpu.replayed == [16, 40, 16]
+    assert drivers[0].sequences == drivers[1].sequences
+
+
+def test_what_varies_is_chosen_kernel_by_kernel() -> None:
+    for params in (
+        SamplingParams(temperature=0, logprobs=1),
+        SamplingParams(temperature=0, logit_bias={3: 1.0}),
+        SamplingParams(temperature=0, allowed_token_ids=[1, 2]),
+    ):
+        gpu = FakeGpu()
+        driver = Driver(clean_runner(device=gpu))
+        driver.submit("a", [2, 3], params.clone(max_tokens=9))
+        driver.generate("a", 3)
+        assert (gpu.replayed, gpu.replayed_choices) == ([64, 1, 1], [])
+
+
+def test_processed_logprobs_are_the_hosts() -> None:
+    params = [one.clone(logprobs=3) for one in CAPTURED]
+    args = {"logprobs_mode": "processed_logprobs"}
+    got = driven(Driver(clean_runner(device=FakeGpu(), **args)), 8, params)
+    assert got == driven(Driver(clean_runner(**args)), 8, params)
+
+
 def test_decode_steps_are_replayed_from_the_smallest_graph_that_holds_them() -> None:
     gpu = FakeGpu()
-    runner = toy_runner(device=gpu)
+    runner = toy_runner(device=gpu, prefill_graph_sizes=[0])
     runner.prepare()
     assert gpu.captured == [8, 4, 2, 1]
     assert len(gpu.pools) == 1
@@ -90,14 +194,33 @@ def test_a_graph_is_captured_when_it_is_needed() -> None:
     runner = toy_runner(device=gpu, cuda_graph_capture="lazy")
     runner.prepare()
     driver = Driver(runner)
-    driver.submit("r", [1, 2], PARAMS[0])
+    driver.submit("r", [2, 3], SamplingParams(temperature=0))
     driver.generate("r", 4)
-    assert (gpu.captured, gpu.replayed) == ([1], [1, 1, 1])
+    assert (gpu.captured, gpu.replayed) == ([64, 1], [64, 1, 1, 1])
+    assert (gpu.captured_choices, gpu.replayed_choices) == ([1], [1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(("capture", "captured"), [("start", [64, 8, 4, 2, 1]), ("lazy", [64])])
+def test_a_rehearsal_shows_what_graphs_take_and_uses_none(capture: str, captured: list[int]) -> None:
+    gpu = FakeGpu()
+    specs = {"layer": FullAttentionSpec(BLOCK_SIZE, 1, 1, 4)}
+    config = tiny_config(cuda_graph_capture=capture)
+    kv_config = KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), specs)
+    runner = ModelRunner(ToyModel(), config, kv_config, gpu, is_rehearsal=True)
+    driver = Driver(runner)
+    driver.submit("r", [2, 3], CAPTURED[0])
+    driver.generate("r", 3)
+    assert gpu.captured == []
+    runner.prepare()
+    assert gpu.captured == captured
+    assert {*gpu.captured_choices} == ({8, 4, 2, 1} if capture == "start" else {8})
+    driver.generate("r", 5)
+    assert (gpu.replayed, gpu.replayed_choices) == ([], [])
 
 
 def test_sizes_as_asked_and_a_step_that_none_holds() -> None:
     gpu = FakeGpu()
-    runner = toy_runner(device=gpu, cudagraph_capture_sizes=[2, 1, 100])
+    runner = toy_runner(device=gpu, cudagraph_capture_sizes=[2, 1, 100], prefill_graph_sizes=[0])
     runner.prepare()
     assert gpu.captured == [2, 1]
     driver = Driver(runner)
@@ -105,37 +228,6 @@ def test_sizes_as_asked_and_a_step_that_none_holds() -> None:
         driver.submit(name, [4], PARAMS[0])
     driver.step(dict.fromkeys("abc", 1))
     assert gpu.replayed == []
-
-
-def test_default_sizes() -> None:
-    assert len(default_sizes(256)) == 35
-    assert default_sizes(256)[:5] == (1, 2, 4, 8, 16)
-    assert default_sizes(256)[-1] == 256
-    assert default_sizes(1) == (1,)
-    assert default_sizes(100)[-2:] == (96, 100)
-    assert default_sizes(4096)[-2:] == (496, 512)
-
-
-def test_a_graph_is_captured_once() -> None:
-    gpu, runs = FakeGpu(), []
-    graphs = DecodeGraphs([3, 1], lambda size, _: runs.append(size) or torch.ones(size, 2), gpu)
-    assert [graphs.size_for(count) for count in (1, 2, 3, 4)] == [1, 3, 3, 0]
-    graphs.replay(1)
-    graphs.capture_all()
-    graphs.capture_all()
-    assert graphs.captured == (1, 3)
-
-
-def test_where_adapters_are_served_a_size_has_two_graphs() -> None:
-    gpu, runs = FakeGpu(), []
-    graphs = DecodeGraphs([2], lambda *kind: runs.append(kind) or torch.ones(2, 2), gpu, adapts=True)
-    graphs.capture_all()
-    runs.clear()
-    graphs.replay(2)
-    graphs.replay(2, True)
-    assert runs == [(2, False), (2, True)]
-    assert len(gpu.captured) == 2
-    assert graphs.captured == (2,)
 
 
 def test_nothing_is_read_before_the_result_is_asked_for() -> None:
@@ -254,7 +346,7 @@ def sample_as_on_a_gpu(logits: Tensor, settings: Tensor, keys: Tensor | None, li
 def test_an_engine_on_the_gpus_kernels_gives_the_hosts_tokens(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, on_fake_gpu: list[FakeGpu]
 ) -> None:
-    """Every op of every step in Triton's interpreter, decode steps from graphs."""
+    """Every op of every step in Triton's interpreter, steps that decode and steps with prompts from graphs."""
     args = {
         "model": str(tiny_model(name)),
         "max_model_len": 64,
@@ -275,8 +367,9 @@ def test_an_engine_on_the_gpus_kernels_gives_the_hosts_tokens(
     monkeypatch.setattr(launch, "num_processors", lambda device: 4)
     for op in ops.TABLE.values():
         monkeypatch.setattr(op, "_functions", {})
-    got, _ = serve(jobs, **args, **overlapped(2))
-    assert on_fake_gpu[0].replayed
+    got, _ = serve(jobs, **args, **overlapped(2), prefill_graph_sizes=[7, 32])
+    assert {1, 2, 7} <= {*on_fake_gpu[0].replayed}
+    assert on_fake_gpu[0].replayed_choices
     tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (got, expected)]
     assert tokens[0] == tokens[1]
 
@@ -302,18 +395,23 @@ def test_rows_with_adapters_equal_the_hosts(
     on_fake_gpu: list[FakeGpu],
 ) -> None:
     """Slots change hands while steps are in flight; steps with adapters, and without any, are replayed from graphs."""
-    shapes = linear_shapes(oracle_of(tiny_model("llama")))
-    del shapes["lm_head"]
+    with_head = linear_shapes(oracle_of(tiny_model("llama")))
+    shapes = {name: shape for name, shape in with_head.items() if name != "lm_head"}
     adapters = [
-        LoRARequest(name, number, str(write_adapter(tmp_path / name, shapes, seed=number)))
-        for number, name in enumerate(["one", "two", "three"], 1)
+        LoRARequest(name, number, str(write_adapter(tmp_path / name, parts, seed=number)))
+        for number, (name, parts) in enumerate([("one", shapes), ("two", with_head), ("three", shapes)], 1)
     ]
     jobs = jobs_of_all_kinds()[:10]
-    jobs = [job._replace(adapter=([*adapters, None] * 3)[i]) for i, job in enumerate(jobs)]
+    jobs += [Job([9, 8 + i], SamplingParams(max_tokens=24, seed=i), None, None) for i in range(2)]
+    jobs = [job._replace(adapter=([None, *adapters] * 3)[i]) for i, job in enumerate(jobs)]
     args: dict[str, Any] = {"model": str(tiny_model("llama")), "max_model_len": 96, "max_num_seqs": 8}
     args |= {"max_num_batched_tokens": 24, "enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
     got, _ = serve(jobs, **args, **overlapped(3))
     assert on_fake_gpu[0].captured[-8:] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert (
+        on_fake_gpu[0].captured_choices.count(8) == 2 * 2 * 6
+    )  # rehearsed and made, without adapters and with
+    assert on_fake_gpu[0].replayed_choices
     assert on_fake_gpu[0].replayed
     monkeypatch.undo()
     expected, _ = serve(jobs, **args)
@@ -331,10 +429,13 @@ def test_families_equal_the_hosts(
     jobs = jobs_of_all_kinds()[:4]
     got, _ = serve(jobs, **args, **overlapped(2))
     groups = rehearsed_groups({"layer": FullAttentionSpec(16, 1, 8, 4)})
-    assert on_fake_gpu[0].num_rehearsals == 1 + len(
+    assert on_fake_gpu[0].num_rehearsals == 2 + len(
         Rehearsal(
             tiny_config(max_model_len=64, max_num_seqs=4), 1 << 40, 1 << 40, groups, every_variant=True
         ).plans()
     )
+    for captured in (on_fake_gpu[0].captured, on_fake_gpu[0].captured_choices):
+        rehearsed, made = captured[: len(captured) // 2], captured[len(captured) // 2 :]
+        assert rehearsed == made  # so what all of them take was known before the cache was sized
     monkeypatch.undo()
     assert facts(got) == facts(serve(jobs, **args)[0])

@@ -8,28 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.config import EngineConfig
-from quire.errors import StartupError
-from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, RecurrentStateSpec
 from quire.sampling_params import SamplingParams
-from quire.structured_output.settings import StructuredOutputsSettings
-from quire.structured_output.store import GrammarStore
 from quire.worker.cpu import CpuDevice
-from quire.worker.drafts import count_kept, make_speculation
-from quire.worker.sampler.grammar import GrammarMask
+from quire.worker.drafts import count_kept
 from tests.worker.harness import POISON, VOCAB_SIZE, Driver, Sequence, toy_runner
 from tests.worker.test_model_runner import KINDS, NUM_OUTPUT, alone, params, prompt
 
 tokens = st.integers(0, 2)
-
-
-def test_states_go_back_behind_guesses_on_cpus_only() -> None:
-    runner, spec = toy_runner(), RecurrentStateSpec(16, state_bytes=64)
-    grammars = GrammarMask(runner.batch, VOCAB_SIZE, GrammarStore(StructuredOutputsSettings()))
-    cache = KVCacheConfig(4, (KVCacheGroup(("layer",), spec),), {"layer": spec})
-    config = EngineConfig.from_args(device="cuda", speculative_config={"method": "ngram"})
-    with pytest.raises(StartupError, match=r"keep a state, which goes back .* --device is cuda"):
-        make_speculation(config, cache, runner.batch, grammars)
 
 
 @given(st.lists(st.tuples(tokens, tokens, st.booleans())), tokens)

@@ -74,6 +74,20 @@ def test_the_cache_may_take_what_the_share_leaves(gpu: tuple[GpuDevice, Memory])
     assert device.memory.usable_bytes(tiny_config(gpu_memory_utilization=0.3))[0] == 0
 
 
+def test_what_graphs_take_beside_torchs_memory_is_counted(gpu: tuple[GpuDevice, Memory]) -> None:
+    device, memory = gpu
+    memory.reserved = 200
+    with device.memory.rehearsal():
+        memory.take(30)
+        memory.elsewhere += 12
+    with device.memory.rehearsal():
+        memory.elsewhere -= 5  # somebody else ends, which is nobody's gain
+    memory.elsewhere -= 7  # the graphs are gone, and will be made again
+    assert (
+        device.memory.usable_bytes(tiny_config(gpu_memory_utilization=0.9))[0] == (900 - 50 - 200 - 42) * MIB
+    )
+
+
 def test_a_step_that_does_not_fit_is_said(gpu: tuple[GpuDevice, Memory]) -> None:
     with pytest.raises(StartupError, match="largest step"), gpu[0].memory.rehearsal():
         raise torch.OutOfMemoryError("12 GiB")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from quire.worker.cpu import HostTransfers
 from quire.worker.guessing_model import layout_of
 from quire.worker.kept_states import KeptStates, positions_of
 
 
 def test_states_are_those_that_were_computed_last() -> None:
     draw = np.random.default_rng(3)
-    kept, known = KeptStates(6), dict[tuple[int, int], float]()
-    num_computed = np.zeros(6, dtype=np.int64)
+    kept, known = KeptStates(6, 8, 1, torch.float32, HostTransfers()), dict[tuple[int, int], float]()
+    num_computed, highest = np.zeros(6, dtype=np.int64), np.zeros(6, dtype=np.int64)
     for number in range(60):
         rows = draw.permutation(6)[: draw.integers(1, 7)]
         starts = num_computed[rows]
@@ -23,10 +24,10 @@ def test_states_are_those_that_were_computed_last() -> None:
         places = zip(rows.repeat(ends - starts), positions_of(starts, ends - starts), strict=True)
         known.update(zip(places, states.flatten().tolist(), strict=False))
         num_computed[rows] = starts + draw.integers(1, ends - starts + 1)
-        firsts = kept.firsts[rows]
+        firsts = np.maximum(num_computed[rows] - draw.integers(1, 9, len(rows)), 0)
+        highest[rows] = np.maximum(highest[rows], ends)
+        firsts = np.maximum(firsts, highest[rows] - 8)
         counts = num_computed[rows] - firsts
         found = kept.at(rows.repeat(counts), positions_of(firsts, counts)).flatten().tolist()
         wanted = zip(rows.repeat(counts), positions_of(firsts, counts), strict=True)
         assert found == [known[place] for place in wanted]
-        done = rows[draw.random(len(rows)) < 0.5]
-        kept.firsts[done] = num_computed[done]

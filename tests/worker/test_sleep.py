@@ -125,12 +125,17 @@ def test_what_cannot_wake_sleeps_on(engine: LLMEngine, monkeypatch: pytest.Monke
 def test_parked_weights_leave_nothing_behind_and_come_back(
     family: str, tiny_model: Callable[[str], Path]
 ) -> None:
-    """Of a model with tied tables too, every view stays one of the same memory."""
-    model = load_model(prepared_config(tiny_model(family)))
-    held = [tensor for _, layer in model.checkpoint_layers() for tensor in layer.tensors().values()]
-    held += [*model.parameters(), *model.buffers()]
+    """Of a model with tied tables too, every view stays one of the same memory; with them those of one that guesses."""
+    models = [load_model(prepared_config(tiny_model(name))) for name in (family, "llama")]
+    held = [
+        tensor
+        for model in models
+        for _, layer in model.checkpoint_layers()
+        for tensor in layer.tensors().values()
+    ]
+    held += [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     before = [tensor.clone() for tensor in held]
-    parked = ParkedWeights(model, FakeGpu())
+    parked = ParkedWeights(models, FakeGpu())
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
     parked.restore()
     assert all(torch.equal(now, then) for now, then in zip(held, before, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +16,14 @@ from benchmarks.compare.engines.environment import Environment
 from benchmarks.compare.isa import Isa
 
 VERSION = "0.3.36"
-_TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize")
+_TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-lookup")
+_PACKAGES = ("gguf", "diskcache", "jinja2", "typing_extensions")
+"""To write files, and what llama-cpp-python's binding imports."""
 _CMAKE = (
     *("-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DGGML_CCACHE=OFF", "-DLLAMA_OPENSSL=OFF"),
-    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "SERVER", "APP")),
+    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("TESTS", "SERVER", "APP")),
 )
+_NATIVE = "-DGGML_NATIVE=ON"
 _BUILD_JOBS = 2
 _MIXES = ("Q4_K_M",)
 """Of several types: most tensors in four bits, those that matter more in six."""
@@ -28,7 +32,7 @@ _CONTEXT = 256
 
 
 class LlamaCpp:
-    """One build per instruction set; one GGUF file per precision."""
+    """One build per instruction set; one GGUF file per checkpoint and precision."""
 
     name = "llama.cpp"
     precisions: ClassVar[Mapping[str, int]] = {"BF16": 16, "Q8_0": 8, "Q4_0": 4, "Q4_K_M": 4}
@@ -44,24 +48,32 @@ class LlamaCpp:
         self._folder = folder
         self._environment = Environment(folder / "venv")
         self._isa: Isa | None = None
+        self._models = folder
 
     def set_up(self, isa: Isa) -> None:
         if not self._environment.complete:
             self._environment.create()
-            self._environment.install(["gguf"])
+            self._environment.install(_PACKAGES)
             self._environment.finish()
         self._build(isa)
         self._isa = isa
 
     def prepare(self, checkpoint: Path, precision: str) -> None:
+        self._models = self._folder / checkpoint.name
+        self._models.mkdir(parents=True, exist_ok=True)
         full = self.model("BF16")
         if not full.exists():
-            unfinished = full.with_suffix(".unfinished")
-            worker = "benchmarks.compare.workers.gguf_file"
-            processes.run([self._environment.python, "-m", worker, checkpoint, unfinished], SET_UP_LIMIT_S)
-            unfinished.rename(full)
+            self.convert(checkpoint, full)
         if not self.model(precision).exists():
-            self._quantise(full, precision)
+            self.quantise(full, self.model(precision), precision)
+
+    def convert(self, checkpoint: Path, target: Path, *options: str) -> None:
+        """Write a checkpoint as a file; `options` are those of `workers.gguf_file`."""
+        unfinished = target.with_suffix(".unfinished")
+        worker = "benchmarks.compare.workers.gguf_file"
+        command = [self._environment.python, "-m", worker, checkpoint, unfinished, *options]
+        processes.run(command, SET_UP_LIMIT_S)
+        unfinished.rename(target)
 
     def measure(self, task: Task) -> Iterator[Rate]:
         together = [case for case in cases_named(task.cases) if case.num_requests > 1]
@@ -73,15 +85,33 @@ class LlamaCpp:
             if cases:
                 yield from parse(processes.lines(command, task.limit_s, task.isa.environment), cases)
 
+    def ask(self, task: Path, answer: Path, limit_s: float) -> None:
+        """Have `workers.llama_cpp_answers` do a task, with the binding that comes with the sources.
+
+        Raises:
+            ProgramError: llama.cpp does not load the file, or does not answer.
+        """
+        settings = {
+            "PYTHONPATH": str(self._source()),
+            "LLAMA_CPP_LIB_PATH": str(self.tool("llama-bench").parent),
+        }
+        worker = "benchmarks.compare.workers.llama_cpp_answers"
+        processes.run([self._environment.python, "-m", worker, task, answer], limit_s, settings)
+
     def versions(self) -> dict[str, str]:
         return {"llama-cpp-python (source)": VERSION}
 
     def _build(self, isa: Isa) -> None:
         build = self._folder / f"build-{isa.name}"
+        stamp, processor = build / "processor", instructions() if _NATIVE in isa.cmake_options else ""
+        if build.exists() and (stamp.read_text() if stamp.exists() else "") != processor:
+            # What another processor has built for itself may hold instructions that this one lacks.
+            shutil.rmtree(build)
         if all((build / "bin" / tool).exists() for tool in _TOOLS):
             return
         source = self._source() / "vendor" / "llama.cpp"
         processes.run(["cmake", "-S", source, "-B", build, *_CMAKE, *isa.cmake_options], SET_UP_LIMIT_S)
+        stamp.write_text(processor)
         jobs = ["--parallel", str(_BUILD_JOBS)]
         processes.run(["cmake", "--build", build, *jobs, "--target", *_TOOLS], SET_UP_LIMIT_S)
 
@@ -94,10 +124,10 @@ class LlamaCpp:
                 archive.extractall(self._folder, filter="data")
         return unpacked
 
-    def _quantise(self, full: Path, precision: str) -> None:
-        target = self.model(precision)
+    def quantise(self, full: Path, target: Path, precision: str) -> None:
+        """Write a file's weights in so many bits."""
         unfinished = target.with_suffix(".unfinished")
-        quantise = self._tool("llama-quantize")
+        quantise = self.tool("llama-quantize")
         pure = [] if precision in _MIXES else ["--pure"]
         processes.run([quantise, *pure, full, unfinished, precision, str(NUM_THREADS)], SET_UP_LIMIT_S)
         unfinished.rename(target)
@@ -106,7 +136,7 @@ class LlamaCpp:
         lengths = {Phase.PREFILL: 0, Phase.DECODE: 0} | {case.phase: case.num_tokens for case in cases}
         prompt, output = str(lengths[Phase.PREFILL]), str(lengths[Phase.DECODE])
         options = ["-p", prompt, "-n", output, "-r", "1", "-t", str(NUM_THREADS), "-o", "json"]
-        return [self._tool("llama-bench"), "-m", self.model(task.precision), *options]
+        return [self.tool("llama-bench"), "-m", self.model(task.precision), *options]
 
     def _batched_bench(self, cases: Iterable[Case], task: Task) -> list[str | Path]:
         prompts = ",".join(str(case.input_len) for case in cases)
@@ -122,15 +152,23 @@ class LlamaCpp:
             str(_CONTEXT * MAX_NUM_SEQS),
         ]
         options = ["-t", str(NUM_THREADS), "--output-format", "jsonl"]
-        return [self._tool("llama-batched-bench"), "-m", self.model(task.precision), *sizes, *options]
+        return [self.tool("llama-batched-bench"), "-m", self.model(task.precision), *sizes, *options]
 
-    def _tool(self, name: str) -> Path:
+    def tool(self, name: str) -> Path:
+        """One of its programs."""
         assert self._isa is not None, "set_up comes first"
         return self._folder / f"build-{self._isa.name}" / "bin" / name
 
     def model(self, precision: str) -> Path:
         """The file of a precision."""
-        return self._folder / f"{precision}.gguf"
+        return self._models / f"{precision}.gguf"
+
+
+def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What the processor says that it can do; nothing where nobody says it."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line.partition(":")[2] for line in lines if line.startswith("flags")), "")
+    return " ".join(sorted(flags.split()))
 
 
 def bench_rates(lines: Iterable[str], cases: Iterable[Case]) -> Iterator[Rate]:

@@ -66,6 +66,7 @@ class QuireFiles(Quire):
         self._isa = isa
 
     def prepare(self, checkpoint: Path, precision: str) -> None:
+        self._checkpoint = checkpoint
         path, method = self._model(precision), precision.partition(" ")[0].lower()
         if path.suffix == ".gguf":
             assert self._isa is not None, "set_up comes first"
@@ -78,7 +79,7 @@ class QuireFiles(Quire):
     def _model(self, precision: str) -> Path:
         if precision.startswith("Q"):
             return self._llama_cpp.model(precision)
-        return self._folder / precision.partition(" ")[0].lower()
+        return self._folder / f"{self._checkpoint.name}-{precision.partition(' ')[0].lower()}"
 
 
 class Machine:
@@ -114,6 +115,14 @@ class BesideProbe(Machine):
     cases: ClassVar[Sequence[str]] = ("share",)
     notes = "`quire bench kernels --tape`: steps and probes alternate in one process"
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._checkpoint = Path()
+
+    def prepare(self, checkpoint: Path, precision: str) -> None:
+        self._checkpoint = checkpoint
+
     def measure(self, task: Task) -> Iterator[Rate]:
-        command = [sys.executable, "-m", "benchmarks.compare.workers.beside_probe", task.precision]
+        worker = ("-m", "benchmarks.compare.workers.beside_probe")
+        command: list[str | Path] = [sys.executable, *worker, task.precision, self._checkpoint]
         yield from rates(processes.lines(command, task.limit_s, task.isa.environment))

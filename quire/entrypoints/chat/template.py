@@ -213,6 +213,17 @@ class ChatTemplate:
         options = {"tools": tools, "documents": documents, **chat_template_kwargs}
         return self._render(messages, options, add_generation_prompt, continue_final_message)
 
+    def compose_pair(self, query: str, document: str) -> RenderedChat:
+        """Two texts as one prompt, ready to be tokenized, by a template of a reranker: it has a message of each role.
+
+        Raises:
+            ValidationError: the template refused them.
+        """
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        plain = PlainText(self._literals, [messages])
+        protected = [{**plain.protect(message), "role": message["role"]} for message in messages]
+        return RenderedChat(plain, self._run(plain, {"add_generation_prompt": False, "messages": protected}))
+
     def encode(self, tokenizer: Encoder, messages: Conversation, /, **options: Any) -> list[int]:
         """The token ids of what `compose` makes of the same arguments."""
         return self.compose(messages, **options).encode(tokenizer)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import click
 
 from quire.config import DEMO_MODEL
-from quire.engine.placement import shown
 from quire.entrypoints.cli import machine
 from quire.errors import StartupError
+from quire.placement import shown
 from quire.platforms import Host
 from quire.version import __version__, version_of
 

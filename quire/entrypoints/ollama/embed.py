@@ -24,8 +24,9 @@ from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.openai.translation import given, note_ignored
 from quire.entrypoints.pooling.embeddings import run_each
+from quire.entrypoints.pooling.numbers import encoded, reply_of
 from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers
-from quire.entrypoints.pooling.run import Job, Pooled, called, encoded
+from quire.entrypoints.pooling.run import Job, Pooled, called
 from quire.errors import ValidationError
 from quire.pooling_params import EMBED, PoolingParams
 
@@ -80,9 +81,13 @@ async def embed(request: Request) -> Response:
     pooled = await _pooled(
         request, body, _texts(body.input), truncate=body.truncate, dimensions=body.dimensions
     )
-    num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
-    vectors = [encoded(one.outputs.data, "float") for one in pooled]
-    return json_response(OllamaEmbeddings(body.model, vectors, time.monotonic_ns() - began, 0, num_tokens))
+
+    def made() -> OllamaEmbeddings:
+        num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
+        vectors = [encoded(one.outputs.data, "float") for one in pooled]
+        return OllamaEmbeddings(body.model, vectors, time.monotonic_ns() - began, 0, num_tokens)
+
+    return await reply_of(pooled, made)
 
 
 @router.post("/api/embeddings")

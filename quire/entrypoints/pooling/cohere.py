@@ -15,15 +15,15 @@ from starlette.responses import Response
 
 from quire.engine.pooling_inputs import DOCUMENT, QUERY, WHOLE_CONTEXT, PoolingInputs, TextOptions
 from quire.entrypoints.openai.field_policy import Place
-from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.protocol.requests import EngineRequest
 from quire.entrypoints.openai.protocol.shapes import TEXT, array, enum, object_of, optional
 from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.pooling.embeddings import run_each
+from quire.entrypoints.pooling.numbers import encoded, reply_of
 from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers
-from quire.entrypoints.pooling.run import Job, called, encoded
+from quire.entrypoints.pooling.run import Job, called
 from quire.errors import ValidationError
 from quire.pooling_params import EMBED, PoolingParams
 
@@ -99,13 +99,15 @@ async def embed(request: Request) -> Response:
     with called(name), called("output_dimension", "dimensions"):
         params = PoolingParams(dimensions=body.output_dimension, task=EMBED)
         pooled = await run_each(job, texts, options, params)
-    vectors = [one.outputs.data for one in pooled]
-    num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
-    by_type = ByType(
-        **{kind: [_typed(one, kind) for one in vectors] for kind in body.embedding_types or ["float"]}
-    )
-    meta = CohereMeta(BilledUnits(num_tokens))
-    return json_response(CohereEmbeddings(id=job.id, embeddings=by_type, texts=texts, meta=meta))
+
+    def made() -> CohereEmbeddings:
+        vectors = [one.outputs.data for one in pooled]
+        kinds = body.embedding_types or ["float"]
+        by_type = ByType(**{kind: [_typed(one, kind) for one in vectors] for kind in kinds})
+        meta = CohereMeta(BilledUnits(sum(len(one.prompt_token_ids) for one in pooled)))
+        return CohereEmbeddings(id=job.id, embeddings=by_type, texts=texts, meta=meta)
+
+    return await reply_of(pooled, made)
 
 
 def _options(body: CohereEmbedRequest, inputs: PoolingInputs) -> TextOptions:

@@ -21,6 +21,7 @@ from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import checked, read_request
 from quire.entrypoints.openai.prompts import split_prompts
 from quire.entrypoints.openai.tenant import READ_HEADERS
+from quire.entrypoints.pooling.numbers import beside_numbers, encoded, reply_of
 from quire.entrypoints.pooling.protocol import (
     MAX_INPUTS,
     Classification,
@@ -35,7 +36,7 @@ from quire.entrypoints.pooling.protocol import (
     PooledList,
     PoolingRequest,
 )
-from quire.entrypoints.pooling.run import Job, Pooled, called, encoded, text_options
+from quire.entrypoints.pooling.run import Job, Pooled, called, check_count, text_options
 from quire.entrypoints.pooling.windows import Windows, is_normalized
 from quire.errors import ValidationError
 from quire.io_processors import IOProcessor
@@ -56,20 +57,25 @@ async def create_embeddings(request: Request) -> Response:
     inputs = split_prompts(body.input, "input", MAX_INPUTS)
     params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions, task=EMBED)
     options = text_options(body, prompt_name=body.prompt_name)
-    windows = Windows(job.inputs, options)
+    windows = Windows(job.inputs, options, check_count)
     with called("input"):
         if body.average_windows:
             pooled = await job.run(params, num_chars(inputs), lambda: windows.prompts(inputs))
-            normalized = is_normalized(job.inputs.spec, body.use_activation)
-            vectors = windows.joined(pooled, normalized=normalized)
         else:
             pooled = await run_each(job, inputs, options, params)
-            vectors = [one.outputs.data for one in pooled]
-    data = [
-        Embedding(index=index, embedding=encoded(vector, body.encoding_format))
-        for index, vector in enumerate(vectors)
-    ]
-    return json_response(EmbeddingList(data=data, **job.head(pooled)))
+
+    def made() -> EmbeddingList:
+        vectors = [one.outputs.data for one in pooled]
+        if body.average_windows:
+            normalized = is_normalized(job.inputs.spec, body.use_activation)
+            vectors = windows.joined(pooled, normalized=normalized)
+        data = [
+            Embedding(index=index, embedding=encoded(vector, body.encoding_format))
+            for index, vector in enumerate(vectors)
+        ]
+        return EmbeddingList(data=data, **job.head(pooled))
+
+    return await reply_of(pooled, made)
 
 
 @pooling_router.post("/pooling")
@@ -97,11 +103,15 @@ async def pool(request: Request) -> Response:
         )
     with called("input"):
         pooled = await run_each(job, inputs, text_options(body, prompt_name=body.prompt_name), params)
-    data = [
-        PooledData(index=index, data=encoded(one.outputs.data, body.encoding_format))
-        for index, one in enumerate(pooled)
-    ]
-    return json_response(PooledList(data=data, **job.head(pooled)))
+
+    def made() -> PooledList:
+        data = [
+            PooledData(index=index, data=encoded(one.outputs.data, body.encoding_format))
+            for index, one in enumerate(pooled)
+        ]
+        return PooledList(data=data, **job.head(pooled))
+
+    return await reply_of(pooled, made)
 
 
 async def pool_with_plugin(request: Request, body: PluginRequest) -> Response:
@@ -116,7 +126,8 @@ async def pool_with_plugin(request: Request, body: PluginRequest) -> Response:
     with called("data"):
         pooled = await job.run(params, INLINE_CHARS + 1, lambda: _plugin_prompts(job, processor, body.data))
     reply = await asyncio.to_thread(processor.reply, body.data, pooled)
-    return json_response(PluginReply(data=msgspec.Raw(msgspec.json.encode(reply)), **job.head(pooled)))
+    data = await beside_numbers(pooled, lambda: msgspec.Raw(msgspec.json.encode(reply)))
+    return json_response(PluginReply(data=data, **job.head(pooled)))
 
 
 def _plugin_prompts(job: Job, processor: IOProcessor, data: Any) -> list[TokenizedPrompt]:
@@ -133,9 +144,13 @@ async def classify(request: Request) -> Response:
     with called("input"):
         params = PoolingParams(use_activation=body.use_activation, task=CLASSIFY)
         pooled = await run_each(job, inputs, text_options(body), params)
-    labels = job.inputs.spec.labels
-    data = [_classification(index, one, labels) for index, one in enumerate(pooled)]
-    return json_response(ClassificationList(data=data, **job.head(pooled)))
+
+    def made() -> ClassificationList:
+        labels = job.inputs.spec.labels
+        data = [_classification(index, one, labels) for index, one in enumerate(pooled)]
+        return ClassificationList(data=data, **job.head(pooled))
+
+    return await reply_of(pooled, made)
 
 
 async def run_each(job: Job, inputs: Inputs, options: TextOptions, params: PoolingParams) -> list[Pooled]:

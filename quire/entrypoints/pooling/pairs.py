@@ -14,6 +14,7 @@ from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.tenant import READ_HEADERS
+from quire.entrypoints.pooling.numbers import beside_numbers
 from quire.entrypoints.pooling.protocol import (
     MAX_INPUTS,
     DocumentText,
@@ -95,7 +96,8 @@ async def _scored(
         scoring = Scoring(job.inputs, firsts, seconds, text_options(body, max_tokens_per_text=limits))
         num_chars = sum(map(len, firsts)) + sum(map(len, seconds))
         pooled = await job.run(scoring.params(body.use_activation), num_chars, scoring.prompts)
-    return pooled, [one for one, _ in scoring.outputs(pooled)]
+    scores = await beside_numbers(pooled, lambda: [one for one, _ in scoring.outputs(pooled)])
+    return pooled, scores
 
 
 def _texts_of(body: ScoreRequest) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:

@@ -1,23 +1,19 @@
 """The one way from a request for what a model pools to its reply.
 
-Invariant: every prompt of a request is tokenized, off the event loop, before the first is handed to the engine; the
-client's connection is watched until the last has come, and what is left is aborted if it goes away.
+Invariant: every prompt of a request is tokenized, off the event loop, and what it makes is counted, before the first is
+handed to the engine; the client is watched until the last has come, and what is left is aborted if it goes away.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-import numpy as np
 from msgspec import UNSET
-from numpy.typing import NDArray
 from starlette.requests import Request
 
 from quire.engine.pooling_inputs import PoolingInputs, TextOptions
@@ -29,6 +25,7 @@ from quire.entrypoints.openai.protocol.responses import PromptTokensDetails
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.tenant import apply_terms, tenant_of
 from quire.entrypoints.openai.usage import timings_of
+from quire.entrypoints.pooling.numbers import check_numbers
 from quire.entrypoints.pooling.protocol import MAX_INPUTS, PoolingFields, PromptUsage
 from quire.errors import DeadlineError, ValidationError
 from quire.outputs import joined_stats
@@ -81,6 +78,7 @@ class Job:
         except TimeoutError:
             raise DeadlineError("the request's time was over before its prompts were ready") from None
         check_count(len(prompts))
+        check_numbers(self.inputs.spec, params, prompts, self.server.config.max_pooled_numbers)
         work = self.server.engine.encode_all(
             [self._with_salt(prompt) for prompt in prompts],
             params,
@@ -131,13 +129,6 @@ def usage_of(pooled: Sequence[Pooled]) -> PromptUsage:
     num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
     num_cached_tokens = sum(one.num_cached_tokens for one in pooled)
     return PromptUsage(num_tokens, num_tokens, PromptTokensDetails(num_cached_tokens))
-
-
-def encoded(data: NDArray[np.float32], encoding_format: str) -> msgspec.Raw:
-    """Numbers as a reply has them: JSON, or base64 of little-endian float32 ones."""
-    if encoding_format == "base64":
-        return msgspec.Raw(msgspec.json.encode(base64.b64encode(data.astype("<f4").tobytes()).decode()))
-    return msgspec.Raw(msgspec.json.encode(data.tolist()))
 
 
 @contextmanager

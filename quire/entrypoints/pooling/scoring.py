@@ -55,13 +55,20 @@ class Scoring:
     Args:
         firsts: one text for all of `seconds`, or one for each.
         options: of the texts; those of embeddings get the model's prompts for queries and documents.
+        compose: makes token ids of a pair, in place of what the model's tokenizer puts around and between two texts.
 
     Raises:
-        ValidationError: the model does not score, or the numbers of texts do not fit.
+        ValidationError: the model does not score, the numbers of texts do not fit, or pairs are composed of which it
+            reads the texts apart.
     """
 
     def __init__(
-        self, inputs: PoolingInputs, firsts: Sequence[str], seconds: Sequence[str], options: TextOptions
+        self,
+        inputs: PoolingInputs,
+        firsts: Sequence[str],
+        seconds: Sequence[str],
+        options: TextOptions,
+        compose: Callable[[str, str], list[int]] | None = None,
     ) -> None:
         task = scoring_task(inputs.spec)
         if task is None:
@@ -73,8 +80,18 @@ class Scoring:
                 f"there are {len(firsts)} first and {len(seconds)} second texts; there must be one first text, or as "
                 "many as second ones"
             )
-        self._inputs, self._options, self._task = inputs, options, task
+        if compose is not None and task != CLASSIFY:
+            raise ValidationError(
+                "chat_template is for models that read both texts as one, and this one compares embeddings",
+                param="chat_template",
+            )
+        self._inputs, self._options, self._task, self._compose = inputs, options, task, compose
         self._firsts, self._seconds = firsts, seconds
+
+    @property
+    def task(self) -> str:
+        """What is to be pooled of each prompt."""
+        return self._task
 
     def params(self, use_activation: bool | None = None) -> PoolingParams:
         """What is to be pooled of each prompt."""
@@ -92,7 +109,10 @@ class Scoring:
             ValidationError: a text is empty or too long.
         """
         if self.reads_pairs:
-            return [*self._inputs.pairs(self._pairs(self._firsts, self._seconds), self._options)]
+            pairs = self._pairs(self._firsts, self._seconds)
+            if self._compose is None:
+                return [*self._inputs.pairs(pairs, self._options)]
+            return [self._composed(self._compose(*pair), pair[0]) for pair in pairs]
         most = self._options.max_tokens_per_text
         sides = ((QUERY, self._firsts, most[0]), (DOCUMENT, self._seconds, most[1]))
         return [self._text(text, names, limit) for names, texts, limit in sides for text in texts]
@@ -111,6 +131,9 @@ class Scoring:
     def _pairs(self, firsts: Sequence[T], seconds: Sequence[T]) -> list[tuple[T, T]]:
         each = list(firsts) * (len(seconds) if len(firsts) == 1 else 1)
         return list(zip(each, seconds, strict=True))
+
+    def _composed(self, token_ids: list[int], text: str) -> TokenizedPrompt:
+        return self._inputs.tokenize(PromptParts(text, token_ids), self._options)
 
     def _text(self, text: str, names: tuple[str, ...], limit: int | None) -> TokenizedPrompt:
         options = self._options

@@ -5,7 +5,7 @@ Invariant: a text that fits has one window, and the embedding that it has withou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +13,26 @@ from numpy.typing import NDArray
 from quire.config.pooling import PoolingSpec
 from quire.engine.pooling_inputs import PoolingInputs, TextOptions
 from quire.engine.prompt_forms import PromptParts, TokenizedPrompt
-from quire.entrypoints.pooling.run import Pooled, check_count
 from quire.errors import ValidationError
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
+
+Pooled = PoolingRequestOutput[PoolingOutput]
 
 
 class Windows:
-    """The inputs of one request, in windows."""
+    """The inputs of one request, in windows.
 
-    def __init__(self, inputs: PoolingInputs, options: TextOptions) -> None:
-        self._inputs, self._options = inputs, options
+    Args:
+        check_count: given how many there are so far; raises ValidationError if these are too many.
+    """
+
+    def __init__(
+        self,
+        inputs: PoolingInputs,
+        options: TextOptions,
+        check_count: Callable[[int], None] = lambda _count: None,
+    ) -> None:
+        self._inputs, self._options, self._check_count = inputs, options, check_count
         self._num_each: list[int] = []
 
     def prompts(self, inputs: Sequence[str | list[int]]) -> list[TokenizedPrompt]:
@@ -35,7 +46,7 @@ class Windows:
             windows = self._of(one)
             self._num_each.append(len(windows))
             prompts += windows
-            check_count(len(prompts))
+            self._check_count(len(prompts))
         return prompts
 
     def _of(self, one: str | list[int]) -> list[TokenizedPrompt]:
@@ -49,11 +60,12 @@ class Windows:
 
     def joined(self, pooled: Sequence[Pooled], *, normalized: bool) -> list[NDArray[np.float32]]:
         """An embedding for each input: the mean of its windows' by their tokens, of length 1 if theirs are."""
+        return [_mean(windows, normalized=normalized) for windows in self.of_each(pooled)]
+
+    def of_each(self, pooled: Sequence[Pooled]) -> list[Sequence[Pooled]]:
+        """What was pooled of the windows of each input."""
         starts = np.cumsum([0, *self._num_each])
-        return [
-            _mean(pooled[start : start + count], normalized=normalized)
-            for start, count in zip(starts, self._num_each, strict=False)
-        ]
+        return [pooled[start : start + count] for start, count in zip(starts, self._num_each, strict=False)]
 
 
 def is_normalized(spec: PoolingSpec, use_activation: bool | None) -> bool:

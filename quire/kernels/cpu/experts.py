@@ -41,7 +41,7 @@ class NativeAdapters(NamedTuple):
     up: NativeStacks
     down: NativeStacks
     raw: int
-    """Outputs of gate and up."""
+    """Outputs of gate and up, or of up alone."""
 
     def scratch(self, rows: int) -> int:
         """What is theirs of scratch memory, in floats."""
@@ -128,7 +128,7 @@ def _run(
     own_rows = own_table = NOTHING
     if adapters is not None and adapter_rows is not None:
         check_array("experts", "adapter_rows", adapter_rows, torch.int32, (tokens,))
-        own = adapters.native or _checked_adapters(adapters, native)
+        own = adapters.native or _checked_adapters(adapters, native, of.halves)
         floats, own_rows, own_table = floats + own.scratch(rows), adapter_rows, own.table
     scratch = SCRATCH.of(floats)
     sizes = (tokens, top_k, *native.sizes, ACTIVATIONS[of.activation], *native.formats)
@@ -149,17 +149,17 @@ def _run(
     return out
 
 
-def _checked_adapters(adapters: ExpertAdapters, of: NativeExperts) -> NativeAdapters:
+def _checked_adapters(adapters: ExpertAdapters, of: NativeExperts, halves: int) -> NativeAdapters:
     """As `_checked`, of slots."""
     count, _, _, hidden, inner = of.sizes
     up, down = (native_stacks("experts", stacks) for stacks in (adapters.gate_up, adapters.down))
     sizes = (up.slots, up.inputs, up.outputs, down.inputs, down.outputs)
-    if sizes != (down.slots, hidden, 2 * inner, inner, hidden) or up.slots % count:
+    if sizes != (down.slots, hidden, halves * inner, inner, hidden) or up.slots % count:
         raise ValueError(
             f"experts: adapters {sizes} are not of {count} experts with {inner} features of {hidden}"
         )
     table = torch.from_numpy(np.concatenate((up.table.numpy(), down.table.numpy())))
-    native = NativeAdapters(table, up, down, 2 * inner)
+    native = NativeAdapters(table, up, down, halves * inner)
     object.__setattr__(adapters, "native", native)
     return native
 

@@ -9,6 +9,7 @@ from quire.kernels.cpu.calls import NOTHING, call
 from quire.kernels.cpu.checks import (
     Cache,
     Heads,
+    check_array,
     check_cache,
     check_heads,
     check_index,
@@ -33,12 +34,19 @@ def rotary_embedding(
     return q, k
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: Tensor | None = None,
+) -> None:
     op = "write_kv"
     code = dtype_code(op, "k", k)
     keys, values = check_heads(op, "k", k, k.dtype), check_heads(op, "v", v, k.dtype)
     cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
-    tensors = (k, v, k_cache, v_cache, slot_mapping)
+    tensors = (k, v, k_cache, v_cache, slot_mapping, _check_scales(op, k_cache, scales))
     strides = (keys.token_stride, keys.head_stride, values.token_stride, values.head_stride)
     sizes = (cache.blocks, cache.block_size, keys.size)
     refused = call(op, tensors, keys.tokens, keys.heads, *strides, *sizes, code, cache.code)
@@ -61,6 +69,7 @@ def rotary_and_write_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
 ) -> None:
     op = "rotary_and_write_kv"
     code, dtype = dtype_code(op, "q", q), q.dtype
@@ -73,7 +82,8 @@ def rotary_and_write_kv(
     cache = _check_write(op, keys, values, k_cache, v_cache, slot_mapping)
     norm_code = _check_norms(op, q, k, q_norm, k_norm)
     norms = (NOTHING if q_norm is None else q_norm, NOTHING if k_norm is None else k_norm)
-    tensors = (q, k, v, k_cache, v_cache, positions, cos_sin_cache, slot_mapping, *norms)
+    given = _check_scales(op, k_cache, scales)
+    tensors = (q, k, v, k_cache, v_cache, positions, cos_sin_cache, slot_mapping, given, *norms)
     layout = (*queries[1:4], *keys[1:4], values.token_stride, values.head_stride)
     sizes = (cache.blocks, cache.block_size, keys.size, int(interleaved), eps, code, cache.code, norm_code)
     refused = call(op, tensors, keys.tokens, num_positions, rot_dim, *layout, *sizes)
@@ -111,6 +121,16 @@ def _check_norms(op: str, q: Tensor, k: Tensor, q_norm: Tensor | None, k_norm: T
         )
     check_weight(op, "q_norm", q, q_norm)
     return check_weight(op, "k_norm", k, k_norm)
+
+
+def _check_scales(op: str, k_cache: Tensor, scales: Tensor | None) -> Tensor:
+    """What the kernel is told of them."""
+    if scales is None:
+        return NOTHING
+    if k_cache.dtype is not torch.int8:
+        raise TypeError(f"{op}: scales are for int8 caches; these are {k_cache.dtype}")
+    check_array(op, "scales", scales, torch.float32, (2, k_cache.shape[1]))
+    return scales
 
 
 def _check_write(op: str, k: Heads, v: Heads, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Cache:

@@ -5,20 +5,19 @@ Invariant: its threads are as many as torch has when it is opened, and then as m
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable, Mapping
 from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from itertools import count, takewhile
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
 
-from quire.errors import ConfigError, StartupError
+from quire.errors import StartupError
 from quire.kernels import cpu
+from quire.kernels.cpu.instruction_sets import asked_for, chosen_isa, missing_of_isas
 from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
@@ -37,6 +36,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "fused_add_rms_norm": ("out total x residual weight", "qqdqq"),
     "activate": ("out x", "qqq"),
     "silu_and_mul": ("out x", "qqq"),
+    "round_rows": ("out x", "qqqqddddq"),
     "rotary_embedding": ("q k positions cos_sin_cache", "qqqqqqqqqqq"),
     "pack_weight": ("data scales zeros weight", "qqqqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqqqq"),
@@ -65,9 +65,9 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "layer_norm": ("out x weight bias", "qqqqqdqq"),
     "gelu_and_mul": ("out x", "qqqq"),
     "embedding": ("out ids weight", "qqq"),
-    "write_kv": ("k v k_cache v_cache slot_mapping", "qqqqqqqqqqq"),
+    "write_kv": ("k v k_cache v_cache slot_mapping scales", "qqqqqqqqqqq"),
     "rotary_and_write_kv": (
-        "q k v k_cache v_cache positions cos_sin_cache slot_mapping q_norm k_norm",
+        "q k v k_cache v_cache positions cos_sin_cache slot_mapping scales q_norm k_norm",
         "qqqqqqqqqqqqqqqdqqq",
     ),
     "paged_attention": (
@@ -150,7 +150,7 @@ def loaded() -> CpuLibrary | None:
     if not PATH.exists():
         logger.warning("%s", _missing())
         return None
-    return open_library(PATH, os.environ.get("QUIRE_CPU_ISA", "auto"))
+    return open_library(PATH, asked_for())
 
 
 def supported_isas() -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def supported_isas() -> tuple[str, ...]:
         return ()
     handle = ctypes.CDLL(str(PATH))
     _check_version(handle, PATH)
-    missing = _missing_of_isas(handle)
+    missing = missing_of_isas(handle)
     return tuple(name for name, reason in missing.items() if reason is None)
 
 
@@ -179,8 +179,8 @@ def open_library(path: Path, requested_isa: str) -> CpuLibrary:
     except OSError as error:
         raise StartupError(f"{path} cannot be loaded: {error}: reinstall quire") from error
     _check_version(handle, path)
-    missing = _missing_of_isas(handle)
-    isa = _choose_isa(missing, requested_isa)
+    missing = missing_of_isas(handle)
+    isa = chosen_isa(missing, requested_isa)
     index = list(missing).index(isa)
     reason = "the best this CPU runs" if requested_isa == "auto" else f"QUIRE_CPU_ISA={requested_isa}"
     kernels = {name: _kernel(handle, index, name) for name in SIGNATURES}
@@ -220,30 +220,6 @@ def _check_version(handle: ctypes.CDLL, path: Path) -> None:
     layout = handle.quire_cpu_weight_layout().decode()
     if layout != WEIGHT_LAYOUT:
         raise StartupError(f"{path} packs weights as {layout}, quire as {WEIGHT_LAYOUT}: reinstall quire")
-
-
-def _missing_of_isas(handle: ctypes.CDLL) -> dict[str, str | None]:
-    """In the order of the library's table."""
-    name_of, missing_of = handle.quire_cpu_isa_name, handle.quire_cpu_isa_missing
-    name_of.restype = missing_of.restype = c_char_p
-    name_of.argtypes = missing_of.argtypes = (c_int64,)
-    names = takewhile(bool, map(name_of, count()))
-    return {name.decode(): _text(missing_of(index)) for index, name in enumerate(names)}
-
-
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode()
-
-
-def _choose_isa(missing: Mapping[str, str | None], requested: str) -> str:
-    supported = [name for name, reason in missing.items() if reason is None]
-    if requested == "auto":
-        return supported[0]
-    if requested not in supported:
-        why = f" ({missing[requested]})" if requested in missing else ""
-        choices = ", ".join(["auto", *supported])
-        raise ConfigError(f"QUIRE_CPU_ISA is {requested!r}{why}; this build on this CPU supports: {choices}")
-    return requested
 
 
 def _kernel(handle: ctypes.CDLL, isa_index: int, name: str) -> Kernel:

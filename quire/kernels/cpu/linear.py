@@ -46,6 +46,7 @@ def packed_linear(
     weight: PackedWeight,
     bias: Tensor | None = None,
     activation: Ending | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     dtype_code("packed_linear", "x", x)
     matrix, sizes, kernel_format, padded = weight.native or checked("packed_linear", weight)
@@ -65,7 +66,8 @@ def packed_linear(
     scratch = SCRATCH.of(BLOCK_ROWS + min(rows, BLOCK_ROWS) * (padded + 1))
     tensors = (out, wide, *matrix, NOTHING if bias is None else bias, scratch)
     call("packed_linear", tensors, scratch.nbytes, rows, *sizes, ACTIVATIONS[activation], *kernel_format)
-    return out if x.dtype is torch.float32 else out.to(x.dtype)
+    wanted = dtype or x.dtype
+    return out if wanted is torch.float32 else out.to(wanted)
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:

@@ -14,7 +14,7 @@ from quire.kernels.formats import STREAM_CODES
 from quire.kernels.formats.scaling import BLOCK
 from quire.kernels.linear import GATED
 
-_BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4}
+_BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4, 5: 8} | dict.fromkeys(range(6, 10), 4)
 """Of a weight, by `enum Format` of csrc/cpu/panels.h."""
 _GATED = [ACTIVATIONS[activation] for activation in GATED]
 _STREAM_BITS = {-1: 0} | {code: 8 * dtype.itemsize for dtype, code in STREAM_CODES.items()}

@@ -16,10 +16,8 @@ from quire.kernels.formats.scaling import (
     stream_shape,
     to_stream,
 )
+from quire.kernels.formats.words import WORD_INPUTS, from_words, to_words
 from quire.kernels.linear import PANEL, QUAD, PackedWeight, WeightScheme, to_panels
-
-ROW_GROUP = 128
-"""Of codes of 4 bits in rows, where one scale stands for all k of an output: groups that share it."""
 
 
 class GroupedFormat(Format):
@@ -67,7 +65,7 @@ class GroupedFormat(Format):
         return scheme.group_size
 
     def group_in_rows(self, scheme: WeightScheme) -> int:
-        return scheme.group_size or (ROW_GROUP if self.per_byte == 2 else 0)
+        return scheme.group_size or (WORD_INPUTS if self.per_byte == 2 else 0)
 
     def parts(self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int) -> tuple[Part, ...]:
         streams = (self.scale_dtype,) if scheme.symmetric else (self.scale_dtype, torch.uint8)
@@ -115,7 +113,6 @@ class GroupedFormat(Format):
 
     def to_rows(self, numbers: Numbers, scheme: WeightScheme) -> tuple[Tensor | None, ...]:
         self._check(numbers, scheme)
-        group = self.group_in_rows(scheme)
         streams = [
             each.float() if isinstance(each, BlockScales) else each
             for each in (numbers.scales, numbers.zeros)
@@ -124,24 +121,23 @@ class GroupedFormat(Format):
             one = scheme.group_size == 0
             scales, zeros = (each[:, 0] if one and each is not None else each for each in streams)
             return self.in_rows(self.codes(numbers.data)).contiguous(), scales, zeros
-        whole = self.codes(_padded(numbers.data, -(-numbers.data.shape[1] // group) * group))
-        low, high = torch.unflatten(whole, 1, (-1, 2, group // 2)).unbind(2)
-        count = whole.shape[1] // group
-        scales, zeros = (None if each is None else each.expand(-1, count).contiguous() for each in streams)
-        return (low | high << 4).flatten(1), scales, zeros
+        padded = -(-numbers.data.shape[1] // WORD_INPUTS) * WORD_INPUTS
+        codes, count = self.codes(_padded(numbers.data, padded)), padded // self.group_in_rows(scheme)
+        scales, zeros = (
+            None if each is None else _by_group(each, count, of_all=scheme.group_size == 0)
+            for each in streams
+        )
+        return to_words(codes), scales, zeros
 
     def from_rows(self, weight: PackedWeight) -> Tensor:
-        group = self.group_in_rows(weight.scheme)
         if self.per_byte == 2:
-            packed = torch.unflatten(weight.data, -1, (-1, group // 2))
-            codes = torch.cat([packed & 15, packed >> 4], -1).flatten(1)
-        else:
-            codes = self.codes(weight.data)
+            streams = (None if part is None else part.t() for part in (weight.scales, weight.zeros))
+            return self.widened(from_words(weight.data), weight.scheme, *streams)
         streams = (
             part.unsqueeze(1) if part is not None and part.dim() == 1 else part
             for part in (weight.scales, weight.zeros)
         )
-        return self.widened(codes, weight.scheme, *streams)
+        return self.widened(self.codes(weight.data), weight.scheme, *streams)
 
     def widened(
         self, codes: Tensor, scheme: WeightScheme, scales: Tensor | None, zeros: Tensor | None = None
@@ -180,6 +176,13 @@ class GroupedFormat(Format):
             raise ValueError(
                 f"{self.kind}: steps are of {BLOCK} values of k in groups; the matrix is [{outputs}, {inputs}]"
             )
+
+
+def _by_group(stream: Tensor, count: int, *, of_all: bool) -> Tensor:
+    """[N, G] -> [count, N], with zeros for further groups; `of_all`: what is said of the only one said of each one."""
+    if of_all:
+        return stream.t().expand(count, -1).contiguous()
+    return F.pad(stream.t(), (0, 0, 0, count - stream.shape[1])).contiguous()
 
 
 def _check_stream(name: str, of: Tensor | BlockScales, shape: tuple[int, int]) -> None:

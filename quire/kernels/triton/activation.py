@@ -43,9 +43,10 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def _elements(out, x, n, KIND: tl.constexpr, TILE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    value = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32)
-    tl.store(out + place, activated(value, KIND), mask=place < n)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    place = tl.program_id(0).to(tl.int64) * n + column
+    value = tl.load(x + place, mask=column < n, other=0.0).to(tl.float32)
+    tl.store(out + place, activated(value, KIND), mask=column < n)
 
 
 @triton.jit
@@ -95,7 +96,8 @@ def activate(x: Tensor, function: Function) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     if out.numel():
-        _elements[(triton.cdiv(out.numel(), TILE),)](out, x, out.numel(), KIND=function, TILE=TILE)
+        n = x.shape[-1]
+        _elements[(out.numel() // n, triton.cdiv(n, TILE))](out, x, n, KIND=function, TILE=TILE)
     return out
 
 

@@ -46,6 +46,8 @@ INVARIANT_PART_TOKENS = 1024
 MIN_PROGRAMS_OF_A_REQUEST = 8
 """Programs that share the parts of a long request though short ones fill the device; they end at once if there is
 nothing to share."""
+PARTS_AT_ONCE = 8
+"""Of a request whose parts are joined in their order."""
 WAVES = 32
 """Programs beyond so many for each multiprocessor take parts in turns."""
 
@@ -224,7 +226,7 @@ def _launch(call: _Call, out: Tensor, shape: Shape, fewest_queries: int) -> None
         attention_kernels.join_parts[(heads, num_requests)](
             out, parts, starts, lengths, sinks, window, shape.part_tokens, shape.most_parts, num_parts,
             HEAD=head_size, HEAD_TILE=head_tile, BLOCK_N=shape.block_n, EVEN=shape.most_parts > 0,
-            TILE=max(next_power_of_2(shape.most_parts), 1),
+            TILE=next_power_of_2(shape.most_parts) if shape.most_parts else PARTS_AT_ONCE,
             HAS_SINKS=sinks is not None, HAS_WINDOW=window > 0, CHUNKED=is_chunked,
         )  # fmt: skip
 

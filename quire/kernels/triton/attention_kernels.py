@@ -103,7 +103,8 @@ def _seen(
 
 
 @triton.jit
-def _load(pointer, mask, MASKED: tl.constexpr):
+def load_where(pointer, mask, MASKED: tl.constexpr):
+    """What is there, MASKED by what may be read, and 0 elsewhere."""
     if MASKED:
         return tl.load(pointer, mask=mask, other=0.0)
     else:
@@ -145,12 +146,12 @@ def _add_tile(
     PADDED: tl.constexpr = MASKED or HEAD != HEAD_TILE
     key_position = tile + tl.arange(0, BLOCK_N)
     known, dim = key_position < end, tl.arange(0, HEAD_TILE)
-    block = _load(table + key_position // PAGE, known, MASKED).to(tl.int64)
+    block = load_where(table + key_position // PAGE, known, MASKED).to(tl.int64)
     slot, inside = key_position % PAGE, dim < HEAD
     key_place = block[None, :] * kc_block + dim[:, None] * kc_dim + slot[None, :] * kc_slot
-    key = _load(k_head + key_place, known[None, :] & inside[:, None], PADDED).to(query.dtype)
+    key = load_where(k_head + key_place, known[None, :] & inside[:, None], PADDED).to(query.dtype)
     value_place = block[:, None] * vc_block + slot[:, None] * vc_slot + dim[None, :] * vc_dim
-    value = _load(v_head + value_place, known[:, None] & inside[None, :], PADDED).to(query.dtype)
+    value = load_where(v_head + value_place, known[:, None] & inside[None, :], PADDED).to(query.dtype)
     distance = position[:, None] - key_position[None, :]
     if MASKED:
         distance = tl.where(known[None, :], distance, -1)
@@ -177,6 +178,25 @@ def joined(largest, total, mixed, part_largest, part_total, part_mixed):
         total * decay + part_total * share,
         mixed * decay[:, None] + part_mixed * share[:, None],
     )
+
+
+@triton.jit
+def joined_in_order(largest, total, mixed, parts, known, size, dim, inside, TILE: tl.constexpr):
+    """`joined` with TILE parts one after the other, which are read at once: parts [TILE] points at their sums, behind
+    whose `size` numbers the mass and the largest score stand."""
+    sums = tl.load(parts[:, None] + dim, mask=known[:, None] & inside, other=0.0)
+    masses = tl.load(parts + size, mask=known, other=0.0)
+    scores = tl.load(parts + size + 1, mask=known, other=float("-inf"))
+    index = tl.arange(0, TILE)
+    for part in tl.static_range(TILE):
+        # A sum with nothing but zeros takes one out as it is.
+        is_this = index == part
+        largest, total, mixed = joined(
+            largest, total, mixed,
+            tl.sum(tl.where(is_this, scores, 0.0), 0), tl.sum(tl.where(is_this, masses, 0.0), 0),
+            tl.sum(tl.where(is_this[:, None], sums, 0.0), 0)[None, :],
+        )  # fmt: skip
+    return largest, total, mixed
 
 
 @triton.jit
@@ -290,7 +310,8 @@ def join_parts(
     HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of a request with one query, for one head: TILE of them at a time, in the order of their keys."""
+    """Join the parts of a request with one query, for one head: TILE of them at a time, in the order of their keys, and
+    if they are not EVEN with the bits of parts that one program joins as it makes them."""
     head, request = tl.program_id(0), tl.program_id(1)
     token = tl.load(starts + request)
     if tl.load(starts + request + 1) - token != 1:
@@ -307,15 +328,20 @@ def join_parts(
         part = first_part + tl.arange(0, TILE)
         known = part < num_parts
         source = parts + (row * parts_width + part) * (HEAD + 2)
-        part_mixed = tl.load(source[:, None] + dim, mask=known[:, None] & inside, other=0.0)
-        part_total = tl.load(source + HEAD, mask=known, other=0.0)
-        part_largest = tl.load(source + HEAD + 1, mask=known, other=float("-inf"))
-        tile_largest = tl.max(part_largest, 0)
-        weight = tl.exp2(part_largest - tl.where(tile_largest == float("-inf"), 0.0, tile_largest))
-        largest, total, mixed = joined(
-            largest, total, mixed,
-            tile_largest, tl.sum(part_total * weight, 0), tl.sum(part_mixed * weight[:, None], 0)[None, :],
-        )  # fmt: skip
+        if EVEN:
+            part_mixed = tl.load(source[:, None] + dim, mask=known[:, None] & inside, other=0.0)
+            part_total = tl.load(source + HEAD, mask=known, other=0.0)
+            part_largest = tl.load(source + HEAD + 1, mask=known, other=float("-inf"))
+            tile_largest = tl.max(part_largest, 0)
+            weight = tl.exp2(part_largest - tl.where(tile_largest == float("-inf"), 0.0, tile_largest))
+            largest, total, mixed = joined(
+                largest, total, mixed,
+                tile_largest, tl.sum(part_total * weight, 0), tl.sum(part_mixed * weight[:, None], 0)[None, :],
+            )  # fmt: skip
+        else:
+            largest, total, mixed = joined_in_order(
+                largest, total, mixed, source, known, HEAD, dim, inside, TILE
+            )
     one = tl.arange(0, 1)
     result = _result(largest, total, mixed, sinks, head + one, one == 0, HAS_SINKS)
     place = out + (token.to(tl.int64) * tl.num_programs(0) + head) * HEAD + dim

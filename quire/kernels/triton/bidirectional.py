@@ -2,6 +2,8 @@
 
 T. Dao, "FlashAttention-2" (2023), without a causal mask, and without a cache: keys and values are rows as queries are.
 
+Tiles that all queries see whole are read and weighed without masks.
+
 Invariant: a program owns BLOCK_Q tokens of one request and all query heads of one key-value head; it walks keys in
 tiles that start at multiples of BLOCK_N. Tiles depend on the model alone, so a sequence has the same bits in any batch.
 """
@@ -14,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.attention_metadata import GroupMetadata, check_bidirectional
-from quire.kernels.triton.attention_kernels import LOG2_E, _request_of
+from quire.kernels.triton.attention_kernels import LOG2_E, _request_of, load_where
 from quire.kernels.triton.launch import next_power_of_2
 
 BLOCK_N = 64
@@ -24,16 +26,18 @@ BLOCK_N = 64
 def _tile(
     query, k, v, position, key_position, length, slope, bias_row, scale, window, center,
     k_token, v_token, dim, dim_used, row_used,
-    HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PADDED: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores in powers of two [M, N], -inf where a key is not seen, and the values [N, D]."""
+    """Scores in powers of two [M, N], and the values [N, D]; MASKED, unless all keys are there and seen by every query,
+    scores are -inf where a key is not seen. PADDED heads have fewer dimensions than tiles."""
     known = key_position < length
     token = key_position.to(tl.int64)
-    key = tl.load(
-        k + token[None, :] * k_token + dim[:, None], mask=known[None, :] & dim_used[:, None], other=0.0
+    key = load_where(
+        k + token[None, :] * k_token + dim[:, None], known[None, :] & dim_used[:, None], MASKED or PADDED
     )
-    value = tl.load(
-        v + token[:, None] * v_token + dim[None, :], mask=known[:, None] & dim_used[None, :], other=0.0
+    value = load_where(
+        v + token[:, None] * v_token + dim[None, :], known[:, None] & dim_used[None, :], MASKED or PADDED
     )
     score = tl.dot(query, key, input_precision="ieee") * scale
     distance = position[:, None] - key_position[None, :]
@@ -42,10 +46,31 @@ def _tile(
     if HAS_BIAS:
         place = bias_row[:, None] + center - distance
         score += tl.load(place, mask=known[None, :] & row_used[:, None], other=0.0)
-    seen = known[None, :] & row_used[:, None]
+    score *= LOG2_E
+    if MASKED:
+        seen = known[None, :] & row_used[:, None]
+        if HAS_WINDOW:
+            seen &= tl.abs(distance) < window
+        score = tl.where(seen, score, float("-inf"))
+    return score, value
+
+
+@triton.jit
+def _stages(
+    first_query, length, window, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Where the keys begin and end that some query of a tile sees, in tiles; and between them, those tiles of which all
+    queries see all keys."""
+    begin, end, plain_begin = length * 0, length, length * 0
+    plain_end = length // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
-        seen &= tl.abs(distance) < window
-    return tl.where(seen, score * LOG2_E, float("-inf")), value
+        last_query = tl.minimum(first_query + BLOCK_Q, length) - 1
+        begin = tl.maximum(first_query - window + 1, 0) // BLOCK_N * BLOCK_N
+        end = tl.minimum(last_query + window, length)
+        plain_begin = tl.cdiv(tl.maximum(last_query - window + 1, 0), BLOCK_N) * BLOCK_N
+        plain_begin = tl.minimum(plain_begin, end)
+        plain_end = tl.maximum(tl.minimum(first_query + window, length) // BLOCK_N * BLOCK_N, plain_begin)
+    return begin, plain_begin, plain_end, end
 
 
 @triton.jit(do_not_specialize=["num_requests", "window", "center"])
@@ -80,28 +105,32 @@ def _attend_rows(
         slope = tl.load(slopes + head, mask=row_used, other=0.0).to(tl.float32)
     bias_row = biases + head * (2 * center + 1)
 
-    begin, end = length * 0, length
-    if HAS_WINDOW:
-        begin = tl.maximum(first_query - window + 1, 0) // BLOCK_N * BLOCK_N
-        end = tl.minimum(first_query + BLOCK_Q - 1 + window, length)
+    begin, plain_begin, plain_end, end = _stages(first_query, length, window, BLOCK_Q, BLOCK_N, HAS_WINDOW)
     k += start.to(tl.int64) * k_token + kv_head * k_head
     v += start.to(tl.int64) * v_token + kv_head * v_head
     column = tl.arange(0, BLOCK_N)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, HEAD_TILE], tl.float32)
-    for tile in range(begin, end, BLOCK_N):
-        score, value = _tile(
-            query, k, v, position, tile + column, length, slope, bias_row, scale, window, center,
-            k_token, v_token, dim, dim_used, row_used, HAS_SLOPES, HAS_BIAS, HAS_WINDOW,
-        )  # fmt: skip
-        new_largest = tl.maximum(largest, tl.max(score, 1))
-        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = tl.exp2(score - reference[:, None])
-        decay = tl.exp2(largest - reference)
-        total = total * decay + tl.sum(weight, 1)
-        mixed = mixed * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        largest = new_largest
+    for stage in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        stage_begin, stage_end = begin, plain_begin
+        if stage == 1:
+            stage_begin, stage_end = plain_begin, plain_end
+        elif stage == 2:
+            stage_begin, stage_end = plain_end, end
+        for tile in range(stage_begin, stage_end, BLOCK_N):
+            score, value = _tile(
+                query, k, v, position, tile + column, length, slope, bias_row, scale, window, center,
+                k_token, v_token, dim, dim_used, row_used,
+                HEAD != HEAD_TILE, HAS_SLOPES, HAS_BIAS, HAS_WINDOW, stage != 1,
+            )  # fmt: skip
+            new_largest = tl.maximum(largest, tl.max(score, 1))
+            reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weight = tl.exp2(score - reference[:, None])
+            decay = tl.exp2(largest - reference)
+            total = total * decay + tl.sum(weight, 1)
+            mixed = mixed * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+            largest = new_largest
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     place = (token[:, None] * (tl.num_programs(1) * GROUP) + head[:, None]) * HEAD + dim[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=used)

@@ -1,4 +1,4 @@
-"""Codes of 4 and of 8 bits in rows, as the floats that they stand for: for formats that have no product of their own.
+"""Codes of 4 and of 8 bits as the floats that they stand for, and which formats are multiplied in another way.
 
 Invariant: a number comes out in float32 as what the packed one stands for, and is rounded once, by whoever asks.
 """
@@ -16,28 +16,24 @@ from torch import Tensor
 from quire.kernels.formats import format_of
 from quire.kernels.formats.books import BookFormat
 from quire.kernels.linear import PackedWeight
+from quire.kernels.triton.nibbles import nibble_at
 
 _LEAST_GROUP = 32
-"""Of int4: half of a group is what one product adds up."""
+"""Of int4: what one product adds up is scaled as a whole."""
 
 
 @triton.jit
 def weights_at(
-    data, scales, zeros, book, output, k, inside, inputs, groups,
+    data, scales, zeros, book, output, k, inside, outputs, inputs,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """The weights of outputs and k, int64 and of shapes that go together; 0 where they are not inside.
 
     GROUP is 0 where a row has one scale; ZEROS is 1 with zero points, 2 with minimums.
     """
-    place = output + k * 0
-    if GROUP:
-        place = output * groups + k // GROUP
     if KIND == "int4" or KIND == "book":
-        HALF: tl.constexpr = GROUP // 2
-        within = k % GROUP
-        packed = tl.load(data + place * HALF + within % HALF, mask=inside, other=0)
-        code = (packed >> (within // HALF * 4).to(tl.uint8)) & 15
+        place = k // GROUP * outputs + output
+        code = nibble_at(data, output, k, inside, inputs)
         if KIND == "book":
             value = tl.load(book + code, mask=inside, other=0.0)
         else:
@@ -45,6 +41,9 @@ def weights_at(
             if ZEROS == 0:
                 value -= 8.0
     else:
+        place = output + k * 0
+        if GROUP:
+            place = output * tl.cdiv(inputs, GROUP) + k // GROUP
         value = tl.load(data + output * inputs + k, mask=inside, other=0.0).to(tl.float32)
         if ZEROS == 1:
             value += 128.0
@@ -58,23 +57,37 @@ def weights_at(
 
 @triton.jit
 def code_tile(
-    x_start, row_used, data, scales, zeros, book, output, output_used, begin, end, inputs,
+    x_start, row_used, data, scales, zeros, output, output_used, begin, end, inputs,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x times the outputs' weights, rounded to x's dtype, of k from begin to end: float32 [M, N]."""
-    groups = tl.cdiv(inputs, GROUP if GROUP else 1)
+    """Rows of x times the outputs' weights of 8 bits, rounded to x's dtype, of k from begin to end: float32 [M, N]."""
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(begin, end, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         values = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < end)[None, :], other=0.0)
         inside = output_used[None, :] & (k < end)[:, None]
         weights = weights_at(
-            data, scales, zeros, book, output[None, :], k.to(tl.int64)[:, None], inside, inputs, groups,
-            KIND, GROUP, ZEROS,
-        )  # fmt: skip
+            data,
+            scales,
+            zeros,
+            None,
+            output[None, :],
+            k.to(tl.int64)[:, None],
+            inside,
+            0,
+            inputs,
+            KIND,
+            GROUP,
+            ZEROS,
+        )
         sums = tl.dot(values, weights.to(values.dtype), sums, input_precision="ieee")
     return sums
+
+
+def in_words(weight: PackedWeight) -> bool:
+    """Whether a matrix is of codes of 4 bits."""
+    return weight.data.dtype is torch.int32
 
 
 def code_options(weight: PackedWeight) -> dict[str, Any]:

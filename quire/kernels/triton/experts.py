@@ -109,7 +109,7 @@ def _gate_up(
     column_used = column < HALVES * inner
     output = expert.to(tl.int64) * HALVES * inner + column % HALVES * inner + column // HALVES
     sums = product_tile(
-        x, x_scales, token, row_stride, used, data, scales, zeros, book, output, column_used, hidden,
+        x, x_scales, token, row_stride, used, data, scales, zeros, book, output, column_used, HALVES * inner, hidden,
         OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
@@ -161,8 +161,8 @@ def _down(
     output = expert.to(tl.int64) * hidden + column
     choice = tl.load(order + place, mask=used, other=0)
     sums = product_tile(
-        x, x_scales, place if SORTED else choice, inner, used, data, scales, zeros, book, output, column_used, inner,
-        OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+        x, x_scales, place if SORTED else choice, inner, used, data, scales, zeros, book, output, column_used,
+        hidden, inner, OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]

@@ -37,7 +37,7 @@ def check_device(device: torch.device) -> None:
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _multiply(
     out, x, row_scales, weight, scales, bias, rows, outputs, inputs,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -61,10 +61,12 @@ def _multiply(
     tl.store(place, sums.to(out.dtype.element_ty), mask=row_used[:, None] & output_used[None, :])
 
 
-def fp8_linear(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x [M, K], E4M3 weight [N, K] with float32 scales [N] -> [M, N] of x's dtype; a row's bits in every batch."""
+def fp8_linear(
+    x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """x [M, K], E4M3 weight [N, K] with float32 scales [N] -> [M, N] of that dtype; a row's bits in every batch."""
     (rows, inputs), outputs = x.shape, len(weight)
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     if out.numel():
         block_n = outputs_per_tile(outputs)
         _multiply[(triton.cdiv(outputs, block_n), triton.cdiv(rows, BLOCK_M))](
@@ -74,21 +76,23 @@ def fp8_linear(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | 
     return out
 
 
-def vendor_takes(outputs: int, inputs: int) -> bool:
-    """Whether the vendor's scaled GEMM multiplies with such a weight."""
-    return outputs % 16 == 0 and inputs % 16 == 0
+def vendor_takes(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+    """Whether the vendor's scaled GEMM multiplies with such a weight, for a result that need not be more precise than
+    the bfloat16 which it makes of rows with scales of their own."""
+    return outputs % 16 == 0 and inputs % 16 == 0 and dtype is not torch.float32
 
 
 def vendor_linear(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """`fp8_linear` by `torch._scaled_mm`; the result is rounded to bfloat16 on the way."""
+    """`fp8_linear` in x's dtype by `torch._scaled_mm`; the result is rounded to bfloat16 on the way."""
     if not x.shape[0]:
         return torch.empty(0, len(weight), dtype=x.dtype, device=x.device)
-    out = torch._scaled_mm(
+    out: Tensor = torch._scaled_mm(
         x.values,
         weight.t(),
         scale_a=x.scales,
         scale_b=scales.view(1, -1),
+        bias=None if bias is None else bias.bfloat16(),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
-    ).to(x.dtype)
-    return out if bias is None else out + bias.to(x.dtype)
+    )
+    return out.to(x.dtype)

@@ -18,8 +18,8 @@ from torch import Tensor
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.linear import PackedWeight
 from quire.kernels.triton import launch
-from quire.kernels.triton.attention import is_decode
-from quire.kernels.triton.attention_kernels import LOG2_E, joined
+from quire.kernels.triton.attention import PARTS_AT_ONCE, is_decode
+from quire.kernels.triton.attention_kernels import LOG2_E, joined, joined_in_order
 from quire.kernels.triton.codes import book_of, has_own_product
 from quire.kernels.triton.launch import next_power_of_2, num_warps
 from quire.kernels.triton.norm import normed
@@ -47,7 +47,8 @@ def _per_head(
         x_scales += head * tokens
     sums = product_tile(
         x + head * head_stride, x_scales, token, token_stride, used, data, scales, zeros, book,
-        head * outputs + column, column_used, inputs, OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+        head * outputs + column, column_used, tl.num_programs(2) * outputs, inputs,
+        OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     place = (token.to(tl.int64) * tl.num_programs(2) + head)[:, None] * outputs + column[None, :]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=used[:, None] & column_used[None, :])
@@ -255,19 +256,22 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def _join(
-    out, parts, lengths, num_parts, RANK: tl.constexpr, RANK_TILE: tl.constexpr, SPLIT_TOKENS: tl.constexpr
-):
+    out, parts, lengths, num_parts,
+    RANK: tl.constexpr, RANK_TILE: tl.constexpr, SPLIT_TOKENS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Join the parts of a request's only token, for one head, in the order of their keys."""
     request, head = tl.program_id(0), tl.program_id(1)
     row = request.to(tl.int64) * tl.num_programs(1) + head
-    dim, one = tl.arange(0, RANK_TILE)[None, :], tl.arange(0, 1)
+    dim = tl.arange(0, RANK_TILE)[None, :]
     largest = tl.full([1], float("-inf"), tl.float32)
     total, mixed = tl.zeros([1], tl.float32), tl.zeros([1, RANK_TILE], tl.float32)
-    for part in range(tl.cdiv(tl.load(lengths + request), SPLIT_TOKENS)):
+    used_parts = tl.cdiv(tl.load(lengths + request), SPLIT_TOKENS)
+    for first_part in range(0, used_parts, TILE):
+        part = first_part + tl.arange(0, TILE)
         place = parts + (row * num_parts + part) * (RANK + 2)
-        part_mixed = tl.load(place + dim, mask=dim < RANK, other=0.0)
-        part_total, part_largest = tl.load(place + RANK + one), tl.load(place + RANK + 1 + one)
-        largest, total, mixed = joined(largest, total, mixed, part_largest, part_total, part_mixed)
+        largest, total, mixed = joined_in_order(
+            largest, total, mixed, place, part < used_parts, RANK, dim, dim < RANK, TILE
+        )
     mixed /= tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + row * RANK + dim, mixed.to(out.dtype.element_ty), mask=dim < RANK)
 
@@ -312,5 +316,6 @@ def latent_attention(
             RANK=rank,
             RANK_TILE=rank_tile,
             SPLIT_TOKENS=SPLIT_TOKENS,
+            TILE=PARTS_AT_ONCE,
         )
     return out

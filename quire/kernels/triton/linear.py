@@ -1,12 +1,12 @@
 """Linear layers on packed weights that stay rows: codes are widened in registers while they are multiplied.
 
 int8 with a scale per output, and int4 with a scale (and a zero point) per output and group of k, are scaled as sums;
-all other codes are multiplied as the floats that they stand for. Half of a group of 4 bits stands in the low nibbles
-and half in the high ones, so that both meet activations that lie side by side. Many rows at a time are multiplied by
-the vendor's library, with the weight widened once. Floats are packed, as they are, for batch-invariant products only.
+all other codes are multiplied as the floats that they stand for. Many rows at a time are multiplied by the vendor's
+library, with the weight widened once. Floats are packed, as they are, for batch-invariant products only.
 
 Invariant: a tile of outputs and the number of parts into which k is cut depend on the matrix alone, and the parts are
-added in order. Where a scheme is invariant, so is the number of rows in a tile, and nothing depends on the batch.
+added in order, by the program that comes last. Where a scheme is invariant, so is the number of rows in a tile, and
+nothing depends on the batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,10 +24,11 @@ from quire.kernels.formats import format_of
 from quire.kernels.linear import Ending, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import fp8
 from quire.kernels.triton.activation import activate, silu_and_mul
-from quire.kernels.triton.codes import book_of, code_options, code_tile, has_own_product
+from quire.kernels.triton.codes import book_of, code_options, code_tile, has_own_product, in_words
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.launch import next_power_of_2
 from quire.kernels.triton.matmul import invariant_linear
+from quire.kernels.triton.nibbles import STEP, nibble_tile
 from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.widen import widened
 
@@ -42,66 +42,79 @@ TARGET_PROGRAMS = 264
 MAX_PARTS = 16
 
 
+@triton.jit
+def _put(
+    out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts,
+    HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Put this program's sums [M, N], its part of k, into out [rows, outputs], of which all parts are added in order.
+
+    Who comes last adds them up. arrived [tiles] counts who has come, from 0 to 0.
+    """
+    used = (row < rows)[:, None] & (output < outputs)[None, :]
+    place = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    if IN_PARTS:
+        size, tile = (
+            rows.to(tl.int64) * outputs,
+            arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
+        )
+        tl.store(parts + tl.program_id(2) * size + place, sums, mask=used)
+        tl.debug_barrier()  # what all threads have stored comes before the count of this program
+        if tl.atomic_add(tile, 1, sem="acq_rel") < num_parts - 1:
+            return
+        tl.debug_barrier()
+        sums = tl.zeros(sums.shape, tl.float32)
+        for part in range(num_parts):
+            sums += tl.load(parts + part * size + place, mask=used, other=0.0, cache_modifier=".cg")
+        tl.store(tile, 0)
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=used)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _multiply_int8(
-    out, x, data, scales, bias, rows, outputs, inputs, x_row, steps_per_part,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    out, parts, arrived, x, data, scales, bias, rows, outputs, inputs, x_row, steps_per_part, num_parts,
+    HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_used, output_used = row < rows, output < outputs
     x_start = x + row.to(tl.int64)[:, None] * x_row
-    w_start = data + output.to(tl.int64)[None, :] * inputs
+    w_start = data + output.to(tl.int64)[:, None] * inputs
     first_step = tl.program_id(2) * steps_per_part
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # weights are the rows of the product: see `nibbles`
     for step in range(first_step, first_step + steps_per_part):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         values = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
-        weights = tl.load(w_start + k[:, None], mask=output_used[None, :] & (k < inputs)[:, None], other=0)
-        sums += tl.dot(values, weights.to(values.dtype), input_precision="ieee")
-    sums *= tl.load(scales + output, mask=output_used, other=0.0)[None, :]
-    _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS)
+        weights = tl.load(w_start + k[None, :], mask=output_used[:, None] & (k < inputs)[None, :], other=0)
+        sums = tl.dot(weights.to(values.dtype), tl.trans(values), sums, input_precision="ieee")
+    sums = tl.trans(sums * tl.load(scales + output, mask=output_used, other=0.0)[:, None])
+    _put(out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _multiply_int4(
-    out, x, data, scales, zeros, bias, rows, outputs, inputs, x_row, groups, groups_per_part,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+def _multiply_nibbles(
+    out, parts, arrived, x, data, scales, zeros, book, bias, rows, outputs, inputs, x_row, steps_per_part, num_parts,
+    HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr, OWN: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = tl.program_id(2)
-    row_used, output_used = row < rows, output < outputs
-    HALF: tl.constexpr = GROUP // 2
-    byte = tl.arange(0, HALF)
-    x_start = x + row.to(tl.int64)[:, None] * x_row
-    w_start = data + output.to(tl.int64)[None, :] * (groups * HALF)
-    s_start = output.to(tl.int64) * groups
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for group in range(part * groups_per_part, tl.minimum((part + 1) * groups_per_part, groups)):
-        k = group * GROUP + byte
-        low_x = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
-        k += HALF
-        high_x = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
-        packed = tl.load(w_start + group * HALF + byte[:, None], mask=output_used[None, :], other=0)
-        low, high = (packed & 15).to(low_x.dtype), (packed >> 4).to(low_x.dtype)
-        if HAS_ZEROS:
-            zero = tl.load(zeros + s_start + group, mask=output_used, other=0).to(low_x.dtype)
-            low, high = low - zero[None, :], high - zero[None, :]
-        else:
-            low, high = low - 8.0, high - 8.0
-        scale = tl.load(scales + s_start + group, mask=output_used, other=0.0).to(tl.float32)
-        product = tl.dot(low_x, low.to(low_x.dtype), input_precision="ieee")
-        product += tl.dot(high_x, high.to(low_x.dtype), input_precision="ieee")
-        sums += product * scale[None, :]
-    _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS)
+    read = tl.where(output < outputs, output, 0).to(tl.int64)  # what is not there has the weights of another
+    first_step = tl.program_id(2) * steps_per_part
+    end_step = tl.minimum(first_step + steps_per_part, tl.cdiv(inputs, STEP))
+    sums = nibble_tile(
+        x + row.to(tl.int64)[:, None] * x_row, row < rows, data, scales, zeros, book, read, read, outputs,
+        first_step, end_step, inputs, OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    _put(out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _multiply_codes(
-    out, x, data, scales, zeros, book, bias, rows, outputs, inputs, x_row, steps_per_part,
-    HAS_BIAS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    out, parts, arrived, x, data, scales, zeros, bias, rows, outputs, inputs, x_row, steps_per_part, num_parts,
+    HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -109,34 +122,10 @@ def _multiply_codes(
     begin = tl.program_id(2) * steps_per_part * BLOCK_K
     end = tl.minimum(begin + steps_per_part * BLOCK_K, inputs)
     sums = code_tile(
-        x + row.to(tl.int64)[:, None] * x_row, row < rows, data, scales, zeros, book, output.to(tl.int64),
+        x + row.to(tl.int64)[:, None] * x_row, row < rows, data, scales, zeros, output.to(tl.int64),
         output < outputs, begin, end, inputs, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS)
-
-
-@triton.jit
-def _store(out, sums, bias, row, output, rows, outputs, HAS_BIAS: tl.constexpr):
-    """Put a tile of this program's part into out [parts, rows, outputs]."""
-    output_used = output < outputs
-    if HAS_BIAS:
-        sums += tl.load(bias + output, mask=output_used, other=0.0)[None, :]
-    place = (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=(row < rows)[:, None] & output_used[None, :])
-
-
-@triton.jit
-def _add_parts(out, parts, bias, count, outputs, num_parts, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = index < count
-    total = tl.zeros([TILE], tl.float32)
-    place = parts + index
-    for _ in range(num_parts):
-        total += tl.load(place, mask=inside, other=0.0)
-        place += count
-    if HAS_BIAS:
-        total += tl.load(bias + index % outputs, mask=inside, other=0.0)
-    tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
+    _put(out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
@@ -155,11 +144,12 @@ def packed_linear(
     weight: PackedWeight,
     bias: Tensor | None = None,
     activation: Ending | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See `ops.packed_linear`; but for fp8 without groups, activations keep their dtype."""
     rows: Any = x if isinstance(x, QuantizedRows) else x.flatten(0, -2)
     multiply = _OWN.get(weight.scheme.kind, _code_linear) if has_own_product(weight) else _code_linear
-    out = multiply(rows, weight, bias)
+    out = multiply(rows, weight, bias, dtype or x.dtype)
     out = out.view(*x.shape[:-1], weight.outputs)
     return out if activation is None else _ended(out, activation)
 
@@ -177,47 +167,42 @@ def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
     return widened(weight, torch.float32, ids)
 
 
-def _float_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    return invariant_linear(x, weight.data, bias)
+def _float_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return invariant_linear(x, weight.data, bias, dtype)
 
 
-def _fp8_linear(x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _fp8_linear(
+    x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     assert weight.scales is not None
     rows = x if isinstance(x, QuantizedRows) else quantize_rows(x)
     scheme = weight.scheme
-    vendor = scheme.vendor and not scheme.invariant and fp8.vendor_takes(weight.outputs, weight.inputs)
-    multiply = fp8.vendor_linear if vendor else fp8.fp8_linear
-    return multiply(rows, weight.data, weight.scales, bias)
+    may = scheme.vendor and not scheme.invariant
+    if may and fp8.vendor_takes(weight.outputs, weight.inputs, dtype):
+        return fp8.vendor_linear(rows, weight.data, weight.scales, bias)
+    return fp8.fp8_linear(rows, weight.data, weight.scales, bias, dtype)
 
 
-def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if len(x) > MAX_ROWS and not weight.scheme.invariant:
-        return F.linear(x, widened(weight, x.dtype), None if bias is None else bias.to(x.dtype))
-    out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
+        return reference.linear(x, widened(weight, x.dtype), bias, dtype)
+    out = torch.empty(len(x), weight.outputs, dtype=dtype, device=x.device)
     if not out.numel():
         return out
-    num_parts, steps_per_part = _cut(weight)
-    if num_parts == 1:
-        _multiply(out, x, weight, bias, num_parts, steps_per_part)
-        return out
-    parts = torch.empty(num_parts, *out.shape, dtype=torch.float32, device=x.device)
-    _multiply(parts, x, weight, None, num_parts, steps_per_part)
-    _add_parts[(triton.cdiv(out.numel(), 1024),)](
-        out, parts, bias, out.numel(), weight.outputs, num_parts, HAS_BIAS=bias is not None, TILE=1024
-    )
+    _multiply(out, x, weight, bias)
     return out
 
 
-_OWN: dict[str, Callable[[Any, PackedWeight, Tensor | None], Tensor]] = {
+_OWN: dict[str, Callable[[Any, PackedWeight, Tensor | None, torch.dtype], Tensor]] = {
     "float": _float_linear,
     "fp8": _fp8_linear,
 }
 
 
 def _block_k(weight: PackedWeight) -> int:
-    if not has_own_product(weight):
-        return CODE_BLOCK_K
-    return format_of(weight.scheme).group_in_rows(weight.scheme) or INT8_BLOCK_K
+    if in_words(weight):
+        return STEP.value
+    return INT8_BLOCK_K if has_own_product(weight) else CODE_BLOCK_K
 
 
 def _cut(weight: PackedWeight) -> tuple[int, int]:
@@ -228,30 +213,54 @@ def _cut(weight: PackedWeight) -> tuple[int, int]:
     return triton.cdiv(steps, steps_per_part), steps_per_part
 
 
-def _multiply(
-    out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None, num_parts: int, steps_per_part: int
-) -> None:
-    """x [M, K] -> out [parts, M, N]."""
+def _arrived(weight: PackedWeight, tiles: int) -> Tensor:
+    """Counts of 0 for so many tiles, which kernels leave so: a matrix has its own, since its products never overlap."""
+    counts: Tensor | None = weight.native
+    if counts is None or len(counts) < tiles:
+        counts = torch.zeros(next_power_of_2(tiles), dtype=torch.int32, device=weight.data.device)
+        object.__setattr__(weight, "native", counts)
+    return counts
+
+
+def _multiply(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
+    """x [M, K] -> out [M, N]."""
     rows, (outputs, inputs) = len(x), (weight.outputs, weight.inputs)
     block_m = min(max(next_power_of_2(rows), 16), 64)
     block_m = INVARIANT_BLOCK_M if weight.scheme.invariant else block_m
+    num_parts, steps_per_part = _cut(weight)
     grid = (triton.cdiv(outputs, BLOCK_N), triton.cdiv(rows, block_m), num_parts)
-    if not has_own_product(weight):
-        _multiply_codes[grid](
-            out, x, weight.data, weight.scales, weight.zeros, book_of(weight), bias, rows, outputs, inputs, x.stride(0),
-            steps_per_part, HAS_BIAS=bias is not None, **code_options(weight), BLOCK_M=block_m, BLOCK_N=BLOCK_N,
-            BLOCK_K=CODE_BLOCK_K, num_stages=3,
-        )  # fmt: skip
-    elif weight.scheme.kind == "int8":
-        _multiply_int8[grid](
-            out, x, weight.data, weight.scales, bias, rows, outputs, inputs, x.stride(0), steps_per_part,
-            HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=INT8_BLOCK_K, num_stages=3,
-        )  # fmt: skip
+    parts = arrived = out
+    if num_parts > 1:
+        parts = torch.empty(num_parts, rows, outputs, dtype=torch.float32, device=x.device)
+        arrived = _arrived(weight, grid[0] * grid[1])
+    sizes = bias, rows, outputs, inputs, x.stride(0), steps_per_part, num_parts
+    variant = {
+        "HAS_BIAS": bias is not None,
+        "IN_PARTS": num_parts > 1,
+        "BLOCK_M": block_m,
+        "BLOCK_N": BLOCK_N,
+    }
+    places, own = (out, parts, arrived, x, weight.data, weight.scales), has_own_product(weight)
+    if in_words(weight):
+        _multiply_nibbles[grid](
+            *places,
+            weight.zeros,
+            book_of(weight),
+            *sizes,
+            OWN=own,
+            **code_options(weight),
+            **variant,
+            num_stages=3,
+        )
+    elif own:
+        _multiply_int8[grid](*places, *sizes, **variant, BLOCK_K=INT8_BLOCK_K, num_stages=3)
     else:
-        group = format_of(weight.scheme).group_in_rows(weight.scheme)
-        _multiply_int4[grid](
-            out, x, weight.data, weight.scales, weight.zeros, bias, rows, outputs, inputs, x.stride(0),
-            triton.cdiv(inputs, group), steps_per_part,
-            HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=BLOCK_N, GROUP=group,
-            HAS_ZEROS=weight.zeros is not None, num_stages=3,
-        )  # fmt: skip
+        _multiply_codes[grid](
+            *places,
+            weight.zeros,
+            *sizes,
+            **code_options(weight),
+            **variant,
+            BLOCK_K=CODE_BLOCK_K,
+            num_stages=3,
+        )

@@ -90,7 +90,8 @@ def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor
     if not num_rows:
         return ids, logprobs, out_ranks
     pieces = triton.cdiv(n, PIECE)
-    largest, totals = torch.empty(2, num_rows, pieces, dtype=torch.float32, device=device)
+    # Each in memory of its own: halves of one would begin at multiples of 16 bytes for some numbers of rows only.
+    largest, totals = (torch.empty(num_rows, pieces, dtype=torch.float32, device=device) for _ in range(2))
     ranks = torch.empty(num_rows, pieces, dtype=torch.int64, device=device)
     top_keys = torch.empty(num_rows, pieces, num_top, dtype=torch.int64, device=device)
     _read_pieces[(num_rows, pieces)](

@@ -50,10 +50,12 @@ def outputs_per_tile(outputs: int) -> int:
     return 128 if outputs >= 128 * NUM_PROCESSORS else 64
 
 
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def invariant_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """`ops.linear` with the same bits for a row in every batch."""
     flat, (outputs, inputs) = x.flatten(0, -2), weight.shape
-    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(*x.shape[:-1], outputs, dtype=dtype or x.dtype, device=x.device)
     if out.numel():
         block_n = outputs_per_tile(outputs)
         grid = (triton.cdiv(len(flat), BLOCK_M) * triton.cdiv(outputs, block_n),)

@@ -24,7 +24,7 @@ def normed(value, weight, column, inside, n, eps):
     return value * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inner"])
 def _rms_norm(
     out, scales, x, weight, inner, outer_stride, inner_stride, n, eps, QUANTIZE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _add_rms_norm(
         tl.store(out + row * n + column, result, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inner"])
 def _layer_norm(
     out,
     x,

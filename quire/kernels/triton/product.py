@@ -16,11 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.linear import PackedWeight, QuantizedRows
-from quire.kernels.triton.codes import code_options, code_tile, has_own_product
+from quire.kernels.triton.codes import code_options, code_tile, has_own_product, in_words
+from quire.kernels.triton.nibbles import STEP, nibble_tile
 from quire.kernels.triton.quantize import quantize_rows
 
 BLOCK_M, BLOCK_N = 64, 128
-_BLOCK_K = {"float": 64, "int8": 128, "fp8": 128, "int4": 0}
+_BLOCK_K = {"float": 64, "int8": 128, "fp8": 128}
 _CODE_BLOCK_K = 64
 
 
@@ -40,54 +41,31 @@ def _float_tile(
 
 
 @triton.jit
-def _int4_tile(
-    x_start, row_used, data, scales, zeros, output, output_used, inputs,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-):  # fmt: skip
-    HALF: tl.constexpr = GROUP // 2
-    byte = tl.arange(0, HALF)
-    groups = tl.cdiv(inputs, GROUP)
-    w_start, s_start = data + (output * (groups * HALF))[None, :], output * groups
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for group in range(groups):
-        k = group * GROUP + byte
-        low_x = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
-        k += HALF
-        high_x = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
-        packed = tl.load(w_start + group * HALF + byte[:, None], mask=output_used[None, :], other=0)
-        low, high = (packed & 15).to(low_x.dtype), (packed >> 4).to(low_x.dtype)
-        if HAS_ZEROS:
-            zero = tl.load(zeros + s_start + group, mask=output_used, other=0).to(low_x.dtype)[None, :]
-            low, high = low - zero, high - zero
-        else:
-            low, high = low - 8.0, high - 8.0
-        scale = tl.load(scales + s_start + group, mask=output_used, other=0.0).to(tl.float32)
-        product = tl.dot(low_x, low.to(low_x.dtype), input_precision="ieee")
-        product = tl.dot(high_x, high.to(low_x.dtype), product, input_precision="ieee")
-        sums += product * scale[None, :]
-    return sums
-
-
-@triton.jit
 def product_tile(
-    x, x_scales, row, row_stride, row_used, data, scales, zeros, book, output, output_used, inputs,
+    x, x_scales, row, row_stride, row_used, data, scales, zeros, book, output, output_used, matrix_outputs, inputs,
     OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows [M] of x times outputs [N] of the matrices, counted from the first one's: float32 [M, N].
 
-    What rows there are is said by `row_used`, and which outputs by `output_used`; x_scales [rows] are of E4M3 alone.
+    What rows there are is said by `row_used`, and which outputs by `output_used`; x_scales [rows] are of E4M3 alone. A
+    matrix has `matrix_outputs`.
     """
     x_start = x + (row.to(tl.int64) * row_stride)[:, None]
     output = output.to(tl.int64)
-    if not OWN:
-        return code_tile(
-            x_start, row_used, data, scales, zeros, book, output, output_used, 0, inputs, inputs, KIND, GROUP, ZEROS,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+    if KIND == "int4" or KIND == "book":
+        output = tl.where(output_used, output, 0)  # what is not there has the weights of another
+        # Scales of a matrix are [G, N].
+        groups = tl.cdiv(inputs, STEP) * (STEP // GROUP)
+        start = output // matrix_outputs * (groups - 1) * matrix_outputs + output
+        return nibble_tile(
+            x_start, row_used, data, scales, zeros, book, output, start, matrix_outputs,
+            0, tl.cdiv(inputs, STEP), inputs, OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-    elif KIND == "int4":
-        return _int4_tile(
-            x_start, row_used, data, scales, zeros, output, output_used, inputs, BLOCK_M, BLOCK_N, GROUP, ZEROS == 1
+    elif not OWN:
+        return code_tile(
+            x_start, row_used, data, scales, zeros, output, output_used, 0, inputs, inputs, KIND, GROUP, ZEROS,
+            BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         w_start = data + (output * inputs)[None, :]
@@ -114,7 +92,9 @@ def format_options(weight: PackedWeight) -> dict[str, Any]:
         "OWN": own,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
-        "BLOCK_K": _BLOCK_K[options["KIND"]] if own else _CODE_BLOCK_K,
-        "num_warps": 4,
+        "BLOCK_K": _BLOCK_K.get(options["KIND"], 0) if own else _CODE_BLOCK_K,
+        "num_warps": 8
+        if in_words(weight)
+        else 4,  # which take planes out of words, and have less room for sums
         "num_stages": 3,
     }

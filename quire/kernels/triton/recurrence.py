@@ -30,7 +30,7 @@ def _unit(x, index, used):
     return value / tl.sqrt(tl.sum(value * value) + _LEAST_SQUARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _gated_delta(
     out, qkv, ba, rates, dt_bias, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
     qkv_row, ba_row, state_stride, keys, values, key_heads, scale, strongest, least,
@@ -118,7 +118,7 @@ def _gates(
     tl.store(out + place, 1.0 / (1.0 + tl.exp(-sums)), mask=used[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _rg_lru(
     out, x, gates, rates, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
     x_row, state_stride, size, PAGE: tl.constexpr, TILE: tl.constexpr,

@@ -27,7 +27,7 @@ def _gated(value, gate, column, inside):
     return value * z / (1.0 + tl.exp(-z))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _selective_scan(
     out, x, dt, a, b, c, skip, gate, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
     x_row, dt_row, b_row, c_row, gate_row, state_stride, channels, count,
@@ -87,7 +87,7 @@ def selective_scan(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _ssd_scan(
     out, x, dt, a, b, c, skip, dt_bias, gate, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
     x_row, dt_row, b_row, c_row, gate_row, state_stride, size, count, heads_per_group, shortest, longest,

@@ -64,7 +64,7 @@ def _inputs(
     return value + tl.load(place, mask=tl.where(source > 0, inside & (at < first), False), other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _causal_conv(
     out, x, weight, bias, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
     row_stride, state_stride, channels, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,

@@ -18,7 +18,7 @@ TILE = 1024
 
 @triton.jit
 def _widen(
-    out, ids, data, scales, zeros, book, num_rows, n, groups,
+    out, ids, data, scales, zeros, book, num_rows, n,
     HAS_IDS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -27,7 +27,7 @@ def _widen(
         row = tl.load(ids + index)
     k = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = tl.where((row >= 0) & (row < num_rows), k < n, False)
-    value = weights_at(data, scales, zeros, book, row, k, inside, n, groups, KIND, GROUP, ZEROS)
+    value = weights_at(data, scales, zeros, book, row, k, inside, num_rows, n, KIND, GROUP, ZEROS)
     tl.store(out + index * n + k, value.to(out.dtype.element_ty), mask=k < n)
 
 
@@ -42,6 +42,6 @@ def widened(weight: PackedWeight, dtype: torch.dtype, ids: Tensor | None = None)
     if out.numel():
         _widen[(count, triton.cdiv(weight.inputs, TILE))](
             out, ids, weight.data, weight.scales, weight.zeros, book_of(weight), weight.outputs, weight.inputs,
-            triton.cdiv(weight.inputs, options["GROUP"] or 1), HAS_IDS=ids is not None, **options, TILE=TILE,
+            HAS_IDS=ids is not None, **options, TILE=TILE,
         )  # fmt: skip
     return out

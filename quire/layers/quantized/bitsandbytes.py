@@ -14,13 +14,20 @@ from quire.kernels.formats.books import BookFormat
 from quire.kernels.linear import WeightScheme
 from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
 
+STORAGES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+"""What bytes may be called in files: training in shards wants parameters of one dtype."""
 _SCALES_PER_SCALE = 256
 """Blocks whose scales share one, where these are quantised, too."""
+_FORMATS = ("row", "col32", "col_turing", "col_ampere")
+"""How the integers of LLM.int8() lie, by the number that files have for it."""
 
 
 @dataclass(frozen=True)
 class BnbInt8(Codec):
-    """weight int8 [N, K], and SCB [N], the largest magnitude of each output."""
+    """weight int8 [N, K], SCB [N], the largest magnitude of each output, and perhaps weight_format, how weight lies."""
 
     def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
         return scheme_of("int8", 0)
@@ -29,10 +36,14 @@ class BnbInt8(Codec):
         return {
             "weight": Stored((outputs(), inputs()), (torch.int8,)),
             "SCB": Stored((outputs(),)),
+            "weight_format": Stored((every(),), (torch.uint8,), optional=True),
         }
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        data = tensors["weight"]
+        data, rows = tensors["weight"], _FORMATS.index("row")
+        if "weight_format" in tensors and (found := int(tensors["weight_format"])) != rows:
+            known = f" ({_FORMATS[found]})" if found < len(_FORMATS) else ""
+            raise ValueError(f"weight_format is {found}{known}; it must be {rows} (row)")
         return Coded.of("int8", 0, data, tensors["SCB"].float().unsqueeze(1) / 127)
 
 
@@ -40,14 +51,15 @@ class BnbInt8(Codec):
 class Bnb4(Codec):
     """Indices into a table of sixteen numbers, of all of the matrix in a row, blocks of which share a scale.
 
-    weight uint8 [N * K / 2, 1], a byte's high half first; weight.absmax and weight.quant_map; if scales are quantised,
-    too, absmax is indices into weight.nested_quant_map, blocks of which share one of weight.nested_absmax, to which the
-    offset in weight.quant_state, a JSON object, is added.
+    weight uint8 [N * K / 2, 1], a byte's high half first, or the same bytes as numbers of `storage`; weight.absmax and
+    weight.quant_map; if scales are quantised, too, absmax is indices into weight.nested_quant_map, blocks of which
+    share one of weight.nested_absmax, to which the offset in weight.quant_state, a JSON object, is added.
     """
 
     kind: str = "nf4"
     block: int = 64
     nested: bool = False
+    storage: str = "uint8"
     cuts = False
 
     @property
@@ -62,9 +74,11 @@ class Bnb4(Codec):
         return None if num_inputs % self.block else scheme_of(self.kind, self.block)
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
-        count = -(-num_outputs * num_inputs // self.block)
+        count, stored = -(-num_outputs * num_inputs // self.block), STORAGES[self.storage]
         tensors = {
-            "weight": Stored((every(-(-num_outputs * num_inputs // 2)),), (torch.uint8,), flat=True),
+            "weight": Stored(
+                (every(-(-num_outputs * num_inputs // (2 * stored.itemsize))),), (stored,), flat=True
+            ),
             "weight.quant_map": Stored((every(16),)),
             "weight.absmax": Stored((every(count),), (torch.uint8,) if self.nested else (torch.float32,)),
             self._state: Stored((every(0),), (torch.uint8,)),
@@ -82,7 +96,7 @@ class Bnb4(Codec):
         if self.nested:
             outer = tensors["weight.nested_absmax"].repeat_interleave(_SCALES_PER_SCALE)[: len(scales)]
             scales = tensors["weight.nested_quant_map"][scales.int()] * outer + state.offset
-        pairs = tensors["weight"].flatten()
+        pairs = tensors["weight"].flatten().view(torch.uint8)
         codes, book = torch.stack((pairs >> 4, pairs & 15), 1).flatten(), tensors["weight.quant_map"]
         rows, columns = state.shape
         if not 0 <= len(codes) - rows * columns <= 1:

@@ -24,29 +24,33 @@ from quire.layers.slot import FLOATS
 class Axis:
     """A dimension of a tensor: `per` indices for every `unit` outputs or inputs, the last of which may be begun.
 
-    One that goes along neither has `per` indices, which every rank reads; 0: as many as the file has.
+    Of one that is `filled` the last has all of its indices. One that goes along neither has `per` indices, which every
+    rank reads; 0: as many as the file has.
     """
 
     along: Literal["outputs", "inputs", "neither"]
     unit: int = 1
     per: int = 1
+    filled: bool = False
 
     def size(self, outputs: int, inputs: int) -> int:
         """Indices in the file."""
-        count = {"outputs": outputs, "inputs": inputs, "neither": 1}[self.along]
-        return -(-count * self.per // self.unit)
+        return self._end({"outputs": outputs, "inputs": inputs, "neither": 1}[self.along])
 
     def indices(self, side: slice) -> slice:
         """Those of some outputs or inputs, which begin at a whole unit."""
-        return slice(side.start // self.unit * self.per, -(-side.stop * self.per // self.unit))
+        return slice(side.start // self.unit * self.per, self._end(side.stop))
+
+    def _end(self, count: int) -> int:
+        return -(-count // self.unit) * self.per if self.filled else -(-count * self.per // self.unit)
 
 
-def outputs(unit: int = 1, per: int = 1) -> Axis:
-    return Axis("outputs", unit, per)
+def outputs(unit: int = 1, per: int = 1, *, filled: bool = False) -> Axis:
+    return Axis("outputs", unit, per, filled)
 
 
-def inputs(unit: int = 1, per: int = 1) -> Axis:
-    return Axis("inputs", unit, per)
+def inputs(unit: int = 1, per: int = 1, *, filled: bool = False) -> Axis:
+    return Axis("inputs", unit, per, filled)
 
 
 def every(count: int = 1) -> Axis:
@@ -153,6 +157,8 @@ class Codec:
 
     cuts: ClassVar[bool] = True
     """Whether a part of the tensors stands for a part of the matrix; else all is read, and cut when it is decoded."""
+    groups_in: ClassVar[str | None] = None
+    """The tensor that says in which group each input is, where a module has it."""
 
     @property
     def input_unit(self) -> int:
@@ -165,12 +171,16 @@ class Codec:
         return None
 
     @property
-    def group_tensor(self) -> str | None:
-        """The tensor that says in which group each input is, if only it does."""
-        return None
+    def reorders(self) -> bool:
+        """Whether inputs are in groups as only the tensor `groups_in` says."""
+        return False
+
+    def by_groups(self, groups: Tensor) -> Codec:
+        """The same for a module whose tensor `groups_in` holds this, whatever the config says of it."""
+        return self
 
     def order(self, groups: Tensor) -> Tensor | None:
-        """The inputs group after group, by what the `group_tensor` holds; None: groups are not of one size."""
+        """The inputs group after group, by what the tensor `groups_in` holds; None: groups are not of one size."""
         return None
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.kernels.linear import WeightScheme
 from quire.layers.quantized.bits import unpacked, words_of
 from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
-from quire.layers.quantized.integers import by_group, group_indices, kind_of, reordered, unsigned
+from quire.layers.quantized.integers import by_group, group_indices, in_turn, kind_of, reordered, unsigned
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,17 @@ class Gptq(Codec):
     first_version: bool = True
     symmetric: bool = False
     reordered: bool = False
+    groups_in = "g_idx"
 
     def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
         return scheme_of(kind_of(self.bits), max(self.group_size, 0), shifted=not self.symmetric)
 
     @property
-    def group_tensor(self) -> str | None:
-        return "g_idx" if self.reordered and self.group_size > 0 else None
+    def reorders(self) -> bool:
+        return self.reordered
+
+    def by_groups(self, groups: Tensor) -> Codec:
+        return replace(self, reordered=not in_turn(groups, max(self.group_size, 0)))
 
     def order(self, groups: Tensor) -> Tensor | None:
         return by_group(groups, max(self.group_size, 0))

@@ -54,10 +54,14 @@ class PackedIntegers(Codec):
     """0: one group of all inputs."""
     symmetric: bool = True
     reordered: bool = False
+    groups_in = "weight_g_idx"
 
     @property
-    def group_tensor(self) -> str | None:
-        return "weight_g_idx" if self.reordered else None
+    def reorders(self) -> bool:
+        return self.reordered
+
+    def by_groups(self, groups: Tensor) -> Codec:
+        return replace(self, reordered=not in_turn(groups, self.group_size))
 
     def order(self, groups: Tensor) -> Tensor | None:
         return by_group(groups, self.group_size)
@@ -118,8 +122,14 @@ def reordered(
 def by_group(groups: Tensor, size: int) -> Tensor | None:
     """The inputs group after group, int64 [K]; None: a group but the last has more or less than `size` (0: all)."""
     order = torch.argsort(groups, stable=True)
-    whole = torch.arange(len(groups), device=groups.device) // (size or len(groups))
-    return order if torch.equal(groups[order].long(), whole) else None
+    return order if in_turn(groups[order], size) else None
+
+
+def in_turn(groups: Tensor, size: int) -> bool:
+    """Whether the first `size` inputs (0: all) are in the first group, those behind them in the second, and so on."""
+    return torch.equal(
+        groups.long(), torch.arange(len(groups), device=groups.device) // (size or len(groups))
+    )
 
 
 def with_sign(grid: Grid, data: Tensor, scales: Tensor, zeros: Tensor | None) -> Coded:

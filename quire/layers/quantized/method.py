@@ -19,10 +19,12 @@ from quire.kernels import ops
 from quire.kernels.formats import format_of
 from quire.kernels.formats.grouped import GroupedFormat
 from quire.kernels.linear import Layout, WeightScheme
+from quire.kernels.rounding import RowRounding
 from quire.layers.base import parameter
-from quire.layers.quantization import QuantMethod
+from quire.layers.quantization import TABLE, QuantMethod
 from quire.layers.quantized.codec import Axis, Codec, Coded, Stored
 from quire.layers.quantized.merged import merged_numbers
+from quire.layers.rounded_inputs import RoundedInputs
 from quire.layers.slot import Part, Slot, length
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class EncodedModule:
     in_files: Mapping[str, Tensor]
     weight_only: bool = False
     """Whether activations are not to be rounded."""
+    rounding: RowRounding | None = None
+    """How what it is multiplied by is rounded before; None: not by what the checkpoint says."""
 
     def tensors(self, num_outputs: int, num_inputs: int) -> dict[str, Stored]:
         """What is there, or has to be."""
@@ -93,6 +97,11 @@ class _Source:
     def parameter_name(self, tensor: str) -> str:
         return f"stored{self.index}_{tensor.replace('.', '_')}"
 
+    @property
+    def places(self) -> list[slice]:
+        """Its rows in the layer."""
+        return [place for take in self.takes for _, place in take.places if length(place)]
+
     def place(self, rows: Tensor, layer: Tensor) -> None:
         """Copy what was read of the module, a row for each output, to where it is in the layer."""
         start = 0
@@ -127,6 +136,9 @@ class Encoded(QuantMethod):
     def unrounded(self) -> QuantMethod:
         return Encoded(self._modules, self._kept.unrounded())
 
+    def looked_up(self) -> QuantMethod:
+        return Encoded(self._modules, TABLE)
+
     def create(self, layer: MatrixLayer) -> None:
         reorders = self._packed is not None and self._packed.order is not None
         if reorders and length(layer.columns) < layer.inputs:
@@ -137,6 +149,9 @@ class Encoded(QuantMethod):
             _check_cut(layer, source, name, stored)
             shape = (self._length(layer, source, axis) for axis in stored.axes)
             setattr(layer, source.parameter_name(name), parameter(*shape, dtype=stored.dtype))
+        if any(module.rounding is not None for module in self._modules):
+            places = [(source.module.rounding, source.places) for source in self._sources(layer)]
+            layer.rounded_inputs = RoundedInputs.of(places, layer.columns, layer.inputs, layer.name)
 
     def slots(self, layer: MatrixLayer, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         for source, name, stored in self._tensors(layer, names):
@@ -227,7 +242,10 @@ class Encoded(QuantMethod):
         pieces: dict[str, list[Piece]] = {}
         for piece in layer.pieces(names or [module.name for module in self._modules]):
             pieces.setdefault(piece.name, []).append(piece)
-        for index, (module, (name, parts)) in enumerate(zip(self._modules, pieces.items(), strict=True)):
+        modules = {
+            module.name: module for module in self._modules
+        }  # one may stand for several parts of a layer
+        for index, (module, (name, parts)) in enumerate(zip(modules.values(), pieces.items(), strict=True)):
             yield _Source(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
 
 

@@ -28,6 +28,8 @@ CODECS: PluginTable[type[Codec]] = PluginTable(
         "bnb_4bit": f"{_HERE}.bitsandbytes:Bnb4",
         "hqq": f"{_HERE}.hqq:Hqq",
         "torchao": f"{_HERE}.torchao:TorchAo",
+        "torchao_int4": f"{_HERE}.torchao:TorchAoInt4",
+        "torchao_int4_tiles": f"{_HERE}.torchao:TorchAoInt4Tiles",
     },
     subclass_of(Codec),
 )

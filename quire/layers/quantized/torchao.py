@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear import WeightScheme
-from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, inputs, outputs, scheme_of
+from quire.layers.quantized.bits import unpacked
+from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, every, inputs, outputs, scheme_of
 from quire.layers.quantized.integers import with_sign
+
+_MIDDLE = 8
+"""The integer of 4 bits that stands for a zero point, which is a float."""
+_TILE_OUTPUTS, _TILE_INPUTS, _TILES = 8, 16, 8
+"""Of tiles as tensor cores read them; words have parts of two, and of so many in a row those of a lane lie together."""
+_FILLED = 1024
+"""Inputs that tiles are filled up to."""
 
 
 @dataclass(frozen=True)
@@ -37,3 +45,69 @@ class TorchAo(Codec):
         if self.floats:
             return Coded.of("fp8", grid.inputs, data, grid.by_row(tensors["_weight_scale"], len(data)))
         return with_sign(grid, data, tensors["_weight_scale"], tensors.get("_weight_zero_point"))
+
+
+@dataclass(frozen=True)
+class TorchAoInt4(Codec):
+    """q * scale + zero with q from -8 to 7, two in a byte, the first in the low half.
+
+    qdata int8 or uint8 [N, K / 2]; scale and zero_point, floats, [G, N].
+    """
+
+    group_size: int = 128
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("int4", self.group_size, shifted=True)
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        by_group = Stored((inputs(self.group_size), outputs()))
+        return {
+            "_weight_qdata": Stored((outputs(), inputs(2)), (torch.int8, torch.uint8)),
+            "_weight_scale": by_group,
+            "_weight_zero_point": by_group,
+        }
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        pairs = tensors["_weight_qdata"].view(torch.uint8)
+        codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2) ^ _MIDDLE
+        return _around(
+            self.group_size, codes, tensors["_weight_scale"].t(), tensors["_weight_zero_point"].t()
+        )
+
+
+@dataclass(frozen=True)
+class TorchAoInt4Tiles(Codec):
+    """The same with codes from 0 to 15, less 8, in the order of tinygemm's kernels: tiles of 8 outputs and 16 inputs.
+
+    qdata int32 [N / 8, K / 128, 32, 4]: lane t of 32 has output t / 4, and of each pair of tiles inputs 2 (t % 4), 8
+    behind that, and these of the other tile, in its low nibbles, and the inputs behind each in the high ones;
+    scale_and_zero [G, N, 2]. K is filled up to whole 1024.
+    """
+
+    group_size: int = 128
+
+    def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
+        return scheme_of("int4", self.group_size, shifted=True)
+
+    def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        blocks = inputs(_FILLED, _FILLED // (_TILES * _TILE_INPUTS), filled=True)
+        groups = inputs(_FILLED, _FILLED // self.group_size, filled=True)
+        tiles, rows = outputs(_TILE_OUTPUTS), outputs(_TILE_OUTPUTS, _TILE_OUTPUTS, filled=True)
+        return {
+            "_weight_qdata": Stored((tiles, blocks, every(32), every(4)), (torch.int32,)),
+            "_weight_scale_and_zero": Stored((groups, rows, every(2))),
+        }
+
+    def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
+        words = tensors["_weight_qdata"]
+        tiles, blocks = words.shape[:2]
+        # [tile, block, output, place, pair, nibble]; a nibble is (odd, tile, half).
+        lanes = unpacked(words.unsqueeze(-1), 4, -1).view(tiles, blocks, 8, 4, 4, 2, 2, 2)
+        codes = lanes.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(tiles * _TILE_OUTPUTS, -1)
+        scales, zeros = tensors["_weight_scale_and_zero"].unbind(-1)
+        return _around(self.group_size, codes, scales.t(), zeros.t())
+
+
+def _around(group: int, codes: Tensor, scales: Tensor, zeros: Tensor) -> Coded:
+    """(code - 8) * scale + zero."""
+    return Coded.of("int4", group, codes, scales, _MIDDLE * scales.float() - zeros.float())

@@ -1,4 +1,4 @@
-"""EAGLE's heads: one decoder layer that goes on in hidden states, whose guesses are a chain.
+"""EAGLE's heads: a decoder layer, or a few, that go on in hidden states, whose guesses are a chain.
 
 EAGLE (Li et al., 2024, arXiv:2401.15077) reads what the target's last norm gives; EAGLE-3 (Li et al., 2025,
 arXiv:2503.01840) what comes into three of its layers, and has an output head of its own, perhaps of fewer tokens.
@@ -9,7 +9,7 @@ Shapes: T tokens of the step, N rows, H hidden size, D tokens of the head, V of 
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.config.arch import CheckpointNames
@@ -17,14 +17,14 @@ from quire.layers.base import Layer, model_dtype, parameter
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
+from quire.layers.rotary import RotaryEmbedding
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
-from quire.models.blocks import Block
+from quire.models.blocks import BLOCKS, Block
 from quire.models.decoder import rotaries_of
 from quire.models.draft_heads.autoregressive import AutoregressiveHead
 
 _MERGED = CheckpointNames().merged
-_RENAMED = {"layer": "layers.0"}
 _NO_STEP = StepContext(groups=())
 """What is read of the target becomes a state before the head's own step begins."""
 
@@ -48,22 +48,30 @@ class Eagle3Block(Block):
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     hidden_norm: RMSNorm | LayerNorm
 
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__(config=config, prefix=prefix, layer=layer, rotary=rotary)
+        self.adds_normed = config.arch.draft is not None and config.arch.draft.adds_normed
+
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         """x are embeddings, and `residual` states, [T, H]."""
         assert residual is not None, "there are states before it"
-        read = torch.cat((self.input_layernorm(x), self.hidden_norm(residual)), dim=-1)
-        attended = self.mixer(read, positions, step)
-        x, residual = self.post_attention_layernorm.add(attended, residual)
+        normed = self.hidden_norm(residual)
+        attended = self.mixer(torch.cat((self.input_layernorm(x), normed), dim=-1), positions, step)
+        x, residual = self.post_attention_layernorm.add(attended, normed if self.adds_normed else residual)
         return self.mlp(x, step), residual
 
 
 class EagleHead(AutoregressiveHead):
-    """`layer(fc([embedding, state]))`; the sum behind the layer is a state, which is not normed."""
+    """`layers(fc([embedding, state]))`; the sum behind the layers is a state, which is not normed.
+
+    Layers behind the first are a Llama's as they are.
+    """
 
     merged = _MERGED
-    renamed = _RENAMED
     unused: tuple[str, ...] = (
         r"^embed_tokens\.",
         r"^lm_head\.",
@@ -81,12 +89,18 @@ class EagleHead(AutoregressiveHead):
             dtype=model_dtype(config),
             name=f"{prefix}fc",
         )
-        (rotary,) = rotaries_of(config)
-        self.layer = EagleBlock(config=config, prefix=f"{prefix}layer", layer=0, rotary=rotary)
+        self.layers = nn.ModuleList(
+            (BLOCKS["sequential"] if layer else EagleBlock)(
+                config=config, prefix=f"{prefix}layers.{layer}", layer=layer, rotary=rotary
+            )
+            for layer, rotary in enumerate(rotaries_of(config))
+        )
 
     def behind(self, embedded: Tensor, states: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        joined = self.fc(torch.cat((embedded, states), dim=-1), step)
-        x, residual = self.layer(joined, None, positions, step)
+        x, residual = self.fc(torch.cat((embedded, states), dim=-1), step), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, step)
+        assert residual is not None, "there is a layer"
         return torch.add(x, residual)
 
 

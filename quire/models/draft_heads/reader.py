@@ -77,9 +77,9 @@ def read_medusa(target: ModelArch, method: str, config: JsonObject) -> ModelArch
 
 
 def read_eagle(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
-    """EAGLE (Li et al., 2024, arXiv:2401.15077): a layer as Llama's."""
+    """EAGLE (Li et al., 2024, arXiv:2401.15077): a layer as Llama's, or a few; EAGLE-3's are one."""
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    if num_layers != 1:
+    if num_layers != 1 and method == EAGLE3:
         raise ConfigError(f"{config.where} has {num_layers} layers, and what {method} guesses by has one")
     same(config, "vocab_size", target.vocab_size)
     same(config, "hidden_size", target.hidden_size)
@@ -92,11 +92,11 @@ def read_eagle(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
 def read_eagle3(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
     """EAGLE-3 (Li et al., 2025, arXiv:2503.01840): what comes into three layers is read, and few tokens are guessed."""
     arch = read_eagle(target, method, config)
-    config.only("norm_before_residual", False)
     config.only("target_hidden_size", target.hidden_size)
     vocab_size = config.integer("draft_vocab_size", target.vocab_size, high=target.vocab_size)
     reads = _read_layers(config.child("eagle_config"), target.num_layers)
-    draft = DraftArch(method, reads=reads, vocab_size=vocab_size)
+    adds_normed = config.flag("norm_before_residual", False)
+    draft = DraftArch(method, reads=reads, vocab_size=vocab_size, adds_normed=adds_normed)
     return replace(arch, draft=draft, attention_in_size=2 * arch.hidden_size)
 
 

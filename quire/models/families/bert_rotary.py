@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.config.arch import HeadArch, ModelArch
+from quire.config.arch import CheckpointNames, HeadArch, ModelArch
 from quire.models.families.bert import (
     EMBEDDINGS,
     classifier_names,
@@ -83,7 +83,10 @@ def read_nomic_bert(architecture: str, config: JsonObject) -> ModelArch:
     return read_encoder(
         architecture,
         config,
-        names=encoder_names("nomic_bert", names, {"gate_up_proj": ("fc12", "fc11")}),
+        names=replace(
+            encoder_names("nomic_bert", names, {"gate_up_proj": ("fc12", "fc11")}),
+            adapters=_in_transformers(EMBEDDINGS | pooler_names("nomic_bert") | {"model": "nomic_bert"}),
+        ),
         token_types=config.integer("type_vocab_size", 2, high=MAX_WIDTH),
         positions=None,
         rope=read_rope(config, head_dim=_head_dim(config), theta=1000.0),
@@ -105,7 +108,10 @@ def read_gte(architecture: str, config: JsonObject) -> ModelArch:
     return read_encoder(
         architecture,
         config,
-        names=encoder_names(prefix, names, {}),
+        names=replace(
+            encoder_names(prefix, names, {}),
+            adapters=_in_transformers(EMBEDDINGS | pooler_names(prefix) | {"model": prefix}),
+        ),
         token_types=config.integer("type_vocab_size", 1, low=0, high=MAX_WIDTH),
         positions=None,
         rope=read_rope(config, head_dim=_head_dim(config), theta=160_000.0),
@@ -126,7 +132,14 @@ def read_jina_v3(architecture: str, config: JsonObject) -> ModelArch:
     return read_encoder(
         architecture,
         config,
-        names=encoder_names("roberta", names, {}),
+        names=replace(
+            encoder_names("roberta", names, {}),
+            adapters=_in_transformers(
+                EMBEDDINGS
+                | classifier_names(head)
+                | {"model": "roberta", "up_proj": "fc1", "down_proj": "fc2"}
+            ),
+        ),
         token_types=config.integer("type_vocab_size", 1, high=MAX_WIDTH),
         positions=None,
         rope=read_rope(config, head_dim=_head_dim(config), theta=20_000.0),
@@ -167,6 +180,11 @@ def read_modern_bert(architecture: str, config: JsonObject) -> ModelArch:
         **layer_norm(config, "norm_eps", 1e-5),
         **_modern_biases(config),
     )
+
+
+def _in_transformers(names: dict[str, str]) -> CheckpointNames:
+    """Where transformers has Llama's modules, and brings what it reads into their form."""
+    return CheckpointNames(names)
 
 
 def _modern_head(architecture: str, config: JsonObject) -> HeadArch | None:

@@ -74,6 +74,9 @@ def read_bailing_hybrid(architecture: str, config: JsonObject) -> ModelArch:
             _RENAMED | _LING_NAMES,
             _MERGED | {"in_proj": (*_DELTA, "f_proj", "g_proj")},
             unused=(rf"^model\.layers\.{num_layers}\.", r"^model\.mtp", r"\.rotary_emb\.inv_freq$"),
+            adapters=CheckpointNames(
+                _RENAMED, _MERGED | {"in_proj": (*_DELTA, "forget_gate.f_proj", "g_proj")}
+            ),
         ),
         layer_types=layer_kinds(
             config, _KINDS, lambda layer: "kimi_delta" if (layer + 1) % interval else _LATENT

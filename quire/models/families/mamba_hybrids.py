@@ -137,7 +137,12 @@ def read_nemotron_h(architecture: str, config: JsonObject) -> ModelArch:
     return read_llama(
         architecture,
         config,
-        names=CheckpointNames(renamed, QKV_APART, unused=(r"^mtp\.",)),
+        names=CheckpointNames(
+            renamed,
+            QKV_APART,
+            unused=(r"^mtp\.",),
+            adapters=CheckpointNames({**renamed, "model": "model"}, QKV_APART),
+        ),
         block="mixer",
         layer_types=tuple("mlp" if kind == _SPARSE else kind for kind in kinds),
         experts=_nemotron_experts(config, kinds),

@@ -148,7 +148,8 @@ def read_ernie_moe(architecture: str, config: JsonObject) -> ModelArch:
         correction_is_row=True,
         shared_size=size * config.integer("moe_num_shared_experts", 2, low=0, high=64),
     )
-    return read_ernie(architecture, config, names=CheckpointNames(_SHARED_EXPERTS), experts=experts)
+    names = CheckpointNames(_SHARED_EXPERTS, unused=(r"\.rotary_emb\.inv_freq$", r"^model\.mtp_"))
+    return read_ernie(architecture, config, names=names, experts=experts)
 
 
 def read_hunyuan_moe(architecture: str, config: JsonObject) -> ModelArch:

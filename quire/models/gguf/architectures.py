@@ -10,18 +10,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.models.families.fields import MAX_LAYERS
+from quire.config.arch import QKV_APART, CheckpointNames
+from quire.models.gguf import decoders, sparse
 from quire.models.gguf.hybrids import (
     CONV_PLACES,
+    DELTA_APART,
+    DELTA_PLACES,
     PARALLEL_PLACES,
     STATE_PLACES,
     falcon_h1,
     granite_hybrid,
     lfm2,
+    lfm2_moe,
+    qwen3_next,
 )
+from quire.models.gguf.latent import LATENT_PLACES, deepseek2
+from quire.models.gguf.mambas import CHANNEL_PLACES, NEMOTRON_PLACES, jamba, mamba, mamba2, nemotron_h
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, Config, dense, named
-from quire.models.gguf.tensor_names import SANDWICH, Places
+from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, Config, biased, dense, named, windows
+from quire.models.gguf.tensor_names import AROUND, MERGED_MLP, SANDWICH, Places
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,11 @@ class GgufArchitecture:
     """The keys of config.json, but for those that every file has."""
     interleaved: bool = False
     """Whether rotated dimensions lie in pairs: the files of some families have q and k in that order."""
-    merged: bool = False
-    """Whether q, k and v, and gate and up, are one tensor each."""
+    apart: Mapping[str, tuple[str, ...]] | None = field(default_factory=lambda: CheckpointNames().merged)
+    """Layers that are one of ours and several tensors there; none, where q, k and v are one, and gate and up.
+
+    None: those of the family's own checkpoints.
+    """
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Of `ModelArch`, what is otherwise in these files than in the family's own."""
     places: Places = field(default_factory=dict)
@@ -44,9 +54,12 @@ def _llama(model: GgufModel) -> Config:
     """Llama, Mistral, Mixtral and what has their shape: windows are not in the file."""
     if not model.own.integer("expert_count", 0, low=0):
         model.own.only("expert_used_count", 0)
-        biased = "blk.0.attn_q.bias" in model.tensors
-        mlp_biased = "blk.0.ffn_up.bias" in model.tensors
-        return dense(model, "LlamaForCausalLM", attention_bias=biased, mlp_bias=mlp_biased)
+        return dense(
+            model,
+            "LlamaForCausalLM",
+            attention_bias=biased(model, "attn_q"),
+            mlp_bias=biased(model, "ffn_up"),
+        )
     experts = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
     return dense(model, "MixtralForCausalLM", **named(model, experts))
 
@@ -88,12 +101,11 @@ def _gemma2(model: GgufModel) -> Config:
 
 def _gemma3(model: GgufModel) -> Config:
     keys = {
-        "sliding_window": "attention.sliding_window",
         "final_logit_softcapping": "final_logit_softcapping",
         "rope_local_base_freq": "rope.freq_base_swa",
     }
     config = dense(model, "Gemma3ForCausalLM", **named(model, keys))
-    return _with_gemma_scale(model, config | _pattern(model), 62)
+    return _with_gemma_scale(model, config | windows(model), 62)
 
 
 def _with_gemma_scale(model: GgufModel, config: Config, layers_of_27b: int) -> Config:
@@ -103,17 +115,10 @@ def _with_gemma_scale(model: GgufModel, config: Config, layers_of_27b: int) -> C
     return config | {"query_pre_attn_scalar": share if is_27b else config["head_dim"]}
 
 
-def _pattern(model: GgufModel) -> Config:
-    """Which layers have the window: every so many have none, or a word for each."""
-    pattern = model.own.get("attention.sliding_window_pattern")
-    if not isinstance(pattern, list):
-        return {} if pattern is None else {"sliding_window_pattern": pattern}
-    kinds = {True: "sliding_attention", False: "full_attention"}
-    return {"layer_types": [kinds[bool(slides)] for slides in pattern[:MAX_LAYERS]]}
-
-
 def _phi3(model: GgufModel) -> Config:
-    return dense(model, "Phi3ForCausalLM", **named(model, {"sliding_window": "attention.sliding_window"}))
+    """A window of nothing is none, as the converter has it."""
+    config = dense(model, "Phi3ForCausalLM", **named(model, {"sliding_window": "attention.sliding_window"}))
+    return config | {"sliding_window": config.get("sliding_window") or None}
 
 
 def _gpt_oss(model: GgufModel) -> Config:
@@ -154,18 +159,52 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma": GgufArchitecture(_gemma, fields={"norm_offset": 0.0}),
     "gemma2": GgufArchitecture(_gemma2, fields={"norm_offset": 0.0}, places=SANDWICH),
     "gemma3": GgufArchitecture(_gemma3, fields={"norm_offset": 0.0}, places=SANDWICH),
-    "phi3": GgufArchitecture(_phi3, merged=True, places={"ffn_up": "mlp.gate_up_proj"}),
-    "gpt-oss": GgufArchitecture(
-        _gpt_oss,
-        places={
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks.weight": "self_attn.sinks",
-        },
-    ),
+    "phi3": GgufArchitecture(_phi3, apart={}, places=MERGED_MLP),
+    "gpt-oss": GgufArchitecture(_gpt_oss, places={**AROUND, "attn_sinks.weight": "self_attn.sinks"}),
     "lfm2": GgufArchitecture(lfm2, places=CONV_PLACES),
     "granite": GgufArchitecture(_granite, interleaved=True),
     "granitemoe": GgufArchitecture(_granite_moe, interleaved=True),
     "granitehybrid": GgufArchitecture(granite_hybrid, places=STATE_PLACES),
     "falcon-h1": GgufArchitecture(falcon_h1, places=PARALLEL_PLACES),
+    "olmo2": GgufArchitecture(decoders.olmo2, places=SANDWICH),
+    "exaone4": GgufArchitecture(decoders.exaone4, places=SANDWICH),
+    "seed_oss": GgufArchitecture(decoders.seed_oss, places=AROUND),
+    "smollm3": GgufArchitecture(decoders.smollm3, interleaved=True),
+    "ernie4_5": GgufArchitecture(decoders.ernie, interleaved=True),
+    "glm4": GgufArchitecture(
+        decoders.glm4, interleaved=True, apart=QKV_APART, places={**SANDWICH, **MERGED_MLP}
+    ),
+    "chatglm": GgufArchitecture(decoders.chatglm, interleaved=True, apart=QKV_APART, places=MERGED_MLP),
+    "nemotron": GgufArchitecture(decoders.nemotron, fields={"norm_offset": 0.0}),
+    "olmo": GgufArchitecture(decoders.olmo, interleaved=True),
+    "phi2": GgufArchitecture(decoders.phi2),
+    "mistral3": GgufArchitecture(decoders.mistral3, interleaved=True),
+    "arcee": GgufArchitecture(decoders.arcee, interleaved=True),
+    "starcoder2": GgufArchitecture(decoders.starcoder2),
+    "stablelm": GgufArchitecture(decoders.stablelm),
+    "command-r": GgufArchitecture(decoders.command_r, interleaved=True),
+    "cohere2": GgufArchitecture(decoders.cohere2, interleaved=True),
+    "hunyuan-dense": GgufArchitecture(decoders.hunyuan),
+    "glm4moe": GgufArchitecture(sparse.glm4_moe, places={**AROUND, **sparse.BALANCED}),
+    "dots1": GgufArchitecture(sparse.dots1, places=sparse.BALANCED),
+    "olmoe": GgufArchitecture(sparse.olmoe),
+    "ernie4_5-moe": GgufArchitecture(sparse.ernie_moe, interleaved=True, places=sparse.BALANCED),
+    "exaone-moe": GgufArchitecture(sparse.exaone_moe, places=sparse.BALANCED),
+    "minimax-m2": GgufArchitecture(sparse.minimax_m2, places=sparse.BALANCED),
+    "hunyuan-moe": GgufArchitecture(sparse.hunyuan_moe),
+    "bailingmoe2": GgufArchitecture(
+        sparse.bailing_moe2, apart={"gate_up_proj": ("gate_proj", "up_proj")}, places=sparse.BALANCED
+    ),
+    "phimoe": GgufArchitecture(sparse.phimoe),
+    "deepseek2": GgufArchitecture(deepseek2, interleaved=True, apart=None, places=LATENT_PLACES),
+    "lfm2moe": GgufArchitecture(lfm2_moe, places={**CONV_PLACES, **sparse.BALANCED}),
+    "qwen3next": GgufArchitecture(
+        qwen3_next, apart=DELTA_APART, fields={"norm_offset": 0.0}, places=DELTA_PLACES
+    ),
+    "mamba": GgufArchitecture(mamba, places=CHANNEL_PLACES),
+    "mamba2": GgufArchitecture(mamba2, places=STATE_PLACES),
+    "jamba": GgufArchitecture(jamba, places=CHANNEL_PLACES),
+    "nemotron_h": GgufArchitecture(nemotron_h, places=NEMOTRON_PLACES),
+    "nemotron_h_moe": GgufArchitecture(nemotron_h, places=NEMOTRON_PLACES),
 }
 """By name."""

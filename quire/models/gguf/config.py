@@ -19,7 +19,8 @@ from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.generation_config import sampling_defaults
 from quire.models.gguf.architectures import ARCHITECTURES, GgufArchitecture
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.shapes import FACTORS, FREQUENCIES
+from quire.models.gguf.shapes import FACTORS, FREQUENCIES, num_guessing
+from quire.models.gguf.sparse import CORRECTION_BIAS
 from quire.models.gguf.tensor_names import place_of
 from quire.models.hf_config import read_config
 from quire.models.json_object import JsonObject
@@ -128,12 +129,29 @@ def _refuse_unknown_keys(model: GgufModel) -> None:
 
 def _as_stored(arch: ModelArch, model: GgufModel, row: GgufArchitecture) -> ModelArch:
     """A model as the file's tensors are: under one architecture's names as under another's, experts in stacks."""
-    merged = {} if row.merged else CheckpointNames().merged
-    names = CheckpointNames(merged=merged, unused=tuple(f"^{name}$" for name in (FREQUENCIES, *FACTORS)))
-    experts = arch.experts and replace(arch.experts, stack=ExpertStack())
+    unused = [f"^{name}$" for name in (FREQUENCIES, *FACTORS)]
+    unused += [rf"^(model\.layers|blk)\.{arch.num_layers + layer}\." for layer in range(num_guessing(model))]
+    names = CheckpointNames(
+        merged=arch.names.merged if row.apart is None else row.apart, unused=tuple(unused)
+    )
+    experts = arch.experts and replace(
+        arch.experts,
+        stack=ExpertStack(),
+        correction_bias=arch.experts.correction_bias and CORRECTION_BIAS,
+        correction_is_row=False,
+    )
+    delta = arch.delta and replace(arch.delta, grouped=False, steps_grouped=arch.delta.grouped)
+    latent = arch.latent and replace(arch.latent, absorbed=True)
     rope = arch.rope and replace(arch.rope, interleaved=row.interleaved)
     return replace(
-        arch, names=names, experts=experts, rope=rope, quantization=_encodings(model, row), **row.fields
+        arch,
+        names=names,
+        experts=experts,
+        delta=delta,
+        latent=latent,
+        rope=rope,
+        quantization=_encodings(model, row),
+        **row.fields,
     )
 
 

@@ -5,9 +5,12 @@ Invariant: torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.shapes import MULTIPLIERS, SIZES, Config, dense, named
-from quire.models.gguf.tensor_names import Place, Places
+from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, SIZES, Config, dense, named
+from quire.models.gguf.sparse import SIGMOID
+from quire.models.gguf.tensor_names import AROUND, Place, Places
 
 _SIZES = {key: name for key, name in SIZES.items() if key != "num_key_value_heads"}
 
@@ -43,6 +46,25 @@ PARALLEL_PLACES: Places = {
 }
 
 
+DELTA_PLACES: Places = {
+    **AROUND,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d.weight": Place("linear_attn.conv1d.weight", new_axis=1),
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": Place("linear_attn.A_log", made_by="negative_exp"),
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+DELTA_APART: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj", "q_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z"),
+}
+"""Queries come with gates; queries, keys and values of layers with states stand one behind the other."""
+
+
 def lfm2(model: GgufModel) -> Config:
     """Layers without heads of keys and values are short convolutions."""
     config = dense(model, "Lfm2ForCausalLM", _SIZES, **named(model, {"conv_L_cache": "shortconv.l_cache"}))
@@ -50,6 +72,19 @@ def lfm2(model: GgufModel) -> Config:
         **_kinds(model, "conv"),
         "norm_eps": config.get("rms_norm_eps"),
         "block_auto_adjust_ff_dim": False,
+    }
+
+
+def lfm2_moe(model: GgufModel) -> Config:
+    """LFM2 with experts behind the first layers."""
+    model.own.only("expert_gating_func", SIGMOID)
+    keys = {**EXPERTS, "num_experts": "expert_count", "num_dense_layers": "leading_dense_block_count"}
+    biased = any(name.endswith(".exp_probs_b.bias") for name in model.tensors)
+    return lfm2(model) | {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        **named(model, keys),
+        "norm_topk_prob": True,
+        "use_expert_bias": biased,
     }
 
 
@@ -80,6 +115,36 @@ def falcon_h1(model: GgufModel) -> Config:
         attention_bias="blk.0.attn_q.bias" in model.tensors,
         mlp_bias="blk.0.ffn_up.bias" in model.tensors,
     )
+
+
+def qwen3_next(model: GgufModel) -> Config:
+    """Qwen3-Next: in most layers heads have matrices as states, whose sizes have the names of Mamba's."""
+    own = model.own
+    heads, width = own.integer("ssm.time_step_rank"), own.integer("ssm.inner_size")
+    if width % heads:
+        raise own.wrong("ssm.inner_size", f"a multiple of ssm.time_step_rank, the number of heads ({heads})")
+    keys = {
+        **EXPERTS,
+        "num_experts": "expert_count",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+        "full_attention_interval": "full_attention_interval",
+    }
+    config = dense(model, "Qwen3NextForCausalLM", **named(model, keys), norm_topk_prob=True)
+    layers = range(config["num_hidden_layers"])
+    states = own.get("attention.recurrent_layers")
+    if isinstance(states, list):
+        kinds = {True: "linear_attention", False: "full_attention"}
+        config["layer_types"] = [kinds[bool(keeps)] for keeps in states[: len(layers)]]
+    return config | {
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": width // heads,
+        "mlp_only_layers": [
+            layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in model.tensors
+        ],
+    }
 
 
 def _kinds(model: GgufModel, without_heads: str) -> Config:

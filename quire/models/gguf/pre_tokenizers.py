@@ -16,14 +16,17 @@ _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _CHINESE = "[一-龥ࠀ-一가-퟿]+"
 _WORD_END = r" ?[^(\s|.,!?…。，、।۔،)]+"
-_CASED = r"[\p{Lu}\p{Ll}\p{Lt}]"
-"""Letters of alphabets that have two cases, which DeepSeek's first models list one by one."""
+_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^ՠ-ֈჇჍა-ჿᲀ-\x{1C8F}ⴀ-ⴭꞐ-ꟺꬰ-ꭨ"
+    r"\x{10570}-\x{105FF}\x{10D50}-\x{10DAF}\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7FF}\x{1DF00}-\x{1DFFF}]]"
+)
+"""Letters of alphabets that have two cases, which DeepSeek's first models list one by one: not all of them."""
 
 
-def _cl100k(digits: str) -> str:
-    """That of OpenAI's second generation, which takes so many digits together."""
-    symbols = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-    return rf"(?i:{_CONTRACTIONS})|{_BEFORE_WORD}\p{{L}}+|{digits}|{symbols}|{_SPACES}"
+def _cl100k(digits: str, letters: str = r"\p{L}") -> str:
+    """That of OpenAI's second generation, which takes so many digits together; `letters` are what words are made of."""
+    symbols = rf" ?[^\s{letters}\p{{N}}]+[\r\n]*"
+    return rf"(?i:{_CONTRACTIONS})|{_BEFORE_WORD}[{letters}]+|{digits}|{symbols}|{_SPACES}"
 
 
 def _o200k(digits: str, contractions: str = "") -> str:
@@ -63,6 +66,14 @@ _DEEPSEEK_V3 = PreTokenizer(
     )
 )
 _BLOOM = PreTokenizer((_WORD_END,))
+_LING = PreTokenizer(
+    (
+        (
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+            r"|\s*[\r\n]|\s+(?!\S)|\s+"
+        ),
+    )
+)
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
@@ -82,6 +93,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "exaone": _DIGITS_FIRST,
     "minerva-7b": _DIGITS_FIRST,
     "refact": _DIGITS_FIRST,
+    "mellum2": _DIGITS_FIRST,
     "smollm": _DIGITS_FIRST,
     "starcoder": _DIGITS_FIRST,
     "llama-bpe": _LLAMA3,
@@ -94,17 +106,37 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "pixtral": _LLAMA3,
     "chatglm-bpe": _CL100K,
     "dbrx": _CL100K,
-    "glm4": _CL100K,
+    "glm4": PreTokenizer((_cl100k(_THREE_DIGITS),), ignores_merges=True),
+    "glm5": PreTokenizer((_cl100k(_THREE_DIGITS),), ignores_merges=True),
     "smaug-bpe": _CL100K,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "f2llmv2": _QWEN2,
     "kormo": _QWEN2,
     "megrez": _QWEN2,
+    "qwen35": PreTokenizer((_cl100k(_ONE_DIGIT, r"\p{L}\p{M}"),), composes=True),
     "grok-2": _CL100K_ONE_DIGIT,
     "hunyuan": _CL100K_ONE_DIGIT,
+    "solar-open": _CL100K_ONE_DIGIT,
     "stablelm2": _CL100K_ONE_DIGIT,
+    "bailingmoe": _LING,
+    "bailingmoe2": _LING,
+    "llada-moe": _LING,
+    "exaone-moe": PreTokenizer(
+        (
+            (
+                rf"(?i:{_CONTRACTIONS})|{_BEFORE_WORD}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+            ),
+        )
+    ),
+    "minicpm5": PreTokenizer((_THREE_DIGITS, _cl100k(r"\p{N}+")), ignores_merges=True),
+    "seed-coder": PreTokenizer(
+        (rf"(?i:{_CONTRACTIONS})|{_BEFORE_WORD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
+    ),
     "tekken": PreTokenizer((_o200k(_ONE_DIGIT),), ignores_merges=True, adds_bos=True),
     "gpt-4o": _O200K,
+    "kanana2": _O200K,
     "llama4": _O200K,
     "minimax-m2": _O200K,
     "deepseek-llm": PreTokenizer(
@@ -113,6 +145,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}")),
     "deepseek-v3": _DEEPSEEK_V3,
     "hunyuan-dense": _DEEPSEEK_V3,
+    "joyai-llm": _DEEPSEEK_V3,
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "bloom": _BLOOM,
     "gpt3-finnish": _BLOOM,

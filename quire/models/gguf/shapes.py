@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.models.families.fields import MAX_LAYERS
 from quire.models.gguf.model import GgufModel
 
 FREQUENCIES = "rope_freqs.weight"
@@ -47,16 +48,38 @@ def named(model: GgufModel, keys: Mapping[str, str]) -> Config:
     return values
 
 
+def biased(model: GgufModel, tensor: str) -> bool:
+    """Whether a layer of the first block has a bias."""
+    return f"blk.0.{tensor}.bias" in model.tensors
+
+
+def windows(model: GgufModel) -> Config:
+    """The window, and which layers have it: every so many have none, or a word for each."""
+    config = named(model, {"sliding_window": "attention.sliding_window"})
+    pattern = model.own.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        return config if pattern is None else config | {"sliding_window_pattern": pattern}
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    return config | {"layer_types": [kinds[bool(slides)] for slides in pattern[:MAX_LAYERS]]}
+
+
+def num_guessing(model: GgufModel) -> int:
+    """How many of the blocks guess ahead: the last ones, which are left out."""
+    return model.own.integer("nextn_predict_layers", 0, low=0)
+
+
 def dense(model: GgufModel, architecture: str, sizes: Mapping[str, str] = SIZES, **more: Any) -> Config:
     """What all have: sizes and the rotary embedding."""
     config = named(model, sizes) | {"architectures": [architecture]}
     share = model.own.integer("embedding_length") // model.own.integer("attention.head_count")
-    config.setdefault("head_dim", share)
+    config["head_dim"] = model.own.integer("attention.key_length", share)
+    config["num_hidden_layers"] = model.own.integer("block_count") - num_guessing(model)
     model.own.only("attention.value_length", config["head_dim"])
-    return config | _rope(model, config["head_dim"]) | more
+    return config | rotary(model, config["head_dim"]) | more
 
 
-def _rope(model: GgufModel, head_dim: int) -> Config:
+def rotary(model: GgufModel, head_dim: int) -> Config:
+    """The rotary embedding of heads of this size."""
     own = model.own
     rotated = own.integer("rope.dimension_count", head_dim, low=2, high=head_dim)
     kind = own.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), "none")
@@ -72,7 +95,10 @@ def _rope(model: GgufModel, head_dim: int) -> Config:
             "original_max_position_embeddings": trained,
             "attention_factor": own.number("rope.scaling.attn_factor", 1.0),
         }
-    elif kind != "none":
+    elif kind == "none":
+        own.only("rope.scaling.factor", 1.0)
+        own.get("rope.scaling.original_context_length")
+    else:
         scaling = {"rope_type": kind} | named(model, _SCALING)
         own.only("rope.scaling.yarn_ext_factor", 1.0)
         own.only("rope.scaling.yarn_attn_factor", 1.0)

@@ -16,10 +16,12 @@ class Place:
     """Where a tensor goes, if it is not as the files of a family have it."""
 
     name: str
-    new_axis: int | None = None
-    """A dimension of 1 that GGUF leaves out."""
     flat: bool = False
     """Whether GGUF has more than one dimension and the family one."""
+    new_axis: int | None = None
+    """A dimension of 1 that GGUF leaves out, and put in when it is flat."""
+    rows: bool = False
+    """Whether GGUF has a matrix for each head, and the family all their rows in one."""
     made_by: str | None = None
     """What made the file's numbers of the family's; a key of `tensors.UNDONE`."""
 
@@ -46,7 +48,7 @@ SHARED: Places = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
-    "ffn_gate_inp_shexp": Place("mlp.shared_expert_gate", new_axis=0),
+    "ffn_gate_inp_shexp": Place("mlp.shared_expert_gate", flat=True, new_axis=0),
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
@@ -59,6 +61,10 @@ SANDWICH: Places = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Of blocks with norms around attention and around the MLP."""
+
+AROUND: Places = {"post_attention_norm": "post_attention_layernorm"}
+"""Of blocks whose second norm has that name, though it stands before the MLP."""
+MERGED_MLP: Places = {"ffn_up": "mlp.gate_up_proj"}
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _PARAMETER = re.compile(r"(.+)(\.weight|\.bias)")

@@ -94,10 +94,12 @@ def _in_model(entry: TensorEntry, places: Places) -> GgufTensor:
     place, shape = place_of(entry.name, places), list(entry.shape)
     if entry.type.is_quantized:
         shape[-1] = entry.row_bytes
-    if place.new_axis is not None:
-        shape.insert(place.new_axis, 1)
     if place.flat:
         shape = [math.prod(shape)]
+    if place.new_axis is not None:
+        shape.insert(place.new_axis, 1)
+    if place.rows:
+        shape = [math.prod(shape[:-1]), shape[-1]]
     dtype = _FLOATS.get(entry.type.name, torch.uint8)
     return GgufTensor(place.name, dtype, tuple(shape), entry.start, entry.end, entry, place.made_by)
 

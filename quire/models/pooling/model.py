@@ -12,7 +12,7 @@ from quire.layers.pooling_head import PoolingHead
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 
-_HEADS = ("score", "classifier", "v_head")
+_HEADS = ("score", "classifier", "pre_classifier", "v_head")
 """What heads are called, of which a checkpoint may have one for another use."""
 
 
@@ -37,12 +37,13 @@ class PoolingModel(CausalLM):
         hidden: Tensor = self.body(inputs, positions, step)
         return hidden
 
-    def apply_heads(self, pooled: Tensor, task: str) -> Tensor:
+    def apply_heads(self, pooled: Tensor, task: str, adapter_rows: Tensor | None = None) -> Tensor:
+        step = StepContext((), adapter_rows)
         if task in self.own_heads:
-            weighed: Tensor = self.own_heads[task](pooled)
+            weighed: Tensor = self.own_heads[task](pooled, step)
             return weighed
-        own = pooled if self.own_head is None else self.own_head(pooled)
-        given: Tensor = self.pooling_head(own)
+        own = pooled if self.own_head is None else self.own_head(pooled, step)
+        given: Tensor = self.pooling_head(own, step)
         return given
 
     def loaded(self) -> None:
@@ -53,6 +54,12 @@ class PoolingModel(CausalLM):
         for head in (self.pooling_head, *self.own_heads.values()):
             assert isinstance(head, PoolingHead)
             yield from head.checkpoint_layers()
+
+    def adapter_layers(self) -> Iterator[tuple[list[str], list[str], Layer]]:
+        yield from self.body.adapter_layers()
+        for head in (self.pooling_head, *self.own_heads.values()):
+            assert isinstance(head, PoolingHead)
+            yield from ((names, names, layer) for names, layer in head.checkpoint_layers())
 
     def leaves_out(self, tensor_name: str) -> bool:
         return self.body.leaves_out(tensor_name) or tensor_name.split(".")[0] in _HEADS

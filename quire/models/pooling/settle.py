@@ -17,7 +17,9 @@ from quire.models.gguf.model import is_gguf
 from quire.models.hf_config import architecture_of, config_json
 from quire.models.json_object import JsonObject
 from quire.models.pooling.architectures import GENERATES, Made, made_for
+from quire.models.pooling.forms import in_form
 from quire.models.pooling.heads import classes, head_of
+from quire.models.pooling.output_head import by_output_head
 from quire.models.pooling.overrides import overridden
 from quire.models.pooling.sentence_transformers import (
     MODULES,
@@ -35,6 +37,7 @@ _CLASSIFIERS: dict[str, tuple[str, str]] = {
     "process_reward": (TOKEN_CLASSIFY, "step"),
 }
 """What a model with a head is for -> what requests want of it, and how it pools."""
+_BOTH_WAYS = "is_causal: false (its tokens see those behind them)"
 
 
 def _file_of(config: EngineConfig, model_dir: Path) -> JsonObject:
@@ -56,6 +59,8 @@ class Settled:
     pooling_reason: str = ""
     max_seq_length: int | None = None
     """The longest input for which the checkpoint says it was made."""
+    arch: ModelArch | None = None
+    """With the head that the model gets, if it pools."""
 
 
 def settle_pooling(config: EngineConfig) -> Settled:
@@ -75,14 +80,21 @@ def settle_pooling(config: EngineConfig) -> Settled:
     if runner == "generate":
         return Settled(runner, reason, "none", "it generates")
     target, target_reason = _target(asked.convert, made)
+    arch = in_form(config.arch, file, made, target)
+    said = asked.pooler_config
     if target == "embed":
-        spec, why = _embedder(file, made, model_dir, _width(config.arch), layout)
+        spec, why = _embedder(file, made, arch, model_dir, layout)
+    elif target == "reward" and made.kind == GENERATES and "returned_token_ids" in said:
+        (spec, said), why = (
+            by_output_head(arch, said),
+            "as --pooler-config says, by the model's own output head",
+        )
     else:
-        spec, why = _classifier(file, made, config.arch, target)
-    if asked.pooler_config:
-        spec, why = overridden(spec, asked.pooler_config), "as --pooler-config says"
+        spec, why = _classifier(file, made, arch, target)
+    if said:
+        spec, why = overridden(spec, said), "as --pooler-config says"
     longest = None if layout is None else layout.max_seq_length
-    return Settled(runner, reason, _CONVERTS.get(target, target), target_reason, spec, why, longest)
+    return Settled(runner, reason, _CONVERTS.get(target, target), target_reason, spec, why, longest, arch)
 
 
 _CONVERTS = {"token_classify": "classify", "process_reward": "reward"}
@@ -104,6 +116,10 @@ def _runner(
     ]
     if asked == "generate" and made.kind != GENERATES:
         raise ConfigError(f"--runner is generate, but {architecture} has no output head: it pools")
+    if asked == "generate" and config.arch.bidirectional:
+        raise ConfigError(
+            f"--runner is generate, but config.json says of {architecture} {_BOTH_WAYS}: it pools"
+        )
     if asked == "generate" and pools_by_option:
         raise ConfigError(f"{pools_by_option[0]} is for models that pool, and --runner is generate")
     if asked != "auto":
@@ -114,6 +130,8 @@ def _runner(
         return "pooling", f"{architecture} has no output head"
     if layout is not None:
         return "pooling", f"the checkpoint has {MODULES}"
+    if config.arch.bidirectional:
+        return "pooling", f"config.json says {_BOTH_WAYS}"
     return "generate", f"{architecture} is a language model"
 
 
@@ -133,15 +151,16 @@ def _target(convert: str, made: Made) -> tuple[str, str]:
 
 
 def _embedder(
-    file: JsonObject, made: Made, model_dir: Path, width: int, layout: SentenceTransformer | None
+    file: JsonObject, made: Made, arch: ModelArch, model_dir: Path, layout: SentenceTransformer | None
 ) -> tuple[PoolingSpec, str]:
-    """A model of embeddings, and why it pools as it does; `width` is that of hidden states."""
+    """A model of embeddings, and why it pools as it does."""
+    width = _width(arch)
     own_heads = _own_heads(model_dir, width)
     joined = width if layout is None else width * len(layout.pooling.split("+"))
     size = layout.head[-1].outputs if layout is not None and layout.head else joined
     matryoshka = _matryoshka(file, size)
     if layout is None:
-        pooling = "mean" if made.is_whole else "last"
+        pooling = "mean" if made.is_whole or arch.bidirectional else "last"
         spec = PoolingSpec((EMBED, TOKEN_EMBED), pooling, size, activation="normalize", matryoshka=matryoshka)
         return spec, f"the default, with vectors of length 1, because the checkpoint has no {MODULES}"
     tasks = (TOKEN_EMBED,) if layout.pooling == "all" else (EMBED, TOKEN_EMBED)
@@ -202,10 +221,14 @@ def _matryoshka(file: JsonObject, size: int) -> tuple[int, ...]:
 
 def _classifier(file: JsonObject, made: Made, arch: ModelArch, target: str) -> tuple[PoolingSpec, str]:
     """A model with a head: its own, or that of a language model in another form."""
-    labels, activation = classes(file, target)
-    task, pooling = _CLASSIFIERS[target]
+    # Of a model with a head of its own, that says what is pooled, and how many numbers there are.
+    own = None if arch.head is None else "token_classify" if arch.head.of_tokens else "classify"
+    labels, activation = classes(file, own or target)
+    task, pooling = _CLASSIFIERS[own or target]
     if arch.head is not None and task == CLASSIFY:
         pooling = arch.head.pooling
+    if target == "reward":
+        activation = "none"
     head = () if made.is_whole else head_of(architecture_of(file), target, _width(arch), len(labels))
     return PoolingSpec((task,), pooling, len(labels), labels, activation, head=head), f"what {target} needs"
 

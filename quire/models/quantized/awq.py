@@ -16,8 +16,9 @@ def read_awq(config: JsonObject) -> CheckpointQuantization:
     )
     if config.integer("bits") != 4:
         raise config.unsupported("bits", "4")
-    if config.text("version", "gemm").lower() != "gemm":
-        raise config.unsupported("version", "gemm")
+    layout = "format" if "format" in config else "version"  # GPTQModel's name, and AutoAWQ's
+    if config.text(layout, "gemm").lower() != "gemm":
+        raise config.unsupported(layout, "gemm")
     encoding = Encoding(
         "awq",
         {

@@ -6,14 +6,17 @@ from quire.config.encoding import CheckpointQuantization, Encoding
 from quire.models.json_object import JsonObject
 from quire.models.quantized.rules import all_but_head, containing, names
 
+_STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
+"""Of `quire.layers.quantized.bitsandbytes.STORAGES`, the part that needs no torch."""
+
 
 def read_bitsandbytes(config: JsonObject) -> CheckpointQuantization:
     """Outliers that LLM.int8() keeps apart are of activations; the weights are integers, all of them."""
     if config.flag("load_in_4bit", False):
         kind = config.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
         nested = config.flag("bnb_4bit_use_double_quant", False)
-        config.only("bnb_4bit_quant_storage", "uint8")
-        encoding = Encoding("bnb_4bit", {"kind": kind, "nested": nested})
+        storage = config.choice("bnb_4bit_quant_storage", _STORAGES, "uint8")
+        encoding = Encoding("bnb_4bit", {"kind": kind, "nested": nested, "storage": storage})
     elif config.flag("load_in_8bit", False):
         encoding = Encoding("bnb_int8")
     else:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
+from quire.config.encoding import Activations, CheckpointQuantization, Encoding, EncodingRule
 from quire.errors import UnsupportedModelError
 from quire.models.json_object import JsonObject
 from quire.models.quantized.fp8 import UNREAD
-from quire.models.quantized.rules import EVERYTHING, beginning, block_shape, has_cache_scales, names, notes
+from quire.models.quantized.rules import EVERYTHING, beginning, block_shape, cache_scales, names, notes
 
 _CLASSES = ("Linear", "LinearBase", "ParallelLMHead")
-_UNREAD = (*UNREAD, r"\.(weight_shape|input_zero_point|input_global_scale|output_zero_point)$")
+_TABLES = r"(.*\.)?(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings)"
+"""What families call a table of tokens."""
+_UNREAD = (*UNREAD, r"\.(weight_shape|weight_g_idx|input_zero_point|input_global_scale|output_zero_point)$")
 _KEYS = (
     *("quant_method", "version", "format", "config_groups", "ignore", "kv_cache_scheme", "sparsity_config"),
     *("transform_config", "moe_sparsity_config", "quantization_status", "global_compression_ratio"),
@@ -26,6 +28,8 @@ _ARGUMENTS = (
 )
 """What is known of a config: everything else is refused, since it may change what numbers stand for."""
 _PACKED_BITS = (2, 3, 4, 8)
+_ROUNDED = (("token", True), ("group", True), ("tensor", False))
+"""Strategies of activations, and whether scales are found, not read, that say something of each token by itself."""
 _INTEGERS, _PACKED = ("int-quantized", "naive-quantized"), "pack-quantized"
 _FLOATS = ("float-quantized", "naive-quantized")
 _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
@@ -54,13 +58,15 @@ def read_compressed_tensors(config: JsonObject) -> CheckpointQuantization:
     rules.sort(key=lambda rule: rule.encoding is not None and rule.pattern == EVERYTHING)
     otherwise = tuple(dict.fromkeys(otherwise))
     return CheckpointQuantization(
-        "compressed-tensors", tuple(rules), _UNREAD, has_cache_scales(config), otherwise
+        "compressed-tensors", tuple(rules), _UNREAD, cache_scales(config), otherwise
     )
 
 
 def _pattern(config: JsonObject, key: str, name: str) -> str:
     if name in _CLASSES:
         return EVERYTHING
+    if name == "Embedding":
+        return _TABLES
     if not name.startswith("re:"):
         return rf"(.*\.)?{re.escape(name)}"
     return beginning(config, key, name.removeprefix("re:"))
@@ -74,7 +80,23 @@ def _encoding(group: JsonObject, form: str) -> Encoding:
     if found is None:
         said = f"{weights.get('num_bits')} bits of type {weights.get('type')}"
         raise UnsupportedModelError(f"{group.where}: format = {form!r} with {said} is not supported")
-    return replace(found, weight_only="input_activations" not in group)
+    return replace(found, activations=_activations(group) if "input_activations" in group else None)
+
+
+def _activations(group: JsonObject) -> Activations:
+    said = group.child("input_activations")
+    bits, kind = said.integer("num_bits", 8), said.choice("type", ("int", "float"), "int")
+    strategy, dynamic = said.text("strategy", "tensor"), said.get("dynamic") not in (None, False)
+    if bits != 8:
+        return Activations(unlike=f"{bits} bits")
+    if (strategy, dynamic) not in _ROUNDED:
+        return Activations(unlike=f"{'dynamic' if dynamic else 'static'} scales with strategy {strategy!r}")
+    return Activations(
+        codes="int8" if kind == "int" else "e4m3",
+        group=said.integer("group_size") if strategy == "group" else 0,
+        static=not dynamic,
+        symmetric=said.flag("symmetric", True),
+    )
 
 
 def _of_weights(weights: JsonObject, form: str) -> Encoding | None:

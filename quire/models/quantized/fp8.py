@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
+from quire.config.encoding import Activations, CheckpointQuantization, Encoding, EncodingRule, Option
 from quire.models.json_object import JsonObject
-from quire.models.quantized.rules import all_but_head, block_shape, containing, has_cache_scales, names, notes
+from quire.models.quantized.rules import all_but_head, block_shape, cache_scales, containing, names, notes
 
 UNREAD = (
     r"\.(input_scale|input_scale_ub|activation_scale)$",  # activations are rounded, if at all, by what they are
@@ -16,24 +16,28 @@ UNREAD = (
 
 def read_fp8(config: JsonObject) -> CheckpointQuantization:
     """Weights have a scale for each block of `weight_block_size`, else one for the whole matrix."""
-    config.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+    static = config.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     if "weight_block_size" in config:
         rows, columns = block_shape(config, "weight_block_size")
-        encoding = Encoding(
-            "fp8", {"grid_outputs": rows, "grid_inputs": columns, "scale": "weight_scale_inv"}
-        )
+        options: dict[str, Option] = {
+            "grid_outputs": rows,
+            "grid_inputs": columns,
+            "scale": "weight_scale_inv",
+        }
+        encoding = Encoding("fp8", options, Activations("e4m3", 0 if static else columns, static))
     else:
-        encoding = Encoding("fp8", {"grid_outputs": 0})
+        encoding = Encoding("fp8", {"grid_outputs": 0}, Activations("e4m3", static=static))
     return _quantization("fp8", config, encoding)
 
 
 def read_fbgemm_fp8(config: JsonObject) -> CheckpointQuantization:
     """A scale for each output; stacks of experts, those of Llama 4, are transposed."""
-    by_output = {"grid_outputs": 1}
+    by_output, bound = {"grid_outputs": 1}, config.number("activation_scale_ub", 1200.0)
+    rounded = Activations("e4m3", bound=bound)
     stacks = EncodingRule(
-        r".*\.experts\.(gate_up|down)_proj", Encoding("fp8", by_output | {"transposed": True})
+        r".*\.experts\.(gate_up|down)_proj", Encoding("fp8", by_output | {"transposed": True}, rounded)
     )
-    return _quantization("fbgemm_fp8", config, Encoding("fp8", by_output), stacks)
+    return _quantization("fbgemm_fp8", config, Encoding("fp8", by_output, rounded), stacks)
 
 
 def _quantization(
@@ -42,4 +46,4 @@ def _quantization(
     left = containing(names(config, "modules_to_not_convert", "ignored_layers"))
     otherwise = notes(config, "activation_scheme", "kv_cache_scheme")
     rules = (*left, *before, *all_but_head(encoding))
-    return CheckpointQuantization(method, rules, UNREAD, has_cache_scales(config), otherwise)
+    return CheckpointQuantization(method, rules, UNREAD, cache_scales(config), otherwise)

@@ -12,7 +12,7 @@ _BITS = (2, 3, 4, 8)
 def read_gptq(config: JsonObject) -> CheckpointQuantization:
     """`dynamic` has patterns of modules with options of their own, or, after "-:", that are floats."""
     config.choice("pack_dtype", ("int32",), "int32")
-    first_version = config.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq"
+    first_version = _is_first_version(config)
     rules = []
     dynamic = config.child("dynamic")
     for key in dynamic.values:
@@ -23,6 +23,14 @@ def read_gptq(config: JsonObject) -> CheckpointQuantization:
         rules.append(EncodingRule(HEAD, None))
     rules.append(EncodingRule(EVERYTHING, _encoding(config, first_version)))
     return CheckpointQuantization("gptq", tuple(rules), unread=(r"\.g_idx$",))
+
+
+def _is_first_version(config: JsonObject) -> bool:
+    """By `format`, which was called `checkpoint_format`."""
+    old, new = "checkpoint_format", "format"
+    if old in config and new in config and config.get(old) != config.get(new):
+        raise config.wrong(old, f"what {new} is, {config.get(new)!r}")
+    return config.choice(new if new in config else old, ("gptq", "gptq_v2"), "gptq") == "gptq"
 
 
 def _encoding(config: JsonObject, first_version: bool) -> Encoding:

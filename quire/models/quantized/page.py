@@ -5,12 +5,18 @@ Invariant: how each row's weights are kept is asked of its codec, so the page sa
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from quire.config.encoding import Encoding
+from quire.kernels import ops, reference
+from quire.kernels.formats import format_of
 from quire.kernels.linear import WeightScheme
 from quire.layers.quantized.method import scheme_kept
 from quire.layers.quantized.table import codec_of
@@ -21,6 +27,11 @@ PAGE = Path("docs/quantized_checkpoints.md")
 
 _LAYER = "model.layers.0.mlp.up_proj"
 _INPUTS = 4096
+_DEVICES = {"cpu": "CPU", "triton": "GPU"}
+"""By the names of implementations."""
+_IN_ANY_ORDER = (
+    "; floats in experts, the head, where ranks have parts of the inputs, where merged modules disagree"
+)
 
 INTRODUCTION = """\
 # Quantised checkpoints
@@ -36,12 +47,18 @@ quire serve path/to/model-GPTQ-Int4
 
 Where one of quire's packed formats holds exactly the numbers of the file, they are packed as they are: weights are
 those of the checkpoint. What is left of error is that of the mode ([quantization](quantization.md)): "fast", the
-default, rounds the activations of integers to 8 bits on a CPU; `--quantization-config '{"mode": "precise"}'` does not.
+default, rounds the activations of integers to 8 bits on a CPU; `--quantization-config '{"mode": "precise"}'` does not,
+and "checkpoint" rounds them [as the file says](#activations).
 Everything else ("floats") is decoded in float32 while it loads and kept as `--dtype` says: `--dtype float32` keeps it
 exactly, in four bytes for each weight. "Shifted" are numbers with zero points or minimums.
 
-| method | what | kept as |
-|---|---|---|
+Device: where there are kernels that multiply by what is kept. Error: what the fast mode does to the two factors of a
+product on a CPU, relative and of normal values: it rounds them to integers of 8 bits; the precise mode does not, and
+what a GPU does is [below](#activations). Of floats it is that of `--dtype bfloat16`, in all modes. Speed depends on
+what is kept alone, and was [measured](quantization.md#packed-formats) for some of it.
+
+| method | what | kept as | device | error, fast |
+|---|---|---|---|---|
 """
 
 NOTES = """
@@ -56,15 +73,21 @@ weights that the method's definition makes of the file, and that two ranks share
 
 Inputs whose groups are in any order (`desc_act`, `actorder`) stand group after group in memory, and activations are
 gathered in that order. Modules that are merged must agree on it, as those of GPTQ do. Where they do not, in experts, in
-the head, and where a rank has some of the inputs, weights become floats.
+the head, and where a rank has some of the inputs, weights become floats. What the order is is read of the files
+(`g_idx`, `weight_g_idx`), whatever the config says of it.
 
 Experts may be one by one, also in families that keep those of a layer in one tensor (Llama 4, gpt-oss), as tools leave
-them that look for linear layers. In one tensor they may be in MXFP4 (OpenAI's layout) and in FP8 as transformers writes
-it (`fp8`, per matrix or in blocks, and `fbgemm_fp8`).
+them that look for linear layers: in any form. Where those of a layer are one module (Granite, JetMoE) its tensors may
+be stacks of what one matrix has, in all forms but those that have a matrix's numbers all in a row (bitsandbytes, HQQ).
+Where they are a parameter that no module bears (Llama 4, gpt-oss), a stack may be in MXFP4 (OpenAI's layout) and in FP8
+as transformers writes it (`fp8`, per matrix or in blocks, and `fbgemm_fp8`).
+
+A table of tokens that is quantised in the files becomes floats of `--dtype`, unless it is the output head, too.
 
 ## Activations
 
-A checkpoint may say that activations are to be rounded as well. What is done instead:
+A checkpoint may say that activations are to be rounded as well. What is done instead, unless `--quantization-config
+'{"mode": "checkpoint"}'` is given:
 
 | a checkpoint says | CPU | GPU |
 |---|---|---|
@@ -75,7 +98,17 @@ A checkpoint may say that activations are to be rounded as well. What is done in
 | 4 bits (NVFP4, MXFP4) | 8 bits, 64 values a scale; "precise": not rounded | not rounded |
 | not at all | integers, 4-bit floats: 8 bits, 64 values a scale; "precise": not rounded | not rounded |
 
-So there is no option to follow it to the letter: it would take the same time on a CPU, or more, for a larger error.
+"checkpoint" (CPU) follows the file to the letter: what a linear layer, or an expert's matrix, is multiplied by is
+rounded to int8 or E4M3 and widened again, by the formula of those who define it, in float32, with a scale for each
+token, for each group or block of its inputs, or the one in the file (`input_scale`, `input_zero_point`), and then
+multiplied as in the precise mode. Modules that are merged keep scales of their own. Nothing else is rounded: where
+weights alone are quantised it is the precise mode, and it costs what that costs, and a pass over activations; experts
+are called one by one, and without tapes. Refused with a message that says so: activations of 4 bits, a scale that all
+tokens of a step share (results would depend on the batch), latent attention (whose products are not a linear layer's
+own), experts with adapters or with `--enable-expert-parallel`, and ranks that have parts of what shares a scale.
+bitsandbytes' LLM.int8() computes in 8 bits, which its files do not ask for, and stays with weights.
+
+It is for those who compare; for speed "fast" rounds less, and takes less time.
 Of the logits of the model in the box, its weights floats, by `python -m benchmarks.activations`:
 
 | rounding | relative error |
@@ -91,15 +124,16 @@ Of the logits of the model in the box, its weights floats, by `python -m benchma
 
 With `--kv-cache-dtype fp8` (GPU) keys and values are kept as the checkpoint says: divided by its scales, of a layer or
 of each head, and rounded to E4M3. They are `k_scale` and `v_scale` of the attention block, of `k_proj` and `v_proj`, or
-`output_scale` of these; a layer without has 1. int8 (CPU) has a scale for each vector, which it finds itself, and does
-not read those of the files. Where a config asks for rounded activations, keys or values, the log says so by the name of
-the key.
+`output_scale` of these; a layer without has 1. With `--kv-cache-dtype int8` (CPU) so are those of a checkpoint that
+asks for int8 (`kv_cache_scheme` of compressed-tensors, symmetric, static); any other has a scale for each vector, which
+is found as it is kept. Where a config asks for rounded activations, keys or values, the log says so by the name of the
+key.
 
 ## Limits
 
 - Refused, by name: sparse weights, transforms and keys that are unknown (compressed-tensors), GPTQ's marlin layout,
-  AWQ's gemv layout, bits that the table does not have, quantised scales (HQQ), torchao's int4 classes that are laid out
-  for one GPU.
+  AWQ's gemv layout, bits that the table does not have, LLM.int8() in another layout than rows (`weight_format`),
+  quantised scales (HQQ), torchao's int4 in layouts of one kind of GPU (preshuffled, int32, tiles of AMD's).
 - Latent attention (DeepSeek) has no cache in fp8, so scales for one are left out.
 - A file that disagrees with its config (shapes, group sizes, `sym`, `g_idx`) is an error at start-up that names file,
   tensor and both values.
@@ -184,6 +218,12 @@ EXAMPLES = (
     ),
     _ao("Int8WeightOnly, Int8DynamicActivationInt8Weight", "Int8WeightOnlyConfig"),
     _ao("IntxWeightOnly, Int8DynamicActivationIntxWeight", "IntxWeightOnlyConfig", granularity=_GROUP),
+    _ao("Int4WeightOnly, plain", "Int4WeightOnlyConfig"),
+    _ao(
+        "Int4WeightOnly, in tiles (tinygemm)",
+        "Int4WeightOnlyConfig",
+        int4_packing_format={"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"},
+    ),
     _ao("Float8WeightOnly, Float8DynamicActivationFloat8Weight", "Float8WeightOnlyConfig"),
     _Example("experts (gpt-oss)", {"quant_method": "mxfp4"}),
 )
@@ -196,11 +236,14 @@ def page() -> str:
 
 
 def _kept(example: _Example) -> str:
+    """The columns that are asked of the code."""
     method = example.config["quant_method"]
     layer = "model.layers.0.mlp.experts.0.up_proj" if method == "mxfp4" else _LAYER
     encoding = METHODS.resolve(method)(JsonObject("config.json", example.config)).encoding_of(layer)
     assert encoding is not None, f"{example} says nothing of {layer}"
-    return _said(_scheme(encoding))
+    scheme = _scheme(encoding)
+    otherwise = _IN_ANY_ORDER if codec_of(encoding).reorders else ""
+    return " | ".join((_said(scheme) + otherwise, _devices(scheme), f"{100 * _error(scheme):.2g} %"))
 
 
 def _scheme(encoding: Encoding) -> WeightScheme | None:
@@ -214,6 +257,31 @@ def _said(scheme: WeightScheme | None) -> str:
         return "floats"
     over = f"groups of {scheme.group_size}" if scheme.group_size else "a scale per output"
     return f"{scheme.kind}, {over}{'' if scheme.symmetric else ', shifted'}"
+
+
+def _devices(scheme: WeightScheme | None) -> str:
+    """Those whose kernels take it; products of floats are the vendor's."""
+    if scheme is None:
+        return "CPU, GPU"
+    weight = torch.empty(0)
+    rows = ops.pack_weight.implementations
+    return ", ".join(_DEVICES[row.name] for row in rows if row.accepts is None or row.accepts(weight, scheme))
+
+
+def _error(scheme: WeightScheme | None) -> float:
+    """Of the factors of a product by the oracle, relative to them, of numbers that are drawn."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(16, _INPUTS, generator=random), torch.randn(16, _INPUTS, generator=random)
+    if scheme is None:
+        return _distance(weight.bfloat16(), weight)
+    kept, whole = format_of(scheme), replace(scheme, symmetric=True)
+    packed = kept.pack(weight, whole, 1, "panels")
+    of_weights = _distance(kept.multiplied(packed), kept.unpack(packed))
+    return math.hypot(of_weights, _distance(reference.seen_by(packed, x), x))
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm())
 
 
 def main() -> None:

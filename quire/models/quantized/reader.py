@@ -36,7 +36,7 @@ METHODS: PluginTable[MethodReader] = PluginTable(
     },
     FACTORY,
 )
-"""By `quant_method`."""
+"""By `quant_method`, which GPTQModel calls `method`."""
 
 
 _FILES = (
@@ -57,10 +57,11 @@ def read_quantization(config: JsonObject, model_dir: Path) -> CheckpointQuantiza
     found = _found(config, model_dir)
     if found is None:
         return None
-    method = found.text("quant_method")
+    key = "method" if "method" in found and "quant_method" not in found else "quant_method"
+    method = found.text(key)
     if method not in METHODS.names():
         raise UnsupportedModelError(
-            f"{found.where}: quant_method = {method!r} is not supported; known are {', '.join(METHODS.names())}"
+            f"{found.where}: {key} = {method!r} is not supported; known are {', '.join(METHODS.names())}"
         )
     return METHODS.resolve(method)(found)
 
@@ -74,5 +75,6 @@ def _found(config: JsonObject, model_dir: Path) -> JsonObject | None:
         if (model_dir / name).is_file():
             file = read_json_object(model_dir / name)
             found = file.child(inside) if inside else file
-            return JsonObject(found.where, {"quant_method": method} | found.values, refused=config.refused)
+            implied = {} if "method" in found else {"quant_method": method}
+            return JsonObject(found.where, implied | found.values, refused=config.refused)
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Literal
 
 from quire.config.encoding import Encoding, EncodingRule
 from quire.models.json_object import JsonObject
@@ -11,7 +12,7 @@ from quire.models.json_object import JsonObject
 _ACTIVATIONS = (
     "activations are rounded as docs/quantized_checkpoints.md says, most often less than the checkpoint does"
 )
-_CACHE = "keys and values are kept as --kv-cache-dtype says; the checkpoint's scales are for fp8 alone"
+_CACHE = "keys and values are kept as --kv-cache-dtype says; the checkpoint's scales are for that of its own kind alone"
 _OTHERWISE = {
     "input_activations": _ACTIVATIONS,
     "activation_scheme": _ACTIVATIONS,
@@ -30,14 +31,17 @@ def notes(config: JsonObject, *keys: str) -> tuple[str, ...]:
     )
 
 
-def has_cache_scales(config: JsonObject) -> bool:
-    """Whether keys and values have scales in the files, for E4M3."""
+def cache_scales(config: JsonObject) -> Literal["int8", "e4m3"] | None:
+    """The codes for which keys and values have scales in the files."""
     scheme = config.get("kv_cache_scheme")
     if not isinstance(scheme, dict):
-        return scheme == "static" or config.get("kv_cache_quant_algo") == "FP8"
+        return "e4m3" if scheme == "static" or config.get("kv_cache_quant_algo") == "FP8" else None
     said = config.child("kv_cache_scheme")
-    kind, bits = said.text("type", "int"), said.integer("num_bits", 8)
-    return (kind, bits, said.get("dynamic")) in (("float", 8, False), ("float", 8, None))
+    if said.integer("num_bits", 8) != 8 or said.get("dynamic") not in (False, None):
+        return None
+    if said.text("type", "int") == "float":
+        return "e4m3"
+    return "int8" if said.flag("symmetric", True) else None
 
 
 def names(config: JsonObject, *keys: str) -> tuple[str, ...]:
@@ -56,11 +60,16 @@ def beginning(config: JsonObject, key: str, pattern: str) -> str:
     Raises:
         ModelLoadError: it is none.
     """
+    return f"{whole(config, key, pattern)}.*"
+
+
+def whole(config: JsonObject, key: str, pattern: str) -> str:
+    """The pattern of names that are what a regular expression says; raises as `beginning` does."""
     try:
         re.compile(pattern)
     except re.error as error:
         raise config.wrong(key, f"regular expressions; {pattern!r} is none: {error}") from error
-    return f"(?:{pattern}).*"
+    return f"(?:{pattern})"
 
 
 def all_but_head(encoding: Encoding) -> list[EncodingRule]:

@@ -2,23 +2,82 @@
 
 from __future__ import annotations
 
-from quire.config.encoding import CheckpointQuantization, Encoding, Option
+import re
+
+from quire.config.encoding import Activations, CheckpointQuantization, Encoding, EncodingRule, Option
 from quire.models.json_object import JsonObject
-from quire.models.quantized.rules import all_but_head, containing, names
+from quire.models.quantized.rules import EVERYTHING, HEAD, all_but_head, containing, names, whole
 
 _INT8 = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
 _FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
+_INT4 = "Int4WeightOnlyConfig"
+_PACKINGS = {"PLAIN": "torchao_int4", "TILE_PACKED_TO_4D": "torchao_int4_tiles"}
+_BY_NAMES = ("FqnToConfig", "ModuleFqnToConfig")
 _INTX = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
 
 
 def read_torchao(config: JsonObject) -> CheckpointQuantization:
     """Its names say whether activations are rounded, by what they are."""
     kind = config.child("quant_type").child("default")
-    name, fields = kind.choice("_type", (*_INT8, *_FP8, *_INTX)), kind.child("_data")
-    options = _intx(fields) if name in _INTX else _by_row(fields, floats=name in _FP8)
     left = containing(names(config, "modules_to_not_convert"))
-    rules = (*left, *all_but_head(Encoding("torchao", options, weight_only="Dynamic" not in name)))
-    return CheckpointQuantization("torchao", rules, (r"\._weight_act_quant_(scale|zero_point)$",))
+    rules = _by_names(kind) if kind.get("_type") in _BY_NAMES else all_but_head(_encoding(kind))
+    return CheckpointQuantization("torchao", (*left, *rules), (r"\._weight_act_quant_(scale|zero_point)$",))
+
+
+def _by_names(kind: JsonObject) -> list[EncodingRule]:
+    """Configs by names of modules, or their weights, or by whole ones, behind "re:"; null leaves them alone.
+
+    Names that are spelt out decide, then the first pattern, then "_default".
+    """
+    fields = kind.child("_data")
+    found = fields.child("fqn_to_config" if fields.get("fqn_to_config") else "module_fqn_to_config")
+    spelt, patterns, default = [], [], []
+    for key in found.values:
+        encoding = _encoding(found.child(key)) if key in found else None
+        if key == "_default":
+            default = [EncodingRule(HEAD, None), EncodingRule(EVERYTHING, encoding)]
+        elif key.startswith("re:"):
+            pattern = key.removeprefix("re:").removesuffix(r"\.weight").removesuffix(".weight")
+            patterns.append(EncodingRule(whole(found, key, pattern), encoding))
+        else:
+            spelt.append(EncodingRule(re.escape(key.removesuffix(".weight")), encoding))
+    return [*spelt, *patterns, *default]
+
+
+def _encoding(kind: JsonObject) -> Encoding:
+    name, fields = kind.choice("_type", (*_INT8, *_FP8, *_INTX, _INT4)), kind.child("_data")
+    if name == _INT4:
+        return _int4(kind, fields)
+    options = _intx(fields) if name in _INTX else _by_row(fields, floats=name in _FP8)
+    return Encoding("torchao", options, _activations(name, fields) if "Dynamic" in name else None)
+
+
+def _int4(kind: JsonObject, fields: JsonObject) -> Encoding:
+    """Before version 2 there were other tensors, of which files in safetensors have none."""
+    kind.only("_version", 2)
+    packing = fields.child("int4_packing_format")
+    form = packing.choice("_data", tuple(_PACKINGS), "PLAIN")
+    if form != "PLAIN":
+        fields.only("int4_tile_packed_ntile", 8)  # 16: another order, of AMD's
+    return Encoding(_PACKINGS[form], {"group_size": fields.integer("group_size", 128)})
+
+
+def _activations(name: str, fields: JsonObject) -> Activations:
+    """Those of a class whose name says that scales are found."""
+    if name in _FP8:
+        if (
+            _granularity(fields, first=True, default="PerTensor") == "PerTensor"
+            or "activation_value_lb" in fields
+        ):
+            return Activations(unlike="a scale for all tokens of a step")
+        return Activations("e4m3", bound=fields.optional_number("activation_value_ub"))
+    if name in _INT8 and (
+        fields.flag("reduce_range", False) or _granularity(fields, first=True) == "PerTensor"
+    ):
+        return Activations(unlike="a scale for all tokens of a step, or fewer integers")
+    mapping = fields.child("act_mapping_type").get("_data")
+    default = "ASYMMETRIC" if name in _INTX else "SYMMETRIC"
+    return Activations(symmetric=(mapping or default) == "SYMMETRIC")
 
 
 def _by_row(fields: JsonObject, *, floats: bool) -> dict[str, Option]:
@@ -27,11 +86,15 @@ def _by_row(fields: JsonObject, *, floats: bool) -> dict[str, Option]:
 
 
 def _grid_outputs(fields: JsonObject) -> int:
-    """Of the granularity of weights, which is the last of two."""
+    return int(_granularity(fields, first=False) == "PerRow")
+
+
+def _granularity(fields: JsonObject, *, first: bool, default: str = "PerRow") -> str:
+    """Of activations, which is the first of two, or of weights."""
     said = fields.get("granularity")
-    last = {"granularity": said[-1]} if isinstance(said, list) and said else {}
-    granularity = fields.with_values(**last).child("granularity")
-    return int(granularity.choice("_type", ("PerRow", "PerTensor"), "PerRow") == "PerRow")
+    one = {"granularity": said[0 if first else -1]} if isinstance(said, list) and said else {}
+    granularity = fields.with_values(**one).child("granularity")
+    return granularity.choice("_type", ("PerRow", "PerTensor"), default)
 
 
 def _intx(fields: JsonObject) -> dict[str, Option]:

@@ -72,9 +72,15 @@ class RotaryTable(nn.Module):
     def __init__(self, rotary: nn.Module, config: EngineConfig) -> None:
         super().__init__()
         self.rotary = rotary
-        self.config = getattr(rotary, "config", None)
         self._num_positions = config.model.max_model_len or config.arch.max_position_embeddings
         self._tables: dict[Any, tuple[Tensor, ...] | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a model asks of its rotary embedding."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("rotary"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
         """As the module's own."""

@@ -9,7 +9,6 @@ Shapes: T tokens of the step, N rows whose logits are wanted, H hidden size, V v
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +28,6 @@ from quire.models.transformers_backend import experts, sites
 from quire.models.transformers_backend.places import put_ours, put_rotary_tables
 from quire.models.transformers_backend.rows import check_rows_are_apart, position_offset
 from quire.models.transformers_backend.tensors import compute_buffers
-
-logger = logging.getLogger(__name__)
 
 
 class TransformersForCausalLM(CausalLM):

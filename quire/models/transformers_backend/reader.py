@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quire.config.arch import ModelArch
+from quire.errors import UnsupportedModelError
 from quire.models.families.fields import MAX_HEADS, MAX_WIDTH, read_arch
 from quire.models.json_object import JsonObject
 
@@ -51,7 +52,12 @@ def read_transformers(architecture: str, config: JsonObject) -> ModelArch:
 
     Raises:
         ModelLoadError: a size is missing or no number. transformers may know a default; give it with --hf-overrides.
+        UnsupportedModelError: it is a part of a model with others.
     """
+    if "text_config" in config:
+        raise UnsupportedModelError(
+            f"{config.where}: {architecture} takes more than text; of such models, those in docs/models.md are served"
+        )
     for key in _DONE_BY_TRANSFORMERS:
         config.get(key)
     sizes = config.with_aliases(_present(config))

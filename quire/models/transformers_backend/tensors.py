@@ -150,6 +150,12 @@ def held_tensors(
                 tensors[id(tensor)] = tensor
                 places[id(tensor)].append((module, name))
     for key, tensor in tensors.items():
+        if key not in names:
+            module, name = places[key][0]
+            path = next(path for path, one in model.named_modules() if one is module)
+            raise UnsupportedModelError(
+                f"{path}.{name} is had by several layers under names that all mean another"
+            )
         yield Held(names[key], tensor, dtype, stored[names[key]], places[key])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.limits import NO_LIMITS, Limits
-from quire.kernels.reference_sampling import shaped_logits
+from quire.kernels.reference_sampling import shaped_at_once, shaped_logits
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch, Samples
@@ -30,6 +30,11 @@ class StagedDraw(NamedTuple):
     limits: Limits
 
 
+def greedy_settings(vocab_size: int) -> tuple[float, float, float, float]:
+    """Of a row that takes the first token of the order."""
+    return 0.0, -np.inf, float(vocab_size), 1.0
+
+
 class Draw(Feature[StagedDraw]):
     """Random choice, shaped by temperature, min-p, top-k and top-p, for the rows that use it; greedy for the others."""
 
@@ -37,7 +42,7 @@ class Draw(Feature[StagedDraw]):
         super().__init__(batch.max_num_seqs)
         self._batch = batch
         self._vocab_size = vocab_size
-        self._greedy = (0.0, -np.inf, float(vocab_size), 1.0)
+        self._greedy = greedy_settings(vocab_size)
         self._settings = np.tile(np.array(self._greedy), (batch.max_num_seqs, 1))
         self._seeds = np.zeros(batch.max_num_seqs, dtype=np.int64)
         greedy = torch.from_numpy(self._settings.copy()).to(device)
@@ -80,8 +85,12 @@ class Draw(Feature[StagedDraw]):
     def shaped(self, logits: Tensor, staged: StagedDraw | None, indices: Tensor) -> Tensor:
         """A copy of the logits of some samples, [M], with temperature and filters applied as before a draw."""
         shaped = logits[indices]
-        if staged is not None:
-            settings = staged.settings[indices]
-            random = (settings[:, 0] != 0.0).nonzero().squeeze(1)
-            shaped[random] = shaped_logits(shaped[random], settings[random])
-        return shaped
+        if staged is None:
+            return shaped
+        settings = staged.settings[indices]
+        is_random = settings[:, :1] != 0.0
+        # Of greedy rows nothing is wanted, but nobody waits for a device to say which they are.
+        settings = torch.cat((settings[:, :1].where(is_random, 1.0), settings[:, 1:]), dim=1)
+        if self._batch.device_tokens is None:
+            return shaped_logits(shaped.clone(), settings).where(is_random, shaped)
+        return shaped_at_once(shaped.clone(), settings, staged.limits).where(is_random, shaped)

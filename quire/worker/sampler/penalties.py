@@ -1,8 +1,13 @@
 """Repetition, frequency and presence penalties.
 
 Where a device keeps the tokens, it counts them itself in every step (`ops.penalise_rows`), and the host need not know
-what was sampled. Where the host keeps them, a row's distinct tokens and their counts are kept up to date, so a step
-costs the number of distinct tokens of the penalised rows and never the vocabulary.
+what was sampled. Counts that are kept would have to be taken back behind drafts, and save next to nothing: to count a
+token again takes two atomic operations on 4 bytes, while attention reads 131,072 bytes of an 8B model's cache for it.
+To clear a table for 256 rows of 152,000 tokens is 156 MB, or 50 us at 3 TB/s, in a step of 12 ms; and since only the
+tokens say where a table is not 0, a kept one that is to spare them would be read whole, which is as much.
+
+Where the host keeps them, a row's distinct tokens and their counts are kept up to date, so a step costs the number of
+distinct tokens of the penalised rows and never the vocabulary.
 
 Repetition: N. Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence:
 OpenAI's definition, over the output alone.

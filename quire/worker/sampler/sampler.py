@@ -29,7 +29,7 @@ from quire.worker.sampler.feature import Failures, Feature, LogitsFeature
 from quire.worker.sampler.grammar import GrammarMask
 from quire.worker.sampler.logprobs import Logprobs, LogprobsMode, RawLogprobs, StagedLogprobs
 from quire.worker.sampler.masks import AllowedTokenIds, LogitBias, MinTokens
-from quire.worker.sampler.penalties import make_penalties
+from quire.worker.sampler.penalties import DevicePenalties, make_penalties
 from quire.worker.sampler.thinking import ThinkingBudget
 
 LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = PluginTable(
@@ -57,7 +57,7 @@ NO_TOKEN_LEFT = (
 
 _FAILURES = {-1: NO_TOKEN_LEFT, -2: NON_FINITE}
 """What a negative code in the place of a token id means; -1 is that of `ops.sample_tokens`."""
-_NON_FINITE_CODE = -2
+NON_FINITE_CODE = -2
 
 
 class SamplerOutput(NamedTuple):
@@ -82,6 +82,11 @@ class Sampled(NamedTuple):
     failures: Failures
     """Rows that a feature gave up."""
 
+    @staticmethod
+    def of_codes(codes: Tensor) -> Sampled:
+        """Choices of which nothing else is wanted."""
+        return Sampled(codes, None, np.zeros(0, dtype=np.int64), Failures())
+
     def moved(self, move: Callable[[Tensor], Tensor]) -> Sampled:
         """With its tensors moved, as by `Transfers.download`."""
         logprobs = None if self.logprobs is None else moved(self.logprobs, move)
@@ -105,6 +110,23 @@ class StagedRows(NamedTuple):
     features: list[tuple[LogitsFeature[Any], Any]]
     draw: StagedDraw | None
     logprobs: StagedLogprobs | None
+
+    @property
+    def take_the_first(self) -> bool:
+        """Whether all rows want the likeliest token, as the model has it, and nothing else."""
+        return not self.features and self.draw is None and self.logprobs is None
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> StagedRows:
+        """With its tensors moved, as by `Transfers.upload`."""
+        return StagedRows(
+            [(feature, moved(value, move)) for feature, value in self.features],
+            None if self.draw is None else moved(self.draw, move),
+            None if self.logprobs is None else moved(self.logprobs, move),
+        )
+
+
+NOTHING_STAGED = StagedRows([], None, None)
+"""Of rows that ask for nothing but their first tokens."""
 
 
 class Sampler:
@@ -154,25 +176,28 @@ class Sampler:
 
     def stage(self, samples: Samples) -> StagedRows:
         """The host's part of sampling for N samples; needs no logits, so it can run while the model computes."""
-        staged = ((feature, self._staged(feature, samples)) for feature in self._logits_features)
+        return self.stage_on_host(samples).moved(self._transfers.upload)
+
+    def stage_on_host(self, samples: Samples) -> StagedRows:
+        """The same, and its tensors are still the host's."""
+        staged = ((feature, feature.stage(samples)) for feature in self._logits_features)
         return StagedRows(
             features=[(feature, value) for feature, value in staged if value is not None],
-            draw=self._staged(self._draw, samples),
-            logprobs=self._staged(self._logprobs, samples),
+            draw=self._draw.stage(samples),
+            logprobs=self._logprobs.stage(samples),
         )
 
-    def _staged(self, feature: Feature[Any], samples: Samples) -> Any:
-        value = feature.stage(samples)
-        return None if value is None else moved(value, self._transfers.upload)
+    @property
+    def penalties(self) -> DevicePenalties | None:
+        """Those that a device counts, if it does."""
+        found = (one for one in self._logits_features if isinstance(one, DevicePenalties))
+        return next(found, None)
 
-    def guess(self, logits: Tensor, samples: Samples) -> NDArray[np.int64]:
-        """What would be sampled from another model's logits [N, V] float32, contiguous, which are changed in place.
-
-        Negative where nothing could be.
+    def guess(self, logits: Tensor, samples: Samples) -> Tensor:
+        """[N] int64 what would be sampled from another model's logits [N, V] float32, contiguous, which are changed in
+        place; negative where nothing could be.
         """
-        staged = self.stage(samples)._replace(logprobs=None)
-        codes: NDArray[np.int64] = self.sample(logits, staged).codes.numpy()
-        return codes
+        return self.sample(logits, self.stage(samples)._replace(logprobs=None)).codes
 
     def sample(self, logits: Tensor, staged: StagedRows) -> Sampled:
         """Choose a token for each row; logits [N, V] float32, contiguous, may be changed in place."""
@@ -183,9 +208,9 @@ class Sampler:
         if wanted is not None and self._mode.is_processed:
             reported = self._draw.shaped(logits, staged.draw, wanted.indices)
         chosen = self._draw.choose(logits, staged.draw)
-        codes = chosen.masked_fill(is_bad, _NON_FINITE_CODE)
+        codes = chosen.masked_fill(is_bad, NON_FINITE_CODE)
         if wanted is None or reported is None:
-            return Sampled(codes, None, np.zeros(0, dtype=np.int64), failures)
+            return Sampled.of_codes(codes)._replace(failures=failures)
         about = chosen.clamp(min=0)[wanted.indices]
         return Sampled(codes, wanted.of(reported, about, self._mode), wanted.rows, failures)
 

@@ -9,8 +9,15 @@ import pytest
 
 from benchmarks.compare.cases import CASES
 from benchmarks.compare.engines.base import Rate, Task
-from benchmarks.compare.engines.llama_cpp import LlamaCpp, batched_bench_rates, bench_rates
+from benchmarks.compare.engines.llama_cpp import (
+    VERSION,
+    LlamaCpp,
+    batched_bench_rates,
+    bench_rates,
+    instructions,
+)
 from benchmarks.compare.isa import ISAS
+from benchmarks.compare.lookup import rate_in
 
 BENCH = """[
   {"model_type": "qwen2 1B BF16", "n_prompt": 512, "n_gen": 0, "avg_ts": 182.1, "samples_ts": [ 182.1 ]},
@@ -46,12 +53,14 @@ def test_the_tools_are_asked_for_the_cases(tmp_path: Path) -> None:
     engine = LlamaCpp(tmp_path)
     tools = tmp_path / "build-native" / "bin"
     tools.mkdir(parents=True)
+    (tools.parent / "processor").write_text(instructions())
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / ".complete").touch()
     for tool, printed in (("llama-bench", BENCH), ("llama-batched-bench", "".join(BATCHED))):
         (tools / tool).write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/{tool}\ncat <<'END'\n{printed}END\n")
         (tools / tool).chmod(0o755)
-    (tools / "llama-quantize").touch()
+    for tool in ("llama-quantize", "llama-lookup"):
+        (tools / tool).touch()
     engine.set_up(isa)
     found = list(engine.measure(Task(isa, "Q4_0", tuple(CASES), 0, 60.0)))
     assert [rate.case for rate in found] == list(CASES)
@@ -59,3 +68,28 @@ def test_the_tools_are_asked_for_the_cases(tmp_path: Path) -> None:
     assert (tmp_path / "llama-bench").read_text() == f"{model} -p 512 -n 64 -r 1 -t 2 -o json\n"
     sizes = "-npp 8,64 -ntg 31 -npl 16 -c 4096 -t 2 --output-format jsonl"
     assert (tmp_path / "llama-batched-bench").read_text() == f"{model} {sizes}\n"
+
+
+def test_what_another_processor_built_for_itself_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("benchmarks.compare.processes.run", lambda command, *_: ran.append(str(command[0])))
+    build, engine = tmp_path / "build-native", LlamaCpp(tmp_path)
+    (build / "bin").mkdir(parents=True)
+    (build / "processor").write_text("amx_tile avx512f")
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / ".complete").touch()
+    (tmp_path / f"llama_cpp_python-{VERSION}").mkdir()
+    (tmp_path / f"llama_cpp_python-{VERSION}" / "PKG-INFO").touch()
+    with pytest.raises(FileNotFoundError):  # nothing is there: `cmake` did not run
+        engine.set_up(ISAS["native"])
+    assert ran == ["cmake"]
+    assert not build.exists()
+
+
+def test_rates_of_llama_lookup() -> None:
+    log = (
+        "I encoded  130 tokens in    2.000 seconds, speed:  65 t/s\ndecoded  128 tokens in    6.000 seconds\n"
+    )
+    assert rate_in(log) == 128 / 8.0

@@ -96,3 +96,34 @@ def test_quire_runs_files(
     else:
         quantized_checkpoint.write(wide, path, precision.partition(" ")[0].lower())
     assert quire_worker.load(path, precision)([[3, 4, 5], [6, 7, 8]], 4) == [4, 4]
+
+
+def test_experts_of_a_file_are_those_of_its_checkpoint(tmp_path: Path) -> None:
+    """In the shape of the sparse model that is compared."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320, "head_dim": 32}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    checkpoint, path = tmp_path / "checkpoint", tmp_path / "model.gguf"
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, **heads)).bfloat16().save_pretrained(checkpoint)
+    gguf_file.write(checkpoint, path)
+    logits = [_first_logprobs(of) for of in (checkpoint, path)]
+    assert logits[0] == pytest.approx(logits[1], abs=1e-5)
+
+
+def _first_logprobs(model: Path) -> list[float]:
+    from quire import LLM, SamplingParams
+
+    llm = LLM(str(model), dtype="bfloat16", max_model_len=64, max_num_seqs=1, skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], params, use_tqdm=False)
+    (found,) = output.outputs[0].logprobs or []
+    return [found[token].logprob for token in sorted(found)]

@@ -145,6 +145,37 @@ def bare(path: Path, architecture: str = "llama", **keys: Any) -> Path:
             ModelLoadError,
             r"ssm.inner_size must be a multiple of ssm.time_step_rank, the number of heads \(4\), got 30",
         ),
+        (
+            {"architecture": "deepseek2"},
+            UnsupportedModelError,
+            r"attention.key_length_mla = null is not supported; .*by a matrix each \(attn_k_b\)",
+        ),
+        (
+            {
+                "architecture": "jamba",
+                "attention.head_count_kv": [1, 1, 0],
+                "ssm.inner_size": 64,
+                "expert_count": 0,
+            },
+            UnsupportedModelError,
+            r"of layers that come in turn \(attn_layer: \[0, 1\]\)",
+        ),
+        (
+            {"architecture": "dots1", "expert_gating_func": 1},
+            UnsupportedModelError,
+            "expert_gating_func = 1 is not supported; it must be absent or 2",
+        ),
+        (
+            {
+                "architecture": "olmo2",
+                "attention.sliding_window": 8,
+                "rope.freq_base": 5e5,
+                "rope.freq_base_swa": 1e4,
+            },
+            UnsupportedModelError,
+            "rope.freq_base_swa = 10000.0 is not supported; it must be absent or 500000.0",
+        ),
+        ({"attention.key_length": "x"}, ModelLoadError, "attention.key_length must be an integer"),
         ({"feed_forward_length": [32, 64]}, UnsupportedModelError, "the same in all layers"),
         ({"tokenizer.ggml.tokens": ["a"] * 9}, ModelLoadError, "has 9 tokens, and token_embd.weight 8 rows"),
     ],

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import random
-import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 from gguf import GGUFWriter, TokenType
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from quire.engine.text_bound import max_chars_per_token
 from quire.engine.tokenizer import Tokenizer
@@ -22,48 +19,15 @@ from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from quire.models.gguf.tokenizer import SPACE
 from tests.fixtures.gguf_models import DEMO, add_tokenizer, finish
-
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
-TEXT = (
-    "the The THE it's I'LL we're don't hello worlds naïve Straße résumé 東京 你好世界 こんにちは カタカナ 안녕 привет "
-    "Ελλάδα مرحبا नमस्ते ไทย 👍🏽 👩‍👩‍👧 ﬁne ①②③ Ⅻ 1 12 123 1234 1234567 3.14 1,000 x+=1 foo_bar() fooBar HTTPServer "
-    "-- ... ¿qué? “quoted” /path/to €5 $10 50% a/b\\c #tag @user <b> {x: [1]} e\u0301 \ufeff \u200b ÅÅ ǅ ªº ʰ ͅ"
+from tests.fixtures.vocabularies import (
+    SPECIAL,
+    corpus,
+    gpt2,
+    sentence_pieces,
+    strings,
+    trained,
+    write_vocabulary,
 )
-WORDS = TEXT.split()
-CHARACTERS = [*range(1, 0xD800), *range(0x10000, 0x10400)]
-SPACES = (" ", "  ", "   ", "\n", "\n\n", " \n", "\t", "\r\n", "\u00a0", "\u3000", "")
-
-
-@functools.cache
-def strings(count: int = 5000) -> list[str]:
-    """Words, spaces, special tokens and any characters at all, in a row."""
-    draw = random.Random(17)
-
-    def piece() -> str:
-        kind = draw.random()
-        if kind < 0.05:
-            return draw.choice(SPECIAL)
-        if kind < 0.15:
-            return "".join(chr(draw.choice(CHARACTERS)) for _ in range(3))
-        return draw.choice(WORDS)
-
-    return ["".join(piece() + draw.choice(SPACES) for _ in range(draw.randrange(12))) for _ in range(count)]
-
-
-@functools.cache
-def corpus() -> list[str]:
-    return [re.sub("|".join(map(re.escape, SPECIAL)), "", text) for text in strings(300)]
-
-
-def write_vocabulary(path: Path, kind: str, tokens: list[str], types: list[int], **more: Any) -> Path:
-    writer = GGUFWriter(path, "llama")
-    writer.add_tokenizer_model(kind)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    for key, value in more.items():
-        getattr(writer, f"add_{key}")(value)
-    finish(writer)
-    return path
 
 
 def written(path: Path, backend: tokenizers.Tokenizer, pre: str, **more: Any) -> Path:
@@ -83,23 +47,6 @@ def assert_same(ours: Tokenizer, theirs: tokenizers.Tokenizer) -> None:
         assert ours.decode(ids) == theirs.decode(ids), text
 
 
-def trained(splits: Any, normalizer: Any = None) -> tokenizers.Tokenizer:
-    """Byte-level BPE of words that are cut so."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.normalizer = normalizer
-    backend.pre_tokenizer = splits
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=900,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=list(SPECIAL),
-    )
-    backend.train_from_iterator(corpus(), trainer)
-    backend.add_tokens([AddedToken("foo_bar", normalized=False)])
-    return backend
-
-
 def of_expression(expression: str) -> Any:
     cut = pre_tokenizers.Split(Regex(expression), "isolated")
     return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -115,11 +62,6 @@ def qwen2() -> tokenizers.Tokenizer:
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     return trained(of_expression(PRETOKENIZE_REGEX), normalizers.NFC())
-
-
-@functools.cache
-def gpt2() -> tokenizers.Tokenizer:
-    return trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
 def smollm() -> tokenizers.Tokenizer:
@@ -161,22 +103,6 @@ def test_every_way_to_cut_words_keeps_the_text(pre: str, tmp_path: Path) -> None
         composed = normalizers.NFC().normalize_str(text) if PRE_TOKENIZERS[pre].composes else text
         assert ours.decode(ours.encode(text), skip_special_tokens=False) == composed
         assert ours.encode(text, allow_special=False) != kept or not any(s in text for s in SPECIAL)
-
-
-@functools.cache
-def sentence_pieces() -> tuple[list[str], list[float], list[int]]:
-    """Control tokens, bytes and pieces in the order in which they were merged, each a little worse than the last."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-    backend.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=1500, show_progress=False))
-    learned = json.loads(backend.to_str())["model"]
-    letters = [token for token in learned["vocab"] if len(token) == 1 and token < "\u3000"]
-    merged = [token for token in dict.fromkeys(map("".join, learned["merges"])) if max(token) < "\u3000"]
-    first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL] + [TokenType.BYTE] * 256
-    scores = [0.0] * len(first) + [-float(rank) for rank in range(len(merged) + len(letters))]
-    types += [TokenType.NORMAL] * (len(merged) + len(letters))
-    return [*first, *merged, *letters], scores, types
 
 
 def merged_by_score(text: str, tokens: dict[str, int], scores: list[float]) -> list[int]:

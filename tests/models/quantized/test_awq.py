@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.layers.shard import Shard
 from quire.models.loader import load_model
 from tests.models.harness import prepared_config
-from tests.models.quantized.checkpoints import error_of_logits, same, write
+from tests.models.quantized.checkpoints import Writer, error_of_logits, same, write
 
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 
@@ -24,14 +24,20 @@ def pack(numbers: Tensor) -> Tensor:
     )
 
 
-def writer(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-    outputs, inputs = weight.shape
-    q = torch.randint(0, 16, (inputs, outputs), generator=random)
-    zeros = torch.randint(0, 16, (inputs // 64, outputs), generator=random)
-    scales = (0.01 * torch.rand(inputs // 64, outputs, generator=random) + 0.001).half()
-    tensors = {"qweight": pack(q), "qzeros": pack(zeros), "scales": scales}
-    groups = torch.arange(inputs) // 64
-    return tensors, ((q - zeros[groups]) * scales.float()[groups]).t()
+def in_groups(size: int) -> Writer:
+    def writer(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        outputs, inputs = weight.shape
+        q = torch.randint(0, 16, (inputs, outputs), generator=random)
+        zeros = torch.randint(0, 16, (inputs // size, outputs), generator=random)
+        scales = (0.01 * torch.rand(inputs // size, outputs, generator=random) + 0.001).half()
+        tensors = {"qweight": pack(q), "qzeros": pack(zeros), "scales": scales}
+        groups = torch.arange(inputs) // size
+        return tensors, ((q - zeros[groups]) * scales.float()[groups]).t()
+
+    return writer
+
+
+writer = in_groups(64)
 
 
 def test_logits_are_those_of_the_floats(llama: Path, tmp_path: Path) -> None:

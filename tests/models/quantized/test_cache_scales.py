@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,68 @@ def test_what_is_no_scale_is_refused(scale: Tensor, message: str, llama: Path, t
     path, _ = checkpoint(llama, tmp_path, "compressed-tensors", SCALES | {"v_scale": [scale, scale]})
     with pytest.raises(ModelLoadError, match=f"layers.0.self_attn.v_scale' {message}"):
         load_tiny(path)
+
+
+INT8_SCALES = {"k_scale": [torch.tensor(0.02), torch.tensor([0.05])], "v_scale": [torch.tensor(0.004)] * 2}
+"""The second layer's keys reach beyond it, and the values of both."""
+
+
+def in_int8(scales: dict[str, list[Tensor]]) -> Any:
+    """transformers' cache, which gives back what integers of 8 bits hold."""
+    from transformers import DynamicCache
+
+    class Rounded(DynamicCache):
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any
+        ) -> Any:
+            both = super().update(key_states, value_states, layer_idx, *args, **more)
+            return tuple(
+                (x / (scale := scales[kind][layer_idx])).round().clamp(-128, 127) * scale
+                for x, kind in zip(both, scales, strict=True)
+            )
+
+    return Rounded()
+
+
+def int8_checkpoint(
+    llama: Path, tmp_path: Path, scales: dict[str, list[Tensor]], **said: Any
+) -> tuple[Path, Path]:
+    quantized, floats = checkpoint(llama, tmp_path, "compressed-tensors", scales)
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "int"} | said
+    (quantized / "config.json").write_text(json.dumps(config))
+    return quantized, floats
+
+
+def test_integers_of_8_bits_have_the_scales_of_the_checkpoint(llama: Path, tmp_path: Path) -> None:
+    quantized, floats = int8_checkpoint(llama, tmp_path, INT8_SCALES, strategy="tensor", dynamic=False)
+    model = load_tiny(quantized, kv_cache_dtype="int8")
+    without, _ = int8_checkpoint(llama, tmp_path / "without", INT8_SCALES, dynamic=True)
+    own = load_tiny(without, kv_cache_dtype="int8")
+    with torch.inference_mode():
+        from transformers import AutoModelForCausalLM
+
+        by_transformers = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)
+        want = by_transformers(torch.tensor(IDS), past_key_values=in_int8(INT8_SCALES)).logits[0]
+    error = (logits(model) - want).abs().max()
+    assert error < 1e-4 * want.abs().max()
+    assert error < 0.01 * (logits(own) - want).abs().max(), "the scales make a difference"
+
+
+@pytest.mark.parametrize(
+    ("said", "leaf"), [({"symmetric": False}, ""), ({"dynamic": True}, ""), ({}, "self_attn.v_scale")]
+)
+def test_integers_without_both_scales_find_their_own(
+    said: dict[str, Any], leaf: str, llama: Path, tmp_path: Path
+) -> None:
+    path, _ = int8_checkpoint(llama, tmp_path, INT8_SCALES, **said)
+    tensors = load_file(path / SINGLE_NAME)
+    save_file(
+        {name: each for name, each in tensors.items() if not leaf or not name.endswith(leaf)},
+        path / SINGLE_NAME,
+    )
+    model = load_tiny(path, kv_cache_dtype="int8")
+    assert all(each.int8_scales is None for each in model.modules() if isinstance(each, Attention))
 
 
 def test_a_cache_of_another_type_leaves_them_out(llama: Path, tmp_path: Path) -> None:

@@ -18,8 +18,17 @@ from quire.models.loader import load_model
 from quire.models.weights import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import Writer, same, write
+from tests.models.quantized.test_awq import CONFIG as AWQ
+from tests.models.quantized.test_awq import in_groups as awq
 from tests.models.quantized.test_gptq import Writer as Gptq
-from tests.models.quantized.test_published_encodings import fp8
+from tests.models.quantized.test_published_encodings import (
+    compressed,
+    fp8,
+    group,
+    int8,
+    nvfp4,
+    packed_integers,
+)
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
 GPTQ = Gptq(4, 16)
@@ -98,20 +107,74 @@ def test_stacks(
         same(*(load_model(prepared_config(path), Shard(1, 2)) for path in paths), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama4", "gptoss"])
-@pytest.mark.parametrize(
-    ("config", "writer"),
-    [(GPTQ.config(), GPTQ), (FP8, fp8(16, 16, name="weight_scale_inv"))],
-    ids=["gptq", "fp8"],
+IN_GROUPS = {"strategy": "group", "group_size": 16}
+NVFP4 = compressed(
+    "nvfp4-pack-quantized", group(num_bits=4, type="float", strategy="tensor_group", group_size=16)
 )
+FORMS: dict[str, tuple[dict[str, Any], Writer, str]] = {
+    "gptq": (GPTQ.config(), GPTQ, "int4"),
+    "fp8": (FP8, fp8(16, 16, name="weight_scale_inv"), "fp8"),
+    "awq": (AWQ | {"group_size": 16}, awq(16), "int4"),
+    "w4a16": (
+        compressed("pack-quantized", group(num_bits=4, **IN_GROUPS)),
+        packed_integers(4, 16),
+        "int4",
+    ),
+    "w4a16-asym": (
+        compressed("pack-quantized", group(num_bits=4, symmetric=False, **IN_GROUPS)),
+        packed_integers(4, 16, symmetric=False),
+        "int4",
+    ),
+    "w8a16": (
+        compressed("pack-quantized", group(num_bits=8, **IN_GROUPS)),
+        packed_integers(8, 16),
+        "int8",
+    ),
+    "w8a8": (
+        compressed("int-quantized", group(num_bits=8, strategy="channel")),
+        int8(1),
+        "int8",
+    ),
+    "nvfp4": (NVFP4, nvfp4("weight_packed", "weight_global_scale", divides=True), "e2m1"),
+    "modelopt-nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        nvfp4("weight", "weight_scale_2", divides=False),
+        "e2m1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_stacks_of_modules(
+    name: str, tiny_model: Callable[[str], Path], directories: tuple[Path, Path]
+) -> None:
+    """Where a layer's experts are one module of [E, N, K], each of its tensors is a stack of those of matrices."""
+    config, writer, kind = FORMS[name]
+    random = torch.Generator().manual_seed(0)
+    quantized, floats = load(tiny_model("granitemoe")), load(tiny_model("granitemoe"))
+    for stack in [name for name, each in floats.items() if each.dim() == 3]:
+        members = [writer(expert, random) for expert in quantized.pop(stack)]
+        for key in members[0][0]:
+            tensor = torch.stack([tensors[key] for tensors, _ in members])
+            quantized[f"{stack.removesuffix('.weight')}.{key}"] = tensor
+        floats[stack] = torch.stack([stands_for for _, stands_for in members])
+    paths = save(tiny_model("granitemoe"), config, list(zip(directories, (quantized, floats), strict=True)))
+    model = load_tiny(paths[0])
+    same(model, load_tiny(paths[1]), tolerance=1e-6)
+    kinds = {each.gate_up_proj.matrix().scheme.kind for each in model.modules() if isinstance(each, Expert)}
+    assert kinds == {kind}
+
+
+@pytest.mark.parametrize("family", ["llama4", "gptoss"])
+@pytest.mark.parametrize("name", FORMS)
 def test_one_by_one(
-    config: dict[str, Any],
-    writer: Writer,
+    name: str,
     family: str,
     tiny_model: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
     """As tools write them that look for linear layers, and take stacks apart to have some."""
+    config, writer, kind = FORMS[name]
     source = tmp_path / "apart"
     source.mkdir()
     save_file(taken_apart(load(tiny_model(family)), interleaved=family == "gptoss"), source / SINGLE_NAME)
@@ -124,7 +187,7 @@ def test_one_by_one(
     save_file(put_together(load(floats), interleaved=family == "gptoss"), stacked / SINGLE_NAME)
     same(model, load_tiny(stacked), tolerance=1e-6)
     kinds = {each.gate_up_proj.matrix().scheme.kind for each in model.modules() if isinstance(each, Expert)}
-    assert kinds == {"int4" if "bits" in config else "fp8"}
+    assert kinds == {kind}
 
 
 def taken_apart(tensors: dict[str, Tensor], *, interleaved: bool) -> dict[str, Tensor]:

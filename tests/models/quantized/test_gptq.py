@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Shard
+from quire.models.hf_config import read_hf_config
 from quire.models.loader import load_model
 from quire.models.weights import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
@@ -90,7 +91,13 @@ WRITERS = [
         (3, 128, False, 1),
         (2, 64, True, 1),
         (8, -1, False, 1),
+        (8, 64, False, 1),
     ]
+] + [
+    pytest.param(
+        Writer(4, 128, symmetric=True, reordered=reordered, version=version), id=f"sym-{reordered}-{version}"
+    )
+    for reordered, version in [(False, 1), (False, 2), (True, 1)]
 ]
 
 
@@ -99,6 +106,54 @@ def test_logits_are_those_of_the_floats(writer: Writer, llama: Path, tmp_path: P
     quantized, floats = write(llama, tmp_path, writer.config(), writer, lambda name: "lm_head" not in name)
     same(load_tiny(quantized), load_tiny(floats))
     assert error_of_logits(quantized, floats) < 1e-4
+
+
+def but_head(name: str) -> bool:
+    return name != "lm_head"
+
+
+@pytest.mark.parametrize("said", [{"desc_act": False}, {"desc_act": None}], ids=str)
+def test_groups_are_those_of_the_file(said: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+    """Though the config says that inputs are in them as they come, or nothing."""
+    writer = Writer(4, 32, reordered=True)
+    paths = write(llama, tmp_path, writer.config(**said), writer, but_head)
+    same(*map(load_tiny, paths))
+
+
+def test_groups_of_inputs_as_they_come_are_cut_whatever_the_config_says(llama: Path, tmp_path: Path) -> None:
+    writer = Writer(4, 32, reordered=True, shuffled=False)
+    path, _ = write(llama, tmp_path, writer.config(), writer, but_head)
+    kinds = {
+        layer.matrix().scheme.kind
+        for _, layer in load_model(prepared_config(path), Shard(0, 2)).checkpoint_layers()
+        if isinstance(layer, MatrixLayer) and layer.name.endswith("down_proj")
+    }
+    assert kinds == {"int4"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "format": "gptq_v2"},
+        {"method": "gptq", "format": "gptq_v2"},
+        {"method": "gptq", "checkpoint_format": "gptq_v2"},
+        {"quant_method": "gptq", "method": "gptq", "format": "gptq_v2", "checkpoint_format": "gptq_v2"},
+    ],
+    ids=str,
+)
+def test_what_gptqmodel_calls_its_keys(config: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+    """Zero points of the two versions differ by one."""
+    writer = Writer(4, 64, version=2)
+    plain = {"bits": 4, "group_size": 64, "sym": False, "desc_act": False}
+    same(*map(load_tiny, write(llama, tmp_path, plain | config, writer, but_head)))
+
+
+def test_two_names_of_the_version_must_agree(llama: Path) -> None:
+    config = Writer(4, 64).config(format="gptq_v2")
+    with pytest.raises(
+        ModelLoadError, match="checkpoint_format must be what format is, 'gptq_v2', got \"gptq\""
+    ):
+        read_hf_config(llama, {"quantization_config": config})
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.layers.shard import Shard
@@ -138,7 +139,7 @@ def bnb_int8(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor]
     return tensors, q * (largest[:, None] / 127)
 
 
-def bnb_4bit(kind: str, *, nested: bool) -> Writer:
+def bnb_4bit(kind: str, *, nested: bool, storage: torch.dtype = torch.uint8) -> Writer:
     """All numbers of the matrix in a row, in blocks of 64; their scales in blocks of 256."""
 
     def writer(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
@@ -151,7 +152,7 @@ def bnb_4bit(kind: str, *, nested: bool) -> Writer:
             "dtype": "bfloat16",
         }
         tensors = {
-            "weight": (16 * codes[::2] + codes[1::2]).to(torch.uint8)[:, None],
+            "weight": (16 * codes[::2] + codes[1::2]).to(torch.uint8).view(storage)[:, None],
             "weight.quant_map": table,
         }
         count = weight.numel() // 64
@@ -209,6 +210,46 @@ def torchao(groups: int, *, floats: bool = False) -> Writer:
     return writer
 
 
+def ao_int4(size: int, *, tiles: bool = False) -> Writer:
+    """(q - 8) * scale + zero, in rows, two to a byte, or in the words that tensor cores read."""
+
+    def writer(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        q = torch.randint(0, 16, weight.shape, generator=random)
+        shape = (len(weight), weight.shape[1] // size)
+        scales = (0.02 * torch.rand(shape, generator=random)).bfloat16()
+        zeros = (0.02 * torch.randn(shape, generator=random)).bfloat16()
+        spread = [each.float().repeat_interleave(size, 1) for each in (scales, zeros)]
+        stands_for = (q - 8) * spread[0] + spread[1]
+        if not tiles:
+            signed = q - 8
+            pairs = (signed[:, ::2] & 15) | (signed[:, 1::2] << 4)
+            tensors = {"qdata": pairs.to(torch.int8), "scale": scales.t(), "zero_point": zeros.t()}
+        else:
+            width = -(-q.shape[1] // 1024) * 1024
+            both = torch.zeros(width // size, len(q), 2, dtype=torch.bfloat16)
+            both[: shape[1]] = torch.stack((scales.t(), zeros.t()), -1)
+            tensors = {"qdata": in_tiles(F.pad(q, (0, width - q.shape[1]))), "scale_and_zero": both}
+        return {f"_weight_{name}": each for name, each in tensors.items()}, stands_for
+
+    return writer
+
+
+def in_tiles(q: Tensor) -> Tensor:
+    """[N, K] -> int32 [N / 8, K / 128, 32, 4], by torch's matrix_to_m16n8k16_Bint4_layout."""
+    tiles, blocks, lanes, words = torch.meshgrid(
+        torch.arange(len(q) // 8),
+        torch.arange(q.shape[1] // 128),
+        torch.arange(32),
+        torch.arange(4),
+        indexing="ij",
+    )
+    packed = torch.zeros_like(tiles)
+    for nibble, behind in enumerate((0, 8, 16, 24, 1, 9, 17, 25)):
+        inputs = (blocks * 8 + 2 * words) * 16 + lanes % 4 * 2 + behind
+        packed |= q[tiles * 8 + lanes // 4, inputs] << 4 * nibble
+    return torch.where(packed < 2**31, packed, packed - 2**32).to(torch.int32)
+
+
 def ao_config(name: str, **data: Any) -> dict[str, Any]:
     return {
         "quant_method": "torchao",
@@ -240,6 +281,14 @@ CASES = {
         compressed("pack-quantized", group(num_bits=4, strategy="group", group_size=128)),
         packed_integers(4, 128),
         cut=False,
+    ),
+    "ct-w4a16-asym": Case(
+        compressed("pack-quantized", group(num_bits=4, strategy="group", group_size=64, symmetric=False)),
+        packed_integers(4, 64, symmetric=False),
+    ),
+    "ct-w4a16-reordered": Case(
+        compressed("pack-quantized", group(num_bits=4, strategy="group", group_size=64, actorder="group")),
+        packed_integers(4, 64, reordered=True),
     ),
     "ct-w4a16-asym-reordered": Case(
         compressed(
@@ -299,15 +348,39 @@ CASES = {
     ),
     "bnb-int8": Case(BNB | {"load_in_8bit": True}, bnb_int8),
     "bnb-nf4": Case(BNB | {"load_in_4bit": True}, bnb_4bit("nf4", nested=False)),
+    "bnb-nf4-nested": Case(
+        BNB | {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, bnb_4bit("nf4", nested=True)
+    ),
+    "bnb-fp4": Case(
+        BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, bnb_4bit("fp4", nested=False)
+    ),
     "bnb-fp4-nested": Case(
         BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
         bnb_4bit("fp4", nested=True),
     ),
+    "bnb-nf4-bfloat16": Case(
+        BNB | {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+        bnb_4bit("nf4", nested=False, storage=torch.bfloat16),
+    ),
     "hqq-4": Case(hqq_config(4, 1), hqq(4, 1)),
+    "hqq-4-across": Case(hqq_config(4, 0), hqq(4, 0)),
     "hqq-3-across": Case(hqq_config(3, 0), hqq(3, 0)),
+    "hqq-3": Case(hqq_config(3, 1), hqq(3, 1)),
     "hqq-2": Case(hqq_config(2, 1), hqq(2, 1)),
+    "hqq-1": Case(hqq_config(1, 1), hqq(1, 1)),
+    "hqq-8": Case(hqq_config(8, 1), hqq(8, 1)),
     "ao-int8": Case(ao_config("Int8WeightOnlyConfig", granularity={"_type": "PerRow"}), torchao(0)),
     "ao-fp8": Case(ao_config("Float8WeightOnlyConfig", granularity=None), torchao(0, floats=True)),
+    "ao-int4": Case(ao_config("Int4WeightOnlyConfig", group_size=64), ao_int4(64)),
+    "ao-int4-tiles": Case(
+        ao_config(
+            "Int4WeightOnlyConfig",
+            group_size=128,
+            int4_packing_format={"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"},
+        ),
+        ao_int4(128, tiles=True),
+        cut=False,
+    ),
     "ao-intx": Case(
         ao_config("IntxWeightOnlyConfig", granularity={"_type": "PerGroup", "_data": {"group_size": 32}}),
         torchao(32),

@@ -14,13 +14,18 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.layers.matrix import MatrixLayer
+from quire.layers.quantized.bitsandbytes import STORAGES
+from quire.layers.quantized.table import codec_of
 from quire.models.hf_config import read_hf_config
+from quire.models.json_object import JsonObject
 from quire.models.loader import load_model
-from quire.models.quantized.page import PAGE, page
+from quire.models.quantized.page import EXAMPLES, PAGE, page
+from quire.models.quantized.reader import METHODS
 from quire.models.weights import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import error_of_logits, same, write
-from tests.models.quantized.test_gptq import Writer
+from tests.models.quantized.test_awq import CONFIG as AWQ
+from tests.models.quantized.test_gptq import WRITERS, Writer
 from tests.models.quantized.test_published_encodings import CASES, but_head
 from tests.models.test_expert_parallel import logits, of_replicas
 
@@ -29,6 +34,28 @@ FP8 = CASES["fp8-tensor"]
 
 def test_the_page_says_what_the_code_does() -> None:
     assert Path(PAGE).read_text() == page(), "run: python -m quire.models.quantized.page"
+
+
+def form(config: dict[str, Any]) -> tuple[Any, ...]:
+    """What a config says of a linear layer, but for sizes: all that are larger than 1 are one."""
+    found = METHODS.resolve(config["quant_method"])(JsonObject("config.json", config))
+    encoding = found.encoding_of(DOWN)
+    assert encoding is not None
+    options = {
+        key: min(value, 2) if key in ("group_size", "grid_outputs", "grid_inputs") else value
+        for key, value in encoding.options.items()
+    }
+    return found.method, encoding.kind, tuple(sorted(options.items()))
+
+
+def test_the_logits_of_every_row_are_tested() -> None:
+    """Experts in MXFP4 are by tests/models/test_mxfp4.py."""
+    of_gptq = [writer.config() for (writer,) in (each.values for each in WRITERS)]
+    tested = [dict(case.config) for case in CASES.values()] + of_gptq
+    forms = {form(config) for config in (*tested, AWQ)}
+    assert {
+        form(example.config) for example in EXAMPLES if example.config["quant_method"] != "mxfp4"
+    } <= forms
 
 
 def test_numbers_stay_packed(llama: Path, tmp_path: Path) -> None:
@@ -144,6 +171,67 @@ def test_what_bitsandbytes_says_must_fit(
         load_tiny(path)
 
 
+@pytest.mark.parametrize(("found", "called"), [(1, r"1 \(col32\)"), (3, r"3 \(col_ampere\)"), (9, "9")])
+def test_integers_of_bitsandbytes_must_lie_in_rows(
+    found: int, called: str, llama: Path, tmp_path: Path
+) -> None:
+    case = CASES["bnb-int8"]
+    path, _ = write(llama, tmp_path, dict(case.config), case.writer, but_head)
+    changed(path, f"{DOWN}.weight_format", lambda tensor: torch.full_like(tensor, found))
+    with pytest.raises(ModelLoadError, match=rf"{DOWN}: weight_format is {called}; it must be 0 \(row\)"):
+        load_tiny(path)
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_bytes_of_bitsandbytes_may_be_called_otherwise(kind: str, llama: Path) -> None:
+    config = dict(CASES["bnb-nf4"].config) | {"bnb_4bit_quant_storage": kind}
+    found = read_hf_config(llama, {"quantization_config": config}).quantization
+    assert found is not None
+    encoding = found.encoding_of(DOWN)
+    assert encoding is not None
+    assert codec_of(encoding).tensors(256, 384)["weight"].dtype is STORAGES[kind]
+
+
+def torchao(kind: str, version: int = 2, **data: Any) -> dict[str, Any]:
+    kinds = {"default": {"_type": kind, "_version": version, "_data": data}}
+    return {"quant_method": "torchao", "quant_type": kinds, "modules_to_not_convert": ["lm_head"]}
+
+
+@pytest.mark.parametrize("key", ["fqn_to_config", "module_fqn_to_config"])
+def test_torchao_may_say_it_by_names(key: str, llama: Path, tmp_path: Path) -> None:
+    """The whole name, then a pattern, then all others; and null is floats."""
+    four, eight = ("ao-int4", "ao-int8")
+    of = {name: CASES[name].config["quant_type"]["default"] for name in (four, eight)}
+    found = {
+        "re:.*mlp.*": of[eight],
+        r"re:.*\.mlp\.up_proj\.weight": of[four],
+        "_default": of[four],
+        "model.layers.1.mlp.up_proj": None,
+        "model.layers.0.self_attn.q_proj.weight": of[eight],
+    }
+
+    def writer(weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        is_eight = weight.shape in ((384, 256), (256, 384), (256, 256)) and next(turns)
+        return CASES[eight if is_eight else four].writer(weight, random)
+
+    # In the order of the file: down, gate, up of the first layer, k, o, q, v; then the second layer.
+    turns = iter([True, True, True, False, True, True, True, False, False])
+    left = ("lm_head", "layers.1.mlp.up_proj")
+    paths = write(
+        llama, tmp_path, torchao("FqnToConfig", **{key: found}), writer, lambda name: not name.endswith(left)
+    )
+    same(*map(load_tiny, paths), tolerance=1e-6)
+
+
+def test_keys_and_values_may_be_all_that_is_quantised(llama: Path) -> None:
+    """As ModelOpt writes it: no algorithm for weights."""
+    config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    found = read_hf_config(llama, {"quantization_config": config}).quantization
+    assert found is not None
+    assert found.encoding_of(DOWN) is None
+    assert found.cache_scales
+
+
 CT = dict(CASES["ct-w4a16-g128"].config)
 
 
@@ -172,9 +260,25 @@ def weights(**options: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, UnsupportedModelError, "gemv"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, ModelLoadError, "two positive integers"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, UnsupportedModelError, "W4A8"),
+        ({"quant_method": "modelopt"}, ModelLoadError, "'quant_algo' is missing"),
         ({"quant_method": "bitsandbytes"}, ModelLoadError, "load_in_4bit"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "int4"},
+            UnsupportedModelError,
+            "bnb_4bit_quant_storage",
+        ),
+        (torchao("Int4WeightOnlyConfig", 1), UnsupportedModelError, "_version = 1"),
+        (
+            torchao("Int4WeightOnlyConfig", int4_packing_format={"_data": "PRESHUFFLED"}),
+            UnsupportedModelError,
+            'int4_packing_format: _data = "PRESHUFFLED"',
+        ),
+        (torchao("FqnToConfig", fqn_to_config={"re:(": None}), ModelLoadError, r"'\(' is none"),
+        (torchao("MysteryConfig"), UnsupportedModelError, "MysteryConfig"),
         ({"quant_method": "hqq", "quant_config": {"x": {}}}, ModelLoadError, "'nbits' is missing"),
         ({"bits": 4}, ModelLoadError, "'quant_method' is missing"),
+        ({"method": "mystery"}, UnsupportedModelError, "method = 'mystery' is not supported"),
+        ({"quant_method": "awq", "bits": 4, "format": "marlin"}, UnsupportedModelError, 'format = "marlin"'),
     ],
 )
 def test_a_config_that_cannot_be_followed_is_refused(
@@ -189,6 +293,7 @@ def test_a_config_that_cannot_be_followed_is_refused(
     [
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt"),
         ("quantize_config.json", {"bits": 4, "group_size": 128}, "gptq"),
+        ("quantize_config.json", {"method": "awq", "bits": 4, "format": "gemm"}, "awq"),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 128, "version": "GEMM"}, "awq"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which cores of a machine each of several replicas has.
+"""Which cores of a machine each of several replicas, or ranks, has.
 
 Invariant: pure; no core is given to two.
 """
@@ -16,15 +16,15 @@ Core = tuple[int, ...]
 """The processors of a physical core."""
 
 
-def divided(nodes: Sequence[Node], num_replicas: int) -> list[list[Core]]:
-    """Equally many cores for each replica, give or take one, in the order of the nodes.
+def divided(nodes: Sequence[Node], num: int) -> list[list[Core]]:
+    """Equally many cores for each of so many, give or take one, in the order of the nodes.
 
-    Where so many replicas can be spread evenly over the nodes, each has cores of one; where there are more nodes, each
-    replica may have whole ones.
+    Where they can be spread evenly over the nodes, each has cores of one; where there are more nodes, each may have
+    whole ones.
     """
-    per_node, rest = divmod(num_replicas, len(nodes))
+    per_node, rest = divmod(num, len(nodes))
     if rest or any(len(node.cores) < per_node for node in nodes):
-        return _parts([core for node in nodes for core in node.cores], num_replicas)
+        return _parts([core for node in nodes for core in node.cores], num)
     return [part for node in nodes for part in _parts(node.cores, per_node)]
 
 

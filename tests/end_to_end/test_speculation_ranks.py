@@ -1,0 +1,98 @@
+"""Speculation on ranks that share each layer: they guess alike whatever their clocks say, and say what one says."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LoRARequest, SamplingParams
+from quire.spec_decode.clocks import OwnClock
+from quire.worker.cpu import HostMark
+from tests.end_to_end.test_draft_heads import MODEL, guessing
+from tests.end_to_end.test_overlapped import STEM, Job, serve
+from tests.fixtures.draft_heads import HEADS, write_mtp
+from tests.fixtures.quick import quick
+from tests.fixtures.thread_ranks import ThreadRanks
+from tests.fixtures.tiny_models import oracle_of
+from tests.lora.adapters import linear_shapes, write_adapter
+
+CASES: dict[str, dict[str, Any]] = {
+    "eagle": {"method": "eagle"},
+    "eagle3": {"method": "eagle3"},
+    "medusa": {"method": "medusa"},
+    "mtp": {"method": "mtp"},
+    "draft_model": {"method": "draft_model", "quantization": "int8"},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+}
+
+
+@pytest.fixture
+def ranks_with_clocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every duration is another, so ranks that went by theirs would soon differ in what they do."""
+    draw = random.Random(6)
+    passed = itertools.accumulate(0.01 * draw.random() for _ in itertools.repeat(None))
+    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr("tests.fixtures.thread_ranks.TIMEOUT_S", 20.0)
+    monkeypatch.setattr(HostMark, "seconds_since", lambda self, earlier: 1.0 + draw.random())
+    monkeypatch.setattr(OwnClock, "now", lambda self: next(passed))
+
+
+def jobs(adapter: LoRARequest | None = None) -> list[Job]:
+    draw = random.Random(9)
+    shapes: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.8, "logprobs": 1})
+    return [
+        Job(
+            STEM[: draw.randrange(30)] + [draw.randrange(3, 90) for _ in range(3)] * 2,
+            SamplingParams(**shapes[number % 2], seed=number, max_tokens=24, ignore_eos=True),
+            adapter=adapter if number % 3 == 0 else None,
+        )
+        for number in range(8)
+    ]
+
+
+@pytest.mark.parametrize("case", quick(CASES, ["eagle", "mtp"]))
+@pytest.mark.parametrize("loop", quick(["plain", "overlapped"], ["plain"]))
+@pytest.mark.usefixtures("ranks_with_clocks_of_their_own")
+def test_two_ranks_say_what_one_says(
+    case: str, loop: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+) -> None:
+    family = "qwen3.5moe" if case == "mtp" else MODEL
+    model = tiny_model(family)
+    if case == "mtp":
+        model = write_mtp(family, model, tmp_path / "model")
+        heads = model
+    else:
+        heads = HEADS[case].write(tmp_path / "heads") if case in HEADS else model
+    keys: dict[str, Any] = guessing(heads, **CASES[case], adaptive=True)
+    if case in ("mtp", "ngram"):
+        del keys["speculative_config"]["model"]
+    args = {"model": str(model), "max_model_len": 96, "max_num_seqs": 4, "tp_invariant": case != "mtp"}
+    args |= {"async_scheduling": loop == "overlapped", "max_num_batched_tokens": 24}
+    expected, _ = serve(jobs(), **args)
+    got, stats = serve(jobs(), **args, **keys, tensor_parallel_size=2)
+    assert [one.outputs[0].token_ids for one in got] == [one.outputs[0].token_ids for one in expected]
+    assert stats["spec_decoding"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.usefixtures("ranks_with_clocks_of_their_own")
+def test_two_ranks_guess_for_adapters(
+    tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+) -> None:
+    model = tiny_model(MODEL)
+    layers = {name: shape for name, shape in linear_shapes(oracle_of(model)).items() if "layers" in name}
+    adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", layers)))
+    heads = HEADS["eagle"].write(tmp_path / "heads")
+    args = {"model": str(model), "max_model_len": 96, "max_num_seqs": 4, "enable_lora": True}
+    expected, _ = serve(jobs(adapter), **args)
+    got, stats = serve(
+        jobs(adapter), **args, **guessing(heads, "eagle", adaptive=True), tensor_parallel_size=2
+    )
+    assert [one.outputs[0].token_ids for one in got] == [one.outputs[0].token_ids for one in expected]
+    assert stats["spec_decoding"]["num_draft_tokens"] > 0

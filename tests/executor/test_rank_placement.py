@@ -1,0 +1,72 @@
+"""Each rank of a host has cores of its own, of one NUMA node where that is possible, from its first instruction on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.executor.rank_placement import on, places_of_ranks
+from quire.executor.rank_processes import RankProcesses
+from tests.engine.test_replicas import config, made_host
+
+PROGRAM = """
+import os, socket, sys
+with socket.socket(fileno=int(sys.argv[4])) as way:
+    way.sendall(repr(sorted(os.sched_getaffinity(0))).encode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "placed"),
+    [
+        ((2, 2), 2, [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        ((2, 2), 4, [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ((3,), 2, [(0, 3), (1, 2, 4, 5)]),
+        ((2, 2), 5, None),
+        ((2, 2), 1, None),
+    ],
+)
+def test_ranks_keep_to_nodes_where_they_can(
+    sizes: tuple[int, ...],
+    num_ranks: int,
+    placed: list[tuple[int, ...]] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    host, ranks = made_host(tmp_path, monkeypatch, sizes), range(4, 4 + num_ranks)
+    caplog.set_level("INFO")
+    found = places_of_ranks(config(), ranks, host)
+    assert found == ({} if placed is None else dict(zip(ranks, placed, strict=True)))
+    assert not places_of_ranks(config(cpu_numa="off"), ranks, host)
+    if sizes == (2, 2) and num_ranks == 2:
+        assert "rank 4: processors 0-1,4-5 of NUMA node 0" in caplog.text
+
+
+def test_a_rank_starts_on_its_processors_and_whoever_starts_it_stays_where_it_is() -> None:
+    before = os.sched_getaffinity(0)
+    last = max(before)
+    processes = RankProcesses(EngineConfig.from_args(model="any"), ("-c", PROGRAM), {1: (last,)})
+    try:
+        for rank, wanted in ((0, sorted(before)), (1, [last])):
+            with processes.start(rank, "127.0.0.1") as way:
+                assert way.recv(4096).decode() == repr(wanted)
+    finally:
+        processes.close()
+    assert os.sched_getaffinity(0) == before
+
+
+def test_who_fails_to_start_one_stays_where_it_is() -> None:
+    before = os.sched_getaffinity(0)
+
+    def fail() -> None:
+        with on((max(before),)):
+            assert os.sched_getaffinity(0) == {max(before)}
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert os.sched_getaffinity(0) == before

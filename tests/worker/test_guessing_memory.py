@@ -1,0 +1,55 @@
+"""What is kept to guess by is counted before the KV cache is sized, and is no more than that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.startup import prepare
+from quire.scheduler.output import SchedulerOutput
+from quire.worker.cpu import CpuDevice
+from quire.worker.guessing_memory import kept_bytes, passing_bytes
+from quire.worker.head_chain import HeadChain
+from quire.worker.launched_step import LaunchedStep
+from quire.worker.medusa import Medusa
+from quire.worker.model_runner import ModelRunner
+from quire.worker.worker import Worker
+from tests.end_to_end.test_draft_heads import MODEL, guessing
+from tests.fixtures.draft_heads import HEADS
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_what_heads_keep_is_counted(
+    name: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restore_threads: None,
+) -> None:
+    heads = HEADS[name].write(tmp_path / "heads")
+    args: dict[str, Any] = {"model": str(tiny_model(MODEL)), "max_model_len": 96, "max_num_seqs": 5}
+    args |= {"device": "cpu", "cpu_threads": 1, "max_num_batched_tokens": 48}
+    config = prepare(EngineConfig.from_args(**args, **guessing(heads, name)), "offline")
+    runners: list[ModelRunner] = []
+    launch, device = ModelRunner.launch, CpuDevice()
+
+    def noted(runner: ModelRunner, plan: SchedulerOutput) -> LaunchedStep:
+        runners.append(runner)
+        return launch(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    Worker(config, device).load()
+    guesses = runners[-1]._guessing
+    if isinstance(guesses, HeadChain):
+        held = guesses._kept._states.nbytes + guesses._behind.nbytes
+    else:
+        assert isinstance(guesses, Medusa)
+        held = guesses._states._states.nbytes
+    assert held <= kept_bytes(config) <= held + 5 * 64 * 4
+    plain = prepare(EngineConfig.from_args(**args), "offline")
+    more = device.memory._working_bytes(config)[0] - device.memory._working_bytes(plain)[0]
+    assert more == kept_bytes(config) + 48 * passing_bytes(config) > 0
