@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
 from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,14 +20,15 @@ from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.protocol.requests import EngineRequest
+from quire.entrypoints.openai.protocol.responses import Timings
 from quire.entrypoints.openai.protocol.shapes import TEXT, any_of, array, optional
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.openai.translation import given, note_ignored
 from quire.entrypoints.pooling.embeddings import run_each
 from quire.entrypoints.pooling.numbers import encoded, reply_of
-from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers
-from quire.entrypoints.pooling.run import Job, Pooled, called
+from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers, PromptUsage
+from quire.entrypoints.pooling.run import Job, Pooled, called, told_of
 from quire.errors import ValidationError
 from quire.pooling_params import EMBED, PoolingParams
 
@@ -59,17 +61,25 @@ class OneEmbeddingRequest(EmbedFields):
     prompt: str = ""
 
 
-class OllamaEmbeddings(msgspec.Struct):
+class _Told(msgspec.Struct, kw_only=True):
+    """Of which Ollama has nothing, and every reply here something."""
+
+    usage: PromptUsage
+    timings: Timings
+    ignored: list[str] | UnsetType = UNSET
+
+
+class OllamaEmbeddings(_Told, kw_only=True):
     """Durations are in nanoseconds."""
 
     model: str
     embeddings: list[Numbers]
     total_duration: int
-    load_duration: int
+    load_duration: int = 0
     prompt_eval_count: int
 
 
-class OllamaEmbedding(msgspec.Struct):
+class OllamaEmbedding(_Told, kw_only=True):
     embedding: Numbers
 
 
@@ -83,9 +93,13 @@ async def embed(request: Request) -> Response:
     )
 
     def made() -> OllamaEmbeddings:
-        num_tokens = sum(len(one.prompt_token_ids) for one in pooled)
-        vectors = [encoded(one.outputs.data, "float") for one in pooled]
-        return OllamaEmbeddings(body.model, vectors, time.monotonic_ns() - began, 0, num_tokens)
+        return OllamaEmbeddings(
+            model=body.model,
+            embeddings=[encoded(one.outputs.data, "float") for one in pooled],
+            total_duration=time.monotonic_ns() - began,
+            prompt_eval_count=sum(len(one.prompt_token_ids) for one in pooled),
+            **told_of(pooled, body.notes),
+        )
 
     return await reply_of(pooled, made)
 
@@ -97,7 +111,7 @@ async def embed_one(request: Request) -> Response:
     body = await read_request(request, OneEmbeddingRequest)
     pooled = await _pooled(request, body, [body.prompt] if body.prompt else [])
     vector = encoded(pooled[0].outputs.data, "float") if pooled else msgspec.Raw(b"[]")
-    return json_response(OllamaEmbedding(vector))
+    return json_response(OllamaEmbedding(embedding=vector, **told_of(pooled, body.notes)))
 
 
 async def _pooled(

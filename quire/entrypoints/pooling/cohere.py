@@ -18,12 +18,13 @@ from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.protocol.requests import EngineRequest
+from quire.entrypoints.openai.protocol.responses import Timings
 from quire.entrypoints.openai.protocol.shapes import TEXT, array, enum, object_of, optional
 from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.pooling.embeddings import run_each
 from quire.entrypoints.pooling.numbers import encoded, reply_of
-from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers
-from quire.entrypoints.pooling.run import Job, called
+from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers, PromptUsage
+from quire.entrypoints.pooling.run import Job, called, told_of
 from quire.errors import ValidationError
 from quire.pooling_params import EMBED, PoolingParams
 
@@ -85,6 +86,9 @@ class CohereEmbeddings(msgspec.Struct, kw_only=True):
     embeddings: ByType
     texts: list[str]
     meta: CohereMeta
+    usage: PromptUsage
+    timings: Timings
+    ignored: list[str] | UnsetType = UNSET
     response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
 
 
@@ -105,7 +109,8 @@ async def embed(request: Request) -> Response:
         kinds = body.embedding_types or ["float"]
         by_type = ByType(**{kind: [_typed(one, kind) for one in vectors] for kind in kinds})
         meta = CohereMeta(BilledUnits(sum(len(one.prompt_token_ids) for one in pooled)))
-        return CohereEmbeddings(id=job.id, embeddings=by_type, texts=texts, meta=meta)
+        told = told_of(pooled, body.notes)
+        return CohereEmbeddings(id=job.id, embeddings=by_type, texts=texts, meta=meta, **told)
 
     return await reply_of(pooled, made)
 

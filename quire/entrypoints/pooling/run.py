@@ -20,6 +20,7 @@ from quire.engine.pooling_inputs import PoolingInputs, TextOptions
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol.requests import EngineRequest
 from quire.entrypoints.openai.protocol.responses import PromptTokensDetails
 from quire.entrypoints.openai.state import ServerState, server_of
@@ -28,7 +29,7 @@ from quire.entrypoints.openai.usage import timings_of
 from quire.entrypoints.pooling.numbers import check_numbers
 from quire.entrypoints.pooling.protocol import MAX_INPUTS, PoolingFields, PromptUsage
 from quire.errors import DeadlineError, ValidationError
-from quire.outputs import joined_stats
+from quire.outputs import RequestStateStats, joined_stats
 from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 
@@ -97,9 +98,7 @@ class Job:
             "id": self.id,
             "created": int(time.time()),
             "model": self.model,
-            "usage": usage_of(pooled),
-            "timings": timings_of(joined_stats([one.metrics for one in pooled])),
-            "ignored": self.body.notes.ignored or UNSET,
+            **told_of(pooled, self.body.notes),
         }
 
     def _with_salt(self, prompt: TokenizedPrompt) -> Any:
@@ -123,6 +122,12 @@ def text_options(body: PoolingFields, **others: Any) -> TextOptions:
         add_special_tokens=body.add_special_tokens,
         **others,
     )
+
+
+def told_of(pooled: Sequence[Pooled], notes: Notes) -> dict[str, Any]:
+    """What all replies tell besides what was pooled."""
+    times = joined_stats([one.metrics for one in pooled]) if pooled else RequestStateStats()
+    return {"usage": usage_of(pooled), "timings": timings_of(times), "ignored": notes.ignored or UNSET}
 
 
 def usage_of(pooled: Sequence[Pooled]) -> PromptUsage:

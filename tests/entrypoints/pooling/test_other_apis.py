@@ -86,8 +86,12 @@ async def test_ollama_gets_the_same_vectors(serve: Serve) -> None:
             "pooler:latest",
             26,
         )
+        assert reply["ignored"] == ["keep_alive"]
+        assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert reply["timings"]["prefill_s"] > 0
         one = await client.post("/api/embeddings", json={"model": "pooler", "prompt": TEXTS[0]})
-        assert one.json() == {"embedding": known[0]}
+        assert one.json()["embedding"] == known[0]
+        assert one.json().keys() == {"embedding", "usage", "timings"}
         cut = await client.post("/api/embed", json={"model": "pooler", "input": LONG})
         assert cut.json()["embeddings"] == await vectors(client, input=LONG[: CONTEXT - 2])
         for path, nothing in (("/api/embed", {"input": ""}), ("/api/embeddings", {"prompt": ""})):
