@@ -240,11 +240,13 @@ def keys_of(
 ):  # fmt: skip
     """A tile of the keys that were collected or, where there was no room for all, of the row's; -1 is none."""
     place = tile * TILE + tl.arange(0, TILE)
+    # One return for both: Triton 3.6 compiles no kernel that calls a function with a return in each.
     if count <= CAPACITY:
-        return tl.load(keys + place, mask=place < count, other=-1)
+        key = tl.load(keys + place, mask=place < count, other=-1)
     else:
         value = scaled(row, place, n, temperature)
-        return tl.where(_is_unsure(value, span, unsure), _key_of(value, place, n), -1)
+        key = tl.where(_is_unsure(value, span, unsure), _key_of(value, place, n), -1)
+    return key
 
 
 @triton.jit
