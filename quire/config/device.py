@@ -26,8 +26,8 @@ class DeviceConfig(Config):
     )
     cpu_numa: str = option(
         "auto",
-        "auto: replicas and ranks have cores of their own, of one NUMA node each where that is possible, and so its "
-        "memory; off: the system places them.",
+        "auto: replicas and ranks have cores of their own, of one NUMA node each where possible; "
+        "off: the system places them.",
         choices=("auto", "off"),
     )
     enforce_eager: bool = option(

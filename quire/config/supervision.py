@@ -22,8 +22,8 @@ class SupervisionConfig(Config):
     )
     core_heartbeat_timeout: float = option(
         30.0,
-        "Seconds without a step and without computing after which a core has hung; one that computes has twice as "
-        "long, or 10 times what its steps should take (see supervision.md). 0: no limit.",
+        "Seconds without a step and without computing after which a core has hung; one that computes has longer. "
+        "0: no limit.",
         ge=0.0,
     )
 

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig, ServerConfig, child_configs, engine_fields
 from quire.config.fields import Config, field_types, flag_of, info_of, plain_type
+from quire.config.keys import hashed_key
 from quire.entrypoints.cli.main import cli
 from quire.entrypoints.cli.options import engine_config, server_config
 from quire.entrypoints.cli.serve import serve
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
+KEY = TEXT.map(str.strip).filter(bool)
 FIELDS = {
     field.name: (owner, field)
     for owner in (*child_configs().values(), ServerConfig)
@@ -59,6 +61,8 @@ def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrat
         return st.fixed_dictionaries({"buffer_steps": st.integers(1), "topic": TEXT})
     if field.name == "speculative_config":
         return st.fixed_dictionaries({"method": TEXT, "num_speculative_tokens": st.integers(1, 64)})
+    if field.name in ("api_key", "admin_api_key"):
+        return KEY if field.name == "admin_api_key" else st.lists(KEY, min_size=1).map(tuple)
     if info.choices:
         return st.sampled_from(info.choices)
     if field_types(owner)[field.name] == tuple[int, ...]:
@@ -73,6 +77,13 @@ def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrat
         dict: st.dictionaries(TEXT, st.integers(1), min_size=1),
     }
     return strategies[plain_type(field_types(owner)[field.name])]
+
+
+def kept(name: str, value: Any) -> Any:
+    """What a field holds that was given a value: of keys, their hashes."""
+    if name == "admin_api_key":
+        return hashed_key(value)
+    return tuple(map(hashed_key, value)) if name == "api_key" else value
 
 
 def spelt(name: str, value: Any, underscores: bool) -> list[str]:
@@ -92,7 +103,7 @@ def test_every_flag_reaches_its_field_and_no_other(name: str, data: st.DataObjec
     value = data.draw(values(*FIELDS[name]))
     given_configs = configs(*spelt(name, value, underscores=data.draw(st.booleans())))
     defaults = (EngineConfig(), ServerConfig())
-    assert value_of(given_configs, name) == value
+    assert value_of(given_configs, name) == kept(name, value)
     assert all(
         value_of(given_configs, other) == value_of(defaults, other) for other in FIELDS if other != name
     )
