@@ -98,9 +98,11 @@ Instruction decode(const uint8_t* at, const Registers& registers) {
     return in;
 }
 
+// U is the type of the left bytes.
+template <class U = uint8_t>
 int32_t dot(const uint8_t* u, const uint8_t* s) {
     int32_t sum = 0;
-    for (int i = 0; i < 4; ++i) sum += int32_t{u[i]} * static_cast<int8_t>(s[i]);
+    for (int i = 0; i < 4; ++i) sum += int32_t{static_cast<U>(u[i])} * static_cast<int8_t>(s[i]);
     return sum;
 }
 
@@ -142,7 +144,7 @@ void multiply_tiles(const Instruction& in, const uint8_t* at) {
             if (in.opcode == 0x5e) {
                 int32_t sum;
                 std::memcpy(&sum, place, 4);
-                for (int k = 0; k < quads; ++k) sum += dot(b.bytes[k] + 4 * n, a.bytes[m] + 4 * k);
+                for (int k = 0; k < quads; ++k) sum += dot<int8_t>(b.bytes[k] + 4 * n, a.bytes[m] + 4 * k);
                 std::memcpy(place, &sum, 4);
                 continue;
             }
@@ -188,7 +190,7 @@ void step(int, siginfo_t*, void* context) {
     const uint8_t* at = reinterpret_cast<const uint8_t*>(registers.next());
     const Instruction in = decode(at, registers);
     if (in.opcode == 0x50 && in.prefix == 1) multiply_bytes(in, registers);
-    else if (in.opcode == 0x5e && in.prefix == 2) multiply_tiles(in, at);  // tdpbsud
+    else if (in.opcode == 0x5e && in.prefix == 3) multiply_tiles(in, at);  // tdpbssd
     else if (in.opcode == 0x5c && in.prefix == 2) multiply_tiles(in, at);  // tdpbf16ps
     else if (in.opcode == 0x4b && in.in_memory) move_tile(in, at);
     else if (in.opcode == 0x49) set_tiles(in, at);

@@ -69,6 +69,7 @@ RELATIONS = (
     # With the template or the server, where fields without effect are refused.
     r"unknown field '(messages\[\]\.name|enable_thinking|chat_template_kwargs\.|options\.|think(ing)?')",
     r"unknown field '(reasoning|output_config)[._]effort'",
+    r"unknown field 'include\[",
     # Constraints: whether one can be enforced, and how many there are.
     r"(format|json|schema|structural_tag|tools) at /[^:]*: ",
     r"is refused: ",
