@@ -310,6 +310,8 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m benchmarks.gpu.compile", description=__doc__)
     found.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")
     found.add_argument("--quick", action="store_true", help="One model's shapes instead of all.")
+    found.add_argument("--part", type=int, default=0, help="Which of --parts to compile, from 0 on.")
+    found.add_argument("--parts", type=int, default=1, help="Into how many to divide the launches.")
     return found
 
 
@@ -324,7 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     launch.num_processors = lambda device: NUM_PROCESSORS  # type: ignore[assignment]
     compiler = Compiler(ARCHITECTURES[args.arch])
-    compile_all(list(all_launches(every_shape=not args.quick)), compiler)
+    launches = list(all_launches(every_shape=not args.quick))
+    compile_all(launches[args.part :: args.parts], compiler)
     print(f"{len(compiler.lines)} kernels compiled for {args.arch}, {len(compiler.failures)} failures")
     for failure in compiler.failures:
         print(f"FAIL {failure}", file=sys.stderr)
