@@ -82,7 +82,6 @@ def _check_stages(config: EngineConfig) -> None:
         )
     method = config.speculative.settings.method
     wants = {
-        "a model that generates: one that is pooled runs in one stage": config.pooling is not None,
         f"no model or heads that guess ({method}): ngram and suffix need none": method in MODEL_KEYS,
     }
     require(wants, f"--pipeline-parallel-size is {num}")

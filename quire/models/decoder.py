@@ -9,27 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
-from quire.layers.base import Module, activation_dtype, model_dtype
+from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
 from quire.models.blocks import BLOCKS
+from quire.models.stack import Stack
 
-STREAM = "stream"
-"""Of `StepContext.intermediate`: [T, H] what the layers before a stage's have made."""
 POSITIONS: dict[str, type[PositionEmbedding] | type[SinusoidalEmbedding]] = {
     "learned": PositionEmbedding,
     "sinusoidal": SinusoidalEmbedding,
 }
 
 
-class Decoder(Module):
-    """Embeddings, decoder layers and final norm; of several stages the first alone embeds, and the last alone norms."""
+class Decoder(Stack):
+    """Embeddings, decoder layers and final norm."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
-        super().__init__()
+        super().__init__(config=config)
         arch = config.arch
         self.embed_tokens = VocabEmbedding(
             vocab_size=arch.vocab_size,
@@ -56,27 +55,25 @@ class Decoder(Module):
         )
         self.norm: RMSNorm | LayerNorm | None = block_norm(config, f"{prefix}.norm", arch.final_norm_eps)
         self.kept_layers = arch.kept_layers
-        self.embeds = True
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Of a stage that is not the last: what the next one goes on from."""
         x, residual = self._entering(inputs, positions, step), None
         kept: list[Tensor] = []
-        for number, layer in enumerate(self.layers):
+        for number, layer in self.own_layers():
             if number in self.kept_layers:
                 kept.append(x if residual is None else x + residual)
             x, residual = layer(x, residual, positions, step)
         if len(self.layers) in self.kept_layers:
             kept.append(x if residual is None else x + residual)
-        if self.norm is None:
+        if self.norm is None:  # it is in a later stage
             return x if residual is None else x + residual
         hidden, _ = self.norm.add(x, residual)
         return torch.cat((hidden, *kept), dim=-1) if kept else hidden
 
     def _entering(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        if not self.embeds:
-            assert step.intermediate is not None, "a later stage goes on from the one before"
-            return step.intermediate[STREAM]
+        if not self.enters:
+            return self.came(step)
         x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
@@ -120,16 +117,8 @@ class DecoderForCausalLM(CausalLM):
         self.model = self.decoder(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
 
-    def take_ends(self, *, enters: bool, ends: bool) -> None:
-        """Of several stages, be one that embeds tokens or not, and has the head or not; a tied table is in both."""
-        decoder = self.model
-        decoder.embeds = enters
-        if not ends:
-            decoder.norm = self.lm_head = None
-        if not enters:
-            decoder.embed_positions = decoder.embed_norm = None
-            if self.lm_head is not decoder.embed_tokens:
-                decoder.embed_tokens = None
+    def stack(self) -> Stack | None:
+        return self.model if isinstance(self.model, Stack) else None
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         hidden: Tensor = self.model(inputs, positions, step)
