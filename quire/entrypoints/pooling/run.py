@@ -89,6 +89,7 @@ class Job:
             lora_request=self.server.adapters.get(self.model),
             timeout_s=self.body.time_left(),
             trace_headers=self.body.trace_headers,
+            data_parallel_rank=self.body.replica,
         )
         return await self.server.in_flight.run(work, self.request.receive)
 

@@ -84,6 +84,7 @@ class EngineRequest(RequestModel):
     user: str | None = Field(None, max_length=256)
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     _trace_headers: dict[str, str] = PrivateAttr(default_factory=dict)
+    _replica: int | None = PrivateAttr(None)
     _arrived: float = PrivateAttr(default_factory=time.monotonic)
 
     @property
@@ -93,6 +94,14 @@ class EngineRequest(RequestModel):
 
     def join_trace(self, headers: dict[str, str]) -> None:
         self._trace_headers = headers
+
+    @property
+    def replica(self) -> int | None:
+        """The number of the one that is asked for."""
+        return self._replica
+
+    def choose_replica(self, number: int | None) -> None:
+        self._replica = number
 
     def time_left(self) -> float | None:
         """Seconds that are left of `timeout`, which counts from when the request had come in; None: any number.
