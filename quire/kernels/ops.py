@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.distributed.group import Group
+from quire.distributed.hosts import Hosts
 from quire.distributed.shared_memory import SharedMemory
 from quire.errors import ConfigError
 from quire.kernels import (
@@ -234,8 +235,8 @@ def _rows_in_shared_memory(_x: Tensor, _counts: Sequence[int], group: Group) -> 
 
 
 def _in_shared_memory(_x: Tensor, group: Group, *_args: Any, **_options: Any) -> bool:
-    """Whether ranks have memory in common."""
-    return isinstance(group, SharedMemory)
+    """Whether ranks, or those of each host, have memory in common."""
+    return isinstance(group, SharedMemory | Hosts)
 
 
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
