@@ -167,8 +167,8 @@ class QKVLinear(Linear):
         self.clip, self.head_dim, self.parts = clip, head_dim, 2 if paired else 1
         heads = Span(num_heads // self.parts, head_dim)
         kv_heads = Span(num_kv_heads // self.parts, head_dim, replicated=True)
-        spans = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
-        spans = tuple(span for span in spans for _ in range(self.parts))
+        whole = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
+        spans = tuple(span for span in whole for _ in range(self.parts))
         super().__init__(
             in_features=hidden_size,
             out_features=sum(span.size for span in spans),
