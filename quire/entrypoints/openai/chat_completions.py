@@ -184,7 +184,7 @@ class ChatAnswer:
     def chunks_of_piece(
         self, completion: CompletionOutput, found: list[Event], more: dict[str, Any]
     ) -> Iterator[ChatChunk]:
-        """Those of a piece of a choice that has begun and goes on, in which this was found; all have the fields `more`."""
+        """Those of a piece of a choice that has begun and goes on, in which this was found; all have `more`."""
         for choice in self._chunk_choices(completion, self._builder(completion).arranged(found)):
             yield self.chunk([choice], more)
 
