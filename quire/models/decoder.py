@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ModelArch
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
@@ -18,11 +18,22 @@ from quire.models.base import CausalLM, output_head
 from quire.models.blocks import BLOCKS
 
 STREAM = "stream"
-"""Of `StepContext.intermediate`: [T, H] what the layers before a stage's have made."""
+"""Of `StepContext.intermediate`: [T, `stream_size`] what the layers before a stage's have made, and beside it what they
+have kept for a model that guesses."""
 POSITIONS: dict[str, type[PositionEmbedding] | type[SinusoidalEmbedding]] = {
     "learned": PositionEmbedding,
     "sinusoidal": SinusoidalEmbedding,
 }
+
+
+def crossing_layers(arch: ModelArch) -> tuple[int, ...]:
+    """Of what layers keep, what later stages may have to hand on: all but what comes into the last norm."""
+    return tuple(layer for layer in sorted(set(arch.kept_layers)) if layer < arch.num_layers)
+
+
+def stream_size(arch: ModelArch) -> int:
+    """Numbers of a token that a stage hands on to the next."""
+    return arch.hidden_size * (1 + len(crossing_layers(arch)))
 
 
 class Decoder(Module):
@@ -56,27 +67,47 @@ class Decoder(Module):
         )
         self.norm: RMSNorm | LayerNorm | None = block_norm(config, f"{prefix}.norm", arch.final_norm_eps)
         self.kept_layers = arch.kept_layers
+        self.own_layers = range(arch.num_layers)
+        """Those that no other stage has."""
         self.embeds = True
+        self._crossing = crossing_layers(arch)
+        self._size = arch.hidden_size
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Of a stage that is not the last: what the next one goes on from."""
-        x, residual = self._entering(inputs, positions, step), None
-        kept: list[Tensor] = []
+        (x, kept), residual = self._entering(inputs, positions, step), None
         for number, layer in enumerate(self.layers):
-            if number in self.kept_layers:
-                kept.append(x if residual is None else x + residual)
+            if number in self.kept_layers and number in self.own_layers:
+                kept[number] = x if residual is None else x + residual
             x, residual = layer(x, residual, positions, step)
-        if len(self.layers) in self.kept_layers:
-            kept.append(x if residual is None else x + residual)
         if self.norm is None:
-            return x if residual is None else x + residual
+            return self._handed_on(x if residual is None else x + residual, kept)
+        if len(self.layers) in self.kept_layers:
+            kept[len(self.layers)] = x if residual is None else x + residual
         hidden, _ = self.norm.add(x, residual)
-        return torch.cat((hidden, *kept), dim=-1) if kept else hidden
+        return torch.cat((hidden, *kept.values()), dim=-1) if kept else hidden
 
-    def _entering(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        if not self.embeds:
-            assert step.intermediate is not None, "a later stage goes on from the one before"
-            return step.intermediate[STREAM]
+    def _entering(
+        self, inputs: Tensor, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """[T, H] what the first of the layers reads, and what those before have kept, in their order."""
+        if self.embeds:
+            return self._embedded(inputs, positions, step), {}
+        assert step.intermediate is not None, "a later stage goes on from the one before"
+        stream = step.intermediate[STREAM]
+        if not self._crossing:
+            return stream, {}
+        x, *found = stream.split(self._size, dim=-1)
+        pairs = zip(self._crossing, found, strict=True)
+        return x.contiguous(), {number: rows for number, rows in pairs if number < self.own_layers.start}
+
+    def _handed_on(self, x: Tensor, kept: dict[int, Tensor]) -> Tensor:
+        """[T, `stream_size`]; what later layers are to keep means nothing yet."""
+        if not self._crossing:
+            return x
+        return torch.cat((x, *(kept.get(number, x) for number in self._crossing)), dim=-1)
+
+    def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
@@ -120,15 +151,18 @@ class DecoderForCausalLM(CausalLM):
         self.model = self.decoder(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
 
-    def take_ends(self, *, enters: bool, ends: bool) -> None:
-        """Of several stages, be one that embeds tokens or not, and has the head or not; a tied table is in both."""
+    def take_ends(self, *, enters: bool, ends: bool, shows_tokens: bool = False) -> None:
+        """Of several stages, be one that embeds tokens or not, and has the head or not.
+
+        A tied table is in both, as is one that is shown to heads which guess (`shows_tokens`).
+        """
         decoder = self.model
         decoder.embeds = enters
         if not ends:
             decoder.norm = self.lm_head = None
         if not enters:
             decoder.embed_positions = decoder.embed_norm = None
-            if self.lm_head is not decoder.embed_tokens:
+            if self.lm_head is not decoder.embed_tokens and not shows_tokens:
                 decoder.embed_tokens = None
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:

@@ -13,6 +13,7 @@ from math import inf
 
 from torch import Tensor
 
+from quire.config.speculative import MEDUSA
 from quire.distributed.group import ALONE, Group
 from quire.errors import ConfigError
 from quire.layers.base import Module
@@ -87,8 +88,16 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
             f"{OPTION}: no layer of stage {stage.index}, {first} to {end - 1}, keeps anything of a request; "
             "--pipeline-partition can give it others"
         )
-    model.take_ends(enters=stage.is_first, ends=stage.is_last)
+    model.model.own_layers = range(first, end)
+    shows_tokens = stage.is_last and _is_read_by_heads(model)
+    model.take_ends(enters=stage.is_first, ends=stage.is_last, shows_tokens=shows_tokens)
     model.elsewhere = frozenset(names - model.checkpoint_slots().keys())
+
+
+def _is_read_by_heads(model: CausalLM) -> bool:
+    """Whether heads guess by embeddings, which those of the model are."""
+    heads = None if model.config.draft is None else model.config.draft.arch.draft
+    return heads is not None and heads.method != MEDUSA
 
 
 def balanced(costs: Sequence[int], num_stages: int, keep: Sequence[bool] = ()) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from quire.config import EngineConfig
 from quire.distributed.group import Group
 from quire.kernels import ops
 from quire.layers.base import activation_dtype
-from quire.models.decoder import STREAM
+from quire.models.decoder import STREAM, stream_size
 from quire.models.stages import Stage
 from quire.scheduler.output import NewRequestData
 from quire.worker.inputs import StepInputs, StepLayout
@@ -30,7 +30,7 @@ def staged(pipeline: Pipeline, stage: Stage, config: EngineConfig) -> Pipeline:
     """A device's pipeline as that of a stage."""
     if stage.of == 1:
         return pipeline
-    return StagePipeline(pipeline, stage, config.arch.hidden_size, activation_dtype(config))
+    return StagePipeline(pipeline, stage, stream_size(config.arch), activation_dtype(config))
 
 
 class StagePipeline:
