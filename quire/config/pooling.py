@@ -56,7 +56,10 @@ class PoolingSpec:
         matryoshka: sizes to which an embedding may be cut; empty: it may not be; (0,): to any.
         prompts: name -> text put before an input ("query", "document" ...).
         default_prompt: the name of the one that is put before inputs that name none.
-        similarity: how two embeddings are compared: "cosine", "dot", "euclidean" or "manhattan".
+        similarity: how two embeddings are compared: "cosine", "dot", "euclidean" or "manhattan"; those of tokens
+            "maxsim" or "meanmaxsim", and as "maxsim" if anything else is said.
+        skipped_words: tokens of documents with which no token of a query is matched.
+        side_lengths: tokens to which a query, and a document, is cut before they are compared.
         step_token_id: the token that ends a step, for rewards of steps.
         returned_token_ids: the classes that are given out, for rewards of steps; empty: all.
         head: what comes between pooled vectors (or all tokens') and the activation, beside what the model has itself.
@@ -74,6 +77,8 @@ class PoolingSpec:
     default_prompt: str | None = None
     include_prompt: bool = True
     similarity: str = "cosine"
+    skipped_words: tuple[str, ...] = ()
+    side_lengths: tuple[int | None, int | None] = (None, None)
     step_token_id: int | None = None
     returned_token_ids: tuple[int, ...] = ()
     head: tuple[HeadLayer, ...] = ()

@@ -90,7 +90,7 @@ def settle_pooling(config: EngineConfig) -> Settled:
             "as --pooler-config says, by the model's own output head",
         )
     else:
-        spec, why = _classifier(file, made, arch, target)
+        spec, why = _classifier(file, made, arch, target, layout)
     if said:
         spec, why = overridden(spec, said), "as --pooler-config says"
     longest = None if layout is None else layout.max_seq_length
@@ -176,6 +176,8 @@ def _embedder(
         default_prompt=layout.default_prompt,
         include_prompt=layout.include_prompt,
         similarity=layout.similarity,
+        skipped_words=layout.skipped_words,
+        side_lengths=layout.side_lengths,
         head=layout.head,
         own_heads=own_heads,
     )
@@ -219,11 +221,14 @@ def _matryoshka(file: JsonObject, size: int) -> tuple[int, ...]:
     return tuple(sorted(map(int, sizes)))
 
 
-def _classifier(file: JsonObject, made: Made, arch: ModelArch, target: str) -> tuple[PoolingSpec, str]:
+def _classifier(
+    file: JsonObject, made: Made, arch: ModelArch, target: str, layout: SentenceTransformer | None
+) -> tuple[PoolingSpec, str]:
     """A model with a head: its own, or that of a language model in another form."""
     # Of a model with a head of its own, that says what is pooled, and how many numbers there are.
     own = None if arch.head is None else "token_classify" if arch.head.of_tokens else "classify"
-    labels, activation = classes(file, own or target)
+    function = "" if layout is None else layout.class_function
+    labels, activation = classes(file, own or target, function)
     task, pooling = _CLASSIFIERS[own or target]
     if arch.head is not None and task == CLASSIFY:
         pooling = arch.head.pooling
