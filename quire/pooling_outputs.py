@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
@@ -107,8 +108,11 @@ class PoolingRequestOutput(Generic[T]):
             return None
         return RequestError(failure.status, str(failure), self.finish_reason != "error")
 
-    def lexical_weights(self) -> dict[int, float]:
+    def lexical_weights(self, without: Collection[int] = ()) -> dict[int, float]:
         """Of `token_classify` of a model that weighs words (BGE-M3): token id -> its largest weight, if above 0.
+
+        Args:
+            without: token ids that are no words, as special ones.
 
         Raises:
             ValueError: the tokens have other numbers than a weight each.
@@ -118,7 +122,7 @@ class PoolingRequestOutput(Generic[T]):
             raise ValueError(f"a weight for each token is wanted, and this has the shape {data.shape}")
         largest: dict[int, float] = {}
         for token_id, weight in zip(self.prompt_token_ids, data[:, 0].tolist(), strict=True):
-            if weight > max(0.0, largest.get(token_id, 0.0)):
+            if token_id not in without and weight > max(0.0, largest.get(token_id, 0.0)):
                 largest[token_id] = weight
         return largest
 

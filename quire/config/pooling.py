@@ -112,6 +112,11 @@ class PoolingSpec:
         """Whether it says of two texts, read as one, how well they go together."""
         return CLASSIFY in self.tasks and self.size == 1
 
+    @property
+    def weighs_words(self) -> bool:
+        """Whether it has a weight for the word of each token, beside what it is made for."""
+        return TOKEN_CLASSIFY in dict(self.own_heads) and self.size_of(TOKEN_CLASSIFY) == 1
+
     def task_of(self, params: PoolingParams) -> str:
         """What a request wants."""
         return params.task or self.tasks[0]
