@@ -2,9 +2,9 @@
 
     python -m benchmarks.embeddings.ranking [--model quire-demo-embed] [--quantization int8 int4] [--num-texts 400]
 
-Each query orders all documents by cosine, in float32 and with rounded weights; told are Spearman's rank correlation of the
-two orders (mean and least over the queries), how often the first document is the same, and which share of the first ten
-is. Queries and documents of the model in the box are its world's: held-out questions and facts. Those of a shape of
+Each query orders all documents by cosine, in float32 and with rounded weights; told are Spearman's rank correlation of
+the two orders (mean and least over the queries), how often the first document is the same, and which share of the first
+ten is. Queries and documents of the model in the box are its world's: held-out questions and facts. Those of a shape of
 `shapes.py` (random weights, whose vectors lie so close together that small differences decide) are random texts.
 """
 
@@ -41,7 +41,9 @@ def likeness(exact: NDArray[Any], rounded: NDArray[Any]) -> Likeness:
     firsts = [np.argsort(-one, axis=1)[:, :FIRST] for one in (exact, rounded)]
     shared = [len({*one} & {*other}) for one, other in zip(*firsts, strict=True)]
     same = (firsts[0][:, 0] == firsts[1][:, 0]).mean()
-    return Likeness(float(np.mean(correlations)), min(correlations), float(same), float(np.mean(shared)) / FIRST)
+    return Likeness(
+        float(np.mean(correlations)), min(correlations), float(same), float(np.mean(shared)) / FIRST
+    )
 
 
 def spearman(one: NDArray[Any], other: NDArray[Any]) -> float:
@@ -50,7 +52,9 @@ def spearman(one: NDArray[Any], other: NDArray[Any]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def similarities(model: str, queries: Sequence[str], documents: Sequence[str], **options: Any) -> NDArray[Any]:
+def similarities(
+    model: str, queries: Sequence[str], documents: Sequence[str], **options: Any
+) -> NDArray[Any]:
     """Cosines [queries, documents] of unit vectors."""
     from quire import LLM
 
@@ -80,7 +84,9 @@ def main() -> None:
     embedders = [name for name, shape in SHAPES.items() if not shape.class_name.endswith("Classification")]
     parser.add_argument("--model", choices=(IN_THE_BOX, *embedders), default=IN_THE_BOX)
     parser.add_argument("--quantization", nargs="+", default=["int8", "int4"])
-    parser.add_argument("--num-texts", type=int, default=400, help="random documents; a fourth of it, queries")
+    parser.add_argument(
+        "--num-texts", type=int, default=400, help="random documents; a fourth of it, queries"
+    )
     args = parser.parse_args()
     queries, documents = made_set(args.model, args.num_texts)
     print(f"{args.model}: {len(queries)} queries, {len(documents)} documents")

@@ -23,6 +23,7 @@ from tests.fixtures.sentence_models import (
     write_cross_encoder,
     write_embedder,
     write_multi_vector,
+    write_sparse_encoder,
 )
 from tests.fixtures.tiny_encoders import TINY_ENCODERS
 
@@ -170,7 +171,7 @@ def test_late_interaction(name: str, similarity: str, tmp_path: Path) -> None:
 
 
 def test_what_pylate_wrote(tmp_path: Path) -> None:
-    """Its files, as sentence-transformers reads them: no module says that vectors have the length 1, or what is matched."""
+    """As sentence-transformers reads it: no module says that vectors have the length 1, or what is matched."""
     write_multi_vector("bert", tmp_path, matched())
     model = tmp_path / "model"
     modules = json.loads((model / "modules.json").read_text())[:2]
@@ -188,16 +189,24 @@ def test_what_pylate_wrote(tmp_path: Path) -> None:
         np.testing.assert_allclose(scores(llm), theirs.similarity(queries, documents)[0], rtol=1e-5)
 
 
-def test_a_sparse_encoder_is_refused_by_name(tmp_path: Path) -> None:
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sparse_encoder.modules import SpladePooling
+@pytest.mark.parametrize(
+    "name", ["bert-mlm", "camembert-mlm", "distilbert-mlm", "roberta-mlm", "xlm-roberta-mlm"]
+)
+def test_a_sparse_encoder(name: str, tmp_path: Path) -> None:
+    theirs = write_sparse_encoder(name, tmp_path)
+    expected = theirs.encode(TEXTS, convert_to_sparse_tensor=False)
+    with serving(tmp_path) as llm:
+        found = vectors(llm)
+        assert_close(found, expected)
+        assert 0 < (found > 0).mean() < 1, "weights of some words"
+        assert_close(scores(llm), theirs.similarity(expected[1:2], theirs.encode(DOCUMENTS).to_dense())[0])
+        (output,) = llm.encode(TEXTS[1], use_tqdm=False)
+        weights = output.lexical_weights()
+        assert weights == {index: weight for index, weight in enumerate(found[1].tolist()) if weight > 0}
 
-    from tests.fixtures.sentence_models import write_base
 
-    first = Transformer(str(write_base("bert-mlm", tmp_path / "base")), transformer_task="fill-mask")
-    SparseEncoder(modules=[first, SpladePooling()], device="cpu").save_pretrained(
-        str(tmp_path / "model"), create_model_card=False
-    )
-    with pytest.raises(StartupError, match=r"modules.json: 1: type = .*SpladePooling\" is not supported"):
+@pytest.mark.parametrize("options", [{"pooling_strategy": "sum"}, {"activation_function": "log1p_relu"}])
+def test_another_form_of_sparse_encoder_is_refused_by_name(options: dict[str, str], tmp_path: Path) -> None:
+    write_sparse_encoder("bert-mlm", tmp_path, **options)
+    with pytest.raises(StartupError, match=next(iter(options))):
         LLM(str(tmp_path / "model"), device="cpu")

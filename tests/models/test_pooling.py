@@ -140,8 +140,12 @@ def test_tokens_are_matched_as_the_files_say(tmp_path: Path, caplog: pytest.LogC
     write_modules(tmp_path, TRANSFORMER, DENSE, NORMALIZE, mask)
     write_json(tmp_path / "2_Dense/config.json", {"in_features": 64, "out_features": 8} | own)
     write_json(tmp_path / "3_Normalize/config.json", own)
-    write_json(tmp_path / "4_Mask/config.json", {"skiplist_words": ["!", "?"], "skiplist_tasks": ["document"]})
-    write_json(tmp_path / "sentence_bert_config.json", {"query_length": 32, "query_expansion": {"length": 32}})
+    write_json(
+        tmp_path / "4_Mask/config.json", {"skiplist_words": ["!", "?"], "skiplist_tasks": ["document"]}
+    )
+    write_json(
+        tmp_path / "sentence_bert_config.json", {"query_length": 32, "query_expansion": {"length": 32}}
+    )
     about = {"similarity_fn_name": "meanmaxsim", "prompts": {"query": "[Q] ", "document": None}}
     write_json(tmp_path / "config_sentence_transformers.json", about)
     assert spec_of(tmp_path) == PoolingSpec(
@@ -161,7 +165,12 @@ def test_tokens_are_matched_as_the_files_say(tmp_path: Path, caplog: pytest.LogC
 def test_what_pylate_says_of_its_tokens(tmp_path: Path) -> None:
     write_config(tmp_path)
     write_modules(tmp_path, TRANSFORMER)
-    about = {"model_type": "ColBERT", "query_prefix": "[Q] ", "document_prefix": "[D] ", "document_length": 180}
+    about = {
+        "model_type": "ColBERT",
+        "query_prefix": "[Q] ",
+        "document_prefix": "[D] ",
+        "document_length": 180,
+    }
     about |= {"skiplist_words": ["."], "do_query_expansion": False, "similarity_fn_name": "MaxSim"}
     write_json(tmp_path / "config_sentence_transformers.json", about)
     spec = spec_of(tmp_path)

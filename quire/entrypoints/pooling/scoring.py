@@ -127,9 +127,7 @@ class Scoring:
         )
         return [self._text(text, names, limit) for names, texts, limit in sides for text in texts]
 
-    def outputs(
-        self, pooled: Sequence[Pooled]
-    ) -> list[tuple[float, list[Pooled]]]:
+    def outputs(self, pooled: Sequence[Pooled]) -> list[tuple[float, list[Pooled]]]:
         """The score of each pair, with what it is made of, from the outputs of all prompts."""
         if self.reads_pairs:
             return [(float(one.outputs.data[0]), [one]) for one in pooled]

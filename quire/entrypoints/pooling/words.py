@@ -1,6 +1,7 @@
-"""Weights of words in replies, as BGE-M3 gives them (Chen et al., 2024, arXiv:2402.03216): an object for each text.
+"""Weights of words in replies: an object for each text.
 
-Invariant: a word counts once, with its largest weight, and tokens that stand around texts are no words.
+BGE-M3 weighs the tokens of a text (Chen et al., 2024, arXiv:2402.03216), of which those that stand around it are no
+words; SPLADE all tokens that there are. Invariant: a word counts once, with its largest weight.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from quire.config.pooling import PoolingSpec
 from quire.entrypoints.pooling.protocol import PoolingRequest
 from quire.entrypoints.pooling.run import Pooled
 from quire.errors import ValidationError
-from quire.pooling_params import TOKEN_CLASSIFY
 
 
 def task_of(body: PoolingRequest, spec: PoolingSpec) -> str | None:
@@ -25,17 +25,20 @@ def task_of(body: PoolingRequest, spec: PoolingSpec) -> str | None:
     if not body.lexical_weights:
         return body.task
     problem = None
-    if not spec.weighs_words:
+    task = spec.task_of_words
+    if task is None:
         problem = "is for models that weigh words, which this one does not"
-    elif body.task not in (None, TOKEN_CLASSIFY):
-        problem = f"is of the task {TOKEN_CLASSIFY}, and the task is {body.task}"
+    elif body.task not in (None, task):
+        problem = f"is of the task {task}, and the task is {body.task}"
+    elif body.average_windows:
+        problem = "are of whole texts, and average_windows of windows"
     elif body.encoding_format != "float":
         problem = "are JSON objects, which encoding_format base64 has not"
     if problem is not None:
         raise ValidationError(f"lexical_weights {problem}", param="lexical_weights")
-    return TOKEN_CLASSIFY
+    return task
 
 
 def words_of(pooled: Iterable[Pooled], special_ids: frozenset[int]) -> Iterator[msgspec.Raw]:
-    """Of each text an object: token id -> weight, of those above 0."""
+    """Of each text an object: token id -> weight, of those above 0; of a text's own tokens without the special ones."""
     return (msgspec.Raw(msgspec.json.encode(one.lexical_weights(special_ids))) for one in pooled)

@@ -1,8 +1,9 @@
 """Reads what sentence-transformers keeps beside a model: which modules follow it, its prompts, its maximal length.
 
 Invariant: torch-free. What the files ask for is done or refused; the chain of modules must be a model, then one way of
-pooling (or none: each token keeps its own vector), then dense layers, then perhaps a norm. Which tokens of two texts are
-matched (`late_interaction`) may be said anywhere behind the model.
+pooling (or none: each token keeps its own vector), then dense layers, then perhaps a norm. Which tokens of two texts
+are matched (`late_interaction`) may be said anywhere behind the model. Or there is a model that guesses masked tokens,
+and then what pools its guesses.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from quire.models.pooling.model_input import read_max_seq_length
 
 MODULES = "modules.json"
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+SPLADE = "SpladePooling"
+_ALSO_CALLED = {"MLMTransformer": "Transformer"}
 _POOLINGS = {
     "cls": "cls",
     "max": "max",
@@ -73,6 +76,8 @@ class SentenceTransformer:
     """What a cross-encoder applies to its classes, as torch calls it."""
     skipped_words: tuple[str, ...] = ()
     side_lengths: tuple[int | None, int | None] = (None, None)
+    weighs_vocabulary: bool = False
+    """Whether it is the numbers of all words that are pooled."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class _Modules:
     pooling: str | None
     norm: str | None
     mask: str | None
+    splade: str | None
 
 
 def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
@@ -96,11 +102,14 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
         return None
     modules = _checked(model_dir / MODULES, _modules(model_dir / MODULES))
     about = optional_json_object(model_dir / "config_sentence_transformers.json")
-    about.only("truncate_dim")
+    for key in ("truncate_dim", "max_active_dims"):
+        about.only(key)
     pooling, where, include_prompt = _pooling_module(model_dir, modules.pooling)
+    if modules.splade is not None:
+        pooling, where = _splade(read_json_object(model_dir / modules.splade / "config.json"))
     prompts, source = _prompts(about), "sentence_embedding"
     matched = LateInteraction(prompts, False)
-    if modules.pooling is None:
+    if pooling == "all":
         source = "token_embeddings"
         matched = read_late_interaction(model_dir, about, prompts, modules.mask)
     if modules.norm is not None:
@@ -110,14 +119,15 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
         pooling_file=where,
         head=tuple(_dense(model_dir, folder, source) for folder in modules.dense),
         normalizes=modules.norm is not None or matched.is_normalized,
-        max_seq_length=read_max_seq_length(model_dir),
+        max_seq_length=read_max_seq_length(model_dir, weighs_vocabulary=modules.splade is not None),
         prompts=matched.prompts,
         default_prompt=_default_prompt(about, matched.prompts),
         include_prompt=include_prompt,
-        similarity=_similarity(about, is_of_tokens=modules.pooling is None),
+        similarity=_similarity(about, pooling, "cosine" if modules.splade is None else "dot"),
         class_function=about.text("activation_fn", ""),
         skipped_words=matched.skipped_words,
         side_lengths=matched.side_lengths,
+        weighs_vocabulary=modules.splade is not None,
     )
 
 
@@ -126,8 +136,9 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     found = []
     for module in read_json_objects(path):
         kind, folder = module.text("type").rpartition(".")[2], module.text("path", "")
-        if kind not in (*_ORDER, MASK):
-            raise module.unsupported("type", f"one of {', '.join((*_ORDER, MASK))}")
+        kind = _ALSO_CALLED.get(kind, kind)
+        if kind not in (*_ORDER, MASK, SPLADE):
+            raise module.unsupported("type", f"one of {', '.join((*_ORDER, MASK, SPLADE))}")
         if folder != Path(folder).name:
             raise module.wrong("path", "the name of a folder beside this file")
         found.append((kind, folder))
@@ -137,12 +148,15 @@ def _modules(path: Path) -> list[tuple[str, str]]:
 def _checked(path: Path, modules: list[tuple[str, str]]) -> _Modules:
     """The modules, which must be a chain that is computed."""
     kinds = [kind for kind, _ in modules]
-    places = [_ORDER.index(kind) for kind in kinds if kind != MASK]
+    if kinds == ["Transformer", SPLADE]:
+        return _Modules((), None, None, None, modules[1][1])
+    places = [_ORDER.index(kind) for kind in kinds if kind in _ORDER]
     is_once = all(kinds.count(kind) == 1 for kind in {"Transformer", *kinds} - {"Dense"})
-    if places != sorted(places) or not is_once or {MASK, "Pooling"} <= {*kinds}:
+    if places != sorted(places) or not is_once or SPLADE in kinds or {MASK, "Pooling"} <= {*kinds}:
         raise ModelLoadError(
-            f"{path}: the modules are {', '.join(kinds)}; they must be a Transformer, then at most one Pooling, then Dense "
-            f"layers, then at most one Normalize, and without a Pooling at most one {MASK}"
+            f"{path}: the modules are {', '.join(kinds)}; they must be a Transformer, then at most one Pooling, then "
+            f"Dense layers, then at most one Normalize, and without a Pooling at most one {MASK}; or a Transformer "
+            f"and a {SPLADE}"
         )
     folders = {kind: folder for kind, folder in modules if kind != "Dense"}
     if folders["Transformer"]:
@@ -150,7 +164,7 @@ def _checked(path: Path, modules: list[tuple[str, str]]) -> _Modules:
             f"{path}: the model is in the folder {folders['Transformer']!r}; it must be beside this file"
         )
     dense = tuple(folder for kind, folder in modules if kind == "Dense")
-    return _Modules(dense, *(folders.get(kind) for kind in ("Pooling", "Normalize", MASK)))
+    return _Modules(dense, *(folders.get(kind) for kind in ("Pooling", "Normalize", MASK, SPLADE)))
 
 
 def _pooling_module(model_dir: Path, folder: str | None) -> tuple[str, str, bool]:
@@ -175,6 +189,13 @@ def _pooling(config: JsonObject) -> str:
     return "+".join(_FLAGS[key] for key in _FLAGS if config.flag(key, False)) or "mean"
 
 
+def _splade(config: JsonObject) -> tuple[str, str]:
+    """How the numbers of words become those of a text, and where that is said."""
+    config.choice("pooling_strategy", ("max",), "max")
+    config.choice("activation_function", ("relu",), "relu")
+    return "max", config.where
+
+
 def _dense(model_dir: Path, folder: str, source: str) -> HeadLayer:
     config = read_json_object(model_dir / folder / "config.json")
     config.only("use_residual", False)
@@ -197,10 +218,10 @@ def _check_place(config: JsonObject, source: str) -> None:
     config.only("module_output_name", source)
 
 
-def _similarity(about: JsonObject, *, is_of_tokens: bool) -> str:
+def _similarity(about: JsonObject, pooling: str, default: str) -> str:
     """How two texts are compared; what is said of single vectors says nothing of those of tokens."""
-    if not is_of_tokens:
-        return about.choice("similarity_fn_name", SIMILARITIES, "cosine")
+    if pooling != "all":
+        return about.choice("similarity_fn_name", SIMILARITIES, default)
     said = about.text("similarity_fn_name", "").lower()
     known = late_interaction.SIMILARITIES
     if said not in ("", *known, *SIMILARITIES):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.config.pooling import HeadLayer
+from quire.config.pooling import HeadLayer, PoolingSpec
 from quire.entrypoints.pooling.protocol import MAX_INPUTS
 from tests.entrypoints.pooling.conftest import Serve
 from tests.fixtures.pooling import CLASSIFIER, CONTEXT, EMBEDDER, LETTERS, REWARDS
@@ -193,7 +193,9 @@ async def test_words_have_weights_where_the_model_weighs_them(serve: Serve) -> N
             return [one["data"] for one in reply.json()["data"]]
 
         rows = await pooled(task="token_classify")
-        for found, text, numbers in zip(await pooled(lexical_weights=True), ["abcab", "b"], rows, strict=True):
+        for found, text, numbers in zip(
+            await pooled(lexical_weights=True), ["abcab", "b"], rows, strict=True
+        ):
             largest: dict[str, float] = {}
             for letter, (weight,) in zip(text, numbers[1:-1], strict=True):  # less [CLS] and [SEP]
                 token = str(LETTERS.index(letter))
@@ -207,6 +209,12 @@ async def test_words_have_weights_where_the_model_weighs_them(serve: Serve) -> N
             reply = await client.post("/pooling", json={"input": "a", "lexical_weights": True, **body})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "lexical_weights")
             assert message in reply.json()["error"]["message"]
+    async with serve(PoolingSpec(("embed",), "max", 30, weighs_vocabulary=True)) as client:
+        (numbers,) = await vectors(client, input="abc")
+        reply = await client.post("/pooling", json={"input": "abc", "lexical_weights": True})
+        expected = {str(token): number for token, number in enumerate(numbers) if number > 0}
+        assert reply.json()["data"][0]["data"] == expected
+        assert expected
     async with serve(EMBEDDER) as client:
         reply = await client.post("/pooling", json={"input": "a", "lexical_weights": True})
         assert reply.status_code == 400

@@ -55,8 +55,12 @@ async def test_cohere_names_the_side_of_a_search_and_cuts(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("dimension", [None, 2, 4, 8])
-@pytest.mark.parametrize("input_type", [None, "search_query", "search_document", "classification", "clustering"])
-async def test_coheres_fields_go_together(serve: Serve, dimension: int | None, input_type: str | None) -> None:
+@pytest.mark.parametrize(
+    "input_type", [None, "search_query", "search_document", "classification", "clustering"]
+)
+async def test_coheres_fields_go_together(
+    serve: Serve, dimension: int | None, input_type: str | None
+) -> None:
     names = {"search_query": "query", "search_document": "passage"}
     asked: dict[str, Any] = {"output_dimension": dimension, "input_type": input_type, "truncate": "NONE"}
     async with serve(EMBEDDER) as client:
