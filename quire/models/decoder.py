@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ModelArch
 from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
@@ -24,8 +24,16 @@ POSITIONS: dict[str, type[PositionEmbedding] | type[SinusoidalEmbedding]] = {
 }
 
 
+def crossing_layers(arch: ModelArch) -> tuple[int, ...]:
+    """Of what layers keep, what later stages may have to hand on: all but what comes into the last norm."""
+    return tuple(layer for layer in sorted(set(arch.kept_layers)) if layer < arch.num_layers)
+
+
 class Decoder(Stack):
-    """Embeddings, decoder layers and final norm."""
+    """Embeddings, decoder layers and final norm.
+
+    A stage hands on the stream, and beside it what layers so far have kept for a model that guesses.
+    """
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__(config=config)
@@ -55,25 +63,45 @@ class Decoder(Stack):
         )
         self.norm: RMSNorm | LayerNorm | None = block_norm(config, f"{prefix}.norm", arch.final_norm_eps)
         self.kept_layers = arch.kept_layers
+        self._crossing = crossing_layers(arch)
+
+    def stream_size(self, layer: int) -> int:
+        return self._hidden_size * (1 + len(self._crossing))
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Of a stage that is not the last: what the next one goes on from."""
-        x, residual = self._entering(inputs, positions, step), None
-        kept: list[Tensor] = []
+        (x, kept), residual = self._entering(inputs, positions, step), None
         for number, layer in self.own_layers():
             if number in self.kept_layers:
-                kept.append(x if residual is None else x + residual)
+                kept[number] = x if residual is None else x + residual
             x, residual = layer(x, residual, positions, step)
-        if len(self.layers) in self.kept_layers:
-            kept.append(x if residual is None else x + residual)
         if self.norm is None:  # it is in a later stage
-            return x if residual is None else x + residual
+            return self._handed_on(x if residual is None else x + residual, kept)
+        if len(self.layers) in self.kept_layers:
+            kept[len(self.layers)] = x if residual is None else x + residual
         hidden, _ = self.norm.add(x, residual)
-        return torch.cat((hidden, *kept), dim=-1) if kept else hidden
+        return torch.cat((hidden, *kept.values()), dim=-1) if kept else hidden
 
-    def _entering(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        if not self.enters:
-            return self.came(step)
+    def _entering(
+        self, inputs: Tensor, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """[T, H] what the first of the layers reads, and what those before have kept, in their order."""
+        if self.enters:
+            return self._embedded(inputs, positions, step), {}
+        stream = self.came(step)
+        if not self._crossing:
+            return stream, {}
+        x, *found = stream.split(self._hidden_size, dim=-1)
+        pairs = zip(self._crossing, found, strict=True)
+        return x.contiguous(), {number: rows for number, rows in pairs if number < self.own.start}
+
+    def _handed_on(self, x: Tensor, kept: dict[int, Tensor]) -> Tensor:
+        """[T, `stream_size`]; what later layers are to keep means nothing yet."""
+        if not self._crossing:
+            return x
+        return torch.cat((x, *(kept.get(number, x) for number in self._crossing)), dim=-1)
+
+    def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)

@@ -15,7 +15,7 @@ from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.bidirectional_attention import BidirectionalAttention, RelativeBias
 from quire.layers.embedding import PositionEmbedding, TokenTypeEmbedding, VocabEmbedding
 from quire.layers.norm import block_norm
-from quire.layers.pooling_head import HeadLinear
+from quire.layers.pooling_head import HeadLinear, TableLinear
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.blocks import BLOCKS
@@ -97,7 +97,10 @@ class ClassifierHead(Module):
             self.activation = PLAIN[head.dense]
         if head.norm:
             self.dense_norm = block_norm(config, f"{prefix}.dense_norm")
-        self.out_proj = HeadLinear(HeadLayer("out_proj", size, head.classes), f"{prefix}.")
+        last = HeadLayer("out_proj", size, head.classes)
+        self.out_proj = HeadLinear(last, f"{prefix}.")
+        if head.table:
+            self.out_proj = TableLinear(last, table=head.table, bias=head.table_bias, prefix=f"{prefix}.")
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """x float32 [N, H], what texts were pooled to or states of tokens -> [N, C]; step: as of `PoolingHead`."""

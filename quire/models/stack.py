@@ -56,10 +56,10 @@ class Stack(Module):
         found = (getattr(self, name, None) for name in names)
         return [module for module in found if isinstance(module, nn.Module)]
 
-    def take_stage(self, own: range, head: nn.Module | None) -> None:
+    def take_stage(self, own: range, shared: Collection[nn.Module]) -> None:
         """Let go of everything but some neighbouring layers and the ends that they are at; called once, if at all.
 
-        `head` is the model's, which may be a table of the first stage, too.
+        `shared` are modules of another stage that this one reads, too.
         """
         self.enters, self.ends, self.own = own.start == 0, own.stop == len(self.layers), own
         for number in range(len(self.layers)):
@@ -68,7 +68,8 @@ class Stack(Module):
         gone = () if self.enters else self.entering
         gone += () if self.ends else self.leaving
         for name in gone:
-            if getattr(self, name, None) is not None and getattr(self, name) is not head:
+            module = getattr(self, name, None)
+            if module is not None and not any(module is one for one in shared):
                 setattr(self, name, None)
 
     def elsewhere(self, layer: int) -> Module:

@@ -13,6 +13,7 @@ from math import inf
 
 from torch import nn
 
+from quire.config.speculative import MEDUSA
 from quire.distributed.group import ALONE, Group
 from quire.errors import ConfigError
 from quire.layers.kv_cache import cache_users
@@ -93,13 +94,21 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
     model.uncut = Uncut([*model.adapter_layers()], model.lm_head, stage.is_first)
     if not stage.is_last:
         model.let_go_of_head()
-    stack.take_stage(range(first, end), model.lm_head)
+    stack.take_stage(range(first, end), _read_here_too(model, stage))
     if next(cache_users(model), None) is None:
         raise ConfigError(
             f"{OPTION}: no layer of stage {stage.index}, {first} to {end - 1}, keeps anything of a request; "
             "--pipeline-partition can give it others"
         )
     model.elsewhere = frozenset(names - model.checkpoint_slots().keys())
+
+
+def _read_here_too(model: CausalLM, stage: Stage) -> list[nn.Module]:
+    """The first stage's table of tokens, if this one reads it, too: as the head, or where heads guess by it."""
+    heads = None if model.config.draft is None else model.config.draft.arch.draft
+    guesses = stage.is_last and heads is not None and heads.method != MEDUSA
+    table = getattr(model.stack(), "embed_tokens", None) if guesses else None
+    return [module for module in (model.lm_head, table) if module is not None]
 
 
 def _stack(model: CausalLM) -> Stack:

@@ -3,6 +3,8 @@
 Shapes: T tokens of the step, H hidden size.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -117,13 +119,13 @@ class Zamba2Decoder(Stack):
     def stream_size(self, layer: int) -> int:
         return 2 * self._hidden_size
 
-    def take_stage(self, own: range, head: nn.Module | None) -> None:
+    def take_stage(self, own: range, shared: Collection[nn.Module]) -> None:
         taken = [layer for number, layer in enumerate(self.layers) if number in own]
         turns = {layer.turn for layer in taken if isinstance(layer, HybridLayer)}
         for layer in self.layers:
             if isinstance(layer, HybridLayer):
                 layer.block.keep_turns(turns)
-        super().take_stage(own, head)
+        super().take_stage(own, shared)
 
     def elsewhere(self, layer: int) -> Module:
         gone = self.layers[layer]

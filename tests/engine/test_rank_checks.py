@@ -135,14 +135,17 @@ def test_stages_that_cannot_be_are_refused(
         prepared(tiny_model("llama"), **{"pipeline_parallel_size": 2} | args)
 
 
-def test_no_stage_has_what_guesses_by_a_model(tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("nodes", [{}, {"nnodes": 2, "node_rank": 0}], ids=["one host", "two"])
+def test_what_guesses_for_stages_is_whole_and_may_have_fewer_layers(
+    nodes: dict[str, Any], tiny_model: Callable[[str], Path]
+) -> None:
     model = tiny_model("llama")
-    with pytest.raises(ConfigError, match=r"which wants no model or heads that guess \(draft_model\): ngram"):
-        prepared(
-            model,
-            pipeline_parallel_size=2,
-            speculative_config={"method": "draft_model", "model": str(model)},
-        )
+    guesses = {"method": "draft_model", "model": str(model)}
+    config = prepared(
+        model, pipeline_parallel_size=2, pipeline_partition="1,2", speculative_config=guesses, **nodes
+    )
+    assert config.draft is not None
+    assert config.draft.parallel.num_ranks == 1
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,10 @@ def test_stages_have_the_bits_of_one_process(
     engine.shutdown()
 
 
+MOST_STAGES = {"gemma3n": 2}
+"""Of models whose last layers are together, since they read keys and values of each other."""
+
+
 @pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY), ()))
 def test_stages_of_every_family_have_the_bits_of_one_process(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -62,7 +66,7 @@ def test_stages_of_every_family_have_the_bits_of_one_process(
     limits: dict[str, Any] = {"max_num_batched_tokens": 12, "num_gpu_blocks_override": 60, "block_size": 4}
     num_layers = prepared_config(tiny_model(name)).arch.num_layers
     found = []
-    for num_stages in range(1, min(3, num_layers) + 1):
+    for num_stages in range(1, min(MOST_STAGES.get(name, 3), num_layers) + 1):
         engine = started(tiny_model(name), pipeline_parallel_size=num_stages, **limits)
         for _ in range(2):
             outputs = run(engine, UNCONSTRAINED)
