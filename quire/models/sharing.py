@@ -37,7 +37,7 @@ from quire.layers.mixture_of_attention import MixtureOfAttention
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.per_head import PerHeadLinear
-from quire.layers.pooling_head import HeadLinear, PoolingHead
+from quire.layers.pooling_head import HeadLinear, PoolingHead, TableLinear
 from quire.layers.qk_norm import EachHeadLayerNorm
 from quire.layers.recurrent_unit import RGLRU, RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding, Unrotated
@@ -136,7 +136,7 @@ _ZAMBA2 = frozenset(
     }
 )
 _ENCODERS = frozenset({EncoderModel, Encoder, ClassifierHead})
-_POOLED = frozenset({PoolingModel, PoolingHead, HeadLinear})
+_POOLED = frozenset({PoolingModel, PoolingHead, HeadLinear, TableLinear})
 """Heads are small: each rank has all of them."""
 _OF_SUCH_PARTS = (
     _OPT

@@ -17,7 +17,7 @@ from tests.executor.test_multiproc import PARAMS, is_gone, numbers, pids_of, run
 from tests.fixtures.quick import quick, quick_models
 from tests.fixtures.thread_ranks import ThreadRanks
 from tests.models.harness import prepared_config
-from tests.models.test_stages import EVERY_FAMILY
+from tests.models.test_stages import EVERY_FAMILY, MOST_STAGES
 
 UNCONSTRAINED = PARAMS[:3]
 
@@ -51,10 +51,6 @@ def test_stages_have_the_bits_of_one_process(
         engine.sleep(1, "wait")
         engine.wake_up()
     engine.shutdown()
-
-
-MOST_STAGES = {"gemma3n": 2}
-"""Of models whose last layers are together, since they read keys and values of each other."""
 
 
 @pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY), ()))
