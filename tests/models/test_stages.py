@@ -26,12 +26,12 @@ from quire.models.stages import Stage, balanced
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick_models
-from tests.fixtures.tiny_families import TINY_FAMILIES
+from tests.fixtures.tiny_models import TINY_MODELS
 from tests.models.harness import logits_of, prepared_config
 from tests.models.test_encoders import states_of, texts
 
 SEQUENCES = [[5, 9, 31, 7, 12, 80, 3, 44, 21, 18, 6], [3, 1, 4], [250, 17, 99, 100, 101, 102, 8]]
-EVERY_FAMILY = TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()
+EVERY_FAMILY = TINY_MODELS.keys() | FOREIGN.keys() | PLAIN.keys()
 MOST_STAGES = {"gemma3n": 2}
 """Of models whose last layers are together, since they read keys and values of each other."""
 
