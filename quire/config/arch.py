@@ -364,6 +364,10 @@ class HeadArch:
     dense_bias: bool = True
     norm: bool = False
     """Whether what that gives is normed."""
+    table: str = ""
+    """The checkpoint's tensor of the last matrix, if it is another layer's, too: the table of tokens."""
+    table_bias: str = ""
+    """That of the bias then."""
 
 
 @dataclass(frozen=True)

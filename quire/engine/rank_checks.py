@@ -73,14 +73,10 @@ def _check_stages(config: EngineConfig) -> None:
             f"--pipeline-partition {config.parallel.pipeline_partition} has {len(sizes)} stages with {sum(sizes)} "
             f"layers; --pipeline-parallel-size is {num}, and the model has {num_layers} layers"
         )
-    if num == 1:
-        return
     if num > num_layers:
         raise ConfigError(
             f"--pipeline-parallel-size is {num}, and the model has {num_layers} layers; each stage has one"
         )
-    wants = {"a model that generates: one that is pooled runs in one stage": config.pooling is not None}
-    require(wants, f"--pipeline-parallel-size is {num}")
 
 
 def _check_shares(config: EngineConfig) -> None:

@@ -30,7 +30,7 @@ from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 
 
-class _InStack(MatrixLayer):
+class InStack(MatrixLayer):
     """Mixed into a layer of an expert whose matrix is one of a stack in the checkpoint."""
 
     index: int
@@ -59,11 +59,11 @@ class _InStack(MatrixLayer):
             yield self.stored_name(*name.rsplit(".", 1)), stacked.merging(0) if self.stack.flat else stacked
 
 
-class LinearInStack(_InStack, Linear):
+class LinearInStack(InStack, Linear):
     """A linear layer whose matrix is one of a stack."""
 
 
-class _GateUpInStack(_InStack, GateUpLinear):
+class _GateUpInStack(InStack, GateUpLinear):
     def stored_modules(self, names: Sequence[str]) -> list[str]:
         stacks = super().stored_modules(names)
         if self.stack.gate_up is None:
@@ -136,7 +136,7 @@ class Expert(Module):
             layer.takes_adapters = layer.makes_products = False  # `Experts` does both
             layer.rounds_inputs = member is None and not config.lora.enable_lora
             layer.expert = index
-            if isinstance(layer, _InStack):
+            if isinstance(layer, InStack):
                 assert stack is not None, "a member of it"
                 layer.index, layer.count, layer.stack = index, experts.count, stack
 

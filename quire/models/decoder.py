@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig, ModelArch
-from quire.layers.base import Module, activation_dtype, model_dtype
+from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
 from quire.models.blocks import BLOCKS
+from quire.models.stack import Stack
 
-STREAM = "stream"
-"""Of `StepContext.intermediate`: [T, `stream_size`] what the layers before a stage's have made, and beside it what they
-have kept for a model that guesses."""
 POSITIONS: dict[str, type[PositionEmbedding] | type[SinusoidalEmbedding]] = {
     "learned": PositionEmbedding,
     "sinusoidal": SinusoidalEmbedding,
@@ -31,16 +29,14 @@ def crossing_layers(arch: ModelArch) -> tuple[int, ...]:
     return tuple(layer for layer in sorted(set(arch.kept_layers)) if layer < arch.num_layers)
 
 
-def stream_size(arch: ModelArch) -> int:
-    """Numbers of a token that a stage hands on to the next."""
-    return arch.hidden_size * (1 + len(crossing_layers(arch)))
+class Decoder(Stack):
+    """Embeddings, decoder layers and final norm.
 
-
-class Decoder(Module):
-    """Embeddings, decoder layers and final norm; of several stages the first alone embeds, and the last alone norms."""
+    A stage hands on the stream, and beside it what layers so far have kept for a model that guesses.
+    """
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
-        super().__init__()
+        super().__init__(config=config)
         arch = config.arch
         self.embed_tokens = VocabEmbedding(
             vocab_size=arch.vocab_size,
@@ -67,20 +63,19 @@ class Decoder(Module):
         )
         self.norm: RMSNorm | LayerNorm | None = block_norm(config, f"{prefix}.norm", arch.final_norm_eps)
         self.kept_layers = arch.kept_layers
-        self.own_layers = range(arch.num_layers)
-        """Those that no other stage has."""
-        self.embeds = True
         self._crossing = crossing_layers(arch)
-        self._size = arch.hidden_size
+
+    def stream_size(self, layer: int) -> int:
+        return self._hidden_size * (1 + len(self._crossing))
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Of a stage that is not the last: what the next one goes on from."""
         (x, kept), residual = self._entering(inputs, positions, step), None
-        for number, layer in enumerate(self.layers):
-            if number in self.kept_layers and number in self.own_layers:
+        for number, layer in self.own_layers():
+            if number in self.kept_layers:
                 kept[number] = x if residual is None else x + residual
             x, residual = layer(x, residual, positions, step)
-        if self.norm is None:
+        if self.norm is None:  # it is in a later stage
             return self._handed_on(x if residual is None else x + residual, kept)
         if len(self.layers) in self.kept_layers:
             kept[len(self.layers)] = x if residual is None else x + residual
@@ -91,15 +86,14 @@ class Decoder(Module):
         self, inputs: Tensor, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """[T, H] what the first of the layers reads, and what those before have kept, in their order."""
-        if self.embeds:
+        if self.enters:
             return self._embedded(inputs, positions, step), {}
-        assert step.intermediate is not None, "a later stage goes on from the one before"
-        stream = step.intermediate[STREAM]
+        stream = self.came(step)
         if not self._crossing:
             return stream, {}
-        x, *found = stream.split(self._size, dim=-1)
+        x, *found = stream.split(self._hidden_size, dim=-1)
         pairs = zip(self._crossing, found, strict=True)
-        return x.contiguous(), {number: rows for number, rows in pairs if number < self.own_layers.start}
+        return x.contiguous(), {number: rows for number, rows in pairs if number < self.own.start}
 
     def _handed_on(self, x: Tensor, kept: dict[int, Tensor]) -> Tensor:
         """[T, `stream_size`]; what later layers are to keep means nothing yet."""
@@ -151,19 +145,8 @@ class DecoderForCausalLM(CausalLM):
         self.model = self.decoder(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
 
-    def take_ends(self, *, enters: bool, ends: bool, shows_tokens: bool = False) -> None:
-        """Of several stages, be one that embeds tokens or not, and has the head or not.
-
-        A tied table is in both, as is one that is shown to heads which guess (`shows_tokens`).
-        """
-        decoder = self.model
-        decoder.embeds = enters
-        if not ends:
-            decoder.norm = self.lm_head = None
-        if not enters:
-            decoder.embed_positions = decoder.embed_norm = None
-            if self.lm_head is not decoder.embed_tokens and not shows_tokens:
-                decoder.embed_tokens = None
+    def stack(self) -> Stack | None:
+        return self.model if isinstance(self.model, Stack) else None
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         hidden: Tensor = self.model(inputs, positions, step)

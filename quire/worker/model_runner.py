@@ -115,7 +115,7 @@ class ModelRunner:
             max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back, adapters=adapters
         )
         self._pipeline = staged(
-            device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal), stage, config
+            device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal), stage, model, config
         )
         mode = LogprobsMode(config.model.logprobs_mode)
         self._logits = RowLogits(
@@ -157,7 +157,9 @@ class ModelRunner:
         """What keeps something of each request: pooled models sample nothing, nor do stages before the last."""
         if config.pooling is None:
             guessing = () if self._guessing is None else (self._guessing,)
-            self._rows_of = (self._sampling, self._prompt_logprobs, *guessing) if stage.is_last else ()
+            self._rows_of = (self._sampling, self._prompt_logprobs, *guessing)
+        if not stage.is_last:
+            self._rows_of = ()
         self._unusable: dict[str, str] = {}
         self._most_ahead = max(config.scheduler.max_steps_in_flight - 1, 0)
         self._unread: list[LaunchedStep] = []

@@ -13,7 +13,7 @@ import pytest
 
 from quire import LLM, PairPrompt, PoolingOutput, PoolingParams, PoolingRequestOutput, TextOptions
 from quire.config.pooling import PoolingSpec
-from quire.entrypoints.pooling.scoring import SIMILARITIES
+from quire.entrypoints.pooling.scoring import SIMILARITIES, TOKEN_SIMILARITIES
 from quire.errors import ValidationError
 from quire.inputs import DataPrompt, PromptType
 from quire.io_processors import IOProcessor
@@ -125,11 +125,32 @@ def test_a_generating_model_is_told(pair_model_dir: Path) -> None:
 
 
 def test_late_interaction_adds_up_the_best_match_of_each_token() -> None:
-    from quire.entrypoints.pooling.scoring import _max_sim
-
     query, document = np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([[0.5, 0.5], [1.0, 0.0], [0.0, 3.0]])
-    assert _max_sim(query, document) == 1.0 + 6.0
+    assert TOKEN_SIMILARITIES["maxsim"](query, document) == 1.0 + 6.0
+    assert TOKEN_SIMILARITIES["meanmaxsim"](query, document) == 3.5
+    assert TOKEN_SIMILARITIES["maxsim"](query, document[:0]) == 0.0
     assert TOKEN_EMBEDDER.tasks == ("token_embed",)
+
+
+def test_words_that_the_model_skips_match_nothing_and_sides_have_their_own_lengths(
+    pools: Pools, pair_model_dir: Path
+) -> None:
+    spec = dataclasses.replace(TOKEN_EMBEDDER, skipped_words=("b", "no token"), side_lengths=(4, 5))
+    query, document = "abcdef", "bcbdefghi"
+    with made(pools, spec, pair_model_dir) as llm:
+
+        def numbers(text: str, most: int) -> Any:
+            options = TextOptions(truncate_prompt_tokens=most)
+            (one,) = llm.encode(text, pooling_task="token_embed", options=options, use_tqdm=False)
+            return one.outputs.data.astype(np.float64)
+
+        (scored,) = llm.score(query, document, use_tqdm=False)
+        left = numbers(document, 5)[[0, 2, 4]]  # [CLS] b c b [SEP]
+        assert scored.outputs.score == (numbers(query, 4) @ left.T).max(axis=1).sum()
+        limits = TextOptions(max_tokens_per_text=(3, 4))
+        (scored,) = llm.score(query, document, options=limits, use_tqdm=False)
+        expected = numbers(query, 3) @ numbers(document, 4)[[0, 2, 3]].T  # [CLS] b c [SEP]
+        assert scored.outputs.score == expected.max(axis=1).sum()
 
 
 def test_what_vllm_calls_tokenization_kwargs_says_how_texts_become_tokens(

@@ -58,6 +58,8 @@ class PoolingRequest(PoolingFields):
     prompt_name: str | None = None
     step_tag_id: TokenId | None = None
     returned_token_ids: Annotated[list[TokenId] | None, Field(min_length=1)] = None
+    average_windows: bool = False
+    lexical_weights: bool = False
 
 
 class PluginRequest(EngineRequest):
@@ -127,6 +129,20 @@ class PromptUsage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
 
 
+NumbersOrWords = Annotated[
+    msgspec.Raw,
+    Meta(
+        extra_json_schema=any_of(
+            array({"type": "number"}),
+            array(array({"type": "number"})),
+            {"type": "string", "contentEncoding": "base64"},
+            {"type": "object", "additionalProperties": {"type": "number"}},
+        )
+    ),
+]
+"""The same, or with `lexical_weights` token id -> weight."""
+
+
 class Embedding(msgspec.Struct, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: int
@@ -136,7 +152,7 @@ class Embedding(msgspec.Struct, kw_only=True):
 class PooledData(msgspec.Struct, kw_only=True):
     object: Literal["pooling"] = "pooling"
     index: int
-    data: Numbers
+    data: NumbersOrWords
 
 
 class Classification(msgspec.Struct):

@@ -107,10 +107,10 @@ class Job:
 
 
 def check_count(num_prompts: int) -> None:
-    """Raises ValidationError: they are more than one request may have."""
+    """Raises ValidationError: what was sent makes more than one request may have."""
     if num_prompts > MAX_INPUTS:
         raise ValidationError(
-            f"the input makes {num_prompts} prompts; at most {MAX_INPUTS} are allowed", param="input"
+            f"the prompt makes {num_prompts} prompts; at most {MAX_INPUTS} are allowed", param="prompt"
         )
 
 
