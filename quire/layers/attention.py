@@ -69,7 +69,7 @@ class Attention(Module):
         super().__init__()
         self.name = name
         self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        self.num_kv_heads = self.all_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
         self.sliding_window = sliding_window

@@ -143,7 +143,9 @@ class QKVLinear(Linear):
 
     A checkpoint that is `grouped` has, in one tensor, the query heads of the first key-value head, its key, its value,
     then those of the next; or it has the queries apart, and the rest so. A layer that is `gated` has a gate for each
-    query head, too, which the checkpoint has behind that head's query. What comes out is bounded by `clip`.
+    query head, too, which the checkpoint has behind that head's query. What comes out is bounded by `clip`. With
+    several `parts` the checkpoint has, in one tensor, so large a part of the queries, the values and the keys, then the
+    next of each.
     """
 
     def __init__(
@@ -160,8 +162,9 @@ class QKVLinear(Linear):
         grouped: bool = False,
         gated: bool = False,
         clip: float | None = None,
+        parts: int = 1,
     ) -> None:
-        self.clip = clip
+        self.clip, self.parts = clip, parts
         heads, kv_heads = Span(num_heads, head_dim), Span(num_kv_heads, head_dim, replicated=True)
         spans = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
         super().__init__(
@@ -173,9 +176,14 @@ class QKVLinear(Linear):
             cut="output",
             spans=spans,
             transposed=transposed,
-            groups=num_heads if gated else num_kv_heads if grouped else 1,
+            groups=num_heads if gated else num_kv_heads if grouped else parts,
         )
         self.head_dim = head_dim
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        if self.parts > 1:
+            return list(self.pieces_of(names[0], (0, 2, 1)))
+        return super().pieces(names)
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method, shard)

@@ -68,7 +68,8 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
     Raises:
         ConfigError: the model cannot be cut so; the message says why.
     """
-    if type(model) is not DecoderForCausalLM:  # a subclass of one that hands on one stream may hand on more
+    # A subclass of one that hands on one stream may hand on more.
+    if type(model) is not DecoderForCausalLM or model.config.arch.skips:
         raise ConfigError(
             f"{OPTION}: {type(model).__name__} hands more than one stream from layer to layer, and cannot be cut into "
             "stages; --tensor-parallel-size may share out its layers"

@@ -30,7 +30,9 @@ from tests.models.harness import logits_of, prepared_config
 
 SEQUENCES = [[5, 9, 31, 7, 12, 80, 3, 44, 21, 18, 6], [3, 1, 4], [250, 17, 99, 100, 101, 102, 8]]
 EVERY_FAMILY = TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()
-REFUSED = {"gemma3n", "opt", "opt-no-bias", "opt-post-norm", "zamba2", "zamba2-adapted"}
+REFUSED = {
+    *("gemma3n", "opt", "opt-no-bias", "opt-post-norm", "rwkv7", "solar", "zamba2", "zamba2-adapted"),
+}
 
 
 class InARow(nn.Module):

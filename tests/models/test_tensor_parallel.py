@@ -51,7 +51,7 @@ OPTIONS = KINDS | ROUNDED | {"int8-experts": _SPARSE_INT8}
 QUICK_IN_ANY_ORDER = [case for case in CASES if case[1] != "bfloat16"]
 QUICK_IN_SLICES = [case for case in CASES if case[1] != "float32"]
 EVERY_FAMILY = TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()
-REFUSED = {"diffllama", "gemma3n", "jetmoe", "zamba2", "zamba2-adapted"}
+REFUSED = {"diffllama", "gemma3n", "jetmoe", "rwkv7", "zamba2", "zamba2-adapted"}
 
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
