@@ -121,12 +121,14 @@ class ExpertStack:
     weight: str = ".weight"
     """What is behind the layer's name; nothing, in many."""
     bias: str = ".bias"
+    full_names: bool = False
+    """Whether what is beside a weight is called so, as where a module bears both (ModelOpt), though none does."""
 
     def suffix(self, tensor: str) -> str:
         """What is behind the layer's name where a module that is no stack has this tensor."""
         named = {"weight": self.weight, "bias": self.bias}
-        others = f".{tensor}" if self.weight else f"_{tensor.removeprefix('weight_')}"
-        return named.get(tensor, others)
+        beside = tensor if self.full_names else tensor.removeprefix("weight_")
+        return named.get(tensor, f".{tensor}" if self.weight else f"_{beside}")
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,8 @@ class DeltaArch:
     """Whether the checkpoint has what belongs to a key head side by side."""
     steps_grouped: bool | None = None
     """The same of strengths and time steps; None: as the rest."""
+    in_turn: bool = False
+    """Whether key heads serve value heads in turn, and not so many one after the other."""
     norm_eps: float | None = None
     """Of the norm of what a head makes; None: as the model's others."""
     strongest: float = 1.0
