@@ -57,15 +57,16 @@ def _through_packed(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> 
         up = packed.up[expert](x[tokens])
         rows = packed.down[expert](module._apply_gate(up) if module.has_gate else module.act_fn(up))
         out.index_add_(0, tokens, rows * weights[tokens, places, None].to(rows.dtype))
-    group = packed.down[0].group
-    return out if group is None else ops.all_reduce(out, group)
+    last = packed.down[0]
+    assert isinstance(last, HostedLinear)
+    return out if last.group is None else ops.all_reduce(out, last.group)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, _through_packed)
 
 
 def as_experts(
-    module: nn.Module, name: str, stored: Mapping[str, Sequence[Stored]], config: EngineConfig, plan: Plan
+    module: Any, name: str, stored: Mapping[str, Sequence[Stored]], config: EngineConfig, plan: Plan
 ) -> tuple[PackedExperts, Loaded] | None:
     """Packed matrices for a module of experts whose checkpoints hold them one by one; None for any other."""
     if module.has_bias or module.is_transposed or module.has_post_expert_norm:
