@@ -5,6 +5,7 @@ is refused by its type, and a subclass of one that is fine is another one.
 """
 
 from collections.abc import Collection
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -158,6 +159,22 @@ SLICED: frozenset[type[nn.Module]] = (
 """Those whose sums can be formed of slices."""
 SHARED = SLICED | EXPERTS | {SparseMLP}
 """With experts, whose sums no number of ranks changes where they are shared out whole."""
+
+
+@runtime_checkable
+class HasPlan(Protocol):
+    """A model of modules that nobody here knows, with a plan of their own by which ranks share them."""
+
+    def check_plan(self, option: str) -> None:
+        """Raise ConfigError, with `option`, if the plan cannot be followed."""
+
+
+def check_ranks(model: nn.Module, option: str) -> None:
+    """Whether several ranks can share a model, as `option` asks for; raises as `check_shared` does."""
+    if isinstance(model, HasPlan):
+        model.check_plan(option)
+    else:
+        check_shared(model, option)
 
 
 def check_shared(model: nn.Module, option: str, modules: Collection[type[nn.Module]] = SHARED) -> None:

@@ -62,12 +62,14 @@ def choose_lengths(
             gains.append((gain, draft))
     if len(rates) > 1:
         gains.sort()
+    gains.append((0.0, 0))  # behind the last
     chosen, count, best, tokens = [0] * len(rates), 0, 0.0, float(num_requests)
-    for number, seconds in enumerate(costs.rising(num_requests, 1 + len(gains))):
+    for number, (seconds, (gain, _)) in enumerate(
+        zip(costs.rising(num_requests, len(gains)), gains, strict=False)
+    ):
         if tokens > best * seconds:
             best, count = tokens / seconds, number
-        if number < len(gains):
-            tokens -= gains[number][0]
+        tokens -= gain
     for _, draft in gains[:count]:
         chosen[draft] += 1
     return [count and count + num_ahead for count in chosen]

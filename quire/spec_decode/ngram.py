@@ -114,6 +114,8 @@ class NgramIndex:
         """How many tokens up to a place are the last ones of the text."""
         last: list[int] = token_ids[-self._longest :].tolist()
         before: list[int] = token_ids[max(place + 1 - self._longest, 0) : place + 1].tolist()
+        if before == last:
+            return len(last)
         count = 0
         for one, other in zip(reversed(last), reversed(before), strict=False):
             if one != other:
@@ -122,7 +124,7 @@ class NgramIndex:
         return count
 
     def _all_same(self, token_ids: NDArray[np.int32], places: list[int]) -> NDArray[np.int64]:
-        """[P] the same of each place, the text being longer than the longest match or compared as a whole."""
+        """[P] the same of each of several places."""
         last = token_ids[-self._longest :][::-1]
         columns = np.array(places)[:, None] - self._offsets[: len(last)]
         differ = np.ones((len(places), len(last) + 1), dtype=np.bool_)

@@ -137,7 +137,9 @@ class Speculation:
         """The durations that count: of the step, and of asking for what it verified, if anybody was asked."""
         asking = self._asking
         each = {} if asking is None else asking.each
-        own = (seconds, 0.0 if asking is None else asking.seconds, *(took for _, took in each.values()))
+        own = [seconds, 0.0 if asking is None else asking.seconds]
+        if each:
+            own += [took for _, took in each.values()]
         seconds, asked_s, *took = self._clocks.agreed(own)
         for (name, (count, _)), guess_s in zip(each.items(), took, strict=True):
             self._guess_costs[name].note(count, count, guess_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import accumulate
 
 WIDEST = 256
 """Steps of more tokens are nobody's who waits for memory."""
@@ -63,13 +64,7 @@ class StepCosts:
 
     def rising(self, first: int, count: int) -> list[float]:
         """Estimates for this width and those behind it, `count` in all or up to `WIDEST`; they never fall."""
-        found, highest = self._estimates(first, min(first + count - 1, WIDEST)), 0.0
-        for place, seconds in enumerate(found):
-            if seconds > highest:
-                highest = seconds
-            else:
-                found[place] = highest
-        return found
+        return list(accumulate(self._estimates(first, min(first + count - 1, WIDEST)), max))
 
     def _estimates(self, first: int, last: int) -> list[float]:
         """Of the widths `first` to `last`: as they were seen, or as those around them were."""
