@@ -72,7 +72,7 @@ class Attention(Module):
         assert parts == 1 or (alibi is None and sinks is None), "what heads have beside them is in one part"
         self.name = name
         self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        self.num_kv_heads = self.all_kv_heads = num_kv_heads
         self.parts = parts
         self.head_dim = head_dim
         self.scale = scale

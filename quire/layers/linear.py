@@ -144,7 +144,8 @@ class QKVLinear(Linear):
     A checkpoint that is `grouped` has, in one tensor, the query heads of the first key-value head, its key, its value,
     then those of the next; or it has the queries apart, and the rest so. A layer that is `gated` has a gate for each
     query head, too, which the checkpoint has behind that head's query. What comes out is bounded by `clip`. Of heads
-    that are paired, each of the first half with one of the second, ranks have pairs.
+    that are paired, each of the first half with one of the second, ranks have pairs. With several `blocks` the
+    checkpoint has, in one tensor, so large a part of the queries, the values and the keys, then the next of each.
     """
 
     def __init__(
@@ -162,13 +163,15 @@ class QKVLinear(Linear):
         gated: bool = False,
         clip: float | None = None,
         paired: bool = False,
+        blocks: int = 1,
     ) -> None:
-        assert not (paired and (grouped or gated)), "such heads are in halves as they are"
+        assert not (paired and (grouped or gated or blocks > 1)), "such heads are in halves as they are"
         self.clip, self.head_dim, self.parts = clip, head_dim, 2 if paired else 1
+        self._blocks = blocks
         heads = Span(num_heads // self.parts, head_dim)
         kv_heads = Span(num_kv_heads // self.parts, head_dim, replicated=True)
-        spans = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
-        spans = tuple(span for span in spans for _ in range(self.parts))
+        whole = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
+        spans = tuple(span for span in whole for _ in range(self.parts))
         super().__init__(
             in_features=hidden_size,
             out_features=sum(span.size for span in spans),
@@ -178,7 +181,7 @@ class QKVLinear(Linear):
             cut="output",
             spans=spans,
             transposed=transposed,
-            groups=num_heads if gated else num_kv_heads if grouped else 1,
+            groups=num_heads if gated else num_kv_heads if grouped else blocks,
         )
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
@@ -189,6 +192,8 @@ class QKVLinear(Linear):
         )
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
+        if self._blocks > 1:
+            return list(self.pieces_of(names[0], (0, 2, 1)))
         if len(names) == 1:
             return super().pieces(names)
         return super().pieces([name for name in names for _ in range(self.parts)])

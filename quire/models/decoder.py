@@ -3,6 +3,7 @@
 Shapes: T tokens of the step, H hidden size, N rows of logits, V vocabulary rows.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -57,12 +58,16 @@ class Decoder(Stack):
         rotaries = rotaries_of(config)
         self.layers = nn.ModuleList(
             BLOCKS[arch.block_of(layer)](
-                config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotaries[layer]
+                config=_of_layer(config, layer),
+                prefix=f"{prefix}.layers.{layer}",
+                layer=layer,
+                rotary=rotaries[layer],
             )
             for layer in range(arch.num_layers)
         )
         self.norm: RMSNorm | LayerNorm | None = block_norm(config, f"{prefix}.norm", arch.final_norm_eps)
         self.kept_layers = arch.kept_layers
+        self.skips = arch.skips
         self._crossing = crossing_layers(arch)
 
     def stream_size(self, layer: int) -> int:
@@ -71,7 +76,10 @@ class Decoder(Stack):
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Of a stage that is not the last: what the next one goes on from."""
         (x, kept), residual = self._entering(inputs, positions, step), None
+        streams: dict[int, Tensor] = {}
         for number, layer in self.own_layers():
+            if self.skips:
+                x, residual = self._skipping(number, x, residual, streams)
             if number in self.kept_layers:
                 kept[number] = x if residual is None else x + residual
             x, residual = layer(x, residual, positions, step)
@@ -81,6 +89,18 @@ class Decoder(Stack):
             kept[len(self.layers)] = x if residual is None else x + residual
         hidden, _ = self.norm.add(x, residual)
         return torch.cat((hidden, *kept.values()), dim=-1) if kept else hidden
+
+    def _skipping(
+        self, number: int, x: Tensor, residual: Tensor | None, streams: dict[int, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What comes into a layer; `streams` has what came into those where skips start."""
+        ends = [skip for skip in self.skips if skip.end == number]
+        if not ends and all(skip.start != number for skip in self.skips):
+            return x, residual
+        x = streams[number] = x if residual is None else x + residual
+        for skip in ends:
+            x = streams[skip.start] * skip.share + x * (1.0 - skip.share)
+        return x, None
 
     def _entering(
         self, inputs: Tensor, positions: Tensor, step: StepContext
@@ -106,6 +126,12 @@ class Decoder(Stack):
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         return x if self.embed_norm is None else self.embed_norm(x)
+
+
+def _of_layer(config: EngineConfig, layer: int) -> EngineConfig:
+    """The config as one layer of a model has it."""
+    arch = config.arch.of_layer(layer)
+    return config if arch is config.arch else dataclasses.replace(config, model_arch=arch)
 
 
 def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:

@@ -80,9 +80,10 @@ class Encoder(Stack):
         x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
         if self.embed_token_types is not None:
             x = x + self.embed_token_types(step.token_types)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(positions)
-        return x if self.embed_norm is None else self.embed_norm(x)
+        placed = None if self.embed_positions is None else self.embed_positions(positions)
+        if self.embed_norm is not None:
+            return self.embed_norm.add(x, placed)[0]
+        return x if placed is None else x + placed
 
 
 class ClassifierHead(Module):

@@ -5,6 +5,7 @@ is refused by its type, and a subclass of one that is fine is another one.
 """
 
 from collections.abc import Collection
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -37,7 +38,7 @@ from quire.layers.mixture_of_attention import MixtureOfAttention
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.per_head import PerHeadLinear
-from quire.layers.pooling_head import HeadLinear, PoolingHead
+from quire.layers.pooling_head import HeadLinear, PoolingHead, TableLinear
 from quire.layers.qk_norm import EachHeadLayerNorm
 from quire.layers.recurrent_unit import RGLRU, RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding, Unrotated
@@ -136,7 +137,7 @@ _ZAMBA2 = frozenset(
     }
 )
 _ENCODERS = frozenset({EncoderModel, Encoder, ClassifierHead})
-_POOLED = frozenset({PoolingModel, PoolingHead, HeadLinear})
+_POOLED = frozenset({PoolingModel, PoolingHead, HeadLinear, TableLinear})
 """Heads are small: each rank has all of them."""
 _OF_SUCH_PARTS = (
     _OPT
@@ -158,6 +159,22 @@ SLICED: frozenset[type[nn.Module]] = (
 """Those whose sums can be formed of slices."""
 SHARED = SLICED | EXPERTS | {SparseMLP}
 """With experts, whose sums no number of ranks changes where they are shared out whole."""
+
+
+@runtime_checkable
+class HasPlan(Protocol):
+    """A model of modules that nobody here knows, with a plan of their own by which ranks share them."""
+
+    def check_plan(self, option: str) -> None:
+        """Raise ConfigError, with `option`, if the plan cannot be followed."""
+
+
+def check_ranks(model: nn.Module, option: str) -> None:
+    """Whether several ranks can share a model, as `option` asks for; raises as `check_shared` does."""
+    if isinstance(model, HasPlan):
+        model.check_plan(option)
+    else:
+        check_shared(model, option)
 
 
 def check_shared(model: nn.Module, option: str, modules: Collection[type[nn.Module]] = SHARED) -> None:

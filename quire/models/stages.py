@@ -114,7 +114,7 @@ def _read_here_too(model: CausalLM, stage: Stage) -> list[nn.Module]:
 def _stack(model: CausalLM) -> Stack:
     """Raises ConfigError: the model has no layers that can be cut apart."""
     stack, body = model.stack(), model.body if isinstance(model, PoolingModel) else model
-    if stack is None or not {type(body), type(stack)} <= CUT:
+    if stack is None or not {type(body), type(stack)} <= CUT or model.config.arch.skips:
         raise ConfigError(
             f"{OPTION}: what {type(body).__name__} hands from layer to layer is not known here, so it cannot be cut "
             "into stages; --tensor-parallel-size may share out its layers"

@@ -13,7 +13,7 @@ import pytest
 
 from quire import LLM, PairPrompt, PoolingOutput, PoolingParams, PoolingRequestOutput, TextOptions
 from quire.config.pooling import PoolingSpec
-from quire.entrypoints.pooling.scoring import SIMILARITIES, TOKEN_SIMILARITIES
+from quire.entrypoints.pooling.scoring import SIMILARITIES, TOKEN_SIMILARITIES, Scoring
 from quire.errors import ValidationError
 from quire.inputs import DataPrompt, PromptType
 from quire.io_processors import IOProcessor
@@ -136,21 +136,22 @@ def test_words_that_the_model_skips_match_nothing_and_sides_have_their_own_lengt
     pools: Pools, pair_model_dir: Path
 ) -> None:
     spec = dataclasses.replace(TOKEN_EMBEDDER, skipped_words=("b", "no token"), side_lengths=(4, 5))
-    query, document = "abcdef", "bcbdefghi"
+    draw = np.random.default_rng(1)
     with made(pools, spec, pair_model_dir) as llm:
-
-        def numbers(text: str, most: int) -> Any:
-            options = TextOptions(truncate_prompt_tokens=most)
-            (one,) = llm.encode(text, pooling_task="token_embed", options=options, use_tqdm=False)
-            return one.outputs.data.astype(np.float64)
-
-        (scored,) = llm.score(query, document, use_tqdm=False)
-        left = numbers(document, 5)[[0, 2, 4]]  # [CLS] b c b [SEP]
-        assert scored.outputs.score == (numbers(query, 4) @ left.T).max(axis=1).sum()
-        limits = TextOptions(max_tokens_per_text=(3, 4))
-        (scored,) = llm.score(query, document, options=limits, use_tqdm=False)
-        expected = numbers(query, 3) @ numbers(document, 4)[[0, 2, 3]].T  # [CLS] b c [SEP]
-        assert scored.outputs.score == expected.max(axis=1).sum()
+        inputs = llm.llm_engine.input_processor.pooling
+        assert inputs is not None
+        for asked, lengths, kept in (((None, None), (4, 5), [0, 2, 4]), ((3, 4), (3, 4), [0, 2, 3])):
+            options = TextOptions(max_tokens_per_text=asked)
+            scoring = Scoring(inputs, ["abcdef"], ["bcbdefghi"], options)
+            query, document = scoring.prompts()  # [CLS] a b [SEP] and [CLS] b c b [SEP], or less
+            assert (len(query.token_ids), len(document.token_ids)) == lengths
+            pooled = [
+                PoolingRequestOutput("", PoolingOutput(draw.normal(size=(length, 4))), prompt.token_ids)
+                for length, prompt in zip(lengths, (query, document), strict=True)
+            ]
+            ((score, _),) = scoring.outputs(pooled)
+            first, second = (one.outputs.data for one in pooled)
+            assert score == (first @ second[kept].T).max(axis=1).sum()
 
 
 def test_what_vllm_calls_tokenization_kwargs_says_how_texts_become_tokens(

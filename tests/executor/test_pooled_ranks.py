@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from quire.kernels.cpu import library
 from quire.pooling_params import PoolingParams
 from tests.end_to_end.test_pooled_models import prompts
+from tests.end_to_end.test_words_weights import write_splade
 from tests.fixtures.pooled import pool, pooling_core, write_model, write_sentence_transformer
 from tests.fixtures.thread_ranks import ThreadRanks
 
@@ -58,4 +60,17 @@ def test_a_decoder_gives_the_same_numbers(case: str, tmp_path: Path) -> None:
 def test_an_encoder_gives_the_same_numbers(case: str, name: str, tiny_encoder: Callable[[str], Path]) -> None:
     alone = pooled(tiny_encoder(name), [PoolingParams()])
     ranks = pooled(tiny_encoder(name), [PoolingParams()], **CASES[case])
+    assert [one.tobytes() for one in ranks] == [one.tobytes() for one in alone]
+
+
+@pytest.mark.parametrize("case", ["stages", "shares"])
+def test_weights_of_all_words_are_the_same(
+    case: str, tmp_path: Path, tiny_encoder: Callable[[str], Path]
+) -> None:
+    """By a head whose matrix is the table of tokens, of which ranks have parts, and the first stage all."""
+    directory = tmp_path / "splade"
+    shutil.copytree(tiny_encoder("bert-mlm"), directory)
+    write_splade(directory, pooling_strategy="max", activation_function="relu")
+    alone = pooled(directory, [PoolingParams()])
+    ranks = pooled(directory, [PoolingParams()], **CASES[case])
     assert [one.tobytes() for one in ranks] == [one.tobytes() for one in alone]

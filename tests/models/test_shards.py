@@ -89,7 +89,6 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
         {"num_hidden_layers": 2} if {"hidden_size_per_head", "group_norm_size"} & config.keys() else {}
     )  # a layer of each kind
     few = {"num_key_value_heads": 4} if {"kv_channels", "num_experts_per_tok"} <= config.keys() else {}
-    pairs = {"num_attention_heads": 8} if "lambda_std_dev" in config else {}
     nested = {
         key: config[key] | inner
         for key, inner in (
@@ -103,7 +102,7 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
         key: rope[key] * 2 for key in ("short_factor", "long_factor") if key in rope
     }  # heads are twice as large
     longrope = {"rope_parameters": rope | factors} if factors else {}
-    return config | sizes | widened | lists | local | sparse | mixed | few | pairs | nested | longrope
+    return config | sizes | widened | lists | local | sparse | mixed | few | nested | longrope
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,8 @@ OTHERS += [(name, "float32") for name in ("gptoss", "deepseekv3", "jamba", "qwen
 OPTIONS = KINDS | ROUNDED | {"int8-experts": _SPARSE_INT8}
 QUICK_IN_ANY_ORDER = [case for case in CASES if case[1] != "bfloat16"]
 QUICK_IN_SLICES = [case for case in CASES if case[1] != "float32"]
-EVERY_FAMILY = TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()
+REFUSED = {"rwkv7"}
+EVERY_FAMILY = (TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - REFUSED
 
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
@@ -99,6 +100,12 @@ def test_every_family_is_shared_out(name: str, tiny_model: Callable[[str], Path]
     first, second = together(tiny_model(name), 2, logits)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, logits(load_tiny(tiny_model(name))), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_family_with_a_part_that_is_whole_is_refused(name: str, tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="cannot be shared out"):
+        together(tiny_model(name), 2, logits)
 
 
 @needs_kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 
 from quire.config.pooling import HeadLayer, PoolingSpec
 from quire.entrypoints.pooling.protocol import MAX_INPUTS
+from quire.entrypoints.pooling.words import words_of
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from tests.entrypoints.pooling.conftest import Serve
-from tests.fixtures.pooling import CLASSIFIER, CONTEXT, EMBEDDER, LETTERS, REWARDS
+from tests.fixtures.pooling import CLASSIFIER, CLS, CONTEXT, EMBEDDER, REWARDS, SEP
 
 TEXTS = ["abc", "d", "hello world", "abc"]
 
@@ -184,24 +187,16 @@ WORDS = dataclasses.replace(EMBEDDER, own_heads=(("token_classify", (HeadLayer("
 WORDS = dataclasses.replace(WORDS, tasks=(*EMBEDDER.tasks, "token_classify"))
 
 
+def test_words_of_a_text_have_weights_and_tokens_around_it_none() -> None:
+    weights = np.array([[0.5], [0.25], [0.0], [0.75], [0.125]], np.float32)
+    output = PoolingRequestOutput("a", PoolingOutput(weights), [CLS, 7, 9, 7, SEP])
+    (found,) = words_of([output], frozenset({CLS, SEP}))
+    assert json.loads(bytes(found)) == {"7": 0.75}
+    assert output.lexical_weights() == {CLS: 0.5, 7: 0.75, SEP: 0.125}
+
+
 async def test_words_have_weights_where_the_model_weighs_them(serve: Serve) -> None:
     async with serve(WORDS) as client:
-
-        async def pooled(**body: Any) -> Any:
-            reply = await client.post("/pooling", json={"input": ["abcab", "b"], **body})
-            assert reply.status_code == 200, reply.text
-            return [one["data"] for one in reply.json()["data"]]
-
-        rows = await pooled(task="token_classify")
-        for found, text, numbers in zip(
-            await pooled(lexical_weights=True), ["abcab", "b"], rows, strict=True
-        ):
-            largest: dict[str, float] = {}
-            for letter, (weight,) in zip(text, numbers[1:-1], strict=True):  # less [CLS] and [SEP]
-                token = str(LETTERS.index(letter))
-                largest[token] = max(weight, largest.get(token, 0.0))
-            assert found == {token: weight for token, weight in largest.items() if weight > 0}
-        assert await pooled(lexical_weights=True, task="token_classify") == await pooled(lexical_weights=True)
         for body, message in (
             ({"task": "embed"}, "is of the task token_classify, and the task is embed"),
             ({"encoding_format": "base64"}, "are JSON objects"),

@@ -66,7 +66,6 @@ async def test_coheres_fields_go_together(
     async with serve(EMBEDDER) as client:
         named = {"prompt_name": name} if (name := names.get(input_type or "")) else {}
         known = await vectors(client, input=TEXTS, dimensions=dimension, **named)
-        assert {len(vector) for vector in known} == {dimension or 8}
         inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
         kinds = ["ubinary", "float"]
         for given in ({"texts": TEXTS}, {"inputs": inputs}):
