@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#define QUIRE_CPU_ABI_VERSION 12
+#define QUIRE_CPU_ABI_VERSION 13
 #define QUIRE_CPU_WEIGHT_LAYOUT "panels-6"
 #define QUIRE_CPU_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -66,6 +66,10 @@ QUIRE_CPU_EXPORT void* quire_cpu_kernel(int64_t isa_index, const char* name);
 
 // The signature of that kernel; null if there is none.
 QUIRE_CPU_EXPORT const char* quire_cpu_signature(int64_t isa_index, const char* name);
+
+// From now on the calling thread computes with floats as kernels do; returns in which mode it was, to be set again.
+QUIRE_CPU_EXPORT int64_t quire_cpu_take_float_mode();
+QUIRE_CPU_EXPORT void quire_cpu_set_float_mode(int64_t mode);
 
 // One recorded call: a kernel and its packed arguments.
 struct QuireCpuCall {

@@ -1,6 +1,7 @@
 // The function table of one instruction set: a new kernel is a declaration and a row here. A set that only multiplies matrices
 // in another way has that kernel alone, and shares all others with the set below it.
 
+#include "float_mode.h"
 #include "quire_cpu.h"
 
 #include <cstddef>
@@ -161,6 +162,7 @@ private:
     template <size_t... i>
     static int64_t call(const char* slots, int64_t alignment, std::index_sequence<i...>) {
         if (!(is_aligned<Args>(slots + 8 * i, alignment) && ...)) return kMisaligned;
+        const FloatMode mode;
         return kernel(unpack<Args>(slots + 8 * i)...);
     }
 };

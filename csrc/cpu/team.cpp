@@ -11,6 +11,7 @@
 
 #include "team.h"
 
+#include "float_mode.h"
 #include "quire_cpu.h"
 #include "threads.h"
 
@@ -217,6 +218,7 @@ private:
 
     [[noreturn]] void serve_as(int64_t index) {
         in_body = true;
+        set_float_mode(kFloatMode);
         uint64_t last = 0;
         const auto changed = [&] { return board_.number.load() != last; };
         for (;;) {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kernels.cpu import library
+from quire.kernels.cpu import float_mode, library
 from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.cpu.unrecorded import UnrecordedOps
 from quire.layers.kv_cache import why_not_captured
@@ -172,6 +172,10 @@ class CpuDevice:
         logger.info("cpu_threads = %d: %s", threads, reason)
         if config.device.cpu_pin_threads:
             self._pin(threads)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Torch's operations between the kernels, too, are with floats as those have them."""
+        return float_mode.as_in_kernels()
 
     def pipeline(
         self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False

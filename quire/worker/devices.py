@@ -97,6 +97,9 @@ class Device(Protocol):
             ConfigError: it cannot be used.
         """
 
+    def step(self) -> AbstractContextManager[None]:
+        """Around what a step hands over: what of the calling thread changes what it computes is as it has to be."""
+
     def pipeline(
         self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
     ) -> Pipeline:

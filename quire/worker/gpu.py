@@ -11,7 +11,7 @@ import gc
 import logging
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -156,6 +156,9 @@ class GpuDevice:
         free, total = self._module.mem_get_info()
         name = self._module.get_device_name()
         logger.info("%s: %s, %.0f of %.0f MiB free", self._type, name, free / MIB, total / MIB)
+
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def pipeline(
         self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False

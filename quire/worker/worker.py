@@ -147,11 +147,12 @@ class Worker:
         assert self._runner is not None, "submit before initialize_kv_cache"
         assert self._copier is not None
         self._copier.execute(plan)
-        step = self._runner.launch(plan)
-        if plan.scheduled and not step.request_ids:
-            self.take_part()  # others count on a step
-        if self._stage.is_last and not self._device.is_asynchronous:
-            step.result()
+        with self._device.step():
+            step = self._runner.launch(plan)
+            if plan.scheduled and not step.request_ids:
+                self.take_part()  # others count on a step
+            if self._stage.is_last and not self._device.is_asynchronous:
+                step.result()
         return step.result
 
     @torch.inference_mode()

@@ -145,6 +145,9 @@ class FakeGpu:
     def mark(self) -> FakeMark:
         return FakeMark([*self._downloads])
 
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def pipeline(
         self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
     ) -> Pipeline:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from quire.kv_cache.sizing import size_kv_cache
 from quire.kv_cache.spec import KVCacheConfig
 from quire.platforms import Host
 from quire.sampling_params import SamplingParams
+from quire.scheduler.output import SchedulerOutput
 from quire.worker.cpu import CpuDevice
 from quire.worker.worker import Worker
 from tests.models.harness import prepared_config
@@ -66,12 +68,42 @@ def reserved_bytes(worker: Worker) -> int:
     return step + peak.bytes_of_tapes(num_seqs)
 
 
-def driver_of(config: EngineConfig) -> Driver:
+def ready(config: EngineConfig) -> Worker:
     worker = loaded(config)
     specs = worker.kv_cache_specs()
     worker.initialize_kv_cache(KVCacheConfig(NUM_BLOCKS, group_layers(specs, 64), dict(specs)))
+    return worker
+
+
+def driver_of(config: EngineConfig) -> Driver:
+    worker = ready(config)
     assert worker._runner is not None
     return Driver(worker._runner, num_blocks=NUM_BLOCKS)
+
+
+def test_what_a_step_computes_is_within_its_devices_step(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which ends also if it fails."""
+    worker, happened = ready(config), list[str]()
+
+    @contextmanager
+    def step(_device: FakeDevice) -> Iterator[None]:
+        happened.append("begun")
+        try:
+            yield
+        finally:
+            happened.append("ended")
+
+    def launch(_plan: SchedulerOutput) -> None:
+        happened.append("launched")
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(FakeDevice, "step", step)
+    monkeypatch.setattr(worker._runner, "launch", launch)
+    with pytest.raises(ZeroDivisionError):
+        worker.submit(SchedulerOutput(0, [], [], []))
+    assert happened == ["begun", "launched", "ended"]
 
 
 def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:

@@ -22,7 +22,7 @@ from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 12, "panels-6"
+ABI_VERSION, WEIGHT_LAYOUT = 13, "panels-6"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -138,6 +138,10 @@ class CpuLibrary:
     """Runs recorded calls in order and counts those before the first that is refused."""
     play_timed: Callable[[ctypes.Array[Call], int, ctypes.Array[c_int64]], int]
     """The same, and writes how many nanoseconds each took."""
+    take_float_mode: Callable[[], int]
+    """Has this thread compute with floats as kernels do; returns the mode that it was in."""
+    set_float_mode: Callable[[int], None]
+    """Sets such a mode again."""
     share: Callable[[int, int, Any, None], None]
     """Runs a body on ranges of a loop, on the threads of the team."""
     prefer_huge_pages: Callable[[int, int], None]
@@ -196,6 +200,8 @@ _FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
     "pin_threads": (c_int64, ctypes.POINTER(c_int64), c_int64),
     "play": (c_int64, ctypes.POINTER(Call), c_int64),
     "play_timed": (c_int64, ctypes.POINTER(Call), c_int64, ctypes.POINTER(c_int64)),
+    "take_float_mode": (c_int64,),
+    "set_float_mode": (None, c_int64),
     "share": (None, c_int64, c_int64, SHARED_BODY, c_void_p),
     "prefer_huge_pages": (None, c_void_p, c_int64),
     "shuffle": (None, c_int64),
