@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from quire.engine.pooling_inputs import WHOLE_CONTEXT, TextOptions
 from quire.entrypoints.ollama.models import served_name
-from quire.entrypoints.ollama.options import OPTIONS_OBJECT, ignored_options, sampling_fields
+from quire.entrypoints.ollama.options import IDLE_OPTIONS_OBJECT, ignored_options, sampling_fields
 from quire.entrypoints.ollama.protocol import MODEL, WITHOUT_EFFECT
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
@@ -43,7 +43,7 @@ class EmbedFields(EngineRequest):
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 
     model: Annotated[str, Field(min_length=1), WithJsonSchema(MODEL)]
-    options: Annotated[dict[str, Any] | None, WithJsonSchema(optional(OPTIONS_OBJECT))] = None
+    options: Annotated[dict[str, Any] | None, WithJsonSchema(optional(IDLE_OPTIONS_OBJECT))] = None
     keep_alive: Any = None
 
 
@@ -132,6 +132,7 @@ async def _found(
     note_ignored(body, [f"options.{one}" for one in sampling_fields(body.options or {})])
     job = Job.of(request, body, "ollama-")
     body.model = name
+    params = job.inputs.settled(params)
     if not texts:
         return Found([], None, False)
     options = TextOptions(WHOLE_CONTEXT if cuts else None)

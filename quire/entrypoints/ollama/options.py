@@ -55,6 +55,11 @@ OPTIONS_OBJECT: Fields = {
     "additionalProperties": {"type": "null"},
 }
 """The schema of all of them."""
+IDLE_OPTIONS_OBJECT: Fields = {
+    **OPTIONS_OBJECT,
+    "properties": {**OPTIONS_OBJECT["properties"], **{name: {} for name in (*OPTIONS, "num_predict")}},
+}
+"""That of a request which generates nothing: they change nothing, whatever they are."""
 
 
 def ignored_options(options: Fields | None) -> list[str]:

@@ -23,6 +23,7 @@ INPUT = {
 }
 TEXTS = any_of(_TEXT, array(_TEXT, minItems=1, maxItems=MAX_INPUTS))
 DOCUMENTS = array(any_of(_TEXT, object_of({"text": _TEXT})), minItems=1, maxItems=MAX_INPUTS)
+GIVEN: dict[str, Any] = {"not": {"type": "null"}}
 InputField = Annotated[Any, WithJsonSchema(INPUT)]
 TextsField = Annotated[Any, WithJsonSchema(optional(TEXTS))]
 TRUNCATION = any_of({"type": "integer", "minimum": 1}, enum(-1, None))
@@ -66,7 +67,7 @@ class PoolingRequest(PoolingFields):
 class PluginRequest(EngineRequest):
     """POST /pooling with what the server's IO processor reads."""
 
-    data: Any
+    data: Annotated[Any, WithJsonSchema(GIVEN)]
     task: Literal["plugin"] = "plugin"
 
 
@@ -85,7 +86,6 @@ class PairFields(PoolingFields):
 
 SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 """What requests call the two sides of a score."""
-GIVEN: dict[str, Any] = {"not": {"type": "null"}}
 
 
 def _only(names: tuple[str, str]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ RELATIONS = (
     # With the model: its context, its tokens as keys of an object, its template.
     r"maximum context length is \d+ tokens",
     r"thinking_token_budget needs to know what opens and closes",
+    r"the model has no chat template",
     r"the model's chat template has no place for",
     r"the chat template (refused|failed on) ",
     # With the template or the server, where fields without effect are refused.
@@ -54,7 +55,7 @@ RELATIONS = (
     r"the body holds",
 )
 _REFUSED = re.compile("|".join(RELATIONS))
-_NO_INTEGER = re.compile(r"must be a valid integer|prompt must be text, a list of")
+_NO_INTEGER = re.compile(r"must be a valid integer|(prompt|input) must be text, a list of")
 
 
 def is_relation(reason: str, body: Any) -> bool:

@@ -160,3 +160,11 @@ async def test_ollama_is_told_what_is_wrong(serve: Serve, body: dict[str, Any]) 
     async with serve(EMBEDDER) as client:
         reply = await client.post("/api/embed", json={"model": "pooler", **body})
         assert (reply.status_code, reply.json().keys()) == (400, {"error"}), reply.text
+
+
+async def test_without_a_text_a_request_is_checked_all_the_same(serve: Serve) -> None:
+    async with serve(EMBEDDER) as client:
+        body = {"model": "pooler", "input": ""}
+        assert (await client.post("/api/embed", json=body)).json()["embeddings"] == []
+        refused = await client.post("/api/embed", json={**body, "dimensions": 0})
+    assert (refused.status_code, "dimensions" in refused.json()["error"]) == (400, True)
