@@ -133,6 +133,8 @@ def _with_guessing_model(config: EngineConfig, usage: Usage) -> EngineConfig:
 
 
 def _with_draft_model(config: EngineConfig, usage: Usage) -> EngineConfig:
+    if config.parallel.nnodes > 1:  # a model that is whole on each rank is the same on all hosts
+        usage = "server"
     found = prepare(draft_model_config(config), usage)
     check_draft_model(config, found, load_tokenizer(config), load_tokenizer(found))
     return dataclasses.replace(config, draft=found)

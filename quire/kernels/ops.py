@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.distributed.group import Group
+from quire.distributed.hosts import Hosts
 from quire.distributed.shared_memory import SharedMemory
 from quire.errors import ConfigError
 from quire.kernels import (
@@ -236,8 +237,8 @@ def _rows_in_shared_memory(_x: Tensor, _counts: Sequence[int], group: Group) -> 
 
 
 def _in_shared_memory(_x: Tensor, group: Group, *_args: Any, **_options: Any) -> bool:
-    """Whether ranks have memory in common."""
-    return isinstance(group, SharedMemory)
+    """Whether ranks, or those of each host, have memory in common."""
+    return isinstance(group, SharedMemory | Hosts)
 
 
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
@@ -643,6 +644,44 @@ def rg_lru(
     result, becomes a * state + sqrt(1 - a^2) * i * x; at the first token of a request, i * x. All but x is float32.
     """
     return reference_recurrence.rg_lru(x, weights, bias, rates, states, metadata)
+
+
+def _whole_squares(
+    _r: Tensor,
+    _w: Tensor,
+    _k: Tensor,
+    _v: Tensor,
+    _a: Tensor,
+    _of_heads: Tensor,
+    states: Tensor,
+    *_args: Any,
+    **_options: Any,
+) -> bool:
+    """Heads that the C++ walk of RWKV-7 takes."""
+    return states.shape[2] <= 256 and states.shape[2] % 16 == 0
+
+
+@op()
+def rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    of_heads: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+    eps: float,
+) -> Tensor:
+    """RWKV-7's heads (B. Peng et al., 2025, arXiv:2503.14456): r, w, k, v, a [T, h * D] -> [T, h * D] of their dtype.
+
+    In float32, of each head and token: with i = sigmoid(a), u = k * of_heads[0] of unit length, and
+    k = k * (1 + (i - 1) * of_heads[1]), the state S [h, D, D] becomes exp(-exp(-1/2) * sigmoid(w)) S, by rows,
+    - (u * i) (S^T u)^T + k v^T, where S is that from before in both. The result is the layer norm of S^T r, with eps,
+    times of_heads[3], plus of_heads[4], plus v times the sum of r * k * of_heads[2]. of_heads [5, h * D] float32.
+    """
+    return reference_recurrence.rwkv7(r, w, k, v, a, of_heads, states, metadata, eps)
 
 
 @op(_cpu("embedding.embedding"), _triton("embedding.embedding"), key=1)

@@ -110,7 +110,7 @@ class Greatest(Accumulation):
 class Mean(Accumulation):
     """The sum over the number of tokens."""
 
-    reduction = "sum"
+    reduction: Accumulated = "sum"
 
     def _finished(self, vectors: Tensor, lengths: NDArray[np.int64]) -> Tensor:
         divisors = torch.from_numpy(self._divisors(lengths.astype(np.float64))).to(vectors.device)

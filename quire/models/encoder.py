@@ -20,13 +20,16 @@ from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import rotaries_of
+from quire.models.stack import Stack
 
 
-class Encoder(Module):
+class Encoder(Stack):
     """Embeddings of tokens, positions and token types, layers, and perhaps a final norm."""
 
+    entering = (*Stack.entering, "embed_token_types")
+
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
-        super().__init__()
+        super().__init__(config=config)
         arch = config.arch
         self.embed_tokens = VocabEmbedding(
             vocab_size=arch.vocab_size,
@@ -65,8 +68,8 @@ class Encoder(Module):
         self.norm = block_norm(config, f"{prefix}.norm") if arch.final_norm else None
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        x, residual = self._embedded(inputs, positions, step), None
-        for layer in self.layers:
+        x, residual = self._embedded(inputs, positions, step) if self.enters else self.came(step), None
+        for _, layer in self.own_layers():
             x, residual = layer(x, residual, positions, step)
         if self.norm is None:
             return x if residual is None else x + residual
@@ -129,6 +132,15 @@ class EncoderModel(CausalLM):
         """Texts that the step computes whole -> hidden states [T, H]."""
         hidden: Tensor = self.model(inputs, positions, step)
         return hidden
+
+    def stack(self) -> Stack | None:
+        return self.model
+
+    def behind_layers(self) -> list[nn.Module]:
+        return [] if self.head is None else [self.head]
+
+    def let_go_of_head(self) -> None:
+        self.head = None
 
     def pool_head(self) -> Module | None:
         """See `CausalLM.pool_head`."""

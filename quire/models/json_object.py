@@ -122,6 +122,16 @@ class JsonObject:
         values = self._checked(key, {}, dict, "a JSON object")
         return JsonObject(f"{self.where}: {key}", values, refused=self.refused)
 
+    def children(self, key: str) -> list[JsonObject]:
+        """A list of JSON objects."""
+        items = self._checked(key, _REQUIRED, list, "a list of JSON objects")
+        if not all(isinstance(item, dict) for item in items):
+            raise self.wrong(key, "a list of JSON objects")
+        return [
+            JsonObject(f"{self.where}: {key}[{index}]", item, refused=self.refused)
+            for index, item in enumerate(items)
+        ]
+
     def refuse(self, key: str, allowed: str) -> None:
         """Take note of a well-formed value that asks for something quire does not do.
 

@@ -47,7 +47,7 @@ class Cores:
             self.front_end.take_in(index, core.ready)
 
     def add(self, label: str, prompt: Any, **params: Any) -> str:
-        options = {name: params.pop(name) for name in ("timeout_s",) if name in params}
+        options = {name: params.pop(name) for name in ("timeout_s", "data_parallel_rank") if name in params}
         outputs = self.outputs.setdefault(label, [])
         tokenized = self.front_end.input_processor.tokenize(prompt)
         name, messages = self.front_end.submit(
@@ -119,6 +119,19 @@ def test_a_request_goes_to_the_core_with_the_fewest_sequences_and_its_forks_go_w
     }
     cores.add("f", [1], max_tokens=1)
     assert cores.sent[-1][0] == 0, "all that has ended is no work"
+
+
+def test_a_request_goes_to_the_replica_that_it_names_as_long_as_that_is_up() -> None:
+    cores = Cores(num_cores=2, data_parallel_size=2)
+    params = {"max_tokens": 2, "ignore_eos": True}
+    for _ in range(3):
+        cores.add("a", [1, 2, 3], data_parallel_rank=1, **params)
+    assert [core for core, _ in cores.sent] == [1, 1, 1]
+    with pytest.raises(ValidationError, match="data_parallel_rank is 2, and replicas here are 0, 1"):
+        cores.add("b", [1], data_parallel_rank=2, **params)
+    cores.front_end.lose(1, [], EngineError("the core died"))
+    cores.add("c", [1], data_parallel_rank=1, **params)
+    assert cores.sent[-1][0] == 0
 
 
 def test_each_core_answers_its_own_calls_and_ends_its_own_requests() -> None:

@@ -705,6 +705,16 @@ def rg_lru(dtype: torch.dtype) -> Iterator[Arguments]:
             yield (x, *of_heads, of_state(step, heads * size), step), {}
 
 
+@cases
+def rwkv7(dtype: torch.dtype) -> Iterator[Arguments]:
+    for step in state_steps():
+        rows = int(step.query_start_loc[-1])
+        for heads, size in [(1, 16), (3, 64), (2, 5)]:
+            parts = [randn(rows, heads * size, dtype=dtype) for _ in range(5)]
+            of_heads = randn(5, heads * size)
+            yield (*parts, of_heads, of_state(step, heads, size, size), step), {"eps": size * 1e-5}
+
+
 class Mirror(Group):
     """The first of two ranks; the other one does as this one does, with twice the numbers."""
 

@@ -17,13 +17,14 @@ from quire.engine.pooling_inputs import DOCUMENT, QUERY, WHOLE_CONTEXT, PoolingI
 from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has
 from quire.entrypoints.openai.protocol.requests import EngineRequest
 from quire.entrypoints.openai.protocol.responses import Timings
 from quire.entrypoints.openai.protocol.shapes import TEXT, array, enum, object_of, optional
 from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.pooling.each import cuts_by_default, embed_each
 from quire.entrypoints.pooling.numbers import encoded, reply_of
-from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers, PromptUsage
+from quire.entrypoints.pooling.protocol import GIVEN, MAX_INPUTS, Numbers, PromptUsage
 from quire.entrypoints.pooling.run import Job, called, told_of
 from quire.errors import ValidationError
 from quire.pooling_params import EMBED, PoolingParams
@@ -42,6 +43,13 @@ TEXTS = array(_TEXT, minItems=1, maxItems=MAX_INPUTS)
 
 class CohereEmbedRequest(EngineRequest):
     """POST /v2/embed; `texts`, or `inputs` of one text each."""
+
+    relations: ClassVar[tuple[dict[str, Any], ...]] = (
+        either(
+            both(has("texts", GIVEN), asks_nothing("inputs")),
+            both(has("inputs", GIVEN), asks_nothing("texts")),
+        ),
+    )
 
     inner: ClassVar = {
         "inputs": Place(

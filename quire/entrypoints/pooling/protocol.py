@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from pydantic import Field, WithJsonSchema
 
+from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has
 from quire.entrypoints.openai.protocol.requests import INT64_MAX, EngineRequest, TokenId
 from quire.entrypoints.openai.protocol.responses import PromptTokensDetails, Timings
 from quire.entrypoints.openai.protocol.shapes import TEXT, any_of, array, enum, object_of, optional
@@ -82,15 +83,21 @@ class PairFields(PoolingFields):
     max_tokens_per_doc: Limit = None
 
 
+SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+"""What requests call the two sides of a score."""
+GIVEN: dict[str, Any] = {"not": {"type": "null"}}
+
+
+def _only(names: tuple[str, str]) -> dict[str, Any]:
+    others = dict.fromkeys(name for sides in SIDES for name in sides if name not in names)
+    return both(*(has(name, GIVEN) for name in names), *map(asks_nothing, others))
+
+
 class ScoreRequest(PairFields):
     """POST /score; the texts come under one of several pairs of names."""
 
-    NAMES: ClassVar = (
-        ("text_1", "text_2"),
-        ("data_1", "data_2"),
-        ("queries", "documents"),
-        ("queries", "items"),
-    )
+    NAMES: ClassVar = SIDES
+    relations: ClassVar[tuple[dict[str, Any], ...]] = (either(*map(_only, SIDES)),)
 
     text_1: TextsField = None
     text_2: TextsField = None
