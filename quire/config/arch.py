@@ -121,12 +121,14 @@ class ExpertStack:
     weight: str = ".weight"
     """What is behind the layer's name; nothing, in many."""
     bias: str = ".bias"
+    full_names: bool = False
+    """Whether what is beside a weight is called so, as where a module bears both (ModelOpt), though none does."""
 
     def suffix(self, tensor: str) -> str:
         """What is behind the layer's name where a module that is no stack has this tensor."""
         named = {"weight": self.weight, "bias": self.bias}
-        others = f".{tensor}" if self.weight else f"_{tensor.removeprefix('weight_')}"
-        return named.get(tensor, others)
+        beside = tensor if self.full_names else tensor.removeprefix("weight_")
+        return named.get(tensor, f".{tensor}" if self.weight else f"_{beside}")
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,8 @@ class DeltaArch:
     """Whether the checkpoint has what belongs to a key head side by side."""
     steps_grouped: bool | None = None
     """The same of strengths and time steps; None: as the rest."""
+    in_turn: bool = False
+    """Whether key heads serve value heads in turn, and not so many one after the other."""
     norm_eps: float | None = None
     """Of the norm of what a head makes; None: as the model's others."""
     strongest: float = 1.0
@@ -378,6 +382,10 @@ class HeadArch:
     dense_bias: bool = True
     norm: bool = False
     """Whether what that gives is normed."""
+    table: str = ""
+    """The checkpoint's tensor of the last matrix, if it is another layer's, too: the table of tokens."""
+    table_bias: str = ""
+    """That of the bias then."""
 
 
 @dataclass(frozen=True)
@@ -531,7 +539,7 @@ class ModelArch:
     attn_logit_softcap: float | None = None
     qkv_grouped: bool = False
     """Whether the checkpoint has q, k and v, or k and v, of each key-value head side by side, in one tensor."""
-    qkv_parts: int = 1
+    qkv_blocks: int = 1
     """Equal parts of the heads, of which the checkpoint has queries, values and keys, in that order, side by side."""
     attention_experts: ExpertsArch | None = None
     """Those among the heads of attention, of which only number and routing are told; None: there are none."""

@@ -187,6 +187,11 @@ def read_json_object(path: Path) -> JsonObject:
     return JsonObject(str(path), values)
 
 
+def optional_json_object(path: Path) -> JsonObject:
+    """As `read_json_object`, and an empty one where there is no file."""
+    return read_json_object(path) if path.is_file() else JsonObject(str(path), {})
+
+
 def read_json_objects(path: Path) -> list[JsonObject]:
     """The objects of the JSON list in a file; raises as `read_json_object` does."""
     values = _read_json(path)

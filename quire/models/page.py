@@ -44,10 +44,10 @@ For every architecture the tests make a small checkpoint with random weights, bi
 of part, `make test-every` for all.
 
 All are batched, computed in chunks, found in the prefix cache, decoded from tapes, quantised while they load and served
-with [adapters](lora.md#limits), and cut for [ranks and stages](parallelism.md) but for what the last column says.
+with [adapters](lora.md#limits), and cut for [ranks and stages](parallelism.md).
 
-| architecture | models | logits are those of | not yet |
-|---|---|---|---|
+| architecture | models | logits are those of |
+|---|---|---|
 """
 
 ALSO = """
@@ -58,8 +58,8 @@ ENCODERS = """
 
 They see a text in both directions, compute it whole, in one step with others, and keep nothing of it: no KV cache. Each
 is served alone, with the head of a classifier of texts or of tokens, and with one that guesses masked tokens, which is
-left out. Hidden states and scores are within 1e-5, in float32, of the class in transformers, and the same bits however
-texts are batched (`tests/models/test_encoders.py`).
+left out, and is cut for ranks and stages as others are. Hidden states and scores are within 1e-5, in float32, of the
+class in transformers, and the same bits however texts are batched (`tests/models/test_encoders.py`).
 
 | architectures | models |
 |---|---|
@@ -97,8 +97,9 @@ NOTES = """
 - Encoders' positions are learned or rotated; NomicBERT's texts end at the 2048 tokens that it was trained on, and Jina
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
-- JetMoE's attention reads the projections of all its experts in each step, and is not cut for several ranks.
-- RWKV-7 is computed on a CPU; elsewhere its recurrence has no kernel of its own, and is slow.
+- JetMoE's attention reads the projections of all its experts in each step.
+- RWKV-7 is computed on a CPU; elsewhere its recurrence has no kernel of its own, and is slow. It is not cut for ranks,
+  nor for stages, for which Solar Pro is not cut either: it hands on the streams of earlier layers.
 - Not there, and refused: RWKV 4 to 6, xLSTM and Zaya.
 
 ## Any other
@@ -139,10 +140,7 @@ To add an architecture: [CONTRIBUTING.md](../CONTRIBUTING.md); to add one from a
 
 def models_page() -> str:
     """The page."""
-    rows = "".join(
-        f"| `{row.architecture}` | {row.models} | {_oracle(row)} | {', '.join(row.lacks)} |\n"
-        for row in BUILT_IN.values()
-    )
+    rows = "".join(f"| `{row.architecture}` | {row.models} | {_oracle(row)} |\n" for row in BUILT_IN.values())
     encoders = "".join(f"| {_architectures(family)} | {family.models} |\n" for family in ENCODER_FAMILIES)
     wrappers = "".join(
         f"| `{row.architecture}` | {row.models} | {_others(row)} |\n" for row in WRAPPERS.values()

@@ -75,7 +75,7 @@ def read_codegen(architecture: str, config: JsonObject) -> ModelArch:
     names = CheckpointNames(
         {**arch.names.renamed, "qkv_proj": "qkv_proj"}, {}, (*UNUSED, r"\.attn\.causal_mask$")
     )
-    return replace(arch, names=names, qkv_parts=_PROCESSORS)
+    return replace(arch, names=names, qkv_blocks=_PROCESSORS)
 
 
 def read_gpt_neox(architecture: str, config: JsonObject) -> ModelArch:

@@ -11,6 +11,7 @@ from quire.layers.base import Layer
 from quire.layers.pooling_head import PoolingHead
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
+from quire.models.stack import Stack
 
 _HEADS = ("score", "classifier", "pre_classifier", "v_head")
 """What heads are called, of which a checkpoint may have one for another use."""
@@ -46,6 +47,17 @@ class PoolingModel(CausalLM):
         given: Tensor = self.pooling_head(own, step)
         return given
 
+    def stack(self) -> Stack | None:
+        return self.body.stack()
+
+    def behind_layers(self) -> list[nn.Module]:
+        return [*self.body.behind_layers(), self.pooling_head, self.own_heads]
+
+    def let_go_of_head(self) -> None:
+        """Stages before the last pool nothing."""
+        self.own_head, self.pooling_head, self.own_heads = None, PoolingHead(()), nn.ModuleDict()
+        self.body.let_go_of_head()
+
     def loaded(self) -> None:
         self.body.loaded()
 
@@ -62,4 +74,6 @@ class PoolingModel(CausalLM):
             yield from ((names, names, layer) for names, layer in head.checkpoint_layers())
 
     def leaves_out(self, tensor_name: str) -> bool:
+        if tensor_name in self.elsewhere:
+            return True
         return self.body.leaves_out(tensor_name) or tensor_name.split(".")[0] in _HEADS

@@ -72,7 +72,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, _through_packed)
 
 
 def as_experts(
-    module: nn.Module, name: str, stored: Mapping[str, Sequence[Stored]], config: EngineConfig, plan: Plan
+    module: Any, name: str, stored: Mapping[str, Sequence[Stored]], config: EngineConfig, plan: Plan
 ) -> tuple[PackedExperts, Loaded] | None:
     """Packed matrices for a module of experts whose checkpoints hold them one by one; None for any other."""
     if module.has_bias or module.is_transposed or module.has_post_expert_norm:
