@@ -5,7 +5,7 @@
 // that into chunks of tokens, nor the number of threads changes a bit. Keys and queries enter as they are: what would norm
 // them is a factor of the few numbers that a token has of its own.
 
-#include "lanes16.h"
+#include "state_tile.h"
 #include "states.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
@@ -85,13 +85,6 @@ inline void make_gates(const Delta& delta, int64_t row) {
         delta.gates[row * delta.value_heads + head] = {decay * key_length, strength * key_length, decay * query_length,
                                                        both * query_length};
     }
-}
-
-// A tile is [keys, 16 * width] of a head's state, in one piece.
-template <int64_t width>
-inline void copy_tile(Float32* to, int64_t to_stride, const Float32* from, int64_t from_stride, int64_t keys) {
-    for (int64_t i = 0; i < keys; ++i)
-        for (int64_t w = 0; w < width; ++w) store16(to + i * to_stride + 16 * w, load16(from + i * from_stride + 16 * w));
 }
 
 // Walks a tile over a token: what it says of the key is corrected, and what it then says of the query is the result.

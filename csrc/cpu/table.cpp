@@ -64,6 +64,10 @@ int64_t rg_lru(void* out, const void* x, const void* weights, const void* bias, 
                const int32_t* starts, const int32_t* lengths, const int32_t* kept, const int32_t* tables, int64_t rows,
                int64_t requests, int64_t table_width, int64_t block_size, int64_t num_blocks, int64_t stride, int64_t heads,
                int64_t size);
+int64_t rwkv7(void* out, const void* r, const void* w, const void* k, const void* v, const void* a, const void* of_heads,
+              void* states, void* scratch, const int32_t* starts, const int32_t* lengths, const int32_t* kept,
+              const int32_t* tables, int64_t rows, int64_t requests, int64_t table_width, int64_t block_size,
+              int64_t num_blocks, int64_t stride, int64_t heads, int64_t size, float eps);
 int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const void* scales, const void* zeros,
                          int64_t count, int64_t outputs, int64_t inputs, int64_t halves, int64_t group,
                          int64_t scales_type, int64_t zeros_type, int64_t format);
@@ -192,6 +196,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(ssd_scan),
     QUIRE_ROW(gated_delta),
     QUIRE_ROW(rg_lru),
+    QUIRE_ROW(rwkv7),
     QUIRE_ROW(layer_norm),
     QUIRE_ROW(fused_add_layer_norm),
     QUIRE_ROW(gelu_and_mul),

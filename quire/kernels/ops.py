@@ -661,7 +661,7 @@ def _whole_squares(
     return states.shape[2] <= 256 and states.shape[2] % 16 == 0
 
 
-@op()
+@op(_cpu("recurrence.rwkv7", _whole_squares))
 def rwkv7(
     r: Tensor,
     w: Tensor,

@@ -16,6 +16,7 @@ from quire.kernels.attention_metadata import StateMetadata
 from quire.kernels.linear import Function
 from quire.layers.base import Layer, Module, model_dtype, parameter
 from quire.layers.linear import Linear
+from quire.layers.shard import Cut
 from quire.layers.slot import Init, Part, Slot
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
@@ -124,8 +125,8 @@ class ChannelMix(Module):
         super().__init__()
         size, inner = config.arch.hidden_size, config.arch.intermediate_size
         self.shift = TokenShift([("x_k", (size,))], size, f"{prefix}.shift")
-        self.key = _linear(config, size, inner, f"{prefix}.key", activation="relu2")
-        self.value = _linear(config, inner, size, f"{prefix}.value")
+        self.key = _linear(config, size, inner, f"{prefix}.key", activation="relu2", cut="output")
+        self.value = _linear(config, inner, size, f"{prefix}.value", cut="input")
 
     def forward(self, x: Tensor, cache: StateCache, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
@@ -155,6 +156,7 @@ def _linear(
     *,
     bias: bool = False,
     activation: Function | None = None,
+    cut: Cut = "whole",
 ) -> Linear:
     return Linear(
         in_features=inputs,
@@ -162,5 +164,6 @@ def _linear(
         bias=bias,
         dtype=model_dtype(config),
         name=name,
+        cut=cut,
         activation=activation,
     )

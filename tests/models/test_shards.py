@@ -53,7 +53,7 @@ EVERY_FAMILY = quick_models([*FAMILIES, *OTHERS], FAMILIES)
 LARGER = {
     128: (
         "hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "laurel_rank", "hidden_size_per_layer_input",
-        "adapter_rank",
+        "adapter_rank", "model_dim",
     ),
     256: (
         "intermediate_size", "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner",
@@ -61,12 +61,21 @@ LARGER = {
         "lru_width", "block_multiple_of",
     ),
     32: ("head_dim", "kv_channels", "v_head_dim", "linear_head_dim", "linear_value_head_dim", "hidden_size_per_head"),
-    1: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    1: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers"),
     0: ("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"),
 }  # fmt: skip
 """Sizes of which two ranks have whole groups and chunks of 64, and the keys that have them."""
-LISTS = ("layer_types", "layers_block_type", "attention_layers", "activation_sparsity_pattern")
+LISTS = (
+    *("layer_types", "layers_block_type", "attention_layers", "activation_sparsity_pattern"),
+    *("attn_type_list", "block_configs", "num_key_value_heads_per_layer"),
+)
 """Keys with a value for each layer."""
+OF_ONE_LAYER: dict[str, dict[str, Any]] = {
+    "bskcn_tv": {"bskcn_1": [0], "bskcn_2": [], "bskcn_3": [0], "bskcn_4": []},
+    "num_query_heads": {"num_query_heads": [4], "num_kv_heads": [2], "ffn_multipliers": [2.0]},
+    "value_dim": {"value_dim": [128]},
+}
+"""A key -> what stands in files that have it, where they are of one layer."""
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -82,6 +91,8 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     # Half of QWen's intermediate size is gate, the other half up.
     widened = {"intermediate_size": 512} if "no_bias" in config and "d_model" not in config else {}
     lists = {key: config[key][:1] for key in LISTS if config.get(key)}
+    for key in OF_ONE_LAYER.keys() & config.keys():
+        lists |= OF_ONE_LAYER[key]
     lists |= {key: config[key][-1:] for key in ("mlp_layer_types",) if config.get(key)}  # the sparse one
     local = {"attention_types": [[["local"], 1]]} if "attention_types" in config else {}
     sparse = {"moe_layers": [0]} if config.get("moe_layers") else {}

@@ -13,6 +13,7 @@ from quire.engine.shares import possible_sizes
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.layers.kv_cache import kv_cache_specs
 from quire.layers.shard import Shard
+from quire.models.decoder import DecoderForCausalLM
 from quire.models.families.solar import read_solar
 from quire.models.families.uneven import read_decilm, read_openelm
 from quire.models.json_object import JsonObject
@@ -120,5 +121,6 @@ def test_a_skip_starts_where_the_last_one_before_it_does() -> None:
 def test_a_rank_has_its_share_of_each_layer(tiny_model: Callable[[str], Path]) -> None:
     config = prepared_config(tiny_model("openelm"))
     rank = without_weights(config, Shard(rank=1, of=2))
+    assert isinstance(rank, DecoderForCausalLM)
     widths = [layer.mlp.down_proj.matrix_shape()[1] for layer in rank.model.layers]
     assert widths == [shape.intermediate_size // 2 for shape in config.arch.layer_shapes]

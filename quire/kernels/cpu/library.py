@@ -61,6 +61,10 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "out x weights bias rates states gates query_start_loc seq_lens kept_lens block_tables",
         "qqqqqqqq",
     ),
+    "rwkv7": (
+        "out r w k v a of_heads states scratch query_start_loc seq_lens kept_lens block_tables",
+        "qqqqqqqqd",
+    ),
     "packed_embedding": ("out ids data scales zeros", "qqqqqqqq"),
     "layer_norm": ("out x weight bias", "qqqqqdqq"),
     "fused_add_layer_norm": ("out total x residual weight bias", "qqdqq"),

@@ -70,3 +70,35 @@ def rg_lru(
     if refused:
         raise IndexError(bad_request("rg_lru", metadata, refused - 1, len(states)))
     return out.to(x.dtype)
+
+
+def rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    of_heads: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    eps: float,
+) -> Tensor:
+    dtype_code("rwkv7", "r", r)
+    if states.dim() != 4 or r.dim() != 2:
+        raise ValueError(
+            f"rwkv7: r must be [T, h * D] and states [blocks, h, D, D]; they are {say(r)}, {say(states)}"
+        )
+    rows, (heads, size) = len(r), states.shape[1:3]
+    named = {"r": r, "w": w, "k": k, "v": v, "a": a}
+    for name, tensor in named.items():
+        if tensor.dtype != r.dtype or tensor.shape != (rows, heads * size) or not tensor.is_cpu:
+            raise ValueError(f"rwkv7: {name} must be {r.dtype} [{rows}, {heads * size}]; it is {say(tensor)}")
+    check_array("rwkv7", "of_heads", of_heads, torch.float32, (5, heads * size))
+    step = check_states("rwkv7", states, (heads, size, size), rows, metadata)
+    wide = [tensor.float().contiguous() for tensor in named.values()]
+    out, scratch = empty(wide[0], rows, heads * size), empty(wide[0], 4, rows, heads * size)
+    tensors = (out, *wide, of_heads, states, scratch, *step.tensors)
+    refused = call("rwkv7", tensors, *step.sizes, step.stride, heads, size, eps)
+    if refused:
+        raise IndexError(bad_request("rwkv7", metadata, refused - 1, len(states)))
+    return out.to(r.dtype)

@@ -96,6 +96,11 @@ def _of_ssd_scan(values: Sequence[int]) -> int:
     return _of_states(requests, heads * size * count)
 
 
+def _of_rwkv7(values: Sequence[int]) -> int:
+    requests, heads, size = (values[i] for i in (14, 19, 20))
+    return _of_states(requests, heads * size * size)
+
+
 def _of_states(requests: int, numbers: int) -> int:
     return 2 * 4 * requests * numbers
 
@@ -107,6 +112,7 @@ _READERS: Mapping[str, Callable[[Sequence[int]], int]] = {
     "per_head_linear": _of_heads,
     "latent_attention": _of_latents,
     "gated_delta": _of_delta,
+    "rwkv7": _of_rwkv7,
     "selective_scan": _of_selective_scan,
     "ssd_scan": _of_ssd_scan,
 }

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from quire.config import EngineConfig
+from quire.distributed.group import Group
 from quire.kernels import ops
 from quire.layers.base import model_dtype
 from quire.layers.quantization import QuantMethod
@@ -45,6 +46,13 @@ class PackedExperts(nn.Module):
         self.up = nn.ModuleList(up)
         self.down = nn.ModuleList(down)
 
+    @property
+    def group(self) -> Group | None:
+        """The ranks whose sums make an output together; None: it is whole."""
+        down = self.down[0]
+        assert isinstance(down, HostedLinear)
+        return down.group
+
 
 def _through_packed(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """The registered function: x [T, H], the experts of each token and their weights [T, k] -> [T, H]."""
@@ -57,9 +65,7 @@ def _through_packed(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> 
         up = packed.up[expert](x[tokens])
         rows = packed.down[expert](module._apply_gate(up) if module.has_gate else module.act_fn(up))
         out.index_add_(0, tokens, rows * weights[tokens, places, None].to(rows.dtype))
-    last = packed.down[0]
-    assert isinstance(last, HostedLinear)
-    return out if last.group is None else ops.all_reduce(out, last.group)
+    return out if packed.group is None else ops.all_reduce(out, packed.group)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, _through_packed)
@@ -79,7 +85,7 @@ def as_experts(
     found = [
         list(_matrices(kind, tensors[key], stored[f"{name}.{key}"], config, cut, parts))
         for kind, key, cut, parts in zip(
-            (HostedLinear, _Down), names, cuts, (1 + module.has_gate, 1), strict=True
+            (HostedLinear, _Down), names, cuts, (2 if module.has_gate else 1, 1), strict=True
         )
     ]
     if any(len(loaded) != len(tensors[key]) for key, loaded in zip(names, found, strict=True)):
