@@ -8,12 +8,10 @@ from torch import Tensor, nn
 
 from quire.config.pooling import PoolingSpec
 from quire.layers.base import Layer
-from quire.layers.pooling_head import PoolingHead
+from quire.layers.pooling_head import HeadLinear, PoolingHead
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
-
-_HEADS = ("score", "classifier", "pre_classifier", "v_head")
-"""What heads are called, of which a checkpoint may have one for another use."""
+from quire.models.pooling.stored_heads import HEADS
 
 
 class PoolingModel(CausalLM):
@@ -32,6 +30,8 @@ class PoolingModel(CausalLM):
         self.base_prefix = body.base_prefix
         layers = [*spec.head, *(layer for _, own in spec.own_heads for layer in own)]
         self.folders = tuple(dict.fromkeys(layer.folder for layer in layers if layer.folder))
+        if spec.head_of_adapters:
+            _leave_to_adapters(self)
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         hidden: Tensor = self.body(inputs, positions, step)
@@ -62,4 +62,12 @@ class PoolingModel(CausalLM):
             yield from ((names, names, layer) for names, layer in head.checkpoint_layers())
 
     def leaves_out(self, tensor_name: str) -> bool:
-        return self.body.leaves_out(tensor_name) or tensor_name.split(".")[0] in _HEADS
+        """A checkpoint may have a head for another use."""
+        return self.body.leaves_out(tensor_name) or tensor_name.split(".")[0] in HEADS
+
+
+def _leave_to_adapters(model: CausalLM) -> None:
+    """Let the layers of a head that the checkpoint has not be nothing but what adapters bring."""
+    for names, layer in model.checkpoint_layers():
+        if isinstance(layer, HeadLinear) and names[0].split(".")[0] in HEADS:
+            layer.is_of_adapters = True
