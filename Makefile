@@ -91,7 +91,12 @@ $(VENV)/.ray: $(STAMP)
 	@echo 'installing Ray'; $(PIP) ray
 	@touch $@
 
-test-more: install $(VENV)/.ray
+# Nor is PEFT, whose own adapters some of these tests read.
+$(VENV)/.peft: $(STAMP)
+	@echo 'installing PEFT'; $(PIP) peft
+	@touch $@
+
+test-more: install $(VENV)/.ray $(VENV)/.peft
 	@$(PYTEST) -m "more and not soak" --durations=10 $(ARGS)
 	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -m 'not soak' -k '$(OF_BITS)' $(TRITON_TESTS) $(ARGS)
 	@for isa in $(OTHER_ISAS); do echo "kernels for $$isa"; QUIRE_CPU_ISA=$$isa $(PYTEST) -k '$(OF_BITS) or thread' $(KERNEL_TESTS) $(ARGS) || exit 1; done
