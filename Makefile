@@ -86,17 +86,12 @@ TRITON_TESTS  := $(wildcard tests/kernels/test_triton*.py) tests/models/test_gpu
 KERNEL_TESTS  := $(filter-out $(TRITON_TESTS),$(wildcard tests/kernels/test_*.py))
 OTHER_ISAS     = $(shell $(BIN)/python -c 'from quire.kernels.cpu import library; print(*library.supported_isas()[1:])')
 
-# Ray is too large for what every change is tested with.
-$(VENV)/.ray: $(STAMP)
-	@echo 'installing Ray'; $(PIP) ray
+# These are too large for what every change is tested with.
+$(VENV)/.more: $(STAMP)
+	@echo 'installing Ray, PEFT and sentence-transformers'; $(PIP) ray peft sentence-transformers
 	@touch $@
 
-# Nor is PEFT, whose own adapters some of these tests read.
-$(VENV)/.peft: $(STAMP)
-	@echo 'installing PEFT'; $(PIP) peft
-	@touch $@
-
-test-more: install $(VENV)/.ray $(VENV)/.peft
+test-more: install $(VENV)/.more
 	@$(PYTEST) -m "more and not soak" --durations=10 $(ARGS)
 	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -m 'not soak' -k '$(OF_BITS)' $(TRITON_TESTS) $(ARGS)
 	@for isa in $(OTHER_ISAS); do echo "kernels for $$isa"; QUIRE_CPU_ISA=$$isa $(PYTEST) -k '$(OF_BITS) or thread' $(KERNEL_TESTS) $(ARGS) || exit 1; done

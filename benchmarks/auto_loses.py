@@ -1,10 +1,11 @@
-"""Whether `auto` ever loses: tokens per second with it and without, in turns.
+"""Whether guessing ever loses: tokens per second with it over those without, in turns.
 
     python -m benchmarks.auto_loses [--quantization int8] [--num-tokens 128] [--num-rounds 5] [--batch-sizes 1 8]
 
-Of the model in the box, whose steps take half a millisecond, on questions that it answers; and of a model of the shape
-of `models/dummy-0.5b`, whose random text has nothing to be guessed. Each line has the median of the rounds' ratios, and
-the lowest and highest one; the first round is not counted.
+Two ways to guess: `auto`; and a drafter all of whose guesses are wrong (`recorded`, at a rate of 0), which is to be
+found out. Of the model in the box, whose steps take half a millisecond, on questions that it answers; and of a model of
+the shape of `models/dummy-0.5b`, whose random text has nothing to be guessed. Each cell has the median of the rounds'
+ratios, and the lowest and highest one; in the first round, which is not counted, engines learn what pays.
 """
 
 from __future__ import annotations
@@ -12,33 +13,46 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from demo_model.cases import cases
-from quire import LLM, SamplingParams
+from quire import LLM, RequestOutput, SamplingParams
 from quire.config.model import DEMO_MODEL
+from quire.spec_decode.recorded import RecordedOutput, write_recorded
 
 SHAPE = Path(__file__).parent / "models" / "dummy-0.5b"
-WAYS: tuple[dict[str, Any], ...] = ({}, {"method": "auto"})
-Generate = Callable[[LLM, int], int]
-"""Engine and round -> tokens that were generated."""
+PLAIN, AUTO, WRONG = "plain", "auto", "all wrong"
+Generate = Callable[[LLM, int], Sequence[RequestOutput]]
+"""Engine and round -> what it said, which is the same for all."""
 
 
-def ratios(engines: list[LLM], generate: Generate, num_rounds: int) -> list[float]:
-    """Of each round, tokens per second with guesses over those without."""
-    found = []
+def num_tokens(outputs: Sequence[RequestOutput]) -> int:
+    """That were generated."""
+    return sum(len(one.outputs[0].token_ids) for one in outputs)
+
+
+def ratios(engines: Mapping[str, LLM], generate: Generate, num_rounds: int) -> dict[str, list[float]]:
+    """Of each round but the first, tokens per second over those of the first engine; each goes first as often."""
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    names, rates = list(engines), dict[str, float]()
     for number in range(1 + num_rounds):
-        rates = []
-        for engine in engines if number % 2 else engines[::-1]:
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
             started = time.perf_counter()
-            tokens = generate(engine, number)
-            rates.append(tokens / (time.perf_counter() - started))
-        without, with_guesses = rates if number % 2 else rates[::-1]
-        found.append(with_guesses / without)
-    return found[1:]
+            outputs = generate(engines[name], number)
+            rates[name] = num_tokens(outputs) / (time.perf_counter() - started)
+        for name in names:
+            found[name].append(rates[name] / rates[names[0]])
+    return {name: found[name][1:] for name in names[1:]}
+
+
+def cell(found: Sequence[float]) -> str:
+    """The median, and from where to where."""
+    return f"{statistics.median(found):.3f}x ({min(found):.3f} to {max(found):.3f})"
 
 
 def answering(batch_size: int, num_tokens: int) -> Generate:
@@ -47,11 +61,10 @@ def answering(batch_size: int, num_tokens: int) -> Generate:
     draw = random.Random(1)
     draw.shuffle(asked)
 
-    def generate(engine: LLM, number: int) -> int:
+    def generate(engine: LLM, number: int) -> Sequence[RequestOutput]:
         first = number * batch_size % (len(asked) - batch_size)
         params = SamplingParams(temperature=0.7, seed=number, max_tokens=num_tokens)
-        outputs = engine.chat(asked[first : first + batch_size], params, use_tqdm=False)
-        return sum(len(one.outputs[0].token_ids) for one in outputs)
+        return engine.chat(asked[first : first + batch_size], params, use_tqdm=False)
 
     return generate
 
@@ -59,16 +72,24 @@ def answering(batch_size: int, num_tokens: int) -> Generate:
 def babbling(batch_size: int, num_tokens: int) -> Generate:
     """Random tokens behind random tokens."""
 
-    def generate(engine: LLM, number: int) -> int:
+    def generate(engine: LLM, number: int) -> Sequence[RequestOutput]:
         draw = random.Random(number)
         prompts = [[draw.randrange(1000, 150_000) for _ in range(64)] for _ in range(batch_size)]
         params = SamplingParams(
             temperature=1.0, seed=number, max_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        return sum(len(one.outputs[0].token_ids) for one in outputs)
+        return engine.generate(prompts, params, use_tqdm=False)
 
     return generate
+
+
+def recorded(engine: LLM, generate: Generate, num_rounds: int, path: Path) -> None:
+    """Write down what is said in all rounds, for the drafter that is to miss it."""
+    said = [one for number in range(1 + num_rounds) for one in generate(engine, number)]
+    write_recorded(
+        path,
+        [RecordedOutput(list(one.prompt_token_ids or ()), list(one.outputs[0].token_ids)) for one in said],
+    )
 
 
 def measured(args: argparse.Namespace) -> Iterator[str]:
@@ -85,20 +106,28 @@ def measured(args: argparse.Namespace) -> Iterator[str]:
         (dummy, babbling),
     )
     for options, made in kinds:
-        engines = [LLM(**options, max_num_seqs=16, speculative_config=way) for way in WAYS]
+        # What is said first to write it down must not be found in a cache afterwards.
+        options |= {"max_num_seqs": 16, "enable_prefix_caching": False}
+        plain, auto = (LLM(**options, speculative_config=way) for way in ({}, {"method": "auto"}))
         for batch_size in args.batch_sizes:
-            found = ratios(engines, made(batch_size, args.num_tokens), args.num_rounds)
-            low, high = min(found), max(found)
-            name = Path(str(options["model"])).name
-            yield f"{name}, batch {batch_size}: {statistics.median(found):.3f}x ({low:.3f} to {high:.3f})"
+            generate = made(batch_size, args.num_tokens)
+            with tempfile.TemporaryDirectory() as directory:
+                path = Path(directory) / "said.json"
+                recorded(plain, generate, args.num_rounds, path)
+                guesses = {"method": "recorded", "model": str(path), "synthetic_acceptance_rate": 0.0}
+                wrong = LLM(**options, speculative_config=guesses)
+            found = ratios({PLAIN: plain, AUTO: auto, WRONG: wrong}, generate, args.num_rounds)
+            name = f"{Path(str(options['model'])).name}, batch {batch_size}"
+            yield "  ".join([f"{name:24}", *(f"{cell(found[way]):26}" for way in (AUTO, WRONG))]).rstrip()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quantization", default="int8")
     parser.add_argument("--num-tokens", type=int, default=128)
-    parser.add_argument("--num-rounds", type=int, default=5)
+    parser.add_argument("--num-rounds", type=int, default=6)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    print("  ".join([" " * 24, f"{AUTO:26}", WRONG]))
     for line in measured(parser.parse_args()):
         print(line, flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
@@ -107,18 +108,26 @@ class PoolingRequestOutput(Generic[T]):
             return None
         return RequestError(failure.status, str(failure), self.finish_reason != "error")
 
-    def lexical_weights(self) -> dict[int, float]:
-        """Of `token_classify` of a model that weighs words (BGE-M3): token id -> its largest weight, if above 0.
+    def lexical_weights(self, without: Collection[int] = ()) -> dict[int, float]:
+        """Of a model that weighs words: token id -> its largest weight, if above 0.
+
+        That is of `token_classify` of one that weighs a text's tokens (BGE-M3), or of `embed` of one that weighs all
+        that there are (SPLADE).
+
+        Args:
+            without: token ids of the text that are no words, as special ones.
 
         Raises:
             ValueError: the tokens have other numbers than a weight each.
         """
         data = self.outputs.data if isinstance(self.outputs, PoolingOutput) else np.zeros(0)
+        if data.ndim == 1:
+            return {token_id: float(data[token_id]) for token_id in np.flatnonzero(data > 0).tolist()}
         if data.shape != (len(self.prompt_token_ids), 1):
             raise ValueError(f"a weight for each token is wanted, and this has the shape {data.shape}")
         largest: dict[int, float] = {}
         for token_id, weight in zip(self.prompt_token_ids, data[:, 0].tolist(), strict=True):
-            if weight > max(0.0, largest.get(token_id, 0.0)):
+            if token_id not in without and weight > max(0.0, largest.get(token_id, 0.0)):
                 largest[token_id] = weight
         return largest
 

@@ -17,9 +17,16 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 import pytest
+
+if not __debug__:  # what tests stand on has asserts that must count, as those of the tests themselves do
+    folders = ("end_to_end", "engine", "entrypoints", "fixtures", "kv_cache", "reliability", "scheduler")
+    pytest.register_assert_rewrite(*(f"tests.{folder}" for folder in folders))
+
 from hypothesis import settings
 
+from tests.fixtures import invariants as begun
 from tests.fixtures.entry_points import offer as offer
+from tests.fixtures.invariants import invariants as invariants
 from tests.fixtures.pooling import pair_model_dir as pair_model_dir
 from tests.fixtures.pooling import pools as pools
 from tests.fixtures.threads import restore_threads as restore_threads
@@ -29,6 +36,7 @@ from tests.kernels import triton_interpreter
 
 collect_ignore = ["clients"]  # needs packages of its own: `make clients`
 triton_interpreter.start()
+begun.watch()
 # The same examples in every run, however slow the machine; a test that wants more than these says so.
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("quick")

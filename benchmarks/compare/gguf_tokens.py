@@ -1,9 +1,10 @@
 """Holds quire's reading of GGUF to llama.cpp's: greedy tokens, logits, and the tokens of 5,000 texts.
 
-    python -m benchmarks.compare.gguf_tokens [--folder DIR] [--record]
+    python -m benchmarks.compare.gguf_tokens [--folder DIR] [--record] [--only NAME ...]
 
 Writes tiny random models and vocabularies, asks llama.cpp and quire, and prints where they differ. With `--record` the
-answers of llama.cpp become the file that the tests hold quire to, `tests/models/gguf/llama_cpp.json.gz`.
+answers of llama.cpp become the file that the tests hold quire to, `tests/models/gguf/llama_cpp.json.gz`. With `--only`
+it is asked about these ways to cut words alone, and all else stays as it was recorded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import gzip
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,19 +38,40 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / ".peers")
     parser.add_argument("--isa", choices=ISAS, default="native")
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=[name for name, _, _ in asked.tokenizers()])
     args = parser.parse_args()
     peer = LlamaCpp(args.folder.resolve() / "llama.cpp")
     peer.set_up(ISAS[args.isa])
     with tempfile.TemporaryDirectory() as directory:
-        record = {
-            "llama-cpp-python": VERSION,
-            "models": dict(_models(peer, Path(directory))),
-            **_texts(peer, Path(directory)),
-        }
+        record = _again(peer, Path(directory), args.only) if args.only else _everything(peer, Path(directory))
     if args.record:
         packed = gzip.compress(json.dumps(record).encode(), mtime=0)
         asked.RECORDED.write_bytes(packed)
         print(f"{asked.RECORDED}: {len(packed)} bytes")
+
+
+def _everything(peer: LlamaCpp, directory: Path) -> dict[str, Any]:
+    vocabularies = asked.learned_vocabularies()
+    names = [name for name, _, _ in asked.tokenizers()]
+    return {
+        "llama-cpp-python": VERSION,
+        "models": dict(_models(peer, directory)),
+        "vocabularies": vocabularies,
+        "ids": _texts(peer, directory, vocabularies, names),
+    }
+
+
+def _again(peer: LlamaCpp, directory: Path, names: Sequence[str]) -> dict[str, Any]:
+    """What was recorded, of which these ways to cut words are asked about anew."""
+    before = asked.recorded()
+    if before["llama-cpp-python"] != VERSION:
+        raise SystemExit(
+            f"the record is of {before['llama-cpp-python']}, not of {VERSION}: record everything"
+        )
+    found = _texts(peer, directory, before["vocabularies"], names)
+    order = [name for name, _, _ in asked.tokenizers()]
+    ids = before["ids"] | found
+    return before | {"ids": {name: ids[name] for name in order if name in ids}}
 
 
 def _models(peer: LlamaCpp, directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -99,11 +121,14 @@ def _agreement(theirs: list[list[int]], ours: list[list[int]], margins: Any) -> 
     return f"{equal} of {len(theirs)} answers are equal{where}"
 
 
-def _texts(peer: LlamaCpp, directory: Path) -> dict[str, Any]:
-    """The vocabularies, and the digests of what llama.cpp makes of the texts with each way of reading them."""
-    vocabularies = asked.learned_vocabularies()
+def _texts(
+    peer: LlamaCpp, directory: Path, vocabularies: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, list[str]]:
+    """The digests of what llama.cpp makes of the texts with these ways of reading them."""
     digests: dict[str, list[str]] = {}
     for name, kind, keys in asked.tokenizers():
+        if name not in names:
+            continue
         path = asked.write_tokenizer(kind, vocabularies[kind], keys, directory / "vocabulary.gguf")
         texts = asked.texts_for(name)
         theirs = _rows(_answer(peer, path, {"texts": texts}))
@@ -114,7 +139,7 @@ def _texts(peer: LlamaCpp, directory: Path) -> dict[str, Any]:
         for index in unlike[:3]:
             print(f"  {texts[index]!r}")
         digests[name] = asked.digests(theirs)
-    return {"vocabularies": vocabularies, "ids": digests}
+    return digests
 
 
 def _answer(peer: LlamaCpp, path: Path, task: Mapping[str, Any]) -> Any:

@@ -93,6 +93,7 @@ def _rowwise(target: Target, shape: Shape, dtype: torch.dtype) -> Iterator[Check
         "rms_norm": lambda: (x(), weight(), 1e-6),
         "fused_add_rms_norm": lambda: (x(), residual(), weight(), 1e-6),
         "layer_norm": lambda: (x(), weight(), residual()[0], 1e-5),
+        "fused_add_layer_norm": lambda: (x(), residual(), weight(), residual()[0], 1e-5),
         "activate": lambda: (gated(), "relu"),
         "silu_and_mul": lambda: (gated(),),
         "gelu_and_mul": lambda: (gated(), "tanh"),

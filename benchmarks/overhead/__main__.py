@@ -7,6 +7,9 @@ Two runs. Without pace: how many tokens per second one API process streams, and 
 realistic pace of steps: how long a token takes from the end of the core's step to the client's socket. Requests begin
 evenly spread, as do those of many users: were all streams at the same token, all would begin and end in one step.
 
+Before the second, how often and how long each processor stands still though one thread alone wants it: what the
+machine's other guests take, nobody can give back to a token.
+
 All tokens are one and the same word, so that the text of an event tells how many tokens it has, and events are as
 plain as nearly all are. Processor time is what to compare on a machine that others use.
 """
@@ -84,7 +87,9 @@ def word_id(port: int) -> int:
     return int(token_id)
 
 
-def load(port: int, num_streams: int, num_requests: int, num_tokens: int, start_s: float) -> Any:
+def load(
+    port: int, num_streams: int, num_requests: int, num_tokens: int, start_s: float, step_s: float
+) -> Any:
     """What the load generator saw."""
     body = {
         "messages": [{"role": "user", "content": "Count."}],
@@ -93,7 +98,7 @@ def load(port: int, num_streams: int, num_requests: int, num_tokens: int, start_
         "allowed_token_ids": [word_id(port)],
         "stream": True,
     }
-    numbers = map(str, (port, num_streams, num_requests, start_s))
+    numbers = map(str, (port, num_streams, num_requests, start_s, step_s))
     command = [sys.executable, "-m", "benchmarks.overhead.client", *numbers, json.dumps(body)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
@@ -103,12 +108,13 @@ def measured(num_streams: int, num_requests: int, num_tokens: int, step_ms: floa
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times"
         with server(num_streams, step_ms, num_api, times) as (port, pid):
-            load(port, num_streams, num_streams, WARM_UP_TOKENS, 0.0)
+            load(port, num_streams, num_streams, WARM_UP_TOKENS, 0.0, 0.0)
             core = core_of(pid)
             groups = ([pid, *(one for one in children_of(pid) if one != core)], [core])
             before = [processor_time(group) for group in groups]
+            step_s = step_ms / 1000
             seen = load(
-                port, num_streams, num_requests, num_tokens, step_ms / 1000 * num_tokens / num_streams
+                port, num_streams, num_requests, num_tokens, step_s * num_tokens / num_streams, step_s
             )
             used = [processor_time(group) - earlier for group, earlier in zip(groups, before, strict=True)]
         told = dict(json.loads(line) for line in times.read_text().splitlines())
@@ -150,6 +156,27 @@ def latencies(
     return found
 
 
+def standstills(seconds: float = 3.0) -> str:
+    """Of each processor in turn, those of over half a millisecond."""
+    program = (
+        "import os, sys, time\n"
+        "os.sched_setaffinity(0, {int(sys.argv[1])})\n"
+        "last = time.monotonic()\n"
+        "end = last + float(sys.argv[2])\n"
+        "while last < end:\n"
+        "    now = time.monotonic()\n"
+        "    if now - last > 5e-4:\n"
+        "        print(1000 * (now - last))\n"
+        "    last = now\n"
+    )
+    told = []
+    for processor in sorted(os.sched_getaffinity(0)):
+        command = [sys.executable, "-c", program, str(processor), str(seconds)]
+        gaps = [float(line) for line in subprocess.check_output(command, text=True).splitlines()]
+        told.append(f"{processor}: {len(gaps)} times, at most {max(gaps, default=0.0):.1f} ms")
+    return f"processors stood still in {seconds:g} s: {'; '.join(told)}"
+
+
 def shares(latencies: list[float]) -> str:
     """The middle and the end of a distribution."""
     of_100 = statistics.quantiles(latencies, n=100)
@@ -175,6 +202,7 @@ def main() -> None:
             f"processor time per token: API {fast.api_us:.1f} us, core {fast.core_us:.1f} us",
             flush=True,
         )
+        print(standstills(), flush=True)
         paced = measured(args.streams, args.requests, args.tokens, args.step_ms, args.api_servers)
         print(
             f"a step each {args.step_ms:g} ms: {paced.tokens_per_s:.0f} tokens/s in {paced.events_per_token:.2f} "

@@ -1,13 +1,14 @@
 """The load: so many chat streams at a time, whose bytes are kept with their times. A process of its own; prints JSON.
 
-    python -m benchmarks.overhead.client PORT NUM_STREAMS NUM_REQUESTS START_S BODY
+    python -m benchmarks.overhead.client PORT NUM_STREAMS NUM_REQUESTS START_S STEP_S BODY
 
 A request begins every START_S seconds, once a stream is free for it, so that streams are at all stages at any time.
 
 The time of a piece is when it reached this process's socket, by the kernel's clock (SO_TIMESTAMPNS): how soon this
 process is scheduled and how fast it reads is no affair of the server's. So it looks into its sockets now and then, and
 parses nothing while the load runs: woken by each piece, it would cost the server's write more than the write itself,
-which clients of a network do not. A piece that waits for another one behind it gets that one's later time.
+which clients of a network do not. Nor do these take the server's processors: this process looks in the middle between
+two steps, which come every STEP_S seconds (0: without pause), when all pieces of one are there and none of the next.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import NamedTuple
 
 SO_TIMESTAMPNS = 35
 LOOK_S = 0.003
-"""From look to look; less than a step takes, so that pieces of two steps seldom meet."""
+"""From look to look, where steps come without pause. A piece that waits for another one behind it gets that one's later
+time, so looks are many."""
 TIMESPEC = struct.Struct("qq")
 EVENT = re.compile(rb"data: (\{.*\})\n\n")
 HEAD = (
@@ -65,21 +67,50 @@ def begin(port: int, body: bytes) -> Stream:
     return stream
 
 
-def run(port: int, num_streams: int, num_requests: int, start_s: float, body: bytes) -> list[Stream]:
+class Looks:
+    """When to look: in the middle between two steps, which show by when pieces come."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._next_s = time.time()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds to the next look."""
+        return max(0.0, self._next_s - time.time())
+
+    def have_seen(self, latest: float) -> None:
+        """The next is half a step behind this piece, or whole steps later; by the wall clock, as pieces are."""
+        now = time.time()
+        step_s = self._step_s
+        self._next_s = now + (step_s - (now - latest - step_s / 2) % step_s if step_s else LOOK_S)
+
+
+def run(
+    port: int, num_streams: int, num_requests: int, start_s: float, step_s: float, body: bytes
+) -> list[Stream]:
     """All streams, when the last has ended."""
     ready, streams, running = select.epoll(), list[Stream](), dict[int, Stream]()
-    due = time.monotonic()
+    due, latest, looks = time.monotonic(), time.time(), Looks(step_s)
     while running or len(streams) < num_requests:
         while len(streams) < num_requests and len(running) < num_streams and time.monotonic() >= due:
             streams.append(begin(port, body))
             running[streams[-1].socket.fileno()] = streams[-1]
             ready.register(streams[-1].socket, select.EPOLLIN)
             due = max(due + start_s, time.monotonic() - start_s)
-        time.sleep(LOOK_S)
+        may_begin = len(streams) < num_requests and len(running) < num_streams
+        until_due = due - time.monotonic() if may_begin else looks.wait_s
+        time.sleep(max(0.0, min(until_due, looks.wait_s)))
+        if looks.wait_s:
+            continue
         for number, _ in ready.poll(0):
-            if not running[number].read():
+            stream = running[number]
+            if not stream.read():
                 ready.unregister(number)
                 running.pop(number).socket.close()
+            elif len(stream.pieces) > 2:  # the first come when the server has taken the request, at any time
+                latest = stream.pieces[-1][0]
+        looks.have_seen(latest)
     return streams
 
 
@@ -107,7 +138,8 @@ def main() -> None:
     """Run the load, and print what came."""
     port, num_streams, num_requests = map(int, sys.argv[1:4])
     started = time.monotonic()
-    streams = run(port, num_streams, num_requests, float(sys.argv[4]), sys.argv[5].encode())
+    start_s, step_s = map(float, sys.argv[4:6])
+    streams = run(port, num_streams, num_requests, start_s, step_s, sys.argv[6].encode())
     seconds = time.monotonic() - started
     print(json.dumps({"seconds": seconds, "answers": [answer_of(one.pieces) for one in streams]}))
 

@@ -9,8 +9,6 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-constexpr int64_t kNoMemory = -2;
-
 inline Part part_at(Float32* memory, int64_t rows, int64_t n) {
     return {memory, reinterpret_cast<Running*>(memory + rows * row_floats(n))};
 }

@@ -56,12 +56,13 @@ inline LogSum log_sum(const float* x, int64_t n, float best, int64_t chosen) {
     return {std::log(sums.total()), rank};
 }
 
-// Ids and logprobs of the chosen token and then of the first `num_top`.
-inline void logprobs_row(const float* x, int64_t n, int64_t chosen, int64_t num_top, int64_t* ids, float* logprobs,
+// Ids and logprobs of the chosen token and then of the first `num_top`; false if there is no memory.
+inline bool logprobs_row(const float* x, int64_t n, int64_t chosen, int64_t num_top, int64_t* ids, float* logprobs,
                          int64_t* rank) {
     const int64_t count = std::max<int64_t>(num_top, 1);
     Buffer<uint64_t> buffer(count <= kFewBest ? count : n);
     uint64_t* keys = buffer.data();
+    if (!keys) return false;
     count <= kFewBest ? few_best(x, n, keys, count) : many_best(x, n, keys, count);
     const float best = value_of(keys[0]);
     const LogSum sum = log_sum(x, n, best, chosen);
@@ -71,10 +72,12 @@ inline void logprobs_row(const float* x, int64_t n, int64_t chosen, int64_t num_
         ids[i] = i && keys[i - 1] ? id_of(keys[i - 1]) : chosen;
         logprobs[i] = static_cast<float>(static_cast<double>(x[ids[i]]) - static_cast<double>(best) - sum.log_total);
     }
+    return true;
 }
 
 }  // namespace
 
+// Returns how many chosen tokens are none; if there are any, nothing is computed. Or kNoMemory.
 int64_t token_logprobs(void* ids, void* logprobs, void* ranks, const void* logits, const void* chosen, int64_t rows,
                        int64_t n, int64_t num_top) {
     const float* x = static_cast<const float*>(logits);
@@ -83,11 +86,13 @@ int64_t token_logprobs(void* ids, void* logprobs, void* ranks, const void* logit
     for (int64_t row = 0; row < rows; ++row) refused += tokens[row] < 0 || tokens[row] >= n;
     if (refused) return refused;
     const int64_t width = num_top + 1;
-    share(rows, kElementWork * rows * n, [=](int64_t row) {
-        logprobs_row(x + row * n, n, tokens[row], num_top, static_cast<int64_t*>(ids) + row * width,
-                     static_cast<float*>(logprobs) + row * width, static_cast<int64_t*>(ranks) + row);
+    Refusals without_memory;
+    share(rows, kElementWork * rows * n, [&](int64_t row) {
+        const bool fits = logprobs_row(x + row * n, n, tokens[row], num_top, static_cast<int64_t*>(ids) + row * width,
+                                       static_cast<float*>(logprobs) + row * width, static_cast<int64_t*>(ranks) + row);
+        if (!fits) without_memory.add();
     });
-    return 0;
+    return without_memory.count() ? kNoMemory : 0;
 }
 
 }}  // namespace quire::QUIRE_ISA

@@ -59,6 +59,21 @@ int64_t fused_add_rms_norm(void* out, void* total, const void* x, const void* re
     });
 }
 
+int64_t fused_add_layer_norm(void* out, void* total, const void* x, const void* residual, const void* weight,
+                             const void* bias, int64_t rows, int64_t n, float eps, int64_t dtype, int64_t weight_dtype) {
+    return with_dtypes(dtype, weight_dtype, [&](auto t, auto w) {
+        using T = decltype(t);
+        using W = decltype(w);
+        share(rows, kElementWork * rows * n, [=](int64_t row) {
+            T* sums = static_cast<T*>(total) + row * n;
+            add_row(sums, static_cast<const T*>(x) + row * n, static_cast<const T*>(residual) + row * n, n);
+            layer_norm_row(static_cast<T*>(out) + row * n, sums, static_cast<const W*>(weight), static_cast<const W*>(bias), n,
+                           eps);
+        });
+        return int64_t{0};
+    });
+}
+
 int64_t layer_norm(void* out, const void* x, const void* weight, const void* bias, int64_t outer, int64_t inner,
                    int64_t outer_stride, int64_t inner_stride, int64_t n, float eps, int64_t dtype,
                    int64_t weight_dtype) {

@@ -18,8 +18,8 @@ namespace quire {
 // Element types, by the codes that callers pass.
 enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
-// What a kernel returns when an address is not aligned as the caller said.
-constexpr int64_t kMisaligned = -3;
+// What a kernel returns when the system refuses it memory, and when an address is not aligned as the caller said.
+constexpr int64_t kNoMemory = -2, kMisaligned = -3;
 
 // A row of an instruction set's function table; a null name ends the table. The argument points to what all addresses are
 // a multiple of, an int64_t, and the kernel's arguments one after the other, eight bytes each: addresses and int64_t as

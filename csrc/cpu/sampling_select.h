@@ -48,10 +48,11 @@ struct EarlierCandidate {
     bool operator()(const Candidate& a, const Candidate& b) const { return a.key > b.key; }
 };
 
-// A prefix of the order of tokens: its last key, and what it holds.
+// A prefix of the order of tokens: its last key, and what it holds; neither is known where there was no memory to find it.
 struct Prefix {
     uint64_t last = 0;
     Amount held;
+    bool is_known = true;
 };
 
 // Finds the shortest prefix of the order of tokens that reaches a limit: a histogram over the distance to the best
@@ -103,6 +104,7 @@ private:
     Prefix first_of_bin(int64_t bin, Amount before, const Amount& limit) const {
         Buffer<Candidate> buffer(bins_[0][bin].count);
         Candidate* found = buffer.data();
+        if (!found) return {0, {}, false};
         int64_t count = 0;
         for_each_vector(row_.size, [&](int64_t at, auto lanes) {
             const Vec y = row_.load(at, lanes);
@@ -161,15 +163,15 @@ private:
     Amount total_;
 };
 
-// The last key that top-k and then top-p, of the mass that top-k left, keep.
-inline uint64_t last_kept(const Shaped& row, int64_t top_k, double top_p) {
-    if (top_k >= row.size && top_p >= 1.0) return 0;
+// What top-k and then top-p, of the mass that top-k left, keep; all of a row is up to key 0.
+inline Prefix kept_prefix(const Shaped& row, int64_t top_k, double top_p) {
+    if (top_k >= row.size && top_p >= 1.0) return {};
     constexpr double kNoLimit = std::numeric_limits<double>::infinity();
     const Selection selection(row);
     Prefix prefix{0, selection.total()};
     if (top_k < row.size) prefix = selection.first({top_k, kNoLimit});
-    if (top_p < 1.0) prefix = selection.first({top_k, top_p * prefix.held.mass});
-    return prefix.last;
+    if (top_p < 1.0 && prefix.is_known) prefix = selection.first({top_k, top_p * prefix.held.mass});
+    return prefix;
 }
 
 }}}  // namespace quire::QUIRE_ISA

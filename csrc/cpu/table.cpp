@@ -69,6 +69,8 @@ int64_t packed_embedding(void* out, const int64_t* ids, const void* data, const 
 int64_t layer_norm(void* out, const void* x, const void* weight, const void* bias, int64_t outer, int64_t inner,
                    int64_t outer_stride, int64_t inner_stride, int64_t n, float eps, int64_t dtype,
                    int64_t weight_dtype);
+int64_t fused_add_layer_norm(void* out, void* total, const void* x, const void* residual, const void* weight,
+                             const void* bias, int64_t rows, int64_t n, float eps, int64_t dtype, int64_t weight_dtype);
 int64_t gelu_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t use_tanh, int64_t dtype);
 int64_t embedding(void* out, const int64_t* ids, const void* table, int64_t tokens, int64_t num_rows,
                   int64_t row_bytes);
@@ -94,6 +96,8 @@ int64_t bidirectional_attention(void* out, const void* q, const void* k, const v
                                 int64_t heads, int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
                                 int64_t v_head_stride, int64_t head_size, int64_t window, int64_t center, float scale,
                                 int64_t dtype);
+int64_t accumulate(void* vectors, const void* x, const int64_t* chunks, int64_t requests, int64_t tokens, int64_t n,
+                   int64_t stride, int64_t rows, int64_t reduction, int64_t dtype);
 int64_t per_head_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, void* scratch,
                         int64_t scratch_bytes, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
                         int64_t outputs, int64_t inputs, int64_t group, int64_t scales_type, int64_t zeros_type,
@@ -187,12 +191,14 @@ const Kernel kernels[] = {
     QUIRE_ROW(gated_delta),
     QUIRE_ROW(rg_lru),
     QUIRE_ROW(layer_norm),
+    QUIRE_ROW(fused_add_layer_norm),
     QUIRE_ROW(gelu_and_mul),
     QUIRE_ROW(embedding),
     QUIRE_ROW(write_kv),
     QUIRE_ROW(rotary_and_write_kv),
     QUIRE_ROW(paged_attention),
     QUIRE_ROW(bidirectional_attention),
+    QUIRE_ROW(accumulate),
     QUIRE_ROW(per_head_linear),
     QUIRE_ROW(write_latents),
     QUIRE_ROW(latent_attention),

@@ -9,7 +9,11 @@
 #include <time.h>
 
 #ifdef __linux__
+#include <climits>
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace quire { namespace {
@@ -45,6 +49,48 @@ bool spin(Budget budget, Ready ready) {
     }
 }
 
+// Threads that sleep until the next call. Where the system has futexes nobody holds anything while he calls or falls asleep, so
+// a thread that is stopped there, by a debugger say, holds nobody up: a condition variable's caller may wait for those whom he
+// has called before.
+class Sleepers {
+public:
+    uint32_t calls() const { return calls_.load(); }
+
+#ifdef __linux__
+    // Returns after the next call, or for no reason; at once if there was another than the `seen` ones.
+    void sleep(uint32_t seen) { syscall(SYS_futex, &calls_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0); }
+    void call() {
+        calls_.fetch_add(1);
+        syscall(SYS_futex, &calls_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    }
+    void restart() {}
+#else
+    void sleep(uint32_t seen) {
+        pthread_mutex_lock(&mutex_);
+        while (calls_.load() == seen) pthread_cond_wait(&condition_, &mutex_);
+        pthread_mutex_unlock(&mutex_);
+    }
+    void call() {
+        pthread_mutex_lock(&mutex_);
+        calls_.fetch_add(1);
+        pthread_cond_broadcast(&condition_);
+        pthread_mutex_unlock(&mutex_);
+    }
+    void restart() {
+        pthread_mutex_init(&mutex_, nullptr);
+        pthread_cond_init(&condition_, nullptr);
+    }
+
+private:
+    pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t condition_ = PTHREAD_COND_INITIALIZER;
+#endif
+
+private:
+    static_assert(std::atomic<uint32_t>::is_always_lock_free, "the system compares it");
+    std::atomic<uint32_t> calls_{0};
+};
+
 // A place where threads wait for something that others bring about with sequentially consistent stores, and then say so.
 class WaitingRoom {
 public:
@@ -52,34 +98,31 @@ public:
     template <class Budget, class Ready>
     void wait(Budget budget, Ready ready) {
         if (spin(budget, ready)) return;
-        pthread_mutex_lock(&mutex_);
         asleep_.fetch_add(1);
-        while (!ready()) pthread_cond_wait(&condition_, &mutex_);
+        for (;;) {
+            const uint32_t seen = sleepers_.calls();
+            if (ready()) break;
+            sleepers_.sleep(seen);
+        }
         asleep_.fetch_sub(1);
-        pthread_mutex_unlock(&mutex_);
     }
 
     // Whoever is about to sleep has either been counted by now, or sees what has come about.
     void wake() {
-        if (!any_asleep()) return;
-        pthread_mutex_lock(&mutex_);
-        pthread_cond_broadcast(&condition_);
-        pthread_mutex_unlock(&mutex_);
+        if (any_asleep()) sleepers_.call();
     }
 
     bool any_asleep() const { return asleep_.load() > 0; }
 
     // In a forked process, where nobody waits.
     void restart() {
-        pthread_mutex_init(&mutex_, nullptr);
-        pthread_cond_init(&condition_, nullptr);
+        sleepers_.restart();
         asleep_.store(0);
     }
 
 private:
     std::atomic<int64_t> asleep_{0};
-    pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t condition_ = PTHREAD_COND_INITIALIZER;
+    Sleepers sleepers_;
 };
 
 // Starts a thread that no signal reaches, for those are for the process's own threads; false if the system refuses.

@@ -7,7 +7,7 @@ so a foreign key or a surprising type is met once, at start-up.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.config.encoding import CheckpointQuantization
 
@@ -121,12 +121,14 @@ class ExpertStack:
     weight: str = ".weight"
     """What is behind the layer's name; nothing, in many."""
     bias: str = ".bias"
+    full_names: bool = False
+    """Whether what is beside a weight is called so, as where a module bears both (ModelOpt), though none does."""
 
     def suffix(self, tensor: str) -> str:
         """What is behind the layer's name where a module that is no stack has this tensor."""
         named = {"weight": self.weight, "bias": self.bias}
-        others = f".{tensor}" if self.weight else f"_{tensor.removeprefix('weight_')}"
-        return named.get(tensor, others)
+        beside = tensor if self.full_names else tensor.removeprefix("weight_")
+        return named.get(tensor, f".{tensor}" if self.weight else f"_{beside}")
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,8 @@ class DeltaArch:
     """Whether the checkpoint has what belongs to a key head side by side."""
     steps_grouped: bool | None = None
     """The same of strengths and time steps; None: as the rest."""
+    in_turn: bool = False
+    """Whether key heads serve value heads in turn, and not so many one after the other."""
     norm_eps: float | None = None
     """Of the norm of what a head makes; None: as the model's others."""
     strongest: float = 1.0
@@ -314,6 +318,20 @@ class RotatedLightningArch:
 
 
 @dataclass(frozen=True)
+class RWKV7Arch:
+    """Layers of RWKV-7; ranks are of the numbers by way of which others are made of a token."""
+
+    head_dim: int
+    decay_rank: int
+    """Of how fast memories decay."""
+    value_rank: int
+    """Of what share values have of the first layer's."""
+    rate_rank: int
+    """Of how much of what a key says is replaced."""
+    gate_rank: int
+
+
+@dataclass(frozen=True)
 class TwoMixersArch:
     """Layers in which attention and Mamba 2 mix tokens side by side, and by what each reads and gives is multiplied."""
 
@@ -364,6 +382,10 @@ class HeadArch:
     dense_bias: bool = True
     norm: bool = False
     """Whether what that gives is normed."""
+    table: str = ""
+    """The checkpoint's tensor of the last matrix, if it is another layer's, too: the table of tokens."""
+    table_bias: str = ""
+    """That of the bias then."""
 
 
 @dataclass(frozen=True)
@@ -422,6 +444,26 @@ class DraftArch:
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one layer, in a model whose layers have different ones."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    block: str | None = None
+    """How it is put together, where that differs as well; None: as `ModelArch` says."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """What comes into layer `end` is mixed with what came into layer `start`, of which this share is taken."""
+
+    start: int
+    end: int
+    share: float
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """Shape and options of a transformer; defaults are Llama's."""
 
@@ -454,6 +496,10 @@ class ModelArch:
     """The same of the first layer, where it differs."""
     blocks: Mapping[str, str] = field(default_factory=lambda: {"mlp": "mlp"})
     """The same of layers of some kinds, by what `layer_types` calls them, where it differs."""
+    layer_shapes: tuple[LayerShape, ...] = ()
+    """Of each layer, where they differ; then this record's own are the largest. None: all have these."""
+    skips: tuple[Skip, ...] = ()
+    """In the order in which those of one layer are taken."""
     norm: str = "rms"
     """"rms" or "layer"."""
     norm_eps: float = 1e-6
@@ -493,6 +539,8 @@ class ModelArch:
     attn_logit_softcap: float | None = None
     qkv_grouped: bool = False
     """Whether the checkpoint has q, k and v, or k and v, of each key-value head side by side, in one tensor."""
+    qkv_blocks: int = 1
+    """Equal parts of the heads, of which the checkpoint has queries, values and keys, in that order, side by side."""
     attention_experts: ExpertsArch | None = None
     """Those among the heads of attention, of which only number and routing are told; None: there are none."""
     qkv_clip: float | None = None
@@ -513,6 +561,7 @@ class ModelArch:
     delta: DeltaArch | None = None
     recurrent_unit: RecurrentUnitArch | None = None
     rotated_lightning: RotatedLightningArch | None = None
+    rwkv7: RWKV7Arch | None = None
     two_mixers: TwoMixersArch | None = None
     alternating: AlternatingArch | None = None
     shared_blocks: SharedBlocksArch | None = None
@@ -572,8 +621,23 @@ class ModelArch:
     foreign_config: str = ""
     """config.json itself, as JSON with overrides, of a model whose code reads it: one that transformers runs."""
 
+    def of_layer(self, layer: int) -> ModelArch:
+        """As one layer has it."""
+        if not self.layer_shapes:
+            return self
+        shape = self.layer_shapes[layer]
+        return replace(
+            self,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            intermediate_size=shape.intermediate_size,
+        )
+
     def block_of(self, layer: int) -> str:
         """How a layer is put together."""
+        own = self.layer_shapes[layer].block if self.layer_shapes else None
+        if own is not None:
+            return own
         if layer == 0 and self.first_block is not None:
             return self.first_block
         return self.blocks.get(self.layer_types[layer], self.block)

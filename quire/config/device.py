@@ -197,8 +197,13 @@ class ParallelConfig(Config):
         return range(self.data_parallel_size if is_apart else self.replicas.stop, self.data_parallel_size)
 
     @property
+    def served(self) -> list[int]:
+        """The numbers of the replicas behind a server here, in the order of its cores."""
+        return [*self.replicas, *self.guests]
+
+    @property
     def num_served(self) -> int:
-        """Replicas behind a server here."""
+        """How many they are."""
         return self.num_replicas + len(self.guests)
 
     @property

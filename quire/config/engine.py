@@ -59,6 +59,8 @@ class EngineConfig:
     """The model that guesses what this one says, prepared as any other; None: no model does."""
     fit_max_model_len: bool = False
     """Whether `max_model_len` is a limit that is to be lowered to what the KV cache can hold."""
+    tells_cache: bool = False
+    """Whether somebody chooses among cores by what this one has in its prefix cache."""
     share: HostShare | None = None
     """Of the host, where this is one of several replicas; None: the only one."""
     meeting: str = ""
@@ -176,8 +178,19 @@ def _coerced(value: Any, owner: type[Config], name: str) -> Any:
     return value
 
 
+_CALLED_HERE = {
+    "data_parallel_master_ip": "data_parallel_address",
+    "data_parallel_master_port": "data_parallel_rpc_port",
+}
+"""Names in vLLM of what has another here: replicas meet at one place, which is the server's."""
+
+
 def _unknown_field(name: str) -> str:
-    near = difflib.get_close_matches(name, engine_fields(), n=1)
+    near = (
+        [_CALLED_HERE[name]]
+        if name in _CALLED_HERE
+        else difflib.get_close_matches(name, engine_fields(), n=1)
+    )
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown engine argument {name!r}{hint}"
 

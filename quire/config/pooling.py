@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.errors import ValidationError
-from quire.pooling_params import CLASSIFY, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
+from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
 
 POOLINGS = ("cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_len", "all", "step")
 """How a text's tokens become one vector: the first token's, the last one's, means (plain, by position, over the root of
@@ -52,16 +52,21 @@ class PoolingSpec:
         pooling: of `POOLINGS`; several ways of making one vector, with + between, if their vectors are joined.
         size: numbers per embedding, or classes.
         labels: names of the classes, if it has classes.
-        activation: what follows the head by default: "none", "normalize", "softmax" or "sigmoid".
+        activation: what follows the head by default: "none", "normalize", "softmax", "sigmoid"; of words "log1p_relu".
         matryoshka: sizes to which an embedding may be cut; empty: it may not be; (0,): to any.
         prompts: name -> text put before an input ("query", "document" ...).
         default_prompt: the name of the one that is put before inputs that name none.
-        similarity: how two embeddings are compared: "cosine", "dot", "euclidean" or "manhattan".
+        similarity: how two embeddings are compared: "cosine", "dot", "euclidean" or "manhattan"; those of tokens
+            "maxsim" or "meanmaxsim", and as "maxsim" if anything else is said.
+        skipped_words: tokens of documents with which no token of a query is matched.
+        side_lengths: tokens to which a query, and a document, is cut before they are compared.
         step_token_id: the token that ends a step, for rewards of steps.
         returned_token_ids: the classes that are given out, for rewards of steps; empty: all.
         head: what comes between pooled vectors (or all tokens') and the activation, beside what the model has itself.
         include_prompt: whether vectors are made of the tokens of those prompts, too.
         head_of_adapters: whether the checkpoint has no head, and adapters bring one.
+        weighs_vocabulary: whether an embedding has a number for each token id: the greatest that the model's head gives
+            it over all tokens of a text. Such a model computes texts whole.
         own_heads: task -> what comes there for it instead (the words' weights and the vectors of tokens of BGE-M3).
     """
 
@@ -75,11 +80,14 @@ class PoolingSpec:
     default_prompt: str | None = None
     include_prompt: bool = True
     similarity: str = "cosine"
+    skipped_words: tuple[str, ...] = ()
+    side_lengths: tuple[int | None, int | None] = (None, None)
     step_token_id: int | None = None
     returned_token_ids: tuple[int, ...] = ()
     head: tuple[HeadLayer, ...] = ()
     own_heads: tuple[tuple[str, tuple[HeadLayer, ...]], ...] = ()
     head_of_adapters: bool = False
+    weighs_vocabulary: bool = False
 
     @property
     def poolings(self) -> tuple[str, ...]:
@@ -108,6 +116,14 @@ class PoolingSpec:
     def is_cross_encoder(self) -> bool:
         """Whether it says of two texts, read as one, how well they go together."""
         return CLASSIFY in self.tasks and self.size == 1
+
+    @property
+    def task_of_words(self) -> str | None:
+        """The task that gives weights of words: of those of a text's tokens, or of all; None: there is none."""
+        if self.weighs_vocabulary:
+            return EMBED
+        weighs = TOKEN_CLASSIFY in dict(self.own_heads) and self.size_of(TOKEN_CLASSIFY) == 1
+        return TOKEN_CLASSIFY if weighs else None
 
     def task_of(self, params: PoolingParams) -> str:
         """What a request wants."""

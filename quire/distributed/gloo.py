@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from quire.distributed.beats import SILENCE_S, Beats
 from quire.distributed.group import ANSWER_S, Group
 from quire.distributed.outbox import Outbox
 from quire.errors import RankLostError, StartupError
@@ -45,6 +46,8 @@ class Gloo(Group):
         store: where the ranks find each other, such as `torch.distributed.FileStore` or `torch.distributed.TCPStore`.
         address: of this host, as the others reach it.
         join_s: how long to wait for the others to come.
+        beats: signs of life of ranks of other hosts; without them a host sees to its own ranks, and what keeps others
+            waiting is seen after `answer_s`.
 
     Raises:
         StartupError: not all ranks came; the message names those that did not.
@@ -60,8 +63,10 @@ class Gloo(Group):
         join_s: float = 60.0,
         answer_s: float = ANSWER_S,
         names: Sequence[int] | None = None,
+        beats: Beats | None = None,
     ) -> None:
         super().__init__(rank, size, names)
+        self._beats = beats
         self._processes = _meet(rank, size, store, join_s)
         options = _torch.ProcessGroupGloo._Options()
         options._devices = [_torch.ProcessGroupGloo.create_device(hostname=address)]
@@ -104,8 +109,14 @@ class Gloo(Group):
         self.check_peer(source)
         self._wait(lambda: self._group.recv([_as_bytes(out)], source, 0))
 
+    def host_of(self, rank: int) -> str:
+        """What a rank's host calls itself."""
+        return self._processes[rank][0]
+
     def close(self, reason: str = "it has ended") -> None:
         self._end()
+        if self._beats is not None:
+            self._beats.close()
 
     @property
     def _group(self) -> Any:
@@ -120,7 +131,7 @@ class Gloo(Group):
             raise self._loss(str(error).splitlines()[0]) from error
 
     def _wait_for_all(self, start: Callable[[], Any]) -> None:
-        """Until it is done, or a process of this host has been stopped for a while."""
+        """Until it is done, or another process has been stopped for a while."""
         looks = 0
         try:
             work = start()
@@ -129,6 +140,8 @@ class Gloo(Group):
                 looks = looks + 1 if stopped else 0
                 if looks >= LOOKS_AT_STOPPED:
                     self._break_off(stopped[0])
+                if silent := self._silent_elsewhere(SILENCE_S):
+                    self._break_off(silent[0])
         except RuntimeError as error:
             raise self._loss(str(error).splitlines()[0]) from error
 
@@ -138,16 +151,28 @@ class Gloo(Group):
         self._group.recv([nothing], rank, _TAG_OF_NOTHING).wait(timedelta(milliseconds=1))
 
     def _loss(self, said: str) -> RankLostError:
-        """Who has gone; those of other hosts cannot be looked at, so all of them may be."""
+        """Who has gone; those of other hosts cannot be looked at, so all that give no signs of life may be."""
         until = time.monotonic() + LOOK_S
         while True:
             gone = [rank for rank in self._here() if why_silent(self._processes[rank][1])]
+            gone += self._silent_elsewhere(SILENCE_S / 2)
             if gone or time.monotonic() > until:
                 return self.loss_of(gone or self._others(), said)
             time.sleep(0.02)
 
     def _here(self) -> list[int]:
         return [rank for rank in self._others() if self._processes[rank][0] == socket.gethostname()]
+
+    def _silent_elsewhere(self, seconds: float) -> list[int]:
+        """Ranks of other hosts that give no signs of life, as far as there are any."""
+        if self._beats is None:
+            return []
+        here = self._here()
+        return [
+            rank
+            for rank in self._others()
+            if rank not in here and self._beats.silence_of(self.names[rank]) >= seconds
+        ]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]

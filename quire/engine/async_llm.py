@@ -150,6 +150,7 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
         offer: Offer | None = None,
         place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -160,7 +161,8 @@ class AsyncLLM:
         `lora_request` that adapter is added to the model; one that cannot be used ends the request with finish_reason
         "error" and says why in `stop_reason`. `timeout_s` seconds after the request came, tokenizing included, it ends
         with finish_reason "timeout" and what it has by then. With `otlp_traces_endpoint` its span goes on from
-        `trace_headers`: W3C `traceparent` and `tracestate`. `offer` is called with each output but the last that comes
+        `trace_headers`: W3C `traceparent` and `tracestate`. `data_parallel_rank` names the replica that computes it, as
+        long as that is up. `offer` is called with each output but the last that comes
         while the caller waits for one; what it takes is not yielded. `place` is what was reserved for it and perhaps
         for others.
 
@@ -192,6 +194,7 @@ class AsyncLLM:
                 lora_request=lora_request,
                 timeout_s=timeout_s,
                 trace_headers=trace_headers,
+                data_parallel_rank=data_parallel_rank,
                 arrived=arrived,
             )
             place.join(sampling_params.n, num_tokens)
@@ -227,6 +230,7 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
         options: TextOptions = AS_THEY_ARE,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
@@ -244,7 +248,7 @@ class AsyncLLM:
         """
         terms: dict[str, Any] = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
         terms |= {"trace_headers": trace_headers, "arrived": self._front_end.clock()}
-        terms["lora_request"] = lora_request
+        terms |= {"lora_request": lora_request, "data_parallel_rank": data_parallel_rank}
         self._pumps.ensure()
         await self.check_health()
         window = 2 * self.config.scheduler.max_num_seqs

@@ -19,6 +19,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.adapter_holds import AdapterHolds
+from quire.engine.cache_news import CacheNotes
 from quire.engine.grammar_holds import GrammarHolds
 from quire.engine.kv_events import create_publisher
 from quire.engine.lockstep import Lockstep, in_step
@@ -85,6 +86,7 @@ class EngineCore:
             self.executor.initialize_kv_cache(kv_config)
         self.scheduler = scheduler_class(config, kv_config)
         self._publisher = create_publisher(config)
+        self._cache_notes = CacheNotes() if config.tells_cache else None
         self._trace = create_trace(config, kv_config)
         if self._trace is not None:
             self.scheduler = recorded(self.scheduler, self._trace)
@@ -142,7 +144,8 @@ class EngineCore:
             self._tell(self._adapters.release_ready(self._clock()))
             updates, self._untold = self._untold + self._take_step(), []
             self._publish_events()
-            return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock())
+            news = None if self._cache_notes is None else self._cache_notes.take()
+            return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock(), cache=news)
 
     def take_answers(self) -> list[UtilityResult]:
         """The answers of utility calls that took their time; a step may bring some."""
@@ -250,11 +253,13 @@ class EngineCore:
         return UtilityResult(call.call_id, result=result)
 
     def _publish_events(self) -> None:
-        """Tell subscribers what happened to the prefix cache."""
-        if self._publisher is None:
+        """Tell subscribers what happened to the prefix cache, and note it for those who choose among cores."""
+        if self._publisher is None and self._cache_notes is None:
             return
         events = self.scheduler.take_kv_events()
-        if events:
+        if events and self._cache_notes is not None:
+            self._cache_notes.note(events)
+        if events and self._publisher is not None:
             self._publisher.publish(events, time.time())
 
 

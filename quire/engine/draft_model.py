@@ -52,8 +52,18 @@ def draft_model_config(config: EngineConfig) -> EngineConfig:
 
 
 def whole_on_each_rank(parallel: ParallelConfig) -> ParallelConfig:
-    """Of what guesses: every rank computes all of it, so none of its sums crosses ranks, and no bit depends on them."""
-    return dataclasses.replace(parallel, tp_invariant=False, enable_expert_parallel=False)
+    """Of what guesses: every rank of the last stage computes all of it, so none of its sums crosses ranks, and no bit
+    depends on them.
+    """
+    return dataclasses.replace(
+        parallel,
+        tp_invariant=False,
+        enable_expert_parallel=False,
+        pipeline_parallel_size=1,
+        pipeline_partition=None,
+        nnodes=1,
+        node_rank=0,
+    )
 
 
 def check_draft_model(

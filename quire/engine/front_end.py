@@ -206,9 +206,10 @@ class FrontEnd:
         lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
         arrived: float | None = None,
     ) -> tuple[str, list[Outgoing]]:
-        """Check a request and give it to the core that the router names.
+        """Check a request and give it to the core that the router names, or to that of the replica with this number.
 
         It has `timeout_s` seconds from when it `arrived`, by the engine's clock; None: now. `trace_headers` come back
         in the statistics of its end. Returns a name for `release`, which no other request has, and what to send.
@@ -221,6 +222,7 @@ class FrontEnd:
         self.check_health()
         self.check_awake()
         _check_timeout(timeout_s, self.config)
+        cores = self._cores_for(data_parallel_rank)
         name = self._flights.new_name(label)
         watched = self._watched(name, sink)
         terms = Terms(priority=priority, tenant=tenant, lora_request=lora_request)
@@ -233,11 +235,24 @@ class FrontEnd:
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
         keys = ExtraKeys(prompt.cache_salt, None if lora_request is None else lora_request.key)
         routed = RoutedRequest(prompt.token_ids, len(core_ids), keys)
-        core = self.router.route(name, routed, core_ids[0], self.cores_to_ask)
+        core = self.router.route(name, routed, core_ids[0], cores)
         came = self.clock() if arrived is None else arrived
         deadline = None if timeout_s is None else came + timeout_s
         self._flights.take_off(name, Flight(label, core, core_ids), deadline)
         return name, [(core, message) for message in messages]
+
+    def _cores_for(self, replica: int | None) -> Sequence[int]:
+        """Those among which the router chooses; a replica that is down is as good as one that nobody asked for."""
+        if replica is None:
+            return self.cores_to_ask
+        served = self.config.parallel.served
+        if replica not in served:
+            raise ValidationError(
+                f"data_parallel_rank is {replica}, and replicas here are {', '.join(map(str, served))}",
+                param="data_parallel_rank",
+            )
+        core = served.index(replica)
+        return [core] if core in self.cores_to_ask else self.cores_to_ask
 
     def _checked(
         self, name: str, prompt: TokenizedPrompt, params: SamplingParams | PoolingParams, terms: Terms
@@ -279,13 +294,15 @@ class FrontEnd:
             self.router.heard(update.request_id for update in message.updates)
             if message.stats is not None:
                 self.router.observe(core, message.stats)
+            if message.cache is not None:
+                self.router.cached(core, message.cache)
             messages += [AbortRequests(ids, reason) for reason, ids in ends.items()]
             return [(core, one) for one in messages]
         if isinstance(message, UtilityResult):
             self._calls.answer(message)
         elif isinstance(message, CoreReady):
             self._ready[core] = message
-            self.router.ready(core, message.num_blocks)
+            self.router.ready(core, message.num_blocks, message.block_size)
             self._settle()
             self.stat_loggers.core_ready(core, self.config, message.num_blocks)
         return []

@@ -64,7 +64,7 @@ class InputProcessor:
         self._takes_callables = takes_callables
         # Asked once: finding the plug-ins reads files of every installed package, milliseconds that each request and
         # every stream beside it would wait for.
-        self._reads_extra_args = bool(config.model.logits_processors or plugin_names("quire.logits_features"))
+        self.reads_extra_args = bool(config.model.logits_processors or plugin_names("quire.logits_features"))
         self.lexicons = Lexicons(config, tokenizer)
         self._clock = clock
         self._seeds = random.Random(config.model.seed)
@@ -335,7 +335,7 @@ class InputProcessor:
                 "logits_processors cannot be recorded; start without --record-trace",
                 param="logits_processors",
             )
-        if params.extra_args and not (own or self._reads_extra_args):
+        if params.extra_args and not (own or self.reads_extra_args):
             raise ValidationError(
                 "extra_args are for logits processors, and this engine has none (--logits-processors)",
                 param="extra_args",

@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.cache_news import CacheNews
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -176,13 +177,14 @@ class EngineCoreOutputs(msgspec.Struct, tag="outputs", frozen=True):
     """All updates of one step, in the order of the plan.
 
     `spent` are, by tenant, prompt tokens that were computed for requests whose front end has ended them before they had
-    a token.
+    a token. `cache` is what happened to the prefix cache, for whoever chooses among cores.
     """
 
     updates: list[RequestUpdate]
     stats: SchedulerStats | None = None
     timestamp: float = 0.0
     spent: dict[str, int] = {}
+    cache: CacheNews | None = None
 
 
 class UtilityResult(msgspec.Struct, tag="result", frozen=True):

@@ -1,7 +1,7 @@
 """`Outboxes`: how a core tells each of its front ends what concerns it.
 
 Invariant: the first front end is told everything that is of no request or call of another's, statistics above all, so
-that these are counted once. What is told to a front end that is gone is lost.
+that these are counted once. News of the prefix cache are for all. What is told to a front end that is gone is lost.
 """
 
 from __future__ import annotations
@@ -73,12 +73,14 @@ class Outboxes:
         parts: dict[int, list[RequestUpdate]] = {}
         for update in outputs.updates:
             parts.setdefault(front_end_of_request(update.request_id), []).append(update)
+        if outputs.cache is not None:  # each front end chooses among cores
+            parts = {front_end: parts.get(front_end, []) for front_end in self._sockets}
         if FIRST in parts or outputs.spent or self._are_due(outputs.stats):
             self._stats_told_at = self._clock()
             mine = parts.pop(FIRST, [])
-            self.tell(FIRST, EngineCoreOutputs(mine, outputs.stats, outputs.timestamp, outputs.spent))
+            self.tell(FIRST, msgspec.structs.replace(outputs, updates=mine))
         for front_end, updates in parts.items():
-            self.tell(front_end, EngineCoreOutputs(updates, None, outputs.timestamp))
+            self.tell(front_end, EngineCoreOutputs(updates, None, outputs.timestamp, cache=outputs.cache))
 
     def _are_due(self, stats: SchedulerStats | None) -> bool:
         """Whether statistics alone are worth a message: the last before the core is idle are."""

@@ -117,6 +117,16 @@ class PoolingInputs:
         known = dict(self.spec.prompts)
         return next((name for name in names if name in known), None)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Of tokens that are no part of a text."""
+        return frozenset() if self._tokenizer is None else self._tokenizer.special_ids
+
+    def ids_of(self, words: Iterable[str]) -> frozenset[int]:
+        """Of those of the words that are tokens."""
+        found = () if self._tokenizer is None else map(self._tokenizer.id_of, words)
+        return frozenset(token for token in found if token is not None)
+
     def tokenize(self, parts: PromptParts, options: TextOptions = AS_THEY_ARE) -> TokenizedPrompt:
         """Token ids of a prompt; safe to call from several threads.
 

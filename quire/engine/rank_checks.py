@@ -9,7 +9,6 @@ from quire.config import EngineConfig, ParallelConfig
 from quire.engine.shares import possible_sizes, uneven
 from quire.errors import ConfigError
 from quire.platforms import Host
-from quire.spec_decode.drafter import MODEL_KEYS
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +74,10 @@ def _check_stages(config: EngineConfig) -> None:
             f"--pipeline-partition {config.parallel.pipeline_partition} has {len(sizes)} stages with {sum(sizes)} "
             f"layers; --pipeline-parallel-size is {num}, and the model has {num_layers} layers"
         )
-    if num == 1:
-        return
     if num > num_layers:
         raise ConfigError(
             f"--pipeline-parallel-size is {num}, and the model has {num_layers} layers; each stage has one"
         )
-    method = config.speculative.settings.method
-    wants = {
-        "a model that generates: one that is pooled runs in one stage": config.pooling is not None,
-        f"no model or heads that guess ({method}): ngram and suffix need none": method in MODEL_KEYS,
-    }
-    require(wants, f"--pipeline-parallel-size is {num}")
 
 
 def _check_shares(config: EngineConfig) -> None:

@@ -59,7 +59,8 @@ class Replay:
     """A scheduler in the place of the recorded one."""
 
     def __init__(self, trace: Trace) -> None:
-        config = dataclasses.replace(trace.header.config, kv_events=KVEventsConfig())  # nobody listens
+        config = trace.header.config
+        config = dataclasses.replace(config, kv_events=KVEventsConfig(), tells_cache=False)  # nobody listens
         kv_config = decode_kv_config(trace.header.kv_config)
         scheduler = resolve_scheduler(config.scheduler.scheduler_cls)(config, kv_config)
         self.made: deque[Frame] = deque()

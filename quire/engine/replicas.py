@@ -24,6 +24,7 @@ def configs_of_replicas(
 ) -> list[EngineConfig]:
     """A configuration for each core of an engine, in order; those in this process share all that it has."""
     num = config.parallel.num_replicas
+    config = replace(config, tells_cache=_are_chosen_by_cache(config))
     if num == 1:
         return [config]
     config = with_meeting(config)
@@ -40,6 +41,13 @@ def configs_of_replicas(
         _placed(one, cores, HostShare(num, memory_bytes), host)
         for one, cores in zip(configs, parts, strict=True)
     ]
+
+
+def _are_chosen_by_cache(config: EngineConfig) -> bool:
+    """Whether a router, here or on the host that these replicas join, goes by what is in their prefix caches."""
+    parallel = config.parallel
+    is_one_of_several = parallel.data_parallel_size > 1 and parallel.data_parallel_rank is None
+    return is_one_of_several and parallel.routing_policy == "prefix" and config.cache.enable_prefix_caching
 
 
 def with_meeting(config: EngineConfig) -> EngineConfig:

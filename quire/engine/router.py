@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
+from quire.engine.cache_news import CacheNews
 from quire.engine.ledger import Load, Page
 from quire.engine.loads import Loads
 from quire.engine.routing_policies import POLICIES, RoutedRequest
@@ -30,6 +31,7 @@ class Router:
     """Chooses cores by `--routing-policy`. With one core it is asked, too, and costs next to nothing."""
 
     def __init__(self, config: EngineConfig, num_cores: int) -> None:
+        self._block_size = config.cache.block_size
         name = config.parallel.routing_policy if num_cores > 1 else "round_robin"
         self._policy = POLICIES[name](config, Loads(num_cores), num_cores)
         self._num_cores = num_cores
@@ -62,18 +64,22 @@ class Router:
         self._unheard.pop(sent.first_id, None)
         self._count(sent, -1)
 
-    def ready(self, core: int, num_blocks: int) -> None:
-        """A core has loaded, and has so many blocks."""
-        self._policy.ready(core, num_blocks)
+    def ready(self, core: int, num_blocks: int, block_size: int | None = None) -> None:
+        """A core has loaded, and has so many blocks, of so many tokens; None: as configured."""
+        self._policy.ready(core, num_blocks, block_size or self._block_size)
 
     def lost(self, core: int) -> None:
         """A core is gone, and what was in its cache."""
-        self._policy.ready(core, 0)
+        self.ready(core, 0)
         self._policy.loads.put(core, Load.KV_USE, 0.0)
 
     def observe(self, core: int, stats: SchedulerStats) -> None:
         """What a core has told of itself."""
         self._policy.loads.put(core, Load.KV_USE, stats.kv_cache_usage)
+
+    def cached(self, core: int, news: CacheNews) -> None:
+        """What a core has told of its prefix cache."""
+        self._policy.cached(core, news)
 
     def _send(self, name: str, cores: Sequence[int]) -> int:
         sent = self._sent[name]

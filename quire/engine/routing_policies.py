@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quire.config import EngineConfig
+from quire.engine.cache_news import CacheNews, keys_of
 from quire.engine.ledger import Load
 from quire.engine.loads import Loads
-from quire.engine.recent import Recent, RecentPrefixes
+from quire.engine.recent import CachedPrefixes, Recent
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 
 SEQUENCE_TOKENS = 48
@@ -22,9 +23,9 @@ SEQUENCE_TOKENS = 48
 ADAPTER_TOKENS = 512
 """What it costs to read an adapter that a core does not have."""
 PIECE_TOKENS = 64
-"""Prompts are compared in pieces of so many; those of caches are smaller, and would take four times as long."""
-MAX_PIECES = 1 << 16
-"""So much of a core's cache is followed at most, in some 10 MB."""
+"""Prompts that begin with the same so many tokens have one home, if they are as good anywhere."""
+MAX_BLOCKS = 1 << 18
+"""So many blocks that were sent to a core are remembered at most, in some 40 MB."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,17 @@ class RoutedRequest:
     num_sequences: int
     keys: ExtraKeys
 
+    def blocks(self, block_size: int) -> list[int]:
+        """The full blocks of its prompt, as caches with such blocks know them."""
+        if block_size not in self._blocks:
+            hashes: list[BlockHash] = []
+            extend_hashes(hashes, self.token_ids, block_size, self.keys)
+            self._blocks[block_size] = keys_of(hashes)
+        return self._blocks[block_size]
+
     @cached_property
-    def hashes(self) -> list[BlockHash]:
-        """Of the full pieces of its prompt."""
-        hashes: list[BlockHash] = []
-        extend_hashes(hashes, self.token_ids, PIECE_TOKENS, self.keys)
-        return hashes
+    def _blocks(self) -> dict[int, list[int]]:
+        return {}
 
 
 class RoutingPolicy(ABC):
@@ -66,8 +72,11 @@ class RoutingPolicy(ABC):
     def sent(self, request: RoutedRequest, core: int) -> None:  # noqa: B027
         """That is where it goes."""
 
-    def ready(self, core: int, num_blocks: int) -> None:  # noqa: B027
-        """A new core is there, whose KV cache has so many blocks, and nothing in them."""
+    def ready(self, core: int, num_blocks: int, block_size: int) -> None:  # noqa: B027
+        """A new core is there, whose KV cache has so many blocks, of so many tokens each, and nothing in them."""
+
+    def cached(self, core: int, news: CacheNews) -> None:  # noqa: B027
+        """A core tells of its cache."""
 
 
 class RoundRobin(RoutingPolicy):
@@ -94,20 +103,23 @@ class LeastLoaded(RoutingPolicy):
 class LongestPrefix(RoutingPolicy):
     """The core on which the prompt is computed first.
 
-    That is the one with the fewest tokens to compute: of prompts that wait, and of this one, less the prefix that is
-    taken to be in the core's cache because prompts with it went there. So a conversation stays where its turns before
-    were, as long as computing them anew takes longer than waiting; and what many ask for spreads by itself.
+    That is the one with the fewest tokens to compute: of prompts that wait, and of this one, less the prefix that the
+    core has in its cache, as it tells, or will have, because prompts with it went there. So a conversation stays where
+    its turns before were, as long as computing them anew takes longer than waiting; and what many ask for spreads by
+    itself.
     A prompt that is as good anywhere goes where its first piece says, so that all front ends agree.
     """
 
     def __init__(self, config: EngineConfig, loads: Loads, num_cores: int) -> None:
         super().__init__(config, loads, num_cores)
-        self._prefixes = [RecentPrefixes(0)] * num_cores
+        self._block_size = config.cache.block_size
+        self._prefixes = [CachedPrefixes(0) for _ in range(num_cores)]
         self._adapters = [self._no_adapters() for _ in range(num_cores)]
         self._num_slots = [0] * num_cores
 
     def choose(self, request: RoutedRequest, cores: Sequence[int]) -> int:
-        home = int.from_bytes(request.hashes[0][:8], "big") if request.hashes else 0
+        blocks, first = request.blocks(self._block_size), max(PIECE_TOKENS // self._block_size, 1)
+        home = blocks[first - 1] if len(blocks) >= first else 0
         return min(cores, key=lambda core: (self.cost(request, core), (core - home) % self._num_cores))
 
     def cost(self, request: RoutedRequest, core: int) -> float:
@@ -122,19 +134,23 @@ class LongestPrefix(RoutingPolicy):
 
     def num_uncached(self, request: RoutedRequest, core: int) -> int:
         """The last token is always computed."""
-        num_cached = self._prefixes[core].num_known(request.hashes) * PIECE_TOKENS
+        num_cached = self._prefixes[core].num_known(request.blocks(self._block_size)) * self._block_size
         return max(len(request.token_ids) - num_cached, 1)
 
     def sent(self, request: RoutedRequest, core: int) -> None:
-        self._prefixes[core].use(request.hashes)
+        self._prefixes[core].use(request.blocks(self._block_size))
         if request.keys.adapter is not None:
             self._adapters[core].use([request.keys.adapter])
 
-    def ready(self, core: int, num_blocks: int) -> None:
-        self._num_slots[core] = num_slots = num_blocks * self._config.cache.block_size
-        num_pieces = num_slots // PIECE_TOKENS if self._config.cache.enable_prefix_caching else 0
-        self._prefixes[core] = RecentPrefixes(min(num_pieces, MAX_PIECES))
+    def ready(self, core: int, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._num_slots[core] = num_blocks * block_size
+        num_found = num_blocks if self._config.cache.enable_prefix_caching else 0
+        self._prefixes[core] = CachedPrefixes(min(num_found, MAX_BLOCKS))
         self._adapters[core] = self._no_adapters()
+
+    def cached(self, core: int, news: CacheNews) -> None:
+        self._prefixes[core].take_in(news)
 
     def _lacking(self, request: RoutedRequest, core: int) -> float:
         """Tokens for which there is no room in the KV cache, before others end."""

@@ -42,10 +42,18 @@ def possible_sizes(config: EngineConfig) -> list[int]:
 
 def _units(config: EngineConfig) -> Iterator[Units]:
     arch, experts = config.arch, config.arch.experts
-    yield Units(arch.num_heads, "attention heads")
-    yield Units(arch.num_kv_heads, "key-value heads", are_replicated=True)
-    if any(arch.mlp_of(layer) != "sparse" for layer in range(arch.num_layers)):
-        yield Units(arch.intermediate_size, "features of its MLPs")
+    for shape in dict.fromkeys(arch.layer_shapes) or (arch,):
+        yield Units(shape.num_heads, "attention heads")
+        yield Units(shape.num_kv_heads, "key-value heads", are_replicated=True)
+        if any(arch.mlp_of(layer) != "sparse" for layer in range(arch.num_layers)):
+            yield Units(shape.intermediate_size, "features of its MLPs")
+    if "differential_attention" in arch.layer_types:
+        yield Units(arch.num_heads // 2, "pairs of attention heads")
+        yield Units(arch.num_kv_heads // 2, "pairs of key-value heads", are_replicated=True)
+    if "mixture_of_attention" in arch.layer_types:
+        yield Units(arch.num_kv_heads, "heads of each of its attention's experts")
+    if arch.alternating is not None:
+        yield Units(arch.alternating.token_size, "features of what a layer is told of a token")
     if experts is not None and not config.parallel.enable_expert_parallel:
         yield Units(experts.intermediate_size, "features of each of its experts")
     if experts is not None and experts.shared_size:

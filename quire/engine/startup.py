@@ -133,6 +133,8 @@ def _with_guessing_model(config: EngineConfig, usage: Usage) -> EngineConfig:
 
 
 def _with_draft_model(config: EngineConfig, usage: Usage) -> EngineConfig:
+    if config.parallel.nnodes > 1:  # a model that is whole on each rank is the same on all hosts
+        usage = "server"
     found = prepare(draft_model_config(config), usage)
     check_draft_model(config, found, load_tokenizer(config), load_tokenizer(found))
     return dataclasses.replace(config, draft=found)
@@ -212,7 +214,9 @@ def _choose_max_model_len(config: EngineConfig, max_seq_length: int | None) -> C
             f"(max_position_embeddings), and may have {MOST_POSITIONS}; give a smaller --max-model-len"
         )
     if max_seq_length is not None and asked <= 0 and max_seq_length < limit:
-        return Choice("max_model_len", max_seq_length, "the max_seq_length of sentence-transformers' files")
+        return Choice(
+            "max_model_len", max_seq_length, "the longest text that sentence-transformers' files name"
+        )
     if asked == FIT_MEMORY:
         return Choice("max_model_len", limit, "what the model's config.json allows, until memory is measured")
     return None if asked else Choice("max_model_len", limit, "what the model's config.json allows")

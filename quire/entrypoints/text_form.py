@@ -84,6 +84,14 @@ class TextForm:
             choose(options.tool_call_parser, options.reasoning_parser, sources), self.tokenizer
         )
 
+    @property
+    def fills_in(self) -> bool:
+        """Whether the model was made to fill in the middle."""
+        try:
+            return bool(self.fill_in)
+        except ValidationError:
+            return False
+
     @functools.cached_property
     def fill_in(self) -> FillIn:
         """Raises ValidationError if the model was not made to fill in the middle."""

@@ -17,6 +17,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.distributed.agreement import different_ranks
+from quire.distributed.beats import Beats
 from quire.distributed.gloo import Gloo, address_towards, tcp_store
 from quire.distributed.group import ALONE, Group
 from quire.distributed.shared_memory import share_memory
@@ -151,13 +152,15 @@ class ExternalLauncherExecutor(UniprocExecutor):
             return ALONE
         is_one_host = launch.local_size == size
         serves = launch.rank == 0 and not launch.store_is_there
+        store = tcp_store(launch.address, launch.port, launch.rank, serves=serves, join_s=JOIN_S)
         self._plans = Gloo(
             launch.rank,
             size,
-            tcp_store(launch.address, launch.port, launch.rank, serves=serves, join_s=JOIN_S),
+            store,
             address="127.0.0.1" if is_one_host else address_towards(launch.address, launch.port),
             join_s=JOIN_S,
             answer_s=PATIENCE_S,
+            beats=None if is_one_host else Beats(launch.rank, launch.address, launch.port),
         )
         check_ranks_agree(self._plans, config)
         return share_memory(self._plans, able=is_one_host and cpu.available())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.config.device import ParallelConfig
 from quire.distributed.group import ALONE, Group
+from quire.distributed.hosts import Hosts, size_of_hosts
 from quire.distributed.shared_memory import share_memory
 from quire.kernels import cpu
 from quire.layers.shard import Shard
@@ -69,18 +71,47 @@ def meet(rank: int, parallel: ParallelConfig, store: Store, address: str) -> Pla
         parallel.pipeline_parallel_size,
     )
     stage, share = divmod(rank, num_shares)
-    shares_memory = parallel.nnodes == 1 and cpu.available()
     world = Gloo(rank, size, store, address=address, join_s=JOIN_S)
+    hosts = [
+        world.host_of(one) if parallel.nnodes == 1 else one // (size // parallel.nnodes)
+        for one in range(size)
+    ]
     if num_stages == 1:
-        return Place(world, share_memory(world, able=shares_memory))
+        return Place(world, _with_memory(world, hosts, store, address))
     shares: Group = ALONE
     if num_shares > 1:
-        names = range(stage * num_shares, (stage + 1) * num_shares)
-        shares = Gloo(share, num_shares, part_of(store, f"stage {stage}"), address=address, names=names)
+        names, at = range(stage * num_shares, (stage + 1) * num_shares), part_of(store, f"stage {stage}")
+        group = Gloo(share, num_shares, at, address=address, names=names)
+        shares = _with_memory(group, hosts[names.start : names.stop], at, address)
     row = part_of(store, f"share {share}")
     names = range(share, size, num_shares)
     stages = Gloo(stage, num_stages, row, address=address, answer_s=STAGE_S, names=names)
-    return Place(world, share_memory(shares, able=shares_memory), stages)
+    return Place(world, shares, stages)
+
+
+def _with_memory(group: Group, hosts: Sequence[Hashable], store: Store, address: str) -> Group:
+    """The same ranks, which are on such hosts, with memory in common within each, if that can be."""
+    from quire.distributed.gloo import Gloo, part_of
+
+    if len(set(hosts)) == 1:
+        return share_memory(group, able=cpu.available())
+    size = size_of_hosts(hosts)
+    if size is None:
+        return group
+    host, place = divmod(group.rank, size)
+    near, far = range(host * size, (host + 1) * size), range(place, group.size, size)
+    here, across = (
+        Gloo(
+            ranks.index(group.rank),
+            len(ranks),
+            part_of(store, f"{name} {number}"),
+            address=address,
+            join_s=JOIN_S,
+            names=[group.names[rank] for rank in ranks],
+        )
+        for name, number, ranks in (("host", host, near), ("place", place, far))
+    )
+    return Hosts(group, share_memory(here, able=cpu.available()), across)
 
 
 def with_replicas(place: Place, rank: int, config: EngineConfig) -> Place:

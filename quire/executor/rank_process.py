@@ -28,6 +28,7 @@ from quire.executor.agreement import check_ranks_agree
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
 from quire.executor.places import JOIN_S, Place, meet, with_replicas
 from quire.executor.rank_processes import CONFIG
+from quire.executor.ray_actor import watch_actor
 from quire.executor.wire import SPIN_S, Wire
 from quire.kv_cache.plain import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
@@ -203,6 +204,8 @@ def main() -> int:
     directory, rank, address, fd = sys.argv[1:]
     config = EngineConfig.decoded((Path(directory) / CONFIG).read_bytes())
     configure_logging(config.observability.log_level, config.observability.log_format)
+    if config.parallel.distributed_executor_backend == "ray":
+        watch_actor()
     wire = Wire(socket.socket(fileno=int(fd)))
     process = RankProcess(config, int(rank), wire, address=address, directory=Path(directory))
     return process.run(sys.stdin.fileno())

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.distributed.group import Group
+from quire.distributed.hosts import Hosts
 from quire.distributed.shared_memory import SharedMemory
 from quire.errors import ConfigError
 from quire.kernels import (
@@ -31,6 +32,7 @@ from quire.kernels import (
     reference_experts,
     reference_latent,
     reference_lora,
+    reference_pooling,
     reference_recurrence,
     reference_sampling,
     reference_scan,
@@ -41,6 +43,7 @@ from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.limits import ANY_LIMITS, Limits
 from quire.kernels.linear import PANEL, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import RANK_UNIT, LoraStacks
+from quire.kernels.pooling import Accumulated
 from quire.kernels.rounding import RowRounding
 
 P = ParamSpec("P")
@@ -234,8 +237,8 @@ def _rows_in_shared_memory(_x: Tensor, _counts: Sequence[int], group: Group) -> 
 
 
 def _in_shared_memory(_x: Tensor, group: Group, *_args: Any, **_options: Any) -> bool:
-    """Whether ranks have memory in common."""
-    return isinstance(group, SharedMemory)
+    """Whether ranks, or those of each host, have memory in common."""
+    return isinstance(group, SharedMemory | Hosts)
 
 
 # Shapes: T tokens of the step, H hidden size, I intermediate size, Hq/Hkv query and key-value heads, D head
@@ -268,6 +271,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float) ->
     return reference.layer_norm(x, weight, bias, eps)
 
 
+@op(_cpu("norm.fused_add_layer_norm"), _triton("norm.fused_add_layer_norm"))
+def fused_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, /, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`(layer_norm(x + residual), x + residual)`, as `fused_add_rms_norm` has it of the other norm."""
+    return reference.fused_add_layer_norm(x, residual, weight, bias, eps)
+
+
 def _float32(x: Tensor, *_args: Any, **_options: Any) -> bool:
     return x.dtype is torch.float32
 
@@ -282,6 +293,18 @@ def round_rows(x: Tensor, /, rounding: RowRounding) -> Tensor:
     included, over that range, and z is lowest - least / s, rounded. There what is not finite makes its group NaN.
     """
     return reference.round_rows(x, rounding)
+
+
+@op(_cpu("pooling.accumulate"), key=1)
+def accumulate(vectors: Tensor, x: Tensor, chunks: Tensor, /, reduction: Accumulated) -> None:
+    """Take tokens of texts into what is kept of each, one after the other.
+
+    vectors [S, H], float64 for sums and else float32, changed in place; x [T, H] of any float dtype. chunks int64
+    [4, R] has, for R different rows of `vectors`, that row, the index in x of the first of its tokens, that token's
+    position in its text (0: nothing was kept before), and how many there are, at least one; one that is none is an
+    IndexError.
+    """
+    reference_pooling.accumulate(vectors, x, chunks, reduction)
 
 
 @op(_cpu("activation.activate"), _triton("activation.activate"))
@@ -621,6 +644,44 @@ def rg_lru(
     result, becomes a * state + sqrt(1 - a^2) * i * x; at the first token of a request, i * x. All but x is float32.
     """
     return reference_recurrence.rg_lru(x, weights, bias, rates, states, metadata)
+
+
+def _whole_squares(
+    _r: Tensor,
+    _w: Tensor,
+    _k: Tensor,
+    _v: Tensor,
+    _a: Tensor,
+    _of_heads: Tensor,
+    states: Tensor,
+    *_args: Any,
+    **_options: Any,
+) -> bool:
+    """Heads that the C++ walk of RWKV-7 takes."""
+    return states.shape[2] <= 256 and states.shape[2] % 16 == 0
+
+
+@op()
+def rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    of_heads: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    /,
+    eps: float,
+) -> Tensor:
+    """RWKV-7's heads (B. Peng et al., 2025, arXiv:2503.14456): r, w, k, v, a [T, h * D] -> [T, h * D] of their dtype.
+
+    In float32, of each head and token: with i = sigmoid(a), u = k * of_heads[0] of unit length, and
+    k = k * (1 + (i - 1) * of_heads[1]), the state S [h, D, D] becomes exp(-exp(-1/2) * sigmoid(w)) S, by rows,
+    - (u * i) (S^T u)^T + k v^T, where S is that from before in both. The result is the layer norm of S^T r, with eps,
+    times of_heads[3], plus of_heads[4], plus v times the sum of r * k * of_heads[2]. of_heads [5, h * D] float32.
+    """
+    return reference_recurrence.rwkv7(r, w, k, v, a, of_heads, states, metadata, eps)
 
 
 @op(_cpu("embedding.embedding"), _triton("embedding.embedding"), key=1)

@@ -74,3 +74,45 @@ def rg_lru(
             out[row] = state
         leave_state(states, piece, state)
     return out.to(x.dtype)
+
+
+_SLOWEST = -0.6065306597126334
+"""Minus e to the power of minus a half: the logarithm of a decay is this, times a number in (0, 1)."""
+
+
+def rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    of_heads: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    eps: float,
+) -> Tensor:
+    _, heads, size, _ = states.shape
+
+    def by_heads(x: Tensor) -> Tensor:
+        return torch.unflatten(x.float(), -1, (heads, size))
+
+    asked, keys, values, rate = by_heads(r), by_heads(k), by_heads(v), by_heads(a).sigmoid()
+    unit_of, rate_of, bonus_of, weight, bias = by_heads(of_heads)
+    decay = (_SLOWEST * by_heads(w).sigmoid()).exp()
+    unit = F.normalize(keys * unit_of, dim=-1)
+    keys = keys * (1 + (rate - 1) * rate_of)
+    out = torch.zeros_like(values)
+    for piece in state_pieces(metadata, len(states)):
+        state = state_before(states, piece)
+        for row in range(piece.first, piece.last):
+            known = (unit[row].unsqueeze(-1) * state).sum(1, keepdim=True)
+            state = (
+                state * decay[row].unsqueeze(-1)
+                - (unit[row] * rate[row]).unsqueeze(-1) * known
+                + keys[row].unsqueeze(-1) * values[row].unsqueeze(1)
+            )
+            said = (asked[row].unsqueeze(-1) * state).sum(1)
+            bonus = (asked[row] * keys[row] * bonus_of).sum(-1, keepdim=True) * values[row]
+            out[row] = F.layer_norm(said, (size,), eps=eps) * weight + bias + bonus
+        leave_state(states, piece, state)
+    return out.flatten(1).to(r.dtype)

@@ -5,7 +5,6 @@ Invariant: the tables hold the names that `quire.models.families.fields` lets th
 
 from collections.abc import Callable
 from functools import partial
-from statistics import NormalDist
 
 from torch import Tensor
 
@@ -33,21 +32,6 @@ GATED_FP8: dict[str, Callable[[Tensor], QuantizedRows]] = {
     "gelu_pytorch_tanh": partial(ops.gelu_and_mul_fp8, approximate="tanh"),
 }
 """The same for a linear layer in fp8."""
-
-
-def gaussian_top(sparsity: float) -> Activation:
-    """What is above the quantile `sparsity` of each row, less that, and 0 below, were a row's elements normal.
-
-    Statistical top-k (Gemma 3n, 2025; Bui et al., 2025, arXiv:2506.06644): [T, I] -> [T, I].
-    """
-    deviations = NormalDist().inv_cdf(sparsity)
-
-    def kept(x: Tensor) -> Tensor:
-        mean = x.mean(-1, keepdim=True)
-        spread = (x - mean).square().mean(-1, keepdim=True).sqrt()
-        return ops.activate(x - (mean + deviations * spread), function="relu")
-
-    return kept
 
 
 FUNCTIONS: dict[str, Function] = {

@@ -42,6 +42,7 @@ class Attention(Module):
     with `qk_norm`, norms that the model owns, each of their heads is normed before that. `alibi` a lowers a score by
     a * slope * distance, with a slope for each head (see `quire.layers.alibi`). With `attention_chunk` c a token sees
     its own part of the sequence, which is cut at multiples of c. `sinks`, which the model owns, join every softmax.
+    Heads come in `parts` of equally many, of each of which ranks have a share.
 
     Raises:
         ConfigError: the attention backend that was asked for cannot do that here.
@@ -65,11 +66,14 @@ class Attention(Module):
         qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
         alibi: float | None = None,
         sinks: Sinks | None = None,
+        parts: int = 1,
     ) -> None:
         super().__init__()
+        assert parts == 1 or (alibi is None and sinks is None), "what heads have beside them is in one part"
         self.name = name
         self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        self.num_kv_heads = self.all_kv_heads = num_kv_heads
+        self.parts = parts
         self.head_dim = head_dim
         self.scale = scale
         self.sliding_window = sliding_window
@@ -104,9 +108,9 @@ class Attention(Module):
         self.group_id = 0
 
     def take_share(self, shard: Shard) -> None:
-        heads = Span(self.num_heads).piece(shard, self.name)
-        kv_heads = Span(self.num_kv_heads, replicated=True).piece(shard, self.name)
-        self.num_heads, self.num_kv_heads = length(heads), length(kv_heads)
+        heads = Span(self.num_heads // self.parts).piece(shard, self.name)
+        kv_heads = Span(self.num_kv_heads // self.parts, replicated=True).piece(shard, self.name)
+        self.num_heads, self.num_kv_heads = self.parts * length(heads), self.parts * length(kv_heads)
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes[heads]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,8 +21,12 @@ from quire.layers.alibi import slopes
 from quire.layers.base import Layer, Module, activation_dtype, device_type, parameter
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.slot import Slot
+from quire.layers.shard import WHOLE, Shard, Span
+from quire.layers.slot import Part, Slot, length
 from quire.layers.step import StepContext
+
+if TYPE_CHECKING:
+    from quire.layers.quantization import QuantMethod
 
 _FARTHEST = 128
 """The distance from which on all distances are of one class."""
@@ -36,18 +41,25 @@ class RelativeBias(Layer):
 
     buckets: Tensor
     table: Tensor
-    """float32 [Hq, 2 * P - 1], for `ops.bidirectional_attention`."""
+    """float32 [Hq, 2 * P - 1], of the rank's heads, for `ops.bidirectional_attention`."""
 
     def __init__(self, *, config: EngineConfig, buckets: int, name: str) -> None:
         super().__init__(name)
         arch = config.arch
-        self.weight = parameter(buckets, arch.num_heads, dtype=activation_dtype(config))
+        self.heads, self.num_buckets, self.dtype = Span(arch.num_heads), buckets, activation_dtype(config)
+        self.create_weights(None)
         longest = config.model.max_model_len or arch.max_position_embeddings
         with torch.device("cpu"):
             self.register_buffer("buckets", _buckets(longest, buckets), persistent=False)
 
+    def create_weights(self, method: QuantMethod | None, shard: Shard = WHOLE) -> None:
+        self.shard, self.own = shard, self.heads.piece(shard, self.name)
+        self.weight = parameter(self.num_buckets, length(self.own), dtype=self.dtype)
+
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        yield f"{names[0]}.weight", Slot(self.weight, "normal")
+        buckets, heads = slice(0, self.num_buckets), slice(0, self.heads.units)
+        part = Part((self.num_buckets, self.heads.units), (buckets, heads), (buckets, self.own))
+        yield f"{names[0]}.weight", Slot(self.weight, "normal", part)
 
     def finish_loading(self) -> None:
         by_distance = self.weight.float()[self.buckets.to(self.weight.device)]
@@ -108,6 +120,13 @@ class BidirectionalAttention(Module):
             "alibi_slopes", None if alibi is None else alibi * slopes(num_heads), persistent=False
         )
         self.group_id = 0
+
+    def take_share(self, shard: Shard) -> None:
+        heads = Span(self.num_heads).piece(shard, self.name)
+        self.num_heads = length(heads)
+        self.num_kv_heads = length(Span(self.num_kv_heads, replicated=True).piece(shard, self.name))
+        if self.alibi_slopes is not None:
+            self.alibi_slopes = self.alibi_slopes[heads]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; a rotary embedding rotates q and k in place."""

@@ -65,6 +65,7 @@ class DifferentialAttention(Module):
             bias=arch.attention_bias,
             dtype=dtype,
             name=f"{prefix}.qkv_proj",
+            paired=True,
         )
         self.o_proj = Linear(
             in_features=heads * size,
@@ -76,7 +77,8 @@ class DifferentialAttention(Module):
         )
         self.share = Lambda(head_dim=size, layer=layer, name=f"{prefix}.share")
         self.norm = head_norm(config, f"{prefix}.norm", num_heads=2)
-        # Every head attends twice, once to each half of the values, so that all have one size.
+        # Every head attends twice, once to each half of the values, so that all have one size. The parts are the halves
+        # of the heads, twice; a rank has as many pairs of each.
         self.attn = Attention(
             config=config,
             name=f"{prefix}.attn",
@@ -85,6 +87,7 @@ class DifferentialAttention(Module):
             head_dim=size,
             scale=size**-0.5,
             rotary=rotary,
+            parts=4,
         )
 
     def reads(self, source: RowSource) -> None:

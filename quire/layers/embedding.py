@@ -197,7 +197,8 @@ class PositionEmbedding(Layer):
     def forward(self, positions: Tensor) -> Tensor:
         """positions [T] -> [T, H] of the activations' dtype."""
         assert positions.dim() == 1, f"learned positions are taken as [T], not {[*positions.shape]}"
-        return ops.embedding(positions + self.offset, self.weight).to(self.out_dtype)
+        places = positions + self.offset if self.offset else positions
+        return ops.embedding(places, self.weight).to(self.out_dtype)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         yield f"{names[0]}.weight", Slot(self.weight, "normal")

@@ -8,6 +8,7 @@ Shapes: T tokens of the step, H hidden size, or that of latents, I intermediate 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +31,14 @@ from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 
 
-class _InStack(MatrixLayer):
+class InStack(MatrixLayer):
     """Mixed into a layer of an expert whose matrix is one of a stack in the checkpoint."""
 
     index: int
     count: int
     stack = ExpertStack()
+    of_all: frozenset[str] = frozenset()
+    """Tensors of the files that are a number for the whole stack."""
 
     def stored_modules(self, names: Sequence[str]) -> list[str]:
         return [".".join(f"{name}.".rsplit(f".{self.index}.", 1))[:-1] for name in names]
@@ -44,9 +47,12 @@ class _InStack(MatrixLayer):
         return module + self.stack.suffix(tensor)
 
     def in_files(self, module: str, tensors: Iterable[str], files: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of this member."""
+        """Those of this member; a number may stand for all of them."""
         found = super().in_files(module, tensors, files)
-        return {name: stack if self.stack.flat else stack[0] for name, stack in found.items() if stack.dim()}
+        numbers = [name for name, stack in found.items() if not stack.dim()]
+        self.of_all |= {self.stored_name(module, name) for name in numbers}
+        whole = found.keys() if self.stack.flat else numbers
+        return {name: stack if name in whole else stack[0] for name, stack in found.items()}
 
     def own(self, tensor: Tensor) -> Tensor:
         if not tensor.dim() or len(tensor) % self.count:
@@ -55,15 +61,19 @@ class _InStack(MatrixLayer):
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         for name, slot in super().slots(self.stored_modules(names)):
+            stored = self.stored_name(*name.rsplit(".", 1))
+            if stored in self.of_all:
+                yield stored, replace(slot, shared=True)
+                continue
             stacked = slot.of_stack(self.index, self.count)
-            yield self.stored_name(*name.rsplit(".", 1)), stacked.merging(0) if self.stack.flat else stacked
+            yield stored, stacked.merging(0) if self.stack.flat else stacked
 
 
-class LinearInStack(_InStack, Linear):
+class LinearInStack(InStack, Linear):
     """A linear layer whose matrix is one of a stack."""
 
 
-class _GateUpInStack(_InStack, GateUpLinear):
+class _GateUpInStack(InStack, GateUpLinear):
     def stored_modules(self, names: Sequence[str]) -> list[str]:
         stacks = super().stored_modules(names)
         if self.stack.gate_up is None:
@@ -136,7 +146,7 @@ class Expert(Module):
             layer.takes_adapters = layer.makes_products = False  # `Experts` does both
             layer.rounds_inputs = member is None and not config.lora.enable_lora
             layer.expert = index
-            if isinstance(layer, _InStack):
+            if isinstance(layer, InStack):
                 assert stack is not None, "a member of it"
                 layer.index, layer.count, layer.stack = index, experts.count, stack
 

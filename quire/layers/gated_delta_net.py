@@ -3,9 +3,11 @@
 Shapes: T tokens of the step, H hidden size, Hk/Hv key and value heads, Dk/Dv their sizes.
 """
 
+import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
@@ -89,13 +91,20 @@ class GatedDeltaNet(Module):
             name=f"{prefix}.out_proj",
             cut="input",
         )
+        self.prefix = prefix
+        self.turns = own.value_heads // own.key_heads if own.in_turn else 1
         parts = [(own.taps - 1, (keys, keys, values)), ((of_heads,), own.key_dim, own.value_dim)]
         self.cache = StateCache(config=config, name=f"{prefix}.cache", parts=parts)
         self.take_share(WHOLE)
 
     def take_share(self, shard: Shard) -> None:
+        if shard.of > 1 and self.turns > 1:
+            raise ConfigError(
+                f"--tensor-parallel-size is {shard.of}, but {self.prefix} has its value heads in the order of GGUF, in "
+                "which key heads serve them in turn; only layers with as many of both are cut for several ranks"
+            )
         q, k, v, z = map(length, self.in_proj_qkvz.rows)
-        self.widths = (q + k + v, z)
+        self.widths, self.parts = (q + k + v, z), (q, k, v)
 
     @staticmethod
     def _in_proj(config: EngineConfig, groups: int, spans: tuple[Span, ...], name: str) -> Linear:
@@ -117,6 +126,13 @@ class GatedDeltaNet(Module):
         """x [T, H] -> [T, H]."""
         metadata, (conv_states, states) = self.cache.metadata(step), self.cache.views
         qkv, z = self.in_proj_qkvz(x, step).split(self.widths, 1)
-        qkv = self.conv1d(qkv, conv_states, metadata)
+        qkv = self._in_turn(self.conv1d(qkv, conv_states, metadata))
         out = self.norm(self.rule(qkv, self.in_proj_ba(x, step), states, metadata))
         return self.out_proj(out.flatten(1) * ops.activate(z, "silu"), step)
+
+    def _in_turn(self, qkv: Tensor) -> Tensor:
+        """With a key head for each value head, where they are not those of neighbours: [T, 2 Hv Dk + Hv Dv]."""
+        if self.turns == 1:
+            return qkv
+        q, k, v = qkv.split(self.parts, 1)
+        return torch.cat((q,) * self.turns + (k,) * self.turns + (v,), 1)

@@ -168,7 +168,9 @@ class QKVLinear(Linear):
 
     A checkpoint that is `grouped` has, in one tensor, the query heads of the first key-value head, its key, its value,
     then those of the next; or it has the queries apart, and the rest so. A layer that is `gated` has a gate for each
-    query head, too, which the checkpoint has behind that head's query. What comes out is bounded by `clip`.
+    query head, too, which the checkpoint has behind that head's query. What comes out is bounded by `clip`. Of heads
+    that are paired, each of the first half with one of the second, ranks have pairs. With several `blocks` the
+    checkpoint has, in one tensor, so large a part of the queries, the values and the keys, then the next of each.
     """
 
     def __init__(
@@ -185,10 +187,16 @@ class QKVLinear(Linear):
         grouped: bool = False,
         gated: bool = False,
         clip: float | None = None,
+        paired: bool = False,
+        blocks: int = 1,
     ) -> None:
-        self.clip = clip
-        heads, kv_heads = Span(num_heads, head_dim), Span(num_kv_heads, head_dim, replicated=True)
-        spans = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
+        assert not (paired and (grouped or gated or blocks > 1)), "such heads are in halves as they are"
+        self.clip, self.head_dim, self.parts = clip, head_dim, 2 if paired else 1
+        self._blocks = blocks
+        heads = Span(num_heads // self.parts, head_dim)
+        kv_heads = Span(num_kv_heads // self.parts, head_dim, replicated=True)
+        whole = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
+        spans = tuple(span for span in whole for _ in range(self.parts))
         super().__init__(
             in_features=hidden_size,
             out_features=sum(span.size for span in spans),
@@ -198,15 +206,22 @@ class QKVLinear(Linear):
             cut="output",
             spans=spans,
             transposed=transposed,
-            groups=num_heads if gated else num_kv_heads if grouped else 1,
+            groups=num_heads if gated else num_kv_heads if grouped else blocks,
         )
-        self.head_dim = head_dim
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method, shard)
         self.head_counts = tuple(
-            length(rows) // span.unit for rows, span in zip(self.rows, self.spans, strict=True)
+            sum(map(length, self.rows[first : first + self.parts])) // self.head_dim
+            for first in range(0, len(self.rows), self.parts)
         )
+
+    def pieces(self, names: Sequence[str]) -> list[Piece]:
+        if self._blocks > 1:
+            return list(self.pieces_of(names[0], (0, 2, 1)))
+        if len(names) == 1:
+            return super().pieces(names)
+        return super().pieces([name for name in names for _ in range(self.parts)])
 
     def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> Sequence[Tensor]:
         """x [T, K] -> views q [T, Hq, D], k and v [T, Hkv, D], and perhaps gates [T, Hq, D], of one [T, N]."""

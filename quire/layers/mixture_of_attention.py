@@ -3,8 +3,6 @@
 Shapes: T tokens of the step, H hidden size, Hkv heads of size D, E experts, k experts of a token.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +14,8 @@ from quire.layers.experts import LinearInStack
 from quire.layers.linear import Linear
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.router import Router
+from quire.layers.shard import Cut, Shard, Span
+from quire.layers.slot import length
 from quire.layers.step import StepContext
 from quire.layers.vectors import OutBias
 
@@ -24,7 +24,7 @@ class MixtureOfAttention(Module):
     """Experts are projections into the queries of Hkv heads, and out of what these see; all share keys and values.
 
     All make their queries, of which those of the chosen attend; what others would give is 0. So each step reads the
-    matrices of all, which are small beside those of the MLPs.
+    matrices of all, which are small beside those of the MLPs. Ranks have some of the heads of every expert.
     """
 
     def __init__(
@@ -35,16 +35,19 @@ class MixtureOfAttention(Module):
         experts = arch.attention_experts
         assert experts is not None, "a layer of this kind is described"
         self.heads = arch.num_kv_heads, arch.head_dim
-        size = arch.num_kv_heads * arch.head_dim
+        """How many a rank has, and their size."""
+        heads, hidden = Span(*self.heads), Span(arch.hidden_size)
         self.gate = Router(config=config, experts=experts, name=f"{prefix}.gate")
-        self.input_linear = _experts(config, experts, (arch.hidden_size, size), f"{prefix}.input_linear")
-        self.output_linear = _experts(config, experts, (size, arch.hidden_size), f"{prefix}.output_linear")
+        self.input_linear = _experts(config, experts, (hidden, heads), "output", f"{prefix}.input_linear")
+        self.output_linear = _experts(config, experts, (heads, hidden), "input", f"{prefix}.output_linear")
         self.kv_proj = Linear(
             in_features=arch.hidden_size,
-            out_features=2 * size,
+            out_features=2 * heads.size,
             bias=False,
             dtype=model_dtype(config),
             name=f"{prefix}.kv_proj",
+            cut="output",
+            spans=(heads, heads),
         )
         self.bias = OutBias(config=config, name=f"{prefix}.bias")
         self.attn = Attention(
@@ -59,6 +62,10 @@ class MixtureOfAttention(Module):
 
     def reads(self, source: RowSource) -> None:
         """x has several readers here, so nobody rounds it before."""
+
+    def take_share(self, shard: Shard) -> None:
+        own = Span(self.heads[0]).piece(shard, self.attn.name)
+        self.heads = length(own), self.heads[1]
 
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
@@ -83,15 +90,20 @@ class MixtureOfAttention(Module):
         return first
 
 
-def _experts(config: EngineConfig, experts: ExpertsArch, sizes: Sequence[int], name: str) -> nn.ModuleList:
+def _experts(
+    config: EngineConfig, experts: ExpertsArch, sizes: tuple[Span, Span], cut: Cut, name: str
+) -> nn.ModuleList:
+    """Of so many inputs and outputs."""
     members = nn.ModuleList()
     for index in range(experts.count):
         member = LinearInStack(
-            in_features=sizes[0],
-            out_features=sizes[1],
+            in_features=sizes[0].size,
+            out_features=sizes[1].size,
             bias=False,
             dtype=model_dtype(config),
             name=f"{name}.{index}",
+            cut=cut,
+            spans=sizes[1:],
         )
         member.takes_adapters = False
         member.index, member.count, member.stack = index, experts.count, ExpertStack()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.layers.activation import FUNCTIONS, Activation, gaussian_top
+from quire.layers.activation import FUNCTIONS, Activation
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
+from quire.layers.gaussian_top import GaussianTop
 from quire.layers.linear import GateUpLinear, Linear
-from quire.layers.shard import Cut
 from quire.layers.step import StepContext
 from quire.layers.xielu import XIELU
 
@@ -20,8 +20,7 @@ from quire.layers.xielu import XIELU
 class GatedMLP(Module):
     """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202); I is the model's if it is not given.
 
-    With `sparsity` that share of each row of the gate is cut off (`gaussian_top`), by what all of the row is like; so
-    such an MLP is not cut for several ranks.
+    With `sparsity` that share of each row of the gate is cut off (`GaussianTop`).
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class GatedMLP(Module):
         size = intermediate_size or arch.intermediate_size
         prepare: Activation | None = None
         if sparsity:
-            prepare = gaussian_top(sparsity)
+            prepare = GaussianTop(sparsity)
         elif arch.gate_multiplier != 1.0:
             prepare = partial(torch.mul, other=arch.gate_multiplier)
         self.gate_up_proj = GateUpLinear(
@@ -48,11 +47,10 @@ class GatedMLP(Module):
             activation=arch.hidden_act,
             name=f"{prefix}.gate_up_proj",
             transposed=arch.transposed_weights,
-            cut="whole" if sparsity else "output",
             prepare=prepare,
             up_first=arch.up_first,
         )
-        self.down_proj = _down_proj(config, prefix, size, "whole" if sparsity else "input")
+        self.down_proj = _down_proj(config, prefix, size)
         self.down_proj.reads(self.gate_up_proj)
         self.multiplier = arch.mlp_multiplier
 
@@ -96,7 +94,7 @@ class PlainMLP(Module):
         return self.down_proj(inner if self.act_fn is None else self.act_fn(inner), step)
 
 
-def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int, cut: Cut = "input") -> Linear:
+def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int) -> Linear:
     arch = config.arch
     return Linear(
         in_features=intermediate_size,
@@ -104,6 +102,6 @@ def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int, cut: C
         bias=arch.mlp_bias if arch.mlp_out_bias is None else arch.mlp_out_bias,
         dtype=model_dtype(config),
         name=f"{prefix}.down_proj",
-        cut=cut,
+        cut="input",
         transposed=arch.transposed_weights,
     )

@@ -103,8 +103,9 @@ class LayerNorm(Layer):
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `RMSNorm.add`."""
-        total = x if residual is None else x + residual
-        return self.forward(total), total
+        if residual is None:
+            return self.forward(x), x
+        return ops.fused_add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         if self.has_weight:

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_COLUMNS = 128
-"""Numbers of a vector that are reduced at once, so that those of all tokens stay in the processor's cache."""
+from quire.kernels import ops
+from quire.kernels.pooling import SUM_DTYPE, Accumulated
 
 
 @dataclass(frozen=True)
@@ -83,33 +83,18 @@ class FirstToken(_Keeping):
 
 
 class Accumulation(_Keeping):
-    """What is made token by token. Before the tokens of a chunk stands what was made of those before it.
+    """What is made token by token, from what was made of those before."""
 
-    torch's `segment_reduce` walks each column of a segment from its first row to its last, on every device.
-    """
+    reduction: Accumulated
 
-    reduction = "max"
-    empty = float("-inf")
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(num_rows)
+        self.dtype = SUM_DTYPE[self.reduction]
 
     def reduce(self, hidden: Tensor, chunks: Chunks) -> Tensor:
-        vectors, rows = self._kept(hidden), _index(chunks.rows, hidden)
-        vectors[_index(chunks.rows[chunks.starts == 0], hidden)] = self.empty
-        order, weights = _index(_with_what_was(chunks), hidden), self._weights(hidden, chunks)
-        lengths = _index(chunks.counts + 1, hidden)
-        for begin in range(0, hidden.shape[1], _COLUMNS):
-            columns = slice(begin, begin + _COLUMNS)
-            before, tokens = vectors[rows, columns], hidden[:, columns].to(self.dtype)
-            if weights is not None:
-                tokens = tokens * weights
-            found = torch.cat((before, tokens)).index_select(0, order)
-            vectors[rows, columns] = torch.segment_reduce(
-                found, self.reduction, lengths=lengths, axis=0, unsafe=True
-            )
+        places = np.stack((chunks.rows, chunks.firsts, chunks.starts, chunks.counts))
+        ops.accumulate(self._kept(hidden), hidden, _index(places, hidden), self.reduction)
         return self._finished(self._ended(hidden, chunks), (chunks.starts + chunks.counts)[chunks.is_last])
-
-    def _weights(self, hidden: Tensor, chunks: Chunks) -> Tensor | None:
-        """[T, 1], or all are 1."""
-        return None
 
     def _finished(self, vectors: Tensor, lengths: NDArray[np.int64]) -> Tensor:
         """What becomes of what was made of whole texts, [R', H], that have so many tokens, [R']."""
@@ -119,13 +104,13 @@ class Accumulation(_Keeping):
 class Greatest(Accumulation):
     """The greatest of each number."""
 
+    reduction = "max"
+
 
 class Mean(Accumulation):
     """The sum over the number of tokens."""
 
-    dtype = torch.float64
-    reduction = "sum"
-    empty = 0.0
+    reduction: Accumulated = "sum"
 
     def _finished(self, vectors: Tensor, lengths: NDArray[np.int64]) -> Tensor:
         divisors = torch.from_numpy(self._divisors(lengths.astype(np.float64))).to(vectors.device)
@@ -145,11 +130,7 @@ class MeanSqrtLength(Mean):
 class WeightedMean(Mean):
     """The mean in which the n-th token counts n times (Muennighoff, 2022, arXiv:2202.08904)."""
 
-    def _weights(self, hidden: Tensor, chunks: Chunks) -> Tensor | None:
-        weights = np.zeros((hidden.shape[0], 1))
-        places, positions = _tokens(chunks)
-        weights[places, 0] = positions + 1
-        return torch.from_numpy(weights).to(hidden.device)
+    reduction = "weighted"
 
     def _divisors(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         return lengths * (lengths + 1) / 2
@@ -182,20 +163,6 @@ def make_reduction(poolings: Sequence[str], num_rows: int) -> Reduction | None:
         return None
     reductions = [REDUCTIONS[pooling](num_rows) for pooling in poolings]
     return reductions[0] if len(reductions) == 1 else Joined(reductions)
-
-
-def _tokens(chunks: Chunks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each token of the chunks, in order, its index in the step and its position in the text."""
-    ends = chunks.counts.cumsum()
-    offsets = np.arange(ends[-1]) - (ends - chunks.counts).repeat(chunks.counts)
-    return chunks.firsts.repeat(chunks.counts) + offsets, chunks.starts.repeat(chunks.counts) + offsets
-
-
-def _with_what_was(chunks: Chunks) -> NDArray[np.int64]:
-    """Indices into [what was; tokens]: of each chunk what was made before, then its tokens."""
-    places, _ = _tokens(chunks)
-    num_chunks = len(chunks.rows)
-    return np.insert(places + num_chunks, chunks.counts.cumsum() - chunks.counts, np.arange(num_chunks))
 
 
 def _index(values: NDArray[np.int64], like: Tensor) -> Tensor:

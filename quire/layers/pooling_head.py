@@ -68,6 +68,21 @@ class HeadLinear(Linear):
         super().finish_loading()
 
 
+class TableLinear(HeadLinear):
+    """One whose matrix is a table that others read, too, and whose bias is called as a checkpoint likes."""
+
+    def __init__(self, layer: HeadLayer, *, table: str, bias: str, prefix: str = "") -> None:
+        super().__init__(layer, prefix)
+        self._tensors = table, bias
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        table, bias = self._tensors
+        assert self.weight is not None
+        assert self.bias is not None
+        yield table, Slot(self.weight, "normal", shared=True)
+        yield bias, Slot(self.bias, "zeros")
+
+
 class PoolingHead(Module):
     """Layers one behind the other; without any, vectors are given out as they are."""
 

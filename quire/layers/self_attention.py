@@ -40,6 +40,7 @@ class SelfAttention(Module):
             grouped=arch.qkv_grouped,
             gated=arch.attention_gate,
             clip=arch.qkv_clip,
+            blocks=arch.qkv_blocks,
         )
         self.o_proj = Linear(
             in_features=arch.num_heads * arch.head_dim,

@@ -4,7 +4,7 @@ Shapes: T tokens of the step, H hidden size, I intermediate size, Hq heads of si
 A turn is one use of a block: it has a cache of its own, and adapters, which the checkpoint has in the block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -48,11 +48,20 @@ class Adapters(nn.ModuleDict):
                 idle = tuple(other for other in layers if other != layer)
                 cast(Linear, linear).turns = Turns((layer,), layers[0], idle)
 
+    def keep_turns(self, turns: Collection[int]) -> None:
+        """Let go of those of others."""
+        _keep(self, turns)
+
     def added(self, x: Tensor, turn: int, step: StepContext) -> Tensor:
         """x [T, K] -> [T, N]."""
         left, right = cast(nn.ModuleList, self[str(turn)])
         out: Tensor = right(left(x, step), step)
         return out
+
+
+def _keep(by_turn: nn.ModuleDict, turns: Collection[int]) -> None:
+    for key in [key for key in by_turn if int(key) not in turns]:
+        del by_turn[key]
 
 
 class SharedAttention(Module):
@@ -95,6 +104,12 @@ class SharedAttention(Module):
                 for turn in turns
             }
         )
+
+    def keep_turns(self, turns: Collection[int]) -> None:
+        """See `SharedBlock.keep_turns`."""
+        for adapters in self.adapters:
+            adapters.keep_turns(turns)
+        _keep(self.attn, turns)
 
     def forward(self, x: Tensor, positions: Tensor, turn: int, step: StepContext, own: StepContext) -> Tensor:
         """x [T, 2 H] -> [T, H]; `own` is the step as the turn's layer has it."""
@@ -139,6 +154,7 @@ class SharedBlock(Module):
         self, *, config: EngineConfig, prefix: str, turns: Sequence[int], rotary: RotaryEmbedding | None
     ) -> None:
         super().__init__()
+        self.turns = frozenset(turns)
         self.input_layernorm = RMSNorm(
             size=2 * config.arch.hidden_size,
             eps=config.arch.norm_eps,
@@ -155,6 +171,12 @@ class SharedBlock(Module):
         attention, mlp = self.self_attn, self.feed_forward
         for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
             linear.turns = Turns(layers, layers[0])
+
+    def keep_turns(self, turns: Collection[int]) -> None:
+        """Let go of what is for turns that layers of other pipeline stages take; called any number of times."""
+        self.turns = self.turns.intersection(turns)
+        self.self_attn.keep_turns(self.turns)
+        self.feed_forward.gate_up_proj_adapter_list.keep_turns(self.turns)
 
     def forward(self, x: Tensor, embedded: Tensor, positions: Tensor, turn: int, step: StepContext) -> Tensor:
         """x and the embeddings [T, H] -> [T, H]."""

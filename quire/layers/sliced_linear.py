@@ -17,6 +17,8 @@ from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.reference_collectives import tree_sum
 from quire.layers.base import Module
+from quire.layers.experts import InStack, LinearInStack
+from quire.layers.gaussian_top import GaussianTop
 from quire.layers.linear import Linear
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Shard
@@ -47,6 +49,7 @@ class Slice(Linear):
             cut="input",
             transposed=linear.transposed,
         )
+        self.turns = None if linear.turns is None else replace(linear.turns)  # with slots of its own
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         """The same for each number of ranks, so `shard` is not asked."""
@@ -56,6 +59,18 @@ class Slice(Linear):
         """The first answers for the matrix: all slices together take what a rank's share of it is."""
         for name, slot in super().slots(names):
             yield name, replace(slot, shared=self._place > 0)
+
+
+class SliceInStack(InStack, Slice):
+    """One of a layer whose matrix is one of a stack in the checkpoint."""
+
+    def __init__(self, linear: Linear, place: int, shard: Shard) -> None:
+        assert isinstance(linear, InStack), "a member of a stack"
+        super().__init__(linear, place, shard)
+        self.index, self.count, self.stack = linear.index, linear.count, linear.stack
+
+
+_SLICES: dict[type, type[Slice]] = {Linear: Slice, LinearInStack: SliceInStack}
 
 
 class SlicedLinear(Module):
@@ -72,7 +87,8 @@ class SlicedLinear(Module):
             raise ConfigError(
                 f"--tp-invariant forms sums of {NUM_SLICES} slices, which {shard.of} ranks cannot share evenly"
             )
-        self.slices = nn.ModuleList(Slice(linear, place, shard) for place in range(count))
+        kind = _SLICES[type(linear)]
+        self.slices = nn.ModuleList(kind(linear, place, shard) for place in range(count))
         self.group = shard.group
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
@@ -83,10 +99,12 @@ class SlicedLinear(Module):
 
 
 def slice_sums(model: nn.Module, shard: Shard) -> None:
-    """Put slices in the place of each linear layer that is cut by inputs, and sum up by units what norms are of."""
+    """Put slices in the place of each linear layer that is cut by inputs, and have slices or units of other sums."""
     for parent in list(model.modules()):
         if isinstance(parent, SharedRMSNorm):
             parent.by_units = parent.groups % NUM_SLICES > 0  # else each rank has whole groups
+        if isinstance(parent, GaussianTop):
+            parent.slices = NUM_SLICES // shard.of
         for name, child in list(parent.named_children()):
-            if type(child) is Linear and child.cut == "input":
+            if type(child) in _SLICES and isinstance(child, Linear) and child.cut == "input":
                 setattr(parent, name, SlicedLinear(child, shard))

@@ -60,6 +60,11 @@ class StateCache(Module):
 
         return tuple(tuple(map(size, part)) for part in self.parts)
 
+    @property
+    def group_id(self) -> int:
+        """Of the group whose block tables say where its states lie."""
+        return self._group_id
+
     def metadata(self, step: StepContext) -> StateMetadata:
         """Whose states the step reads, and where it leaves them."""
         return step.metadata(self._group_id, StateMetadata)

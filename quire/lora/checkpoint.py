@@ -19,7 +19,7 @@ from quire.kernels.lora import LoraStacks, SlotMemory
 from quire.layers.own_rows import TokenRows
 from quire.layers.sliced_linear import Slice
 from quire.layers.slot import length
-from quire.lora.adaptable import Adaptable
+from quire.lora.adaptable import Adaptable, AdaptableTurn
 from quire.lora.adapted import AdaptedModule, Kind
 from quire.lora.directory import WEIGHTS_NAME
 from quire.lora.modules import adapted_modules
@@ -121,7 +121,8 @@ def _row_lengths(own: Adaptable) -> RowLengths:
     """Those of a layer, and who knows what of its rows it has not."""
     layer = own.layer
     if isinstance(layer, Slice):
-        return RowLengths(own.num_rows, own.lengthen, layer.summed_by, layer.name)
+        turn = own.turn if isinstance(own, AdaptableTurn) else 0
+        return RowLengths(own.num_rows, own.lengthen, layer.summed_by, f"{layer.name} {turn}")
     is_shared = length(own.columns) != own.inputs
     return RowLengths(own.num_rows, own.lengthen, layer.group if is_shared else None)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.layers.base import Layer, Module, model_dtype
@@ -16,6 +16,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.sliced_linear import SLICES
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
+from quire.models.stack import Stack
 
 T = TypeVar("T")
 
@@ -72,6 +73,18 @@ class CausalLM(Module):
         """hidden [N, H] -> float32 logits [N, V + num_added]; adapter_rows, num_added: see `VocabEmbedding.logits`."""
         assert self.lm_head is not None, "a model that is pooled, or a stage before the last, has no logits"
         return self.lm_head.logits(hidden, adapter_rows, num_added)
+
+    def stack(self) -> Stack | None:
+        """What pipeline stages share out; None: it is not made so."""
+        return None
+
+    def behind_layers(self) -> list[nn.Module]:
+        """What the last pipeline stage has beside its part of the stack."""
+        return [] if self.lm_head is None else [self.lm_head]
+
+    def let_go_of_head(self) -> None:
+        """Be a stage before the last: what stands behind the layers is in another process."""
+        self.lm_head = None
 
     def shared_head(self) -> VocabEmbedding | None:
         """The output head, if ranks have its tokens apart and `own_logits` says what each makes; else None."""

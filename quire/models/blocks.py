@@ -307,6 +307,17 @@ class MLPBlock(Block):
         return self.mlp(x, step), residual
 
 
+class EmptyBlock(Block):
+    """Nothing: a layer of which a search has left neither attention nor MLP (Nemotron-NAS)."""
+
+    has_mixer = has_mlp = False
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor | None]:
+        return x, residual
+
+
 BLOCKS: dict[str, type[Block]] = {
     "sequential": SequentialBlock,
     "sandwich": SandwichBlock,
@@ -319,6 +330,7 @@ BLOCKS: dict[str, type[Block]] = {
     "residual_experts": ResidualExpertsBlock,
     "mixer": MixerBlock,
     "mlp": MLPBlock,
+    "empty": EmptyBlock,
 }
 
 

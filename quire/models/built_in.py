@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 DECODER = "decoder:DecoderForCausalLM"
 TRANSFORMERS = "transformers"
-RANKS, STAGES = "tensor parallelism", "pipeline stages"
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class BuiltIn:
     """What its logits are held against in tests: the class of transformers with its name, or what else."""
     pools: bool = False
     """Whether it was made to have its prompts pooled, and generates nothing."""
-    lacks: tuple[str, ...] = ()
-    """What it cannot do of what all others can: `RANKS`, `STAGES`."""
     both_ways: bool = False
     """Whether it is served as an encoder, too, where config.json says so (`is_causal`)."""
 
@@ -104,13 +101,26 @@ BUILT_IN: dict[str, BuiltIn] = {
             "ChatGLM 2 and 3, GLM-4 9B (2024) as published",
             oracle="Glm of transformers",
         ),
+        BuiltIn("CodeGenForCausalLM", "neox:read_codegen", "CodeGen 350M to 16B"),
         BuiltIn("Cohere2ForCausalLM", "cohere:read_cohere2", "Command A, Command R7B, Tiny Aya"),
         BuiltIn("CohereForCausalLM", "cohere:read_cohere", "Command R, Command R+, Aya 23 and Expanse"),
         BuiltIn("CwmForCausalLM", "llama:read_cwm", "Code World Model"),
         BuiltIn("DbrxForCausalLM", "dbrx:read_dbrx", "DBRX"),
+        BuiltIn(
+            "DeciLMForCausalLM",
+            "uneven:read_decilm",
+            "DeciLM 7B, Llama Nemotron Super 49B and Ultra 253B",
+            oracle="plain torch",
+        ),
+        BuiltIn(
+            "DeepseekForCausalLM",
+            "deepseek:read_deepseek_moe",
+            "DeepSeekMoE 16B",
+            oracle="plain torch",
+        ),
         BuiltIn("DeepseekV2ForCausalLM", "deepseek:read_deepseek_v2", "DeepSeek-V2, V2 Lite, V2.5, Coder V2"),
         BuiltIn("DeepseekV3ForCausalLM", "deepseek:read_deepseek_v3", "DeepSeek-V3, V3.1, R1, Kimi K2"),
-        BuiltIn("DiffLlamaForCausalLM", "llama:read_diffllama", "DiffLlama 0.3B", lacks=(RANKS,)),
+        BuiltIn("DiffLlamaForCausalLM", "llama:read_diffllama", "DiffLlama 0.3B"),
         BuiltIn("Dots1ForCausalLM", "balanced:read_dots1", "dots.llm1"),
         BuiltIn("Ernie4_5_MoeForCausalLM", "sparse:read_ernie_moe", "ERNIE 4.5 21B-A3B and 300B-A47B"),
         BuiltIn("Ernie4_5ForCausalLM", "llama:read_ernie", "ERNIE 4.5 0.3B"),
@@ -133,7 +143,6 @@ BUILT_IN: dict[str, BuiltIn] = {
             "gemma3n:read_gemma3n",
             "Gemma 3n E2B and E4B (text)",
             model="gemma3n:Gemma3nForCausalLM",
-            lacks=(RANKS, STAGES),
         ),
         BuiltIn("GemmaForCausalLM", "gemma:read_gemma", "Gemma, CodeGemma"),
         BuiltIn("Glm4ForCausalLM", "glm:read_glm4", "GLM-4 (0414), GLM-Z1"),
@@ -171,7 +180,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn(
             "JambaForCausalLM", "mamba_hybrids:read_jamba", "Jamba, Jamba 1.5 to 1.7, Jamba Reasoning 3B"
         ),
-        BuiltIn("JetMoeForCausalLM", "jetmoe:read_jetmoe", "JetMoE 8B", lacks=(RANKS,)),
+        BuiltIn("JetMoeForCausalLM", "jetmoe:read_jetmoe", "JetMoE 8B"),
         BuiltIn("KimiLinearForCausalLM", "kimi_linear:read_kimi_linear", "Kimi Linear 48B-A3B"),
         BuiltIn("Lfm2ForCausalLM", "lfm:read_lfm2", "LFM2 350M to 2.6B"),
         BuiltIn("Lfm2MoeForCausalLM", "lfm:read_lfm2_moe", "LFM2 8B-A1B"),
@@ -194,6 +203,12 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("MiniMaxForCausalLM", "minimax:read_minimax", "MiniMax-Text-01 in the form of transformers"),
         BuiltIn("MiniMaxM2ForCausalLM", "minimax:read_minimax_m2", "MiniMax M2 and M2.1"),
+        BuiltIn(
+            "MiniMaxText01ForCausalLM",
+            "minimax:read_minimax_text_01",
+            "MiniMax-Text-01 and M1 as published",
+            oracle="MiniMax of transformers",
+        ),
         BuiltIn("Ministral3ForCausalLM", "llama:read_ministral3", "Ministral 3 3B to 14B (text)"),
         BuiltIn("MinistralForCausalLM", "llama:read_ministral", "Ministral 8B"),
         BuiltIn("MistralForCausalLM", "llama:read_mistral", "Mistral 7B, Nemo, Small", both_ways=True),
@@ -214,7 +229,8 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("OlmoeForCausalLM", "sparse:read_olmoe", "OLMoE 1B-7B"),
         BuiltIn("OlmoForCausalLM", "olmo:read_olmo", "OLMo"),
         BuiltIn("OlmoHybridForCausalLM", "olmo:read_olmo_hybrid", "OLMo Hybrid 7B"),
-        BuiltIn("OPTForCausalLM", "opt:read_opt", "OPT", model="opt:OPTForCausalLM", lacks=(STAGES,)),
+        BuiltIn("OpenELMForCausalLM", "uneven:read_openelm", "OpenELM 270M to 3B", oracle="plain torch"),
+        BuiltIn("OPTForCausalLM", "opt:read_opt", "OPT", model="opt:OPTForCausalLM"),
         BuiltIn("OrionForCausalLM", "llama:read_orion", "Orion 14B", oracle="StableLm of transformers"),
         BuiltIn("PersimmonForCausalLM", "neox:read_persimmon", "Persimmon 8B"),
         BuiltIn("Phi3ForCausalLM", "phi:read_phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
@@ -230,8 +246,16 @@ BUILT_IN: dict[str, BuiltIn] = {
         BuiltIn("Qwen3NextForCausalLM", "qwen_next:read_qwen3_next", "Qwen3-Next 80B-A3B, Qwen3 Coder Next"),
         BuiltIn("QWenLMHeadModel", "qwen:read_qwen", "Qwen (2023)", oracle="Qwen2 of transformers"),
         BuiltIn("RecurrentGemmaForCausalLM", "griffin:read_recurrent_gemma", "RecurrentGemma 2B and 9B"),
+        BuiltIn(
+            "RWKV7ForCausalLM",
+            "rwkv:read_rwkv7",
+            "RWKV-7 in the form of flash-linear-attention",
+            model="rwkv7:RWKV7ForCausalLM",
+            oracle="plain torch",
+        ),
         BuiltIn("SeedOssForCausalLM", "llama:read_seed_oss", "Seed-OSS 36B"),
         BuiltIn("SmolLM3ForCausalLM", "llama:read_smollm3", "SmolLM 3"),
+        BuiltIn("SolarForCausalLM", "solar:read_solar", "Solar Pro", oracle="plain torch"),
         BuiltIn("SolarOpenForCausalLM", "balanced:read_solar_open", "Solar Open 100B"),
         BuiltIn(
             "StableLMEpochForCausalLM",
@@ -257,7 +281,6 @@ BUILT_IN: dict[str, BuiltIn] = {
             "zamba2:read_zamba2",
             "Zamba 2 1.2B to 7B",
             model="zamba2:Zamba2ForCausalLM",
-            lacks=(RANKS, STAGES),
         ),
     )
 }
@@ -268,6 +291,7 @@ ALSO_CALLED: dict[str, str] = {
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
+    "MiniMaxM1ForCausalLM": "MiniMaxText01ForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
 """Names by which files as their makers published them call an architecture -> that of its row."""

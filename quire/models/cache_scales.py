@@ -43,7 +43,7 @@ def take_cache_scales(model: CausalLM, shard: Shard = WHOLE) -> None:
         return
     files = _Files(model)
     for layer in layers:
-        heads = config.arch.num_kv_heads
+        heads = layer.all_kv_heads
         keys, values = (files.of(layer, kind, heads) for kind in ("k", "v"))
         if codes == "int8" and keys is not None and values is not None:
             scales = CacheScales.of_rank(keys, values, shard, layer.name)

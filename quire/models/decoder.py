@@ -3,33 +3,41 @@
 Shapes: T tokens of the step, H hidden size, N rows of logits, V vocabulary rows.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quire.config import EngineConfig
-from quire.layers.base import Module, activation_dtype, model_dtype
+from quire.config import EngineConfig, ModelArch
+from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
 from quire.models.blocks import BLOCKS
+from quire.models.stack import Stack
 
-STREAM = "stream"
-"""Of `StepContext.intermediate`: [T, H] what the layers before a stage's have made."""
 POSITIONS: dict[str, type[PositionEmbedding] | type[SinusoidalEmbedding]] = {
     "learned": PositionEmbedding,
     "sinusoidal": SinusoidalEmbedding,
 }
 
 
-class Decoder(Module):
-    """Embeddings, decoder layers and final norm; of several stages the first alone embeds, and the last alone norms."""
+def crossing_layers(arch: ModelArch) -> tuple[int, ...]:
+    """Of what layers keep, what later stages may have to hand on: all but what comes into the last norm."""
+    return tuple(layer for layer in sorted(set(arch.kept_layers)) if layer < arch.num_layers)
+
+
+class Decoder(Stack):
+    """Embeddings, decoder layers and final norm.
+
+    A stage hands on the stream, and beside it what layers so far have kept for a model that guesses.
+    """
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
-        super().__init__()
+        super().__init__(config=config)
         arch = config.arch
         self.embed_tokens = VocabEmbedding(
             vocab_size=arch.vocab_size,
@@ -50,37 +58,80 @@ class Decoder(Module):
         rotaries = rotaries_of(config)
         self.layers = nn.ModuleList(
             BLOCKS[arch.block_of(layer)](
-                config=config, prefix=f"{prefix}.layers.{layer}", layer=layer, rotary=rotaries[layer]
+                config=_of_layer(config, layer),
+                prefix=f"{prefix}.layers.{layer}",
+                layer=layer,
+                rotary=rotaries[layer],
             )
             for layer in range(arch.num_layers)
         )
         self.norm: RMSNorm | LayerNorm | None = block_norm(config, f"{prefix}.norm", arch.final_norm_eps)
         self.kept_layers = arch.kept_layers
-        self.embeds = True
+        self.skips = arch.skips
+        self._crossing = crossing_layers(arch)
+
+    def stream_size(self, layer: int) -> int:
+        return self._hidden_size * (1 + len(self._crossing))
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Of a stage that is not the last: what the next one goes on from."""
-        x, residual = self._entering(inputs, positions, step), None
-        kept: list[Tensor] = []
-        for number, layer in enumerate(self.layers):
+        (x, kept), residual = self._entering(inputs, positions, step), None
+        streams: dict[int, Tensor] = {}
+        for number, layer in self.own_layers():
+            if self.skips:
+                x, residual = self._skipping(number, x, residual, streams)
             if number in self.kept_layers:
-                kept.append(x if residual is None else x + residual)
+                kept[number] = x if residual is None else x + residual
             x, residual = layer(x, residual, positions, step)
+        if self.norm is None:  # it is in a later stage
+            return self._handed_on(x if residual is None else x + residual, kept)
         if len(self.layers) in self.kept_layers:
-            kept.append(x if residual is None else x + residual)
-        if self.norm is None:
-            return x if residual is None else x + residual
+            kept[len(self.layers)] = x if residual is None else x + residual
         hidden, _ = self.norm.add(x, residual)
-        return torch.cat((hidden, *kept), dim=-1) if kept else hidden
+        return torch.cat((hidden, *kept.values()), dim=-1) if kept else hidden
 
-    def _entering(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        if not self.embeds:
-            assert step.intermediate is not None, "a later stage goes on from the one before"
-            return step.intermediate[STREAM]
+    def _skipping(
+        self, number: int, x: Tensor, residual: Tensor | None, streams: dict[int, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What comes into a layer; `streams` has what came into those where skips start."""
+        ends = [skip for skip in self.skips if skip.end == number]
+        if not ends and all(skip.start != number for skip in self.skips):
+            return x, residual
+        x = streams[number] = x if residual is None else x + residual
+        for skip in ends:
+            x = streams[skip.start] * skip.share + x * (1.0 - skip.share)
+        return x, None
+
+    def _entering(
+        self, inputs: Tensor, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """[T, H] what the first of the layers reads, and what those before have kept, in their order."""
+        if self.enters:
+            return self._embedded(inputs, positions, step), {}
+        stream = self.came(step)
+        if not self._crossing:
+            return stream, {}
+        x, *found = stream.split(self._hidden_size, dim=-1)
+        pairs = zip(self._crossing, found, strict=True)
+        return x.contiguous(), {number: rows for number, rows in pairs if number < self.own.start}
+
+    def _handed_on(self, x: Tensor, kept: dict[int, Tensor]) -> Tensor:
+        """[T, `stream_size`]; what later layers are to keep means nothing yet."""
+        if not self._crossing:
+            return x
+        return torch.cat((x, *(kept.get(number, x) for number in self._crossing)), dim=-1)
+
+    def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         return x if self.embed_norm is None else self.embed_norm(x)
+
+
+def _of_layer(config: EngineConfig, layer: int) -> EngineConfig:
+    """The config as one layer of a model has it."""
+    arch = config.arch.of_layer(layer)
+    return config if arch is config.arch else dataclasses.replace(config, model_arch=arch)
 
 
 def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:
@@ -120,16 +171,8 @@ class DecoderForCausalLM(CausalLM):
         self.model = self.decoder(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.embed_tokens, f"{prefix}lm_head")
 
-    def take_ends(self, *, enters: bool, ends: bool) -> None:
-        """Of several stages, be one that embeds tokens or not, and has the head or not; a tied table is in both."""
-        decoder = self.model
-        decoder.embeds = enters
-        if not ends:
-            decoder.norm = self.lm_head = None
-        if not enters:
-            decoder.embed_positions = decoder.embed_norm = None
-            if self.lm_head is not decoder.embed_tokens:
-                decoder.embed_tokens = None
+    def stack(self) -> Stack | None:
+        return self.model if isinstance(self.model, Stack) else None
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         hidden: Tensor = self.model(inputs, positions, step)

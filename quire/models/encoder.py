@@ -15,18 +15,21 @@ from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.bidirectional_attention import BidirectionalAttention, RelativeBias
 from quire.layers.embedding import PositionEmbedding, TokenTypeEmbedding, VocabEmbedding
 from quire.layers.norm import block_norm
-from quire.layers.pooling_head import HeadLinear
+from quire.layers.pooling_head import HeadLinear, TableLinear
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import rotaries_of
+from quire.models.stack import Stack
 
 
-class Encoder(Module):
+class Encoder(Stack):
     """Embeddings of tokens, positions and token types, layers, and perhaps a final norm."""
 
+    entering = (*Stack.entering, "embed_token_types")
+
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
-        super().__init__()
+        super().__init__(config=config)
         arch = config.arch
         self.embed_tokens = VocabEmbedding(
             vocab_size=arch.vocab_size,
@@ -65,8 +68,8 @@ class Encoder(Module):
         self.norm = block_norm(config, f"{prefix}.norm") if arch.final_norm else None
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        x, residual = self._embedded(inputs, positions, step), None
-        for layer in self.layers:
+        x, residual = self._embedded(inputs, positions, step) if self.enters else self.came(step), None
+        for _, layer in self.own_layers():
             x, residual = layer(x, residual, positions, step)
         if self.norm is None:
             return x if residual is None else x + residual
@@ -77,9 +80,10 @@ class Encoder(Module):
         x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
         if self.embed_token_types is not None:
             x = x + self.embed_token_types(step.token_types)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(positions)
-        return x if self.embed_norm is None else self.embed_norm(x)
+        placed = None if self.embed_positions is None else self.embed_positions(positions)
+        if self.embed_norm is not None:
+            return self.embed_norm.add(x, placed)[0]
+        return x if placed is None else x + placed
 
 
 class ClassifierHead(Module):
@@ -94,7 +98,10 @@ class ClassifierHead(Module):
             self.activation = PLAIN[head.dense]
         if head.norm:
             self.dense_norm = block_norm(config, f"{prefix}.dense_norm")
-        self.out_proj = HeadLinear(HeadLayer("out_proj", size, head.classes), f"{prefix}.")
+        last = HeadLayer("out_proj", size, head.classes)
+        self.out_proj = HeadLinear(last, f"{prefix}.")
+        if head.table:
+            self.out_proj = TableLinear(last, table=head.table, bias=head.table_bias, prefix=f"{prefix}.")
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """x float32 [N, H], what texts were pooled to or states of tokens -> [N, C]; step: as of `PoolingHead`."""
@@ -125,6 +132,15 @@ class EncoderModel(CausalLM):
         """Texts that the step computes whole -> hidden states [T, H]."""
         hidden: Tensor = self.model(inputs, positions, step)
         return hidden
+
+    def stack(self) -> Stack | None:
+        return self.model
+
+    def behind_layers(self) -> list[nn.Module]:
+        return [] if self.head is None else [self.head]
+
+    def let_go_of_head(self) -> None:
+        self.head = None
 
     def pool_head(self) -> Module | None:
         """See `CausalLM.pool_head`."""

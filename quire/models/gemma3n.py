@@ -4,6 +4,7 @@ Shapes: T tokens of the step, H hidden size, N streams, L layers, P size of a to
 """
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +26,22 @@ from quire.layers.shard import Cut
 from quire.layers.shared_attention import SharedKVAttention
 from quire.layers.step import StepContext
 from quire.models.decoder import DecoderForCausalLM, rotaries_of
+from quire.models.stack import Stack
 
 _LEAST_POWER = 1e-5
 
 
 class Laurel(Module):
-    """A learned augmented residual layer (Menghani et al., 2024, arXiv:2411.07501): `x + norm(right(left(x)))`."""
+    """A learned augmented residual layer (Menghani et al., 2024, arXiv:2411.07501): `x + norm(right(left(x)))`.
+
+    Its rank is low, so every rank of several has all of it.
+    """
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
         hidden, rank = config.arch.hidden_size, _own(config).laurel_rank
-        self.linear_left = _linear(config, f"{prefix}.linear_left", hidden, rank, "output")
-        self.linear_right = _linear(config, f"{prefix}.linear_right", rank, hidden, "input")
+        self.linear_left = _linear(config, f"{prefix}.linear_left", hidden, rank)
+        self.linear_right = _linear(config, f"{prefix}.linear_right", rank, hidden)
         self.post_laurel_norm = block_norm(config, f"{prefix}.post_laurel_norm")
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
@@ -93,6 +98,7 @@ class Gemma3nBlock(Module):
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), step))
         streams = self.altup.correct(predicted, x, step)
         gate = self.per_layer_input_gate(self.altup.correct_output_scale(streams[0]), step)
+        told = told[:, self.per_layer_input_gate.rows[0]]
         told = self.post_per_layer_input_norm(self.per_layer_projection(gate * told, step))
         return torch.cat((streams[:1], streams[1:] + told))
 
@@ -134,12 +140,19 @@ class TokenRows(Module):
         return (rows + own.view(rows.shape)) * math.sqrt(0.5)
 
 
-class Gemma3nDecoder(Module):
-    """Embeddings, which become the streams, layers, and the streams' mean, normed."""
+class Gemma3nDecoder(Stack):
+    """Embeddings, which become the streams, layers, and the streams' mean, normed.
+
+    A stage hands on, of each token, the streams and what its later layers are told of it.
+    """
+
+    entering = ("embed_tokens", "token_rows", "altup_projections")
+    leaving = ("altup_unembed_projections", "norm")
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
-        super().__init__()
+        super().__init__(config=config)
         arch, own = config.arch, _own(config)
+        self.num_streams, self.token_size, self.shared_kv = own.streams, own.token_size, arch.shared_kv
         self.embed_tokens = VocabEmbedding(
             vocab_size=arch.vocab_size,
             size=arch.hidden_size,
@@ -169,18 +182,37 @@ class Gemma3nDecoder(Module):
             _linear(config, f"{prefix}.{number}", hidden, hidden) for number in range(streams - 1)
         )
 
+    def joined(self) -> Collection[int]:
+        """Up to one that reads keys and values of another, all behind that: they are in the cache of its stage."""
+        return {number for reader, read in self.shared_kv.items() for number in range(read + 1, reader + 1)}
+
+    def stream_size(self, layer: int) -> int:
+        return self.num_streams * self._hidden_size + (len(self.layers) - layer) * self.token_size
+
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """As `CausalLM.forward`."""
-        x = self.embed_tokens(inputs, step.adapter_rows)
-        told = self.token_rows(inputs, x, step)
-        made = [_as_strong(project(x, step), x) for project in self.altup_projections]
-        streams = torch.stack((x, *made))
-        for number, layer in enumerate(self.layers):
-            streams = layer(streams, told[:, number], positions, step)
+        streams, told = self._embedded(inputs, step) if self.enters else self._apart(self.came(step))
+        for number, layer in self.own_layers():
+            streams = layer(streams, told[:, number - self.own.start], positions, step)
+        if not self.ends:
+            return torch.cat((*streams, told[:, len(self.own) :].flatten(1)), dim=1)
         total = streams[0]
         for stream, project in zip(streams[1:], self.altup_unembed_projections, strict=True):
             total = total + _as_strong(project(stream, step), streams[0])
         return self.norm(total / len(streams))
+
+    def _embedded(self, inputs: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+        """Streams [N, T, H] and what layers are told [T, L, P]."""
+        x = self.embed_tokens(inputs, step.adapter_rows)
+        told = self.token_rows(inputs, x, step)
+        made = [_as_strong(project(x, step), x) for project in self.altup_projections]
+        return torch.stack((x, *made)), told
+
+    def _apart(self, came: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, of what the stage before handed on; of its own layers and those behind them."""
+        size = self.num_streams * self._hidden_size
+        streams = torch.unflatten(came[:, :size], 1, (self.num_streams, -1)).transpose(0, 1).contiguous()
+        return streams, torch.unflatten(came[:, size:], 1, (-1, self.token_size))
 
 
 class Gemma3nForCausalLM(DecoderForCausalLM):

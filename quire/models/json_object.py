@@ -122,6 +122,16 @@ class JsonObject:
         values = self._checked(key, {}, dict, "a JSON object")
         return JsonObject(f"{self.where}: {key}", values, refused=self.refused)
 
+    def children(self, key: str) -> list[JsonObject]:
+        """A list of JSON objects."""
+        items = self._checked(key, _REQUIRED, list, "a list of JSON objects")
+        if not all(isinstance(item, dict) for item in items):
+            raise self.wrong(key, "a list of JSON objects")
+        return [
+            JsonObject(f"{self.where}: {key}[{index}]", item, refused=self.refused)
+            for index, item in enumerate(items)
+        ]
+
     def refuse(self, key: str, allowed: str) -> None:
         """Take note of a well-formed value that asks for something quire does not do.
 
@@ -175,6 +185,11 @@ def read_json_object(path: Path) -> JsonObject:
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path}: must hold a JSON object, got {_shown(values)}")
     return JsonObject(str(path), values)
+
+
+def optional_json_object(path: Path) -> JsonObject:
+    """As `read_json_object`, and an empty one where there is no file."""
+    return read_json_object(path) if path.is_file() else JsonObject(str(path), {})
 
 
 def read_json_objects(path: Path) -> list[JsonObject]:

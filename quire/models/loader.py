@@ -27,7 +27,7 @@ from quire.models.methods import quant_methods
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
-from quire.models.sharing import SHARED, SLICED, check_shared, take_shares
+from quire.models.sharing import SHARED, SLICED, check_ranks, check_shared, take_shares
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
 from quire.models.stages import ALL, Stage, take_stage
 from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, TensorReader, Weights
@@ -76,7 +76,7 @@ def without_weights(
         if config.pooling is not None:
             model = PoolingModel(model, config.pooling)
         if shard.group.size > 1:
-            check_shared(model, f"--tensor-parallel-size {shard.of}")
+            check_ranks(model, f"--tensor-parallel-size {shard.of}")
         parallel = config.parallel
         if parallel.tp_invariant:
             check_shared(model, "--tp-invariant", SHARED if parallel.enable_expert_parallel else SLICED)

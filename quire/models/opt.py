@@ -20,6 +20,7 @@ from quire.layers.norm import block_norm
 from quire.layers.self_attention import SelfAttention
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
+from quire.models.stack import Stack
 
 _UNUSED_POSITIONS = 2
 
@@ -50,11 +51,14 @@ class NoProjection(Module):
         return x
 
 
-class OPTDecoder(Module):
+class OPTDecoder(Stack):
     """Embeddings, decoder layers and, where the family member has them, final norm and projections E <-> H."""
 
+    entering = ("embed_tokens", "embed_positions", "project_in")
+    leaving = ("final_layer_norm", "project_out")
+
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
-        super().__init__()
+        super().__init__(config=config)
         arch, dtype = config.arch, model_dtype(config)
         hidden_size, embed_size = arch.hidden_size, arch.word_embed_proj_dim or arch.hidden_size
         projected = embed_size != hidden_size
@@ -92,12 +96,14 @@ class OPTDecoder(Module):
         self.final_layer_norm = norm if arch.final_norm else nn.Identity()
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        x = self.project_in(self.embed_tokens(inputs, step.adapter_rows), step) + self.embed_positions(
-            positions
-        )
-        for layer in self.layers:
+        x = self._embedded(inputs, positions, step) if self.enters else self.came(step)
+        for _, layer in self.own_layers():
             x = layer(x, positions, step)
-        return self.project_out(self.final_layer_norm(x), step)
+        return self.project_out(self.final_layer_norm(x), step) if self.ends else x
+
+    def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        embedded: Tensor = self.project_in(self.embed_tokens(inputs, step.adapter_rows), step)
+        return embedded + self.embed_positions(positions)
 
 
 class OPTModel(Module):
@@ -118,6 +124,9 @@ class OPTForCausalLM(CausalLM):
         super().__init__(config=config, prefix=prefix)
         self.model = OPTModel(config=config, prefix=f"{prefix}model")
         self.lm_head = output_head(config, self.model.decoder.embed_tokens, f"{prefix}lm_head")
+
+    def stack(self) -> Stack | None:
+        return self.model.decoder
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         return self.model.decoder(inputs, positions, step)

@@ -17,6 +17,7 @@ from quire.models.built_in import (
     EncoderFamily,
 )
 from quire.models.multimodal import WRAPPERS, Wrapper
+from quire.models.transformers_backend.known import REFUSED, RUN
 
 PAGE = Path("docs/models.md")
 
@@ -43,10 +44,10 @@ For every architecture the tests make a small checkpoint with random weights, bi
 of part, `make test-every` for all.
 
 All are batched, computed in chunks, found in the prefix cache, decoded from tapes, quantised while they load and served
-with [adapters](lora.md#limits), and cut for [ranks and stages](parallelism.md) but for what the last column says.
+with [adapters](lora.md#limits), and cut for [ranks and stages](parallelism.md).
 
-| architecture | models | logits are those of | not yet |
-|---|---|---|---|
+| architecture | models | logits are those of |
+|---|---|---|
 """
 
 ALSO = """
@@ -57,8 +58,8 @@ ENCODERS = """
 
 They see a text in both directions, compute it whole, in one step with others, and keep nothing of it: no KV cache. Each
 is served alone, with the head of a classifier of texts or of tokens, and with one that guesses masked tokens, which is
-left out. Hidden states and scores are within 1e-5, in float32, of the class in transformers, and the same bits however
-texts are batched (`tests/models/test_encoders.py`).
+left out, and is cut for ranks and stages as others are. Hidden states and scores are within 1e-5, in float32, of the
+class in transformers, and the same bits however texts are batched (`tests/models/test_encoders.py`).
 
 | architectures | models |
 |---|---|
@@ -96,9 +97,10 @@ NOTES = """
 - Encoders' positions are learned or rotated; NomicBERT's texts end at the 2048 tokens that it was trained on, and Jina
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
-- JetMoE's attention reads the projections of all its experts in each step, and is not cut for several ranks.
-- Not there, and refused: RWKV,
-  xLSTM and Zaya.
+- JetMoE's attention reads the projections of all its experts in each step.
+- RWKV-7 is computed on a CPU; elsewhere its recurrence has no kernel of its own, and is slow. It is not cut for ranks,
+  nor for stages, for which Solar Pro is not cut either: it hands on the streams of earlier layers.
+- Not there, and refused: RWKV 4 to 6, xLSTM and Zaya.
 
 ## Any other
 
@@ -111,17 +113,25 @@ version does not define is unknown.
 Before the first request the model is run without data, which shows what attends and how, and on a few tokens. Refused
 then, with the reason: attention that is not called through transformers' interface, that hands over a mask or biases,
 or that looks ahead; encoders; a layer of which two tokens know without attention (convolutions, states); checkpoints
-whose tensors are computed into the model's and not copied. `tests/models/test_transformers_backend.py` runs 29 such
-architectures (Gemma 4, MiMo V2 Flash, HY 3, Cohere 2 with experts, BERT and RoBERTa as decoders, BitNet, Laguna ...).
+whose tensors are computed into the model's and not copied.
 
-- Refused are, among others, Megatron-BERT, RemBERT, RoFormer, BigBird and Qwen4, which attend by code of their own,
-  A.X K2 and dots3, which choose what they attend to, and Inkling, which hands over biases.
+`tests/models/test_transformers_backend.py` tries every causal language model of transformers that has no row. These
+run, with logits within 1e-4 of transformers' own, whole and in chunks: {run}.
+
+These are refused:
+
+| why | architectures |
+|---|---|
+{refused}
 - It is somewhat slower than a row of the table, by torch between kernels: on a CPU steps of one token for each request
   are recorded where the model computes nothing but tensors from tensors, on a GPU there are no graphs.
 - Rows have the same bits in every batch where all that mixes the elements of a row is quire's. A module of its own
   that multiplies or sums otherwise, such as a sigmoid router, may make the last bit depend on the batch.
-- Matrices are not cut for several ranks. What is neither matrix nor norm is kept in the precision of activations.
-- config.json must name the sizes (`vocab_size`, `hidden_size`, layers, heads, `max_position_embeddings`); what is
+- What is neither matrix nor norm is kept in the precision of activations.
+- Several [ranks](parallelism.md) share a model by the plan that transformers has for its modules, `base_model_tp_plan`:
+  heads, with their keys and values, and features of MLPs and of packed experts. Ranks divide the key-value heads.
+  Without a plan, or with one that cuts no matrix of ours, they are refused, as are stages and `--tp-invariant`.
+- config.json must name the sizes (`vocab_size`, `hidden_size`, layers, `max_position_embeddings`); what is
   left to defaults of transformers can be given with `--hf-overrides`.
 
 To add an architecture: [CONTRIBUTING.md](../CONTRIBUTING.md); to add one from a package: [plugins.md](plugins.md).
@@ -130,16 +140,23 @@ To add an architecture: [CONTRIBUTING.md](../CONTRIBUTING.md); to add one from a
 
 def models_page() -> str:
     """The page."""
-    rows = "".join(
-        f"| `{row.architecture}` | {row.models} | {_oracle(row)} | {', '.join(row.lacks)} |\n"
-        for row in BUILT_IN.values()
-    )
+    rows = "".join(f"| `{row.architecture}` | {row.models} | {_oracle(row)} |\n" for row in BUILT_IN.values())
     encoders = "".join(f"| {_architectures(family)} | {family.models} |\n" for family in ENCODER_FAMILIES)
     wrappers = "".join(
         f"| `{row.architecture}` | {row.models} | {_others(row)} |\n" for row in WRAPPERS.values()
     )
     start = INTRODUCTION.format(count=len(BUILT_IN)) + rows + ALSO + _also_called()
-    return start + MULTIMODAL + wrappers + ENCODERS + encoders + NOTES
+    run = ", ".join(f"`{name}`" for name in RUN)
+    notes = NOTES.format(run=run, refused=_refused())
+    return start + MULTIMODAL + wrappers + ENCODERS + encoders + notes
+
+
+def _refused() -> str:
+    """A row for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    return "".join(f"| {reason} | {', '.join(names)} |\n" for reason, names in by_reason.items())
 
 
 def _also_called() -> str:

@@ -5,21 +5,26 @@ without a word; the checkpoint's tensors of other stages are those of the whole 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
 from math import inf
 
-from torch import Tensor
+from torch import nn
 
+from quire.config.speculative import MEDUSA
 from quire.distributed.group import ALONE, Group
 from quire.errors import ConfigError
-from quire.layers.base import Module
 from quire.layers.kv_cache import cache_users
-from quire.layers.step import StepContext
 from quire.models.base import CausalLM, Uncut
-from quire.models.decoder import DecoderForCausalLM
+from quire.models.decoder import Decoder, DecoderForCausalLM
+from quire.models.encoder import Encoder, EncoderModel
+from quire.models.gemma3n import Gemma3nDecoder, Gemma3nForCausalLM
+from quire.models.opt import OPTDecoder, OPTForCausalLM
+from quire.models.pooling.model import PoolingModel
+from quire.models.stack import Stack
+from quire.models.zamba2 import Zamba2Decoder, Zamba2ForCausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +58,22 @@ class Stage:
 ALL = Stage()
 
 
-class Elsewhere(Module):
-    """In the place of a layer that another stage has: what comes goes on."""
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
-    ) -> tuple[Tensor, Tensor | None]:
-        return x, residual
+CUT: frozenset[type[nn.Module]] = frozenset(
+    {
+        DecoderForCausalLM,
+        OPTForCausalLM,
+        Gemma3nForCausalLM,
+        Zamba2ForCausalLM,
+        EncoderModel,
+        Decoder,
+        OPTDecoder,
+        Gemma3nDecoder,
+        Zamba2Decoder,
+        Encoder,
+    }
+)
+"""Models, and what is under their heads, of which is known that stages make of them what one process makes. A subclass
+is another one: it may hand on more from layer to layer."""
 
 
 def take_stage(model: CausalLM, stage: Stage) -> None:
@@ -68,38 +82,69 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
     Raises:
         ConfigError: the model cannot be cut so; the message says why.
     """
-    if type(model) is not DecoderForCausalLM:  # a subclass of one that hands on one stream may hand on more
-        raise ConfigError(
-            f"{OPTION}: {type(model).__name__} hands more than one stream from layer to layer, and cannot be cut into "
-            "stages; --tensor-parallel-size may share out its layers"
-        )
-    keep = [next(cache_users(layer), None) is not None for layer in model.model.layers]
-    counts = model.config.parallel.stage_sizes or balanced(_layer_bytes(model), stage.of, keep)
-    first, end = list(pairwise([0, *accumulate(counts)]))[stage.index]
+    stack = _stack(model)
+    keep = [next(cache_users(layer), None) is not None for layer in stack.layers]
+    joined = stack.joined()
+    counts = model.config.parallel.stage_sizes or balanced(_layer_bytes(model, stack), stage.of, keep, joined)
+    firsts = [0, *accumulate(counts)]
+    _check_cut(firsts[1:-1], joined)
+    first, end = list(pairwise(firsts))[stage.index]
     logger.info("stage %d of %d: layers %d to %d of %d", stage.index, stage.of, first, end - 1, sum(counts))
     names = model.checkpoint_slots().keys()
     model.uncut = Uncut([*model.adapter_layers()], model.lm_head, stage.is_first)
-    for number, _ in enumerate(model.model.layers):
-        if not first <= number < end:
-            model.model.layers[number] = Elsewhere()
+    if not stage.is_last:
+        model.let_go_of_head()
+    stack.take_stage(range(first, end), _read_here_too(model, stage))
     if next(cache_users(model), None) is None:
         raise ConfigError(
             f"{OPTION}: no layer of stage {stage.index}, {first} to {end - 1}, keeps anything of a request; "
             "--pipeline-partition can give it others"
         )
-    model.take_ends(enters=stage.is_first, ends=stage.is_last)
     model.elsewhere = frozenset(names - model.checkpoint_slots().keys())
 
 
-def balanced(costs: Sequence[int], num_stages: int, keep: Sequence[bool] = ()) -> tuple[int, ...]:
+def _read_here_too(model: CausalLM, stage: Stage) -> list[nn.Module]:
+    """The first stage's table of tokens, if this one reads it, too: as the head, or where heads guess by it."""
+    heads = None if model.config.draft is None else model.config.draft.arch.draft
+    guesses = stage.is_last and heads is not None and heads.method != MEDUSA
+    table = getattr(model.stack(), "embed_tokens", None) if guesses else None
+    return [module for module in (model.lm_head, table) if module is not None]
+
+
+def _stack(model: CausalLM) -> Stack:
+    """Raises ConfigError: the model has no layers that can be cut apart."""
+    stack, body = model.stack(), model.body if isinstance(model, PoolingModel) else model
+    if stack is None or not {type(body), type(stack)} <= CUT or model.config.arch.skips:
+        raise ConfigError(
+            f"{OPTION}: what {type(body).__name__} hands from layer to layer is not known here, so it cannot be cut "
+            "into stages; --tensor-parallel-size may share out its layers"
+        )
+    return stack
+
+
+def _check_cut(firsts: Collection[int], joined: Collection[int]) -> None:
+    for first in firsts:
+        if first in joined:
+            latest = min(joined) - 1
+            raise ConfigError(
+                f"{OPTION}: a stage would begin with layer {first}, but those behind {latest} are together, since they "
+                f"read keys and values of each other: the last stage begins with layer {latest} at the latest "
+                "(--pipeline-partition)"
+            )
+
+
+def balanced(
+    costs: Sequence[int], num_stages: int, keep: Sequence[bool] = (), joined: Collection[int] = ()
+) -> tuple[int, ...]:
     """How many neighbours each stage gets, at least one, so that the largest sum of costs is as small as can be.
 
-    And, if it can be, at least one of those that `keep` says to keep something of a request; by default all do.
+    And, if it can be, at least one of those that `keep` says to keep something of a request; by default all do. If it
+    can be, none begins with one that is `joined` to that before it.
     """
     sums, kept = [0, *accumulate(costs)], [0, *accumulate(keep or [True] * len(costs))]
 
     def cost(first: int, end: int) -> float:
-        return sums[end] - sums[first] if kept[first] < kept[end] else inf
+        return sums[end] - sums[first] if kept[first] < kept[end] and first not in joined else inf
 
     @cache
     def least(first: int, stages: int) -> tuple[float, tuple[int, ...]]:
@@ -115,14 +160,13 @@ def balanced(costs: Sequence[int], num_stages: int, keep: Sequence[bool] = ()) -
     return least(0, num_stages)[1]
 
 
-def _layer_bytes(model: DecoderForCausalLM) -> list[int]:
+def _layer_bytes(model: CausalLM, stack: Stack) -> list[int]:
     """Of each layer's parameters; what only the first or the last stage has counts with its layer."""
-    decoder = model.model
-    costs = [_num_bytes(layer) for layer in decoder.layers]
-    costs[0] += sum(map(_num_bytes, (decoder.embed_tokens, decoder.embed_positions, decoder.embed_norm)))
-    costs[-1] += sum(map(_num_bytes, (decoder.norm, model.lm_head)))
+    costs = [_num_bytes([layer]) for layer in stack.layers]
+    costs[0] += _num_bytes(stack.end_modules(stack.entering))
+    costs[-1] += _num_bytes(stack.end_modules(stack.leaving)) + _num_bytes(model.behind_layers())
     return costs
 
 
-def _num_bytes(module: Module | None) -> int:
-    return 0 if module is None else sum(param.nbytes for param in module.parameters())
+def _num_bytes(modules: Iterable[nn.Module]) -> int:
+    return sum(param.nbytes for module in modules for param in module.parameters())

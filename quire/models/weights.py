@@ -23,6 +23,7 @@ from quire.config.arch import Multimodal
 from quire.errors import ModelLoadError
 from quire.layers.slot import Slot, sizes, why_not_covered
 from quire.models.base import CausalLM
+from quire.models.expert_counts import differences
 from quire.models.gguf.model import is_gguf, part_paths
 from quire.models.gguf.tensors import gguf_tensor_files
 from quire.models.json_object import read_json_object
@@ -241,10 +242,15 @@ def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict
     slots = model.checkpoint_slots()
     prefix = _missing_prefix(model, files)
     sources: dict[str, _Source] = {}
-    wrong: list[str] = []
+
+    def called(own_name: str) -> str:
+        return own_name if own_name in slots else prefix + own_name
+
+    counts = differences(slots, (called(name) for file in files for name in file.tensors))
+    wrong = [f"{model_dir}: {each}" for each in counts]
     for file in files:
         for own_name, stored in file.tensors.items():
-            name = own_name if own_name in slots else prefix + own_name
+            name = called(own_name)
             at = f"{file.path}: tensor {stored.name!r}"
             if name in sources:
                 wrong.append(f"{at} is also in {sources[name].file.path}")
@@ -252,10 +258,12 @@ def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict
                 info = stored if stored.dtype in slots[name][0].dtypes else file.in_floats(stored)
                 sources[name] = _Source(file, _as_taken(info, slots[name]), slots[name])
                 wrong += (f"{at} {reason}" for reason in _why_unfit(info, slots[name]))
-            elif not model.leaves_out(name):
+            elif not model.leaves_out(name) and not any(each.explains(name) for each in counts):
                 wrong.append(f"{at} has no place in {type(model).__name__}")
     wrong += (
-        f"{model_dir}: tensor {name!r} is in none of the files" for name in slots if name not in sources
+        f"{model_dir}: tensor {name!r} is in none of the files"
+        for name in slots
+        if name not in sources and not any(each.explains(name) for each in counts)
     )
     if wrong:
         raise ModelLoadError(_in_one_sentence(wrong))

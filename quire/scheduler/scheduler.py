@@ -63,7 +63,7 @@ class Scheduler:
             enable_prefix_caching=config.cache.enable_prefix_caching,
             max_chunk=config.scheduler.max_num_batched_tokens,
             preemption_mode=config.cache.preemption_mode,
-            enable_events=config.kv_events.enabled,
+            enable_events=config.kv_events.enabled or config.tells_cache,
         )
         policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
         self._queues = RequestQueues(policy, self._kv)

@@ -20,9 +20,10 @@ class _Trials:
     accepted: float = 0.0
     tried: float = 0.0
 
-    def add(self, accepted: int, tried: int) -> None:
-        self.accepted += accepted
-        self.tried += tried
+    def add(self, accepted: int, tried: int, fade: float) -> None:
+        """To what is left of those before."""
+        self.accepted = fade * self.accepted + accepted
+        self.tried = fade * self.tried + tried
 
     def fade(self, factor: float) -> None:
         self.accepted *= factor
@@ -42,12 +43,13 @@ class Acceptance:
     def note(self, request_id: str, kind: Hashable, num_drafts: int, num_accepted: int) -> None:
         """A step has verified drafts; those behind a wrong one were not tried."""
         tried = min(num_accepted + 1, num_drafts)
-        own = self._by_request.setdefault(request_id, _Trials())
-        own.fade(FADE_BY_TRIAL)
-        own.add(num_accepted, tried)
-        all_of_kind = self._by_kind.setdefault(kind, _Trials())
-        all_of_kind.fade(KIND_FADE)
-        all_of_kind.add(num_accepted, tried)
+        own, all_of_kind = self._by_request.get(request_id), self._by_kind.get(kind)
+        if own is None:
+            own = self._by_request[request_id] = _Trials()
+        if all_of_kind is None:
+            all_of_kind = self._by_kind[kind] = _Trials()
+        own.add(num_accepted, tried, FADE_BY_TRIAL)
+        all_of_kind.add(num_accepted, tried, KIND_FADE)
 
     def note_idle(self, request_id: str) -> None:
         """A step went by in which nothing was guessed for a request."""
@@ -63,12 +65,10 @@ class Acceptance:
 
     def rate(self, request_id: str, kind: Hashable) -> float:
         """The probability, for a guess of a kind."""
-        prior = self._by_kind.get(kind, _NOTHING).rate(0.5)
-        return self._by_request.get(request_id, _NOTHING).rate(prior)
+        own, all_of_kind = self._by_request.get(request_id), self._by_kind.get(kind)
+        prior = 0.5 if all_of_kind is None else all_of_kind.rate(0.5)
+        return prior if own is None else own.rate(prior)
 
     def forget(self, request_id: str) -> None:
         """The request has ended; what it taught about kinds stays."""
         self._by_request.pop(request_id, None)
-
-
-_NOTHING = _Trials()

@@ -54,20 +54,22 @@ def choose_lengths(
     """
     if not costs.knows(num_requests):  # then it is to be found out
         return [0] * len(rates)
-    gains = [
-        (-(rate**place), draft)
-        for draft, (rate, length) in enumerate(zip(rates, lengths, strict=True))
-        for place in range(num_ahead + 1, length + 1)
-    ]
-    gains.sort()
+    gains: list[tuple[float, int]] = []
+    for draft, rate in enumerate(rates):
+        gain = -(rate**num_ahead)
+        for _ in range(num_ahead, lengths[draft]):
+            gain *= rate
+            gains.append((gain, draft))
+    if len(rates) > 1:
+        gains.sort()
+    gains.append((0.0, 0))  # behind the last
     chosen, count, best, tokens = [0] * len(rates), 0, 0.0, float(num_requests)
-    estimates = costs.from_width(num_requests)
-    for number, seconds in enumerate(estimates):
+    for number, (seconds, (gain, _)) in enumerate(
+        zip(costs.rising(num_requests, len(gains)), gains, strict=False)
+    ):
         if tokens > best * seconds:
             best, count = tokens / seconds, number
-        if number == len(gains):
-            break
-        tokens -= gains[number][0]
+        tokens -= gain
     for _, draft in gains[:count]:
         chosen[draft] += 1
     return [count and count + num_ahead for count in chosen]

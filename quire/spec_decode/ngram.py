@@ -64,6 +64,7 @@ class NgramIndex:
         self._shortest = shortest
         self._longest = longest
         self._num_tokens = 0
+        self._offsets = np.arange(longest)
         self._powers = np.array(
             [pow(_MULTIPLIER, power + 1, 2**64) for power in range(shortest)], dtype=np.uint64
         )
@@ -92,20 +93,45 @@ class NgramIndex:
         place = self._num_tokens - 1
         if place < self._shortest:
             return 0, 0
-        end, length = 0, self._shortest - 1
-        last: list[int] = token_ids[-self._longest :][::-1].tolist()
-        for _ in range(MOST_CANDIDATES):
-            place = self._earlier[place]
-            if place < 0 or length == self._longest:
+        places = self._before(place, 1)
+        length = self._num_same(token_ids, places[0]) if places else 0
+        if places and length < self._longest:
+            places = self._before(place, MOST_CANDIDATES)
+            if len(places) > 1:
+                lengths = self._all_same(token_ids, places)
+                best = int(lengths.argmax())
+                places, length = places[best:], int(lengths[best])
+        return (places[0] + 1, length) if length >= self._shortest else (0, 0)
+
+    def _before(self, place: int, most: int) -> list[int]:
+        """The latest earlier places whose last tokens have the same hash."""
+        places: list[int] = []
+        while len(places) < most and (place := self._earlier[place]) >= 0:
+            places.append(place)
+        return places
+
+    def _num_same(self, token_ids: NDArray[np.int32], place: int) -> int:
+        """How many tokens up to a place are the last ones of the text."""
+        last: list[int] = token_ids[-self._longest :].tolist()
+        before: list[int] = token_ids[max(place + 1 - self._longest, 0) : place + 1].tolist()
+        if before == last:
+            return len(last)
+        count = 0
+        for one, other in zip(reversed(last), reversed(before), strict=False):
+            if one != other:
                 break
-            before: list[int] = token_ids[max(place + 1 - self._longest, 0) : place + 1][::-1].tolist()
-            same = next(
-                (i for i, pair in enumerate(zip(last, before, strict=False)) if pair[0] != pair[1]),
-                len(before),
-            )
-            if same > length:
-                end, length = place + 1, same
-        return (end, length) if end else (0, 0)
+            count += 1
+        return count
+
+    def _all_same(self, token_ids: NDArray[np.int32], places: list[int]) -> NDArray[np.int64]:
+        """[P] the same of each of several places."""
+        last = token_ids[-self._longest :][::-1]
+        columns = np.array(places)[:, None] - self._offsets[: len(last)]
+        differ = np.ones((len(places), len(last) + 1), dtype=np.bool_)
+        np.not_equal(token_ids[columns], last, out=differ[:, :-1])
+        differ[:, :-1] |= columns < 0
+        lengths: NDArray[np.int64] = differ.argmax(1)
+        return lengths
 
     def _resize(self, num_tokens: int) -> None:
         """Room for twice so many, all to be added again."""

@@ -38,6 +38,8 @@ class _Guess(NamedTuple):
     request_id: str
     kind: tuple[str, int]
     token_ids: list[int]
+    rate: float
+    """How likely a token of it is to be right, if those before it are."""
 
 
 @dataclass(slots=True)
@@ -88,6 +90,11 @@ class Speculation:
         self._spent: deque[float | None] = deque()
         """What asking took for the steps that are planned since; None: guessing rested."""
 
+    @property
+    def costs(self) -> StepCosts | None:
+        """Those of steps, by which it decides, for whoever can time some beforehand; None: it decides nothing."""
+        return self._costs if self._adaptive else None
+
     def add_request(self, request_id: str, num_prompt_tokens: int, owner: Owner) -> None:
         """A request was given a row."""
         self._requests[request_id] = num_prompt_tokens, owner
@@ -130,7 +137,9 @@ class Speculation:
         """The durations that count: of the step, and of asking for what it verified, if anybody was asked."""
         asking = self._asking
         each = {} if asking is None else asking.each
-        own = (seconds, 0.0 if asking is None else asking.seconds, *(took for _, took in each.values()))
+        own = [seconds, 0.0 if asking is None else asking.seconds]
+        if each:
+            own += [took for _, took in each.values()]
         seconds, asked_s, *took = self._clocks.agreed(own)
         for (name, (count, _)), guess_s in zip(each.items(), took, strict=True):
             self._guess_costs[name].note(count, count, guess_s)
@@ -157,9 +166,10 @@ class Speculation:
         guesses = list(filter(None, map(self._best, texts, *drafts)))
         lengths = [len(guess.token_ids) for guess in guesses]
         if self._adaptive and guesses:
-            rates = [self._acceptance.rate(guess.request_id, guess.kind) for guess in guesses]
+            rates = [guess.rate for guess in guesses]
             lengths = choose_lengths(rates, lengths, len(known), self._costs, self._num_ahead)
-        self._kinds.update((guess.request_id, guess.kind) for guess in guesses)
+        for guess in guesses:
+            self._kinds[guess.request_id] = guess.kind
         asking.seconds = self._clocks.now() - started
         self._asking = asking
         return {
@@ -189,23 +199,29 @@ class Speculation:
     def _best(self, text: Text, *drafts: Draft) -> _Guess | None:
         """A guess that is certain, or that is most often right; among equals, of the drafter that is named first."""
         found = [
-            _Guess(text.request_id, (name, draft.strength), draft.token_ids)
+            self._rated(text.request_id, (name, draft.strength), draft.token_ids)
             for name, draft in zip(self._drafters, drafts, strict=True)
             if draft.token_ids
         ]
         if len(found) > 1:
-            found.sort(key=self._rank)
+            found.sort(key=_rank)
         for guess in found:
             count = self._num_allowed(text, guess)
+            if count == len(guess.token_ids):
+                return guess
             if count:
                 return guess._replace(token_ids=guess.token_ids[:count])
         return None
 
-    def _rank(self, guess: _Guess) -> tuple[bool, float]:
-        is_certain = guess.kind[1] == CERTAIN
-        return not is_certain, -self._acceptance.rate(guess.request_id, guess.kind)
+    def _rated(self, request_id: str, kind: tuple[str, int], token_ids: list[int]) -> _Guess:
+        return _Guess(request_id, kind, token_ids, self._acceptance.rate(request_id, kind))
 
     def _num_allowed(self, text: Text, guess: _Guess) -> int:
         if self._allowed is None:
             return len(guess.token_ids)
         return self._allowed(text.request_id, text.token_ids, guess.token_ids)
+
+
+def _rank(guess: _Guess) -> tuple[bool, float]:
+    """Of several guesses, the least goes first."""
+    return guess.kind[1] != CERTAIN, -guess.rate

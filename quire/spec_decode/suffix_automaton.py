@@ -66,9 +66,13 @@ class SuffixAutomaton:
     def follow(self, state: int, most: int) -> list[int]:
         """What came behind a state the last time, and behind that."""
         token_ids: list[int] = []
-        while len(token_ids) < most and self._latest[state] != -1:
-            token_ids.append(self._latest[state])
-            state = self._next[state][token_ids[-1]]
+        latest, following = self._latest, self._next
+        while len(token_ids) < most:
+            token_id = latest[state]
+            if token_id == -1:
+                break
+            token_ids.append(token_id)
+            state = following[state][token_id]
         return token_ids
 
     def _new(self, length: int, following: dict[int, int], link: int, latest: int) -> int:
@@ -91,8 +95,9 @@ class SuffixAutomaton:
         return part
 
     def _note(self, state: int, token_id: int) -> None:
+        latest, links = self._latest, self._links
         for _ in range(MOST_UPDATES):
-            self._latest[state] = token_id
-            state = self._links[state]
+            latest[state] = token_id
+            state = links[state]
             if state == -1:
                 return

@@ -6,7 +6,7 @@ inputs of that step. What is generated it computes when it is asked for guesses,
 not seen and one for each further guess; these stand in slots that the scheduler gives ahead where it has some.
 
 Invariant: in blocks of generated text that nobody asked guesses for, the draft model's part means nothing, and whoever
-gets them from the prefix cache is guessed for badly.
+gets them from the prefix cache is guessed for badly. (One whose layers keep states is a `RecurrentDraftModel`.)
 """
 
 from __future__ import annotations

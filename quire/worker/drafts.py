@@ -10,7 +10,7 @@ itself in the place of a test that only keeps its distribution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +22,19 @@ from quire.kv_cache.spec import KVCacheConfig
 from quire.spec_decode.clocks import Clocks
 from quire.spec_decode.drafter import Drafter, make_drafters
 from quire.spec_decode.speculation import Speculation
-from quire.worker.draft_model import DraftModel
+from quire.worker.guessing_memory import guesses_by_states
 from quire.worker.guessing_model import GuessingModel
 from quire.worker.head_chain import HeadChain
 from quire.worker.input_batch import InputBatch
 from quire.worker.jump_ahead import jump_ahead
 from quire.worker.medusa import Medusa
+from quire.worker.recurrent_draft import make_draft_model
 from quire.worker.sampler.grammar import GrammarMask
 
 DRAFT_PREFIX = "draft."
 """Of the names of layers of a model that guesses."""
-GUESSING_MODELS: Mapping[str, type[GuessingModel]] = {
-    DRAFT_MODEL: DraftModel,
+GUESSING_MODELS: Mapping[str, Callable[..., GuessingModel]] = {
+    DRAFT_MODEL: make_draft_model,
     MEDUSA: Medusa,
     EAGLE: HeadChain,
     EAGLE3: HeadChain,
@@ -84,16 +85,16 @@ def make_speculation(
 
 
 def _check_states(config: EngineConfig, kv_config: KVCacheConfig) -> None:
-    """Refuse layers with states in what guesses ahead by itself.
+    """Refuse layers with states in heads, which meet each token with a state of the target's, and again.
 
     Raises:
         StartupError: says which.
     """
     guessing = (spec for name, spec in kv_config.layer_specs.items() if name.startswith(DRAFT_PREFIX))
-    if config.draft is not None and not all(spec.rolls_back for spec in guessing):
+    if guesses_by_states(config) and not all(spec.rolls_back for spec in guessing):
         raise StartupError(
-            f"--speculative-config: layers of {config.draft.model.model} keep a state, which does not go back behind "
-            "what it guesses itself"
+            "--speculative-config: layers of these heads keep a state, which does not go back behind what they guess "
+            "themselves"
         )
 
 

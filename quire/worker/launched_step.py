@@ -70,7 +70,7 @@ class SampledTokens(NamedTuple):
 
     def known_tokens(self, batch: InputBatch, outcome: Outcome) -> dict[int, NDArray[np.int32]]:
         """All tokens up to those of the outcome, of the requests that go on."""
-        indices, firsts = np.unique(self.indices, return_index=True)
+        indices, firsts = self._firsts()
         rows, columns, generations, _ = self.places.at(firsts)
         return {
             index: batch.token_ids[row, : column + len(outcome.token_ids[index])]
@@ -79,6 +79,13 @@ class SampledTokens(NamedTuple):
             )
             if index not in outcome.failed and generation == batch.generations[row]
         }
+
+    def _firsts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[R] each request that sampled, and its first sample: those of one follow each other."""
+        is_first = np.ones(len(self.indices), dtype=np.bool_)
+        np.not_equal(self.indices[1:], self.indices[:-1], out=is_first[1:])
+        firsts = is_first.nonzero()[0]
+        return self.indices[firsts], firsts
 
     def _join(self) -> SamplerOutput:
         """Of all N samples."""
@@ -97,7 +104,7 @@ class SampledTokens(NamedTuple):
     def _verified(self, output: SamplerOutput, batch: InputBatch) -> Outcome:
         """The same where some requests have drafts, and so several samples, of which the first ones count."""
         outcome, tokens = Outcome({}, {}, {}), output.token_ids.tolist()
-        indices, firsts = np.unique(self.indices, return_index=True)
+        indices, firsts = self._firsts()
         for index, first in zip(indices.tolist(), firsts.tolist(), strict=True):
             drafts = self.drafts.get(index, [])
             is_bad = [sample in output.failed for sample in range(first, first + 1 + len(drafts))]

@@ -31,6 +31,7 @@ from quire.spec_decode.clocks import Clocks
 from quire.spec_decode.speculation import Speculation
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
+from quire.worker.calibration import Calibration
 from quire.worker.devices import Device
 from quire.worker.drafts import GUESSING_MODELS, make_speculation
 from quire.worker.graph_shapes import most_samples
@@ -114,7 +115,7 @@ class ModelRunner:
             max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back, adapters=adapters
         )
         self._pipeline = staged(
-            device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal), stage, config
+            device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal), stage, model, config
         )
         mode = LogprobsMode(config.model.logprobs_mode)
         self._logits = RowLogits(
@@ -156,7 +157,9 @@ class ModelRunner:
         """What keeps something of each request: pooled models sample nothing, nor do stages before the last."""
         if config.pooling is None:
             guessing = () if self._guessing is None else (self._guessing,)
-            self._rows_of = (self._sampling, self._prompt_logprobs, *guessing) if stage.is_last else ()
+            self._rows_of = (self._sampling, self._prompt_logprobs, *guessing)
+        if not stage.is_last:
+            self._rows_of = ()
         self._unusable: dict[str, str] = {}
         self._most_ahead = max(config.scheduler.max_steps_in_flight - 1, 0)
         self._unread: list[LaunchedStep] = []
@@ -248,6 +251,27 @@ class ModelRunner:
     def prepare(self) -> None:
         """Do before the first step what should not hold one up; of a rehearsal, to see what it takes."""
         self._pipeline.prepare()
+
+    def calibrate(self, calibration: Calibration, clocks: Clocks) -> None:
+        """Time some steps if anybody decides by what they take; who guesses sees none of it. There are no requests yet.
+
+        `clocks` say how long steps took, for all ranks that run them.
+        """
+
+        def timed(plan: SchedulerOutput) -> float:
+            step = self.launch(plan)
+            step.result()
+            (seconds,) = clocks.agreed([step.marks.done.seconds_since(step.marks.started)])
+            return seconds
+
+        speculation = self._speculation
+        if speculation is None or speculation.costs is None:
+            return
+        self._speculation = None
+        try:
+            calibration.run(timed, speculation.costs)
+        finally:
+            self._speculation = speculation
 
     def read_all(self) -> None:
         """Take in what steps that have run still have to say."""

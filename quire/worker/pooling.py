@@ -25,6 +25,8 @@ from quire.worker.inputs import StepLayout
 from quire.worker.pipeline import LanguageModel
 
 Numbers = NDArray[np.float64]
+_SLICE = 64
+"""Tokens whose numbers for a whole vocabulary are in memory at once."""
 
 
 def _normalized(numbers: Numbers) -> Numbers:
@@ -43,11 +45,16 @@ def _sigmoid(numbers: Numbers) -> Numbers:
     return np.exp(-np.logaddexp(0.0, -numbers))
 
 
+def _log1p_relu(numbers: Numbers) -> Numbers:
+    return np.log1p(np.maximum(numbers, 0.0))
+
+
 ACTIVATIONS: dict[str, Callable[[Numbers], Numbers]] = {
     "none": lambda numbers: numbers,
     "normalize": _normalized,
     "softmax": _softmax,
     "sigmoid": _sigmoid,
+    "log1p_relu": _log1p_relu,
 }
 """What `PoolingSpec.activation` names, over the last dimension."""
 
@@ -143,6 +150,8 @@ class Pooler:
         given: dict[int, list[Tensor]] = {}
         for task, indices in by_task.items():
             pool = self._tokens if task in TOKEN_TASKS else self._texts
+            if self._spec is not None and self._spec.weighs_vocabulary:
+                pool = self._words
             given |= pool(layout, hidden, adapter_rows, indices, task)
         return [
             self._numbers(index, one, given[index])
@@ -187,6 +196,24 @@ class Pooler:
             if layout.pools[index]:
                 ended[index] = wanted.parts
         return ended
+
+    def _words(
+        self, layout: StepLayout, hidden: Tensor, adapters: Tensor | None, indices: list[int], task: str
+    ) -> dict[int, list[Tensor]]:
+        """A number for each token id, of texts, which are in one step whole."""
+        given = {}
+        for index in indices:
+            first, last = layout.query_start_loc[index : index + 2].tolist()
+            greatest = [
+                self._model.apply_heads(
+                    hidden[start : min(start + _SLICE, last)].float(),
+                    task,
+                    None if adapters is None else adapters[start : min(start + _SLICE, last)],
+                ).amax(0)
+                for start in range(first, last, _SLICE)
+            ]
+            given[index] = [self._transfers.download(torch.stack(greatest).amax(0))]
+        return given
 
     def _apply_heads(self, vectors: Tensor, task: str, adapters: Tensor | None, tokens: Tensor) -> Tensor:
         """Numbers, on their way to the host, of vectors [N, H] of the requests that have these tokens of the step."""

@@ -31,7 +31,7 @@ class RowLogits:
         max_added: that an adapter may add, A.
 
     Attributes:
-        first: finds the likeliest token where ranks share the model's; None: there is no shorter way than all logits.
+        first: finds the likeliest tokens where ranks share the model's; None: there is no shorter way than all logits.
     """
 
     def __init__(

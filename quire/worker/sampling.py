@@ -92,12 +92,17 @@ class RowSampling:
         adapters = None if adapter_rows is None else _of_samples(inputs, adapter_rows, part)
         of_samples, sampler = _of_samples(inputs, hidden, part), self._samplers.of(samples.rows)
         staged = sampler.stage_on_host(samples)
-        if adapters is None and staged.take_the_first and self._logits.first is not None:
-            return Sampled.of_codes(self._logits.first.codes(of_samples))
+        first = self._logits.first if adapters is None else None
+        if first is not None and staged.take_the_first:
+            return Sampled.of_codes(first.codes(of_samples))
         sampled = None if graphs is None else graphs.sample(staged, of_samples, adapters)
         if sampled is not None:
             return sampled
-        logits = self._logits.of(of_samples, adapters, samples.rows)
+        num = None if first is None else staged.num_deciding()
+        if first is not None and num is not None and first.are_few(num):
+            logits = first.logits(of_samples, num)
+        else:
+            logits = self._logits.of(of_samples, adapters, samples.rows)
         return sampler.sample(logits, staged.moved(self._transfers.upload))
 
 

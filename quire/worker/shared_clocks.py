@@ -25,4 +25,9 @@ class SharedClocks(OwnClock):
 def clocks_of(config: EngineConfig, group: Group) -> Clocks:
     """Those of a rank: shared where guesses cross ranks, or become part of plans that each rank makes for itself."""
     crosses = config.draft is not None or config.parallel.plans_on_each_rank
-    return SharedClocks(group) if group.size > 1 and crosses else OwnClock()
+    return all_clocks(group) if crosses else OwnClock()
+
+
+def all_clocks(group: Group) -> Clocks:
+    """Those of a group whose ranks all ask: what is measured with them is the same for all."""
+    return SharedClocks(group) if group.size > 1 else OwnClock()

@@ -18,26 +18,30 @@ from quire.config import EngineConfig
 from quire.distributed.group import Group
 from quire.kernels import ops
 from quire.layers.base import activation_dtype
-from quire.models.decoder import STREAM
+from quire.models.base import CausalLM
+from quire.models.stack import STREAM
 from quire.models.stages import Stage
 from quire.scheduler.output import NewRequestData
 from quire.worker.inputs import StepInputs, StepLayout
-from quire.worker.pipeline import Pipeline
+from quire.worker.pipeline import LanguageModel, Pipeline
 from quire.worker.sampler import Sampled, SamplerOutput
 
 
-def staged(pipeline: Pipeline, stage: Stage, config: EngineConfig) -> Pipeline:
-    """A device's pipeline as that of a stage."""
+def staged(pipeline: Pipeline, stage: Stage, model: LanguageModel, config: EngineConfig) -> Pipeline:
+    """A device's pipeline as that of a stage, of which the model has its part."""
     if stage.of == 1:
         return pipeline
-    return StagePipeline(pipeline, stage, config.arch.hidden_size, activation_dtype(config))
+    assert isinstance(model, CausalLM), "others are not cut"
+    stack = model.stack()
+    assert stack is not None, "others are not cut"
+    return StagePipeline(pipeline, stage, stack.stream_size(stack.own.start), activation_dtype(config))
 
 
 class StagePipeline:
     """A device's pipeline, of one stage.
 
     Args:
-        stream_size: of what stages hand on for a token.
+        stream_size: of what the stage before hands on for a token.
     """
 
     def __init__(self, pipeline: Pipeline, stage: Stage, stream_size: int, dtype: torch.dtype) -> None:

@@ -34,6 +34,7 @@ from quire.models.stages import ALL, Stage
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_copies import BlockCopier
+from quire.worker.calibration import Calibration, is_calibrated, shapes_of
 from quire.worker.devices import Device
 from quire.worker.drafts import DRAFT_PREFIX
 from quire.worker.guessing_memory import guesses_by_states
@@ -42,7 +43,7 @@ from quire.worker.parked_weights import ParkedWeights
 from quire.worker.refused_memory import refused_memory
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 from quire.worker.row_adapters import RowAdapters
-from quire.worker.shared_clocks import clocks_of
+from quire.worker.shared_clocks import all_clocks, clocks_of
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,9 @@ class Worker:
             clocks=clocks_of(self._config, self._shard.group),
         )
         self._runner.prepare()
+        if is_calibrated(self._config, self._stage):
+            calibration = Calibration(shapes_of(self._config), kv_config)
+            self._runner.calibrate(calibration, all_clocks(self._shard.group))
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Run one step, or hand it to a device that goes on by itself; returns what waits for the result.
@@ -199,7 +203,7 @@ class Worker:
     def _load_model(self) -> None:
         """The model, with slots for adapters if they are served, and what guesses for it, if anything does."""
         self._model = load_model(self._config, self._shard, self._stage)
-        if self._config.draft is not None:
+        if self._config.draft is not None and self._stage.is_last:
             self._draft = load_model(self._config.draft, prefix=DRAFT_PREFIX)
             if isinstance(self._draft, AutoregressiveHead):
                 self._draft.share(self._model)
@@ -264,17 +268,22 @@ class Worker:
         heads = self._draft if guesses_by_states(self._config) else None
         if self._draft is not None and heads is None:
             self._rehearse(self._draft, rehearsal, cache)
-        self._tokens_per_s = self._rehearse(self._loaded(), rehearsal, cache, heads)
+        self._tokens_per_s = self._rehearse(self._loaded(), rehearsal, cache, self._stage, heads)
         self._bind_least_cache()
 
     def _rehearse(
-        self, model: CausalLM, rehearsal: Rehearsal, cache: KVCacheConfig, heads: CausalLM | None = None
+        self,
+        model: CausalLM,
+        rehearsal: Rehearsal,
+        cache: KVCacheConfig,
+        stage: Stage = ALL,
+        heads: CausalLM | None = None,
     ) -> float:
         """Run its steps, and what heads make of them; returns the most tokens per second."""
         memory, best = self._device.memory, 0.0
         with memory.rehearsal():
             runner = ModelRunner(
-                model, self._config, cache, self._device, draft=heads, stage=self._stage, is_rehearsal=True
+                model, self._config, cache, self._device, draft=heads, stage=stage, is_rehearsal=True
             )
         for plan in rehearsal.plans():
             started = time.perf_counter()

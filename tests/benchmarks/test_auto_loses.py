@@ -1,7 +1,8 @@
-"""Two engines take turns, and what is told is a ratio of the same round."""
+"""Engines take turns, and what is told are ratios of the same round; the first one is not counted."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +12,20 @@ from benchmarks import auto_loses
 
 def test_engines_take_turns_at_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = [0.0], list[tuple[str, int]]()
-    seconds = {"without": 2.0, "with": 1.0}
+    seconds = {"plain": 2.0, "auto": 1.0, "all wrong": 4.0}
 
-    def generate(engine: Any, number: int) -> int:
+    def generate(engine: Any, number: int) -> Any:
         asked.append((engine, number))
-        now[0] += seconds[engine] * (1 + number)
-        return 8
+        now[0] += seconds[engine] * (99 if number == 0 else number)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * 4)])] * 2
 
     monkeypatch.setattr(auto_loses.time, "perf_counter", lambda: now[0])
-    engines: Any = ["without", "with"]
-    assert auto_loses.ratios(engines, generate, 2) == [2.0, 2.0]
-    assert [engine for engine, _ in asked] == ["with", "without", "without", "with", "with", "without"]
+    engines: Any = {name: name for name in seconds}
+    found = auto_loses.ratios(engines, generate, 2)
+    assert found == {"auto": [2.0, 2.0], "all wrong": [0.5, 0.5]}
+    assert [engine for engine, _ in asked] == [
+        *("plain", "auto", "all wrong"),
+        *("auto", "all wrong", "plain"),
+        *("all wrong", "plain", "auto"),
+    ]
+    assert auto_loses.cell([0.5, 2.0, 1.0]) == "1.000x (0.500 to 2.000)"

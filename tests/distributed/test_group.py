@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.distributed.gloo import Gloo, file_store
 from quire.distributed.group import ALONE, Group
+from quire.distributed.hosts import Hosts, size_of_hosts
 from quire.distributed.in_process import InProcess
 from quire.distributed.shared_memory import MOST_RANKS, SharedMemory, share_memory
 from quire.errors import EngineError, RankLostError, StartupError
@@ -57,7 +58,21 @@ def shared_memory(size: int, directory: Path) -> Sequence[Group]:
     return on_all(InProcess.group(size, timeout_s=20), lambda group: share_memory(group, piece_bytes=64))
 
 
-@pytest.fixture(params=[in_process, gloo, shared_memory], ids=lambda make: make.__name__)
+def hosts(size: int, directory: Path) -> Sequence[Group]:
+    """Four are those of two hosts."""
+    worlds = in_process(size, directory)
+    if size != 4:
+        return worlds
+    near, far = ([InProcess.group(2, timeout_s=20) for _ in range(2)] for _ in range(2))
+
+    def join(world: Group) -> Group:
+        host, place = divmod(world.rank, 2)
+        return Hosts(world, share_memory(near[host][place], piece_bytes=64), far[place][host])
+
+    return on_all(worlds, join)
+
+
+@pytest.fixture(params=[in_process, gloo, shared_memory, hosts], ids=lambda make: make.__name__)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Sequence[Group]]]:
     made: list[Group] = []
 
@@ -356,3 +371,30 @@ def test_a_program_may_end_with_a_group_that_is_open(tmp_path: Path) -> None:
             for rank in range(2)
         ]
         assert [rank.wait(100) for rank in ranks] == [0, 0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("count", [1, 3, 4096, 4097, 9999])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_across_hosts_have_the_bits_of_one_tree(dtype: torch.dtype, count: int, tmp_path: Path) -> None:
+    """Few elements, which each rank takes across, and many, of which each takes a part."""
+    random = torch.Generator().manual_seed(count)
+    shown = [torch.randn(count, generator=random).to(dtype) for _ in range(4)]
+    for found in on_all(hosts(4, tmp_path), lambda group: ops.all_reduce(shown[group.rank], group)):
+        assert torch.equal(found, tree_sum(shown))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size"),
+    [
+        ("aabb", 2),
+        ("aaaabbbb", 4),
+        ("aaaa", None),
+        ("ab", None),
+        ("abab", None),
+        ("aaabbb", None),
+        ("aabbb", None),
+    ],
+)
+def test_hosts_have_equally_many_neighbours_or_no_memory_in_common(ranks: str, size: int | None) -> None:
+    assert size_of_hosts(ranks) == size

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 START_TIMEOUT_S = 120.0
 CORE = "quire.engine.core_process"
 """The module that is the engine core, as its command line has it; a server may have other children."""
+HELPER = "quire.structured_output.check_process"
 QUIRE = (sys.executable, "-m", "quire.entrypoints.cli.main")
+MARK = "TEST_THAT_BEGAN_IT"
+"""A variable of the environment, by which programs that are left are found, whoever their parent is by then."""
+ADMIN = {"authorization": "Bearer admin"}
+"""Of any server here that is not told another admin key."""
+HEALTHY_WITHIN_S = 30.0
+"""Time in which a core that the test has killed comes back."""
+SETTLED_WITHIN_S = 20.0
+ENDED_WITHIN_S = 15.0
+_numbers = itertools.count()
 
 
 def command_of(pid: int) -> list[str]:
@@ -26,6 +41,66 @@ def command_of(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
         return []
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or is waited for by nobody."""
+    try:
+        return _status_of(pid)[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _status_of(pid: int) -> list[str]:
+    """Its state, its parent, and what else stands behind its name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def running(mark: str) -> dict[int, list[str]]:
+    """Process id -> command of the programs of ours that carry this mark, but for helpers that have whom they help."""
+    wanted = f"{MARK}={mark}".encode()
+    found: dict[int, list[str]] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        pid = int(process.name)
+        try:
+            is_marked = wanted in (process / "environ").read_bytes().split(b"\0")
+        except OSError:  # gone, or somebody else's
+            continue
+        command = command_of(pid)
+        if is_marked and any(map(_is_ours, command)) and not has_ended(pid) and not _helps(pid, command):
+            found[pid] = command
+    return found
+
+
+def _helps(pid: int, command: list[str]) -> bool:
+    """Whether it checks constraints of an engine of this process, which may be that of several tests."""
+    try:
+        parent = int(_status_of(pid)[1])
+    except OSError:
+        return True  # it has ended
+    return HELPER in command and (parent == os.getpid() or HELPER in command_of(parent))
+
+
+def _is_ours(word: str) -> bool:
+    return word.startswith("quire.") or Path(word).name == "quire"
+
+
+def check_programs(mark: str) -> None:
+    """Assert that no program of ours with this mark runs for long; one that does is ended."""
+    try:
+        wait_until(lambda: not running(mark), ENDED_WITHIN_S, lambda: f"programs are left: {running(mark)}")
+    finally:
+        for pid in running(mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(condition: Any, within_s: float, message: Any) -> None:
+    """Assert that a condition becomes true in time; the message may be a function, which is called at the end."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(message() if callable(message) else message)
+        time.sleep(0.05)
 
 
 def free_port() -> int:
@@ -47,11 +122,15 @@ def children_of(pid: int) -> list[int]:
 class Server:
     """Starts serving on a free port; `wait_ready` blocks until `/health` says 200.
 
-    What it writes goes to `log`, or, of both streams, that for people to `words`.
+    What it writes goes to `log`, or, of both streams, that for people to `words`. Its temporary folder is its own,
+    unless the environment names one.
 
     Args:
         sh: a line of shell that runs the command as "$@", for limits and redirections.
     """
+
+    begun: ClassVar[list[Server]] = []
+    """Those that nobody has seen the end of."""
 
     def __init__(
         self,
@@ -64,6 +143,11 @@ class Server:
     ) -> None:
         self.port = free_port()
         self.log = log
+        self.is_used = False
+        self._mark = f"{os.getpid()}-server-{next(_numbers)}"
+        self._own_folder = None if "TMPDIR" in environment else tempfile.mkdtemp(prefix="of-server-")
+        self._folder = Path(self._own_folder or environment["TMPDIR"])
+        ours = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self._folder), "QUIRE_ADMIN_API_KEY": "admin"}
         command = [*quire, "serve", *args, "--port", str(self.port)]
         if sh:
             command = ["sh", "-c", sh, "sh", *command]
@@ -72,11 +156,24 @@ class Server:
                 command,
                 stdout=sink if words is None else out,
                 stderr=sink,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
+                env={**os.environ, **ours, **environment, MARK: self._mark},
             )
+        Server.begun.append(self)
+
+    @classmethod
+    def look_at_all(cls) -> None:
+        """Assert that those that run, and were used since the last look, are at rest, and that nothing is left of those
+        that have ended."""
+        for server in cls.begun[:]:
+            if server.process.poll() is not None:
+                cls.begun.remove(server)
+                server.check_nothing_is_left()
+            elif server.is_used:
+                server.check_rest()
 
     @property
     def url(self) -> str:
+        self.is_used = True
         return f"http://127.0.0.1:{self.port}"
 
     def wait_ready(self) -> Server:
@@ -100,15 +197,41 @@ class Server:
     def health(self, path: str = "/health") -> int | None:
         """Status of a probe, None while nobody listens."""
         try:
-            with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             return error.code
         except OSError:
             return None
 
+    def held(self) -> dict[str, float]:
+        """What requests hold, by the server's own account, which is checked; empty if they hold nothing."""
+        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/integrity", headers=ADMIN)
+        with urllib.request.urlopen(asked, timeout=60) as reply:
+            found = json.load(reply)
+        counts = {name: found[name] for name in ("num_requests", "num_sequences", "num_generations")}
+        for core in found["cores"]:
+            for name in ("num_running", "num_waiting", "kv_cache_usage", "host_cache_usage"):
+                counts[name] = counts.get(name, 0) + core[name]
+        return {name: count for name, count in counts.items() if count}
+
+    def check_rest(self) -> None:
+        """Assert that it is healthy, that the core's books balance, and that nothing is held of any request."""
+        wait_until(lambda: self.health() == 200, HEALTHY_WITHIN_S, lambda: self.log.read_text()[-5000:])
+        wait_until(lambda: not self.held(), SETTLED_WITHIN_S, lambda: f"something is held: {self.held()}")
+        self.is_used = False
+
+    def check_nothing_is_left(self) -> None:
+        """Assert that of one that has ended, however it came, no program is left and no folder."""
+        check_programs(self._mark)
+        left: Callable[[], list[Path]] = lambda: list(self._folder.glob("quire-*"))  # noqa: E731
+        wait_until(lambda: not left(), ENDED_WITHIN_S, lambda: f"folders are left: {left()}")
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder)
+
     def stop(self) -> int:
-        """SIGTERM, and the exit code."""
+        """SIGTERM, once it is at rest, and the exit code."""
         if self.process.poll() is None:
+            self.check_rest()
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)

@@ -82,11 +82,16 @@ def test_every_method_says_on_a_device_what_is_said_without(
 
 @pytest.mark.more
 @pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("family", [MODEL, "mamba2"])
 def test_who_guesses_for_himself_is_right_on_a_device(
-    steps: int, tiny_model: Callable[[str], Path], request: pytest.FixtureRequest, restore_threads: None
+    family: str,
+    steps: int,
+    tiny_model: Callable[[str], Path],
+    request: pytest.FixtureRequest,
+    restore_threads: None,
 ) -> None:
-    """Also where steps are in flight behind the one that is guessed for."""
-    model = tiny_model(MODEL)
+    """Also where steps are in flight behind the one that is guessed for, and with states that go back."""
+    model = tiny_model(family)
     shapes: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 20})
     texts = [
         Job(

@@ -14,7 +14,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.engine.draft_model import fingerprint
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import ConfigError, StartupError
+from quire.errors import ConfigError
+from quire.spec_decode.speculation import Speculation
 from tests.end_to_end.test_overlapped import STEM, Job, jobs_of_all_kinds, overlapped, serve
 from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import VOCAB_SIZE
@@ -128,6 +129,60 @@ def test_models_that_do_not_fit_are_refused(tiny_model: Callable[[str], Path], t
             LLM(str(model), max_model_len=96, **given)
 
 
-def test_layers_with_states_do_not_guess(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(StartupError, match=r"layers of .*bamba.* keep a state, which does not go back"):
-        LLM(str(tiny_model("llama-tied-bias")), max_model_len=96, **drafting(tiny_model("bamba")))
+STATES: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
+    "chunks": {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 40},
+    "overlapped": {"max_num_seqs": 4, "max_num_batched_tokens": 24, **overlapped(2)},
+}
+
+
+@pytest.mark.parametrize("family", quick(["bamba", "mamba2", "mamba", "qwen3next"], ["bamba"]))
+@pytest.mark.parametrize("engine", quick(STATES, ["chunks"]))
+def test_who_keeps_states_and_guesses_for_himself_is_right(
+    engine: str, family: str, tiny_model: Callable[[str], Path], restore_threads: None
+) -> None:
+    """So states go back behind guesses, whatever was right of them, and no block is given back with one in it."""
+    model = tiny_model(family)
+    args: dict[str, Any] = {"model": str(model), "max_model_len": 96, "enable_prefix_caching": False}
+    expected, _ = serve(jobs()[:7], **args, **STATES[engine])
+    got, stats = serve(jobs()[:7], **args, **STATES[engine], **drafting(model))
+    assert [output.outputs for output in got] == [output.outputs for output in expected]
+    spec = stats["spec_decoding"]
+    assert spec["num_accepted_tokens"] == spec["num_draft_tokens"] > 100
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("engine", ["preempted", "swapped"])
+def test_who_keeps_states_guesses_for_requests_that_come_back(
+    engine: str, tiny_model: Callable[[str], Path], restore_threads: None
+) -> None:
+    """Whose states may be those behind a few tokens more or less, which is a matter of how good guesses are."""
+    model = tiny_model("llama-tied-bias")
+    args = {"model": str(model), "max_model_len": 96, **ENGINES[engine], "num_gpu_blocks_override": 24}
+    expected, _ = serve(jobs(), **args)
+    got, stats = serve(jobs(), **args, **drafting(tiny_model("bamba")))
+    assert [output.outputs for output in got] == [output.outputs for output in expected]
+    assert stats["spec_decoding"]["num_draft_tokens"] > 100
+    assert stats["num_preemptions"] > 0
+
+
+def test_who_keeps_states_and_is_asked_seldom_is_still_right(
+    tiny_model: Callable[[str], Path], restore_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is generated while nobody asks is computed before the blocks of states behind which it stands are gone."""
+    asked = [0]
+
+    def seldom(self: Speculation, known: dict[str, Any]) -> dict[str, list[int]]:
+        asked[0] += 1
+        return {} if asked[0] % 9 else propose(self, known)
+
+    propose = Speculation.propose
+    monkeypatch.setattr(Speculation, "propose", seldom)
+    model = tiny_model("bamba")
+    long = [
+        Job(STEM[:20], SamplingParams(seed=number, max_tokens=70, ignore_eos=True)) for number in range(4)
+    ]
+    args: dict[str, Any] = {"model": str(model), "max_model_len": 96, "max_num_seqs": 4}
+    _, stats = serve(long, **args, enable_prefix_caching=False, **drafting(model))
+    spec = stats["spec_decoding"]
+    assert spec["num_accepted_tokens"] == spec["num_draft_tokens"] > 20

@@ -1,4 +1,6 @@
-"""Speculation on ranks that share each layer: they guess alike whatever their clocks say, and say what one says."""
+"""Speculation on ranks that share each layer, or have some each: they guess alike whatever their clocks say, and say
+what one says.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from quire import LoRARequest, SamplingParams
 from quire.spec_decode.clocks import OwnClock
 from quire.worker.cpu import HostMark
 from tests.end_to_end.test_draft_heads import MODEL, guessing
+from tests.end_to_end.test_draft_heads import proposed as proposed  # a fixture
 from tests.end_to_end.test_overlapped import STEM, Job, serve
 from tests.fixtures.draft_heads import HEADS, write_mtp
 from tests.fixtures.quick import quick
@@ -57,12 +60,8 @@ def jobs(adapter: LoRARequest | None = None) -> list[Job]:
     ]
 
 
-@pytest.mark.parametrize("case", quick(CASES, ["eagle", "mtp"]))
-@pytest.mark.parametrize("loop", quick(["plain", "overlapped"], ["plain"]))
-@pytest.mark.usefixtures("ranks_with_clocks_of_their_own")
-def test_two_ranks_say_what_one_says(
-    case: str, loop: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
-) -> None:
+def guessed(case: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A model, and what is to guess for it."""
     family = "qwen3.5moe" if case == "mtp" else MODEL
     model = tiny_model(family)
     if case == "mtp":
@@ -73,12 +72,54 @@ def test_two_ranks_say_what_one_says(
     keys: dict[str, Any] = guessing(heads, **CASES[case], adaptive=True)
     if case in ("mtp", "ngram"):
         del keys["speculative_config"]["model"]
+    return model, keys
+
+
+@pytest.mark.parametrize("case", quick(CASES, ["eagle", "mtp"]))
+@pytest.mark.parametrize("loop", quick(["plain", "overlapped"], ["plain"]))
+@pytest.mark.usefixtures("ranks_with_clocks_of_their_own")
+def test_two_ranks_say_what_one_says(
+    case: str, loop: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+) -> None:
+    model, keys = guessed(case, tiny_model, tmp_path)
     args = {"model": str(model), "max_model_len": 96, "max_num_seqs": 4, "tp_invariant": case != "mtp"}
     args |= {"async_scheduling": loop == "overlapped", "max_num_batched_tokens": 24}
     expected, _ = serve(jobs(), **args)
     got, stats = serve(jobs(), **args, **keys, tensor_parallel_size=2)
     assert [one.outputs[0].token_ids for one in got] == [one.outputs[0].token_ids for one in expected]
     assert stats["spec_decoding"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("case", quick(CASES, ["eagle3", "draft_model"]))
+@pytest.mark.parametrize("loop", quick(["plain", "overlapped"], ["overlapped"]))
+@pytest.mark.usefixtures("ranks_with_clocks_of_their_own")
+def test_two_stages_say_and_guess_what_one_does(
+    case: str,
+    loop: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    proposed: list[tuple[list[int], list[int]]],
+    restore_threads: None,
+) -> None:
+    """What guesses reads the same numbers."""
+    model, keys = guessed(case, tiny_model, tmp_path)
+    keys["speculative_config"]["adaptive"] = False
+    args = {"model": str(model), "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+    expected, _ = serve(jobs(), **args)
+    alone, _ = serve(jobs(), **args, **keys)
+    guesses = {tuple(ids): found for ids, found in proposed}
+    proposed.clear()
+    got, stats = serve(
+        jobs(), **args, **keys, pipeline_parallel_size=2, async_scheduling=loop == "overlapped"
+    )
+    assert [one.outputs for one in alone] == [one.outputs for one in expected]
+    assert [one.outputs for one in got] == [one.outputs for one in expected]
+    assert stats["spec_decoding"]["num_draft_tokens"] > 0
+    pairs = [(guesses.get(tuple(ids), []), found) for ids, found in proposed]
+    common = [min(len(one), len(other)) for one, other in pairs]
+    assert sum(common) > 100 or case == "ngram", "which is no model"
+    for count, (one, other) in zip(common, pairs, strict=True):
+        assert one[:count] == other[:count]
 
 
 @pytest.mark.usefixtures("ranks_with_clocks_of_their_own")

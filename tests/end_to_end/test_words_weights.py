@@ -1,4 +1,4 @@
-"""BGE-M3's other heads: a weight of each token's word, and a vector of it, beside the text's, in any mix of them."""
+"""Weights of words: of a text's tokens, with vectors of them, beside the text's (BGE-M3); of all words (SPLADE)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from quire.config import EngineConfig
 from quire.config.pooling import PoolingSpec
 from quire.engine.startup import prepare
-from quire.errors import ModelLoadError, ValidationError
+from quire.errors import ModelLoadError, UnsupportedModelError, ValidationError
+from quire.kernels import cpu
 from quire.pooling_params import PoolingParams
-from tests.fixtures.pooled import pool, pooling_core, write_sentence_transformer
+from tests.fixtures.pooled import pool, pooling_core, write_json, write_sentence_transformer
 from tests.fixtures.tiny_encoders import encoder_oracle
 from tests.models.test_encoders import assert_close, texts
 
@@ -101,3 +102,45 @@ def test_a_head_of_another_shape_is_named(directory: Path) -> None:
         ModelLoadError, match=r"sparse_linear/model\.safetensors: tensor .linear\.weight. has shape"
     ):
         pooling_core(directory)
+
+
+def write_splade(directory: Path, **options: str) -> None:
+    kinds = (("MLMTransformer", ""), ("SpladePooling", "1_SpladePooling"))
+    write_json(
+        directory / "modules.json", [{"type": f"a.b.{kind}", "path": folder} for kind, folder in kinds]
+    )
+    write_json(directory / "1_SpladePooling/config.json", options)
+
+
+@pytest.mark.parametrize("name", ["bert-mlm", "distilbert-mlm", "roberta-mlm"])
+def test_all_words_have_weights_where_a_model_guesses_them(
+    name: str, tmp_path: Path, tiny_encoder: Callable[[str], Path]
+) -> None:
+    copied, batch = tmp_path / "splade", texts((9, 30, 1, 170, 6))
+    shutil.copytree(tiny_encoder(name), copied)
+    write_splade(copied, pooling_strategy="max", activation_function="relu")
+    core = pooling_core(copied)
+    together = pool(core, batch)
+    oracle = encoder_oracle(name, copied)
+    with torch.inference_mode():
+        for text, found in zip(batch, together, strict=True):
+            expected = oracle(torch.tensor([text])).logits[0].relu().log1p().amax(0)
+            assert_close(torch.tensor(found), expected)
+    if cpu.available():
+        alone = pool(core, batch, together=False)
+        assert [one.tobytes() for one in alone] == [one.tobytes() for one in together]
+    (plain,) = pool(core, batch[:1], PoolingParams(use_activation=False))
+    assert plain.min() < 0
+
+
+def test_of_a_model_without_such_guesses_no_words_are_weighed(
+    tmp_path: Path, tiny_encoder: Callable[[str], Path]
+) -> None:
+    copied = tmp_path / "splade"
+    shutil.copytree(tiny_encoder("bert"), copied)
+    write_splade(copied)
+    with pytest.raises(UnsupportedModelError, match="SpladePooling needs one of BertForMaskedLM"):
+        spec_of(copied)
+    write_splade(copied, pooling_strategy="sum")
+    with pytest.raises(UnsupportedModelError, match=r"1_SpladePooling/config.json: pooling_strategy"):
+        spec_of(copied)

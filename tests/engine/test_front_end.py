@@ -18,8 +18,11 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.front_end import FrontEnd, Outgoing
 from quire.engine.messages import AbortRequests, AddRequest, CoreMessage, CoreRequest
+from quire.engine.recent import Recent
+from quire.engine.routing_policies import LongestPrefix, RoutedRequest
 from quire.engine.startup import prepare
 from quire.errors import EngineDeadError, EngineError, ValidationError
+from quire.kv_cache.hashing import ExtraKeys
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -42,12 +45,13 @@ class Cores:
         )
         self.outputs: dict[str, list[RequestOutput | Exception]] = {}
         self.sent: list[Outgoing] = []
-        self.cores = [EngineCore(self.config) for _ in range(num_cores)]
+        self.core_config = dataclasses.replace(self.config, tells_cache=num_cores > 1)
+        self.cores = [EngineCore(self.core_config) for _ in range(num_cores)]
         for index, core in enumerate(self.cores):
             self.front_end.take_in(index, core.ready)
 
     def add(self, label: str, prompt: Any, **params: Any) -> str:
-        options = {name: params.pop(name) for name in ("timeout_s",) if name in params}
+        options = {name: params.pop(name) for name in ("timeout_s", "data_parallel_rank") if name in params}
         outputs = self.outputs.setdefault(label, [])
         tokenized = self.front_end.input_processor.tokenize(prompt)
         name, messages = self.front_end.submit(
@@ -79,7 +83,7 @@ class Cores:
         """The core dies, the others go on with what it had, and a new one takes its place."""
         self.cores[index].shutdown()
         self.send(self.front_end.lose(index, [], EngineError("the core died")))
-        self.cores[index] = EngineCore(self.config)
+        self.cores[index] = EngineCore(self.core_config)
         self.send(self.front_end.unfinished(index))
         self.front_end.take_in(index, self.cores[index].ready)
 
@@ -119,6 +123,40 @@ def test_a_request_goes_to_the_core_with_the_fewest_sequences_and_its_forks_go_w
     }
     cores.add("f", [1], max_tokens=1)
     assert cores.sent[-1][0] == 0, "all that has ended is no work"
+
+
+def test_a_request_goes_to_the_replica_that_it_names_as_long_as_that_is_up() -> None:
+    cores = Cores(num_cores=2, data_parallel_size=2)
+    params = {"max_tokens": 2, "ignore_eos": True}
+    for _ in range(3):
+        cores.add("a", [1, 2, 3], data_parallel_rank=1, **params)
+    assert [core for core, _ in cores.sent] == [1, 1, 1]
+    with pytest.raises(ValidationError, match="data_parallel_rank is 2, and replicas here are 0, 1"):
+        cores.add("b", [1], data_parallel_rank=2, **params)
+    cores.front_end.lose(1, [], EngineError("the core died"))
+    cores.add("c", [1], data_parallel_rank=1, **params)
+    assert cores.sent[-1][0] == 0
+
+
+def test_what_a_core_has_in_its_cache_is_known_until_it_is_cleared() -> None:
+    """Whoever has sent it there: what this front end has sent is forgotten here."""
+    cores, ids = Cores(num_cores=2, data_parallel_size=2), [1] * 33
+    cores.add("a", ids, max_tokens=1, data_parallel_rank=1)
+    cores.run()
+    policy = cores.front_end.router._policy
+    assert isinstance(policy, LongestPrefix)
+    policy._prefixes[1]._sent = Recent(0)
+
+    def num_uncached(core: int) -> int:
+        return policy.num_uncached(RoutedRequest(ids, 1, ExtraKeys(None)), core)
+
+    num_cached = len(ids) // cores.config.cache.block_size * cores.config.cache.block_size
+    assert (num_uncached(0), num_uncached(1)) == (33, 33 - num_cached)
+    _, messages = cores.front_end.call(1, "reset_prefix_cache")
+    cores.send(messages)
+    cores.add("b", [2], max_tokens=1, data_parallel_rank=1)
+    cores.run()
+    assert num_uncached(1) == 33
 
 
 def test_each_core_answers_its_own_calls_and_ends_its_own_requests() -> None:

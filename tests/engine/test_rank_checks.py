@@ -17,7 +17,7 @@ from quire.layers.shard import Shard
 from quire.models.loader import without_weights
 from quire.platforms import Host
 from tests.fixtures.quick import quick_models
-from tests.models.test_tensor_parallel import EVERY_FAMILY, REFUSED
+from tests.models.test_tensor_parallel import EVERY_FAMILY
 
 
 def prepared(model: Path, **args: Any) -> EngineConfig:
@@ -81,7 +81,7 @@ def test_units_of_experts_and_states_are_named(
 
 
 @pytest.mark.parametrize(
-    "name", quick_models(sorted(EVERY_FAMILY - REFUSED), {"llama", "jamba", "qwen3next"})
+    "name", quick_models(sorted(EVERY_FAMILY), {"llama", "jamba", "qwen3next", "diffllama", "jetmoe"})
 )
 def test_what_is_said_to_be_possible_can_be_cut(name: str, tiny_model: Callable[[str], Path]) -> None:
     """And what is said not to be, cannot."""
@@ -126,7 +126,6 @@ class FakeHost(Host):
         ({"pipeline_partition": "3,0"}, "--pipeline-partition must be such as 3,5, got '3,0'"),
         ({"pipeline_partition": "all"}, "--pipeline-partition must be such as 3,5, got 'all'"),
         ({"distributed_executor_backend": "uni"}, "is 2, which wants --distributed-executor-backend mp, not uni"),
-        ({"runner": "pooling"}, "--pipeline-parallel-size is 2, which wants a model that generates"),
     ],
 )  # fmt: skip
 def test_stages_that_cannot_be_are_refused(
@@ -136,14 +135,17 @@ def test_stages_that_cannot_be_are_refused(
         prepared(tiny_model("llama"), **{"pipeline_parallel_size": 2} | args)
 
 
-def test_no_stage_has_what_guesses_by_a_model(tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("nodes", [{}, {"nnodes": 2, "node_rank": 0}], ids=["one host", "two"])
+def test_what_guesses_for_stages_is_whole_and_may_have_fewer_layers(
+    nodes: dict[str, Any], tiny_model: Callable[[str], Path]
+) -> None:
     model = tiny_model("llama")
-    with pytest.raises(ConfigError, match=r"which wants no model or heads that guess \(draft_model\): ngram"):
-        prepared(
-            model,
-            pipeline_parallel_size=2,
-            speculative_config={"method": "draft_model", "model": str(model)},
-        )
+    guesses = {"method": "draft_model", "model": str(model)}
+    config = prepared(
+        model, pipeline_parallel_size=2, pipeline_partition="1,2", speculative_config=guesses, **nodes
+    )
+    assert config.draft is not None
+    assert config.draft.parallel.num_ranks == 1
 
 
 @pytest.mark.parametrize(

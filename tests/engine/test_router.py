@@ -5,19 +5,23 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
+from quire.engine.cache_news import CacheNews, CacheNotes
 from quire.engine.ledger import Ledger, Load
-from quire.engine.recent import Recent, RecentPrefixes
+from quire.engine.recent import CachedPrefixes, Recent
 from quire.engine.router import Router
 from quire.engine.routing_policies import ADAPTER_TOKENS, PIECE_TOKENS, SEQUENCE_TOKENS, RoutedRequest
+from quire.kv_cache.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored
 from quire.kv_cache.hashing import ExtraKeys, extend_hashes
 from quire.scheduler.output import SchedulerStats
 
 NUM_CORES = 3
+BLOCK_SIZE = EngineConfig.from_args().cache.block_size
 
 
 def prompt(*pieces: int, tail: int = 1) -> list[int]:
@@ -69,18 +73,45 @@ def test_recent_keys_are_those_of_the_last_uses(max_keys: int, uses: list[list[i
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.integers(0, 12), st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=30))
 def test_the_known_prefix_is_that_of_a_search_from_the_start(
-    max_pieces: int, prompts: list[list[int]]
+    max_blocks: int, prompts: list[list[int]]
 ) -> None:
-    prefixes = RecentPrefixes(max_pieces)
+    prefixes = CachedPrefixes(max_blocks)
     for pieces in prompts:
-        hashes: list[bytes] = []
-        extend_hashes(hashes, prompt(*pieces), PIECE_TOKENS, ExtraKeys(None))
-        in_order = [piece in prefixes._pieces for piece in hashes]
-        assert in_order == sorted(in_order, reverse=True), "a piece is there without one before it"
-        assert prefixes.num_known(hashes) == sum(in_order)
-        prefixes.use(hashes)
-        assert prefixes.num_known(hashes) == min(len(hashes), max_pieces)
-        assert len(prefixes._pieces) <= max_pieces
+        blocks = routed(prompt(*pieces)).blocks(PIECE_TOKENS)
+        in_order = [block in prefixes for block in blocks]
+        assert in_order == sorted(in_order, reverse=True), "a block is there without one before it"
+        assert prefixes.num_known(blocks) == sum(in_order)
+        prefixes.use(blocks)
+        assert prefixes.num_known(blocks) == min(len(blocks), max_blocks)
+        assert len(prefixes._sent) <= max_blocks
+
+
+def test_what_a_core_tells_of_its_cache_counts_and_what_it_has_lost_does_not() -> None:
+    """Of prompts that somebody else has sent, too; and a prompt goes where it is found."""
+    routers = Routers(num_cores=2)
+    ids, policy = prompt(*range(20)), routers.router._policy
+    hashes: list[bytes] = []
+    extend_hashes(hashes, ids, BLOCK_SIZE, ExtraKeys(None))
+    home = routers.send(ids)
+    routers.router.end("r0")
+    stored = BlockStored([*hashes], None, ids, BLOCK_SIZE, None, DEVICE, None, None, 0)
+    notes = CacheNotes()
+    notes.note([stored])
+    routers.router.cached(1 - home, told(notes))
+    assert [policy.num_uncached(routed(ids), core) for core in (0, 1)] == [1, 1]
+    notes.note([BlockRemoved([*hashes[5:]], DEVICE, 0)])
+    routers.router.cached(home, told(notes))
+    assert policy.num_uncached(routed(ids), home) == len(ids) - 5 * BLOCK_SIZE
+    assert routers.send(ids) == 1 - home
+    notes.note([stored, AllBlocksCleared()])
+    routers.router.cached(1 - home, told(notes))
+    routers.router.ready(home, 1000)
+    assert policy.num_uncached(routed(ids), home) == len(ids)
+
+
+def told(notes: CacheNotes) -> CacheNews:
+    """The news, which there are, over the wire."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(notes.take()), type=CacheNews)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "round_robin", "least_loaded"])
@@ -217,4 +248,4 @@ def test_one_core_is_asked_without_a_look_at_the_prompt() -> None:
     routers = Routers(num_cores=1)
     request = routed(prompt(*range(50)))
     assert routers.send(request) == 0
-    assert "hashes" not in vars(request)
+    assert "_blocks" not in vars(request)

@@ -13,7 +13,7 @@ import pytest
 
 from quire import LLM, PairPrompt, PoolingOutput, PoolingParams, PoolingRequestOutput, TextOptions
 from quire.config.pooling import PoolingSpec
-from quire.entrypoints.pooling.scoring import SIMILARITIES
+from quire.entrypoints.pooling.scoring import SIMILARITIES, TOKEN_SIMILARITIES, Scoring
 from quire.errors import ValidationError
 from quire.inputs import DataPrompt, PromptType
 from quire.io_processors import IOProcessor
@@ -125,11 +125,33 @@ def test_a_generating_model_is_told(pair_model_dir: Path) -> None:
 
 
 def test_late_interaction_adds_up_the_best_match_of_each_token() -> None:
-    from quire.entrypoints.pooling.scoring import _max_sim
-
     query, document = np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([[0.5, 0.5], [1.0, 0.0], [0.0, 3.0]])
-    assert _max_sim(query, document) == 1.0 + 6.0
+    assert TOKEN_SIMILARITIES["maxsim"](query, document) == 1.0 + 6.0
+    assert TOKEN_SIMILARITIES["meanmaxsim"](query, document) == 3.5
+    assert TOKEN_SIMILARITIES["maxsim"](query, document[:0]) == 0.0
     assert TOKEN_EMBEDDER.tasks == ("token_embed",)
+
+
+def test_words_that_the_model_skips_match_nothing_and_sides_have_their_own_lengths(
+    pools: Pools, pair_model_dir: Path
+) -> None:
+    spec = dataclasses.replace(TOKEN_EMBEDDER, skipped_words=("b", "no token"), side_lengths=(4, 5))
+    draw = np.random.default_rng(1)
+    with made(pools, spec, pair_model_dir) as llm:
+        inputs = llm.llm_engine.input_processor.pooling
+        assert inputs is not None
+        for asked, lengths, kept in (((None, None), (4, 5), [0, 2, 4]), ((3, 4), (3, 4), [0, 2, 3])):
+            options = TextOptions(max_tokens_per_text=asked)
+            scoring = Scoring(inputs, ["abcdef"], ["bcbdefghi"], options)
+            query, document = scoring.prompts()  # [CLS] a b [SEP] and [CLS] b c b [SEP], or less
+            assert (len(query.token_ids), len(document.token_ids)) == lengths
+            pooled = [
+                PoolingRequestOutput("", PoolingOutput(draw.normal(size=(length, 4))), prompt.token_ids)
+                for length, prompt in zip(lengths, (query, document), strict=True)
+            ]
+            ((score, _),) = scoring.outputs(pooled)
+            first, second = (one.outputs.data for one in pooled)
+            assert score == (first @ second[kept].T).max(axis=1).sum()
 
 
 def test_what_vllm_calls_tokenization_kwargs_says_how_texts_become_tokens(

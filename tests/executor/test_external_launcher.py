@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def test_two_ranks_have_the_bits_of_one_and_say_where_they_differ(
     (tmp_path / "program.py").write_text(PROGRAM)
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-m", *launcher, str(tmp_path / "program.py"), model, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run(command, check=True, timeout=600, env=environment)
     alone = said(started(model))
     adapted = said_by_adapters(started(model, **LORA), str(tmp_path / "home0"))
@@ -127,7 +128,9 @@ def test_two_ranks_have_the_bits_of_one_and_say_where_they_differ(
 
 
 STRUCK = """
-import sys, time
+import os, socket, sys, time
+if "HOST" in os.environ:
+    socket.gethostname = lambda: os.environ["HOST"]
 from quire.errors import QuireError
 from tests.executor.test_external_launcher import said, started
 
@@ -142,25 +145,30 @@ except QuireError as error:
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("num_hosts", [1, 2])
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_killed_or_stopped_is_named_by_the_other_which_can_end(
-    signal_: signal.Signals, tiny_model: Callable[[str], Path]
+    signal_: signal.Signals, num_hosts: int, tiny_model: Callable[[str], Path]
 ) -> None:
+    """Also where it is alone on its host, on which nobody sees that it is stopped."""
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = os.environ | told | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | told | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    hosts = [{"HOST": f"host{rank}", "LOCAL_WORLD_SIZE": "1"} for rank in range(2)]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", STRUCK, str(tiny_model("llama"))],
             stdout=subprocess.PIPE,
             text=True,
-            env=environment | {"RANK": str(rank)},
+            env=environment | {"RANK": str(rank)} | (hosts[rank] if num_hosts > 1 else {}),
         )
         for rank in range(2)
     ]
     try:
         assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["ready\n"] * 2
         ranks[1].send_signal(signal_)
+        struck = time.monotonic()
         said, _ = ranks[0].communicate(timeout=20)
+        assert time.monotonic() - struck < 12  # and to end, of which some seconds are
         assert "rank 1 is lost; it says: " in said
         assert ranks[0].returncode == 0
     finally:

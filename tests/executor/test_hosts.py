@@ -100,6 +100,23 @@ def test_two_hosts_have_the_bits_of_one_until_one_is_killed(
 
 
 @pytest.mark.more
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}]
+)
+def test_hosts_of_two_ranks_each_have_the_bits_of_one(
+    sizes: dict[str, int], tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    """Those of a host add up in memory, and what crosses hosts does so by gloo."""
+    model, port = tiny_model("llama"), free_port()
+    alone = said(LLM(str(model), tp_invariant=True, device="cpu", **LIMITS))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    with second_host(model, tmp_path, port, *flags):
+        llm = LLM(str(model), tp_invariant=True, **LIMITS | options(port) | sizes)
+        assert said(llm) == alone
+        llm.llm_engine.shutdown()
+
+
+@pytest.mark.more
 def test_a_rank_that_is_stopped_on_another_host_is_named_within_seconds(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:

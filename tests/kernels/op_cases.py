@@ -19,6 +19,7 @@ from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, S
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.linear import FLOAT, GATED, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import LoraStacks
+from quire.kernels.pooling import SUM_DTYPE
 from quire.kernels.rounding import RowRounding
 from quire.lora.rounding import rounded
 from tests.kernels.state_batches import state_batch
@@ -59,6 +60,26 @@ def layer_norm(dtype: torch.dtype) -> Iterator[Arguments]:
     for shape in [(0, 64), (1, 64), (5, 77), (2, 3, 40)]:
         yield (randn(*shape, dtype=dtype), randn(shape[-1]), randn(shape[-1]), 1e-5), {}
         yield (randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype), None, 1e-5), {}
+
+
+@cases
+def fused_add_layer_norm(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in [(0, 64), (1, 64), (5, 77), (2, 3, 40), (129, 512)]:
+        x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+        yield (x, residual, randn(shape[-1]), randn(shape[-1]), 1e-5), {}
+        yield (x, residual, randn(shape[-1], dtype=dtype), None, 1e-5), {}
+    yield (randn(4, 80, dtype=dtype)[:, 3:40], randn(4, 37, dtype=dtype), randn(37), None, 1e-6), {}
+
+
+@cases
+def accumulate(dtype: torch.dtype) -> Iterator[Arguments]:
+    x = randn(60, 77, dtype=dtype)
+    x[4, 3] = torch.nan
+    chunks = torch.tensor([[3, 0, 6, 1], [0, 40, 41, 20], [0, 5, 0, 0], [9, 1, 19, 11]])
+    for reduction, sums in SUM_DTYPE.items():
+        for tokens in (x, x[:, 40:], randn(60, 3, dtype=dtype)):
+            yield (randn(8, tokens.shape[1]).to(sums), tokens, chunks), {"reduction": reduction}
+        yield (randn(8, 77).to(sums), x, chunks[:, :0].contiguous()), {"reduction": reduction}
 
 
 @cases
@@ -685,6 +706,16 @@ def rg_lru(dtype: torch.dtype) -> Iterator[Arguments]:
             x, gates = randn(rows, heads * size, dtype=dtype), randn(heads, size, 2 * size) * size**-0.5
             of_heads = (gates, randn(heads, 2 * size), -8 * torch.rand(heads * size))
             yield (x, *of_heads, of_state(step, heads * size), step), {}
+
+
+@cases
+def rwkv7(dtype: torch.dtype) -> Iterator[Arguments]:
+    for step in state_steps():
+        rows = int(step.query_start_loc[-1])
+        for heads, size in [(1, 16), (3, 64), (2, 5)]:
+            parts = [randn(rows, heads * size, dtype=dtype) for _ in range(5)]
+            of_heads = randn(5, heads * size)
+            yield (*parts, of_heads, of_state(step, heads, size, size), step), {"eps": size * 1e-5}
 
 
 class Mirror(Group):

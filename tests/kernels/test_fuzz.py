@@ -160,7 +160,9 @@ def test_norms_activations_and_tables(
     weight = randn(size, dtype=torch.float32 if wide_weight else dtype)
     agree("rms_norm", dtype, x, weight, 1e-5, offset=offset)
     agree("fused_add_rms_norm", dtype, x, residual, weight, 1e-5, offset=offset)
-    agree("layer_norm", dtype, x, weight, weight.flip(0) if seed % 2 else None, 1e-5, offset=offset)
+    bias = weight.flip(0) if seed % 2 else None
+    agree("layer_norm", dtype, x, weight, bias, 1e-5, offset=offset)
+    agree("fused_add_layer_norm", dtype, x, residual, weight, bias, 1e-5, offset=offset)
     gated = randn(rows, 2 * size, dtype=dtype)
     function = FUNCTIONS[seed % len(FUNCTIONS)]
     agree("activate", dtype, x, offset=offset, function=function)

@@ -159,3 +159,23 @@ def test_a_request_has_the_same_bits_beside_others_and_on_any_number_of_threads(
         assert torch.equal(
             ops.gated_delta(qkv[first:last], ba[first:last], *of_heads, states, alone), out[first:last]
         )
+
+
+@needs_kernels
+def test_rwkv7_has_the_same_bits_however_a_sequence_is_cut_and_on_any_number_of_threads(
+    restore_threads: None,
+) -> None:
+    random, heads, size = torch.Generator().manual_seed(3), 3, 48
+    rows = [torch.randn(LENGTH, heads * size, generator=random) for _ in range(5)]
+    of_heads = torch.randn(5, heads * size, generator=random)
+
+    def rwkv7(*args: Any) -> Tensor:
+        return ops.rwkv7(*args, 1e-4)
+
+    out, states = in_chunks(rwkv7, rows, [of_heads], CHUNKS[0], heads, size, size)
+    assert out.isfinite().all()
+    for count, chunks in zip((1, 2, 4), CHUNKS[1:], strict=True):
+        set_num_threads(count)
+        again, again_states = in_chunks(rwkv7, rows, [of_heads], chunks, heads, size, size)
+        assert torch.equal(again, out)
+        assert torch.equal(again_states, states)

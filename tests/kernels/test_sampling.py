@@ -1,6 +1,9 @@
 """The native sampling tail: the oracle's tokens, the same bits in any company, and refusals instead of bad memory."""
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +146,34 @@ def test_logits_that_are_not_finite_stay_within_memory(bad: float) -> None:
     chosen = sampling.sample_tokens(x, settings(2, 70), random_keys(2))
     assert int(chosen.min()) >= -1
     assert int(chosen.max()) < 70
+
+
+@contextmanager
+def little_memory(num_bytes: int) -> Iterator[None]:
+    """The system gives the process so much more, and no further."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the process's size is not to be known")
+def test_memory_that_is_not_there_is_an_error_and_not_the_end(restore_threads: None) -> None:
+    """Candidates of a cut among 4 million equals take 64 MiB, and 16 million keys 128: more than lies about."""
+    logits, wide, chosen = torch.zeros(2, 1 << 22), torch.zeros(2, 1 << 24), torch.zeros(2, dtype=torch.int64)
+    setting = (1.0, -torch.inf, 7, 1.0)
+    staged = torch.tensor([setting, setting], dtype=torch.float64), torch.full((2,), 0.5, dtype=torch.float64)
+    for threads in (1, 2):
+        set_num_threads(threads)
+        with little_memory(1 << 24):
+            with pytest.raises(MemoryError, match="sample_tokens: no memory"):
+                sampling.sample_by_inversion(logits, *staged)
+            with pytest.raises(MemoryError, match="token_logprobs: no memory"):
+                sampling.token_logprobs(wide, chosen, 100)
+    assert sampling.sample_by_inversion(logits, *staged).tolist() == [3, 3]
 
 
 def test_a_mask_does_the_same_to_its_rows_on_any_threads_and_nothing_to_others(restore_threads: None) -> None:

@@ -36,6 +36,7 @@ ROWWISE: dict[str, Callable[..., Any]] = {
     "rms_norm": norm.rms_norm,
     "fused_add_rms_norm": norm.fused_add_rms_norm,
     "layer_norm": norm.layer_norm,
+    "fused_add_layer_norm": norm.fused_add_layer_norm,
     "activate": activation.activate,
     "silu_and_mul": activation.silu_and_mul,
     "gelu_and_mul": activation.gelu_and_mul,

@@ -103,7 +103,8 @@ class PrefixNames:
             for index, name in enumerate(seq.block_hashes):
                 content = seq.content(group, (index + 1) * spec.block_size)
                 key = name + group.to_bytes(4, "big")
-                assert self._contents.setdefault(key, content) == content, "two contents have one name"
+                known = self._contents.setdefault(key, content)
+                assert known == content, "two contents have one name"
 
     def check(self, pool: BlockPool, tier: dict[int, Content]) -> None:
         """Every block that can be found holds what its name says."""

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from quire.kv_cache.block_pool import BlockPool, FreeBlockQueue, KVCacheBlock
 from quire.kv_cache.spec import NULL_BLOCK_ID
+from tests.fixtures.asserts import about_an_assert
 
 
 def ids(blocks):
@@ -37,6 +38,7 @@ def test_free_queue_behaves_like_a_deque(operations):
         assert len(queue) == len(model)
 
 
+@about_an_assert
 def test_free_queue_refuses_double_insertion_and_foreign_removal():
     queue, block = FreeBlockQueue(), KVCacheBlock(1)
     with pytest.raises(AssertionError, match="not in the free queue"):
@@ -50,8 +52,12 @@ def test_the_null_block_is_never_given_out():
     pool = BlockPool(5)
     assert NULL_BLOCK_ID not in ids(pool.get_new_blocks(4))
     assert (pool.num_free_blocks, pool.usage) == (0, 1.0)
-    with pytest.raises(AssertionError, match="1 blocks wanted, 0 free"):
-        pool.get_new_blocks(1)
+
+
+@about_an_assert
+def test_no_more_blocks_are_given_out_than_are_free():
+    with pytest.raises(AssertionError, match="2 blocks wanted, 1 free"):
+        BlockPool(2).get_new_blocks(2)
 
 
 def test_cached_blocks_are_evicted_least_recently_freed_first_and_tail_of_a_chain_first():
@@ -94,6 +100,13 @@ def test_a_shared_block_is_free_only_when_its_last_holder_leaves():
     assert pool.num_free_blocks == 0
     pool.free(blocks)
     assert pool.num_free_blocks == 1
+
+
+@about_an_assert
+def test_a_block_that_nobody_holds_cannot_be_freed():
+    pool = BlockPool(2)
+    blocks = pool.get_new_blocks(1)
+    pool.free(blocks)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free(blocks)
 

@@ -199,6 +199,19 @@ def test_layer_norm() -> None:
     torch.testing.assert_close(layer(x), expected)
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_sum_is_normed_with_the_bits_that_it_has_if_it_is_made_before(has_bias: bool) -> None:
+    torch.manual_seed(0)
+    norm = LayerNorm(size=37, eps=1e-5, dtype=torch.float32, has_bias=has_bias)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    x, residual = torch.randn(5, 37), torch.randn(5, 37)
+    normed, total = norm.add(x, residual)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, norm(total))
+    assert torch.equal(norm.add(x, None)[0], norm(x))
+
+
 def test_embedding_and_head() -> None:
     layer = VocabEmbedding(vocab_size=10, size=4, dtype=F32, scale=3.0)
     weight = fill(layer, "e")["e.weight"]

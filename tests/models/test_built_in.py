@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.models.built_in import BUILT_IN, RANKS, STAGES, TRANSFORMERS
+from quire.models.built_in import BUILT_IN, TRANSFORMERS
 from quire.models.page import PAGE, models_page
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.tiny_models import TINY_MODELS
-from tests.models import test_stages, test_tensor_parallel
 
 
 def architecture_of(name: str) -> str:
@@ -38,14 +37,6 @@ def test_what_has_an_oracle_of_its_own_says_so(architecture: str) -> None:
     import transformers
 
     assert hasattr(transformers, architecture) == (BUILT_IN[architecture].oracle == TRANSFORMERS)
-
-
-@pytest.mark.parametrize(
-    ("feature", "refused"), [(RANKS, test_tensor_parallel.REFUSED), (STAGES, test_stages.REFUSED)]
-)
-def test_what_a_row_lacks_is_what_tests_see_refused(feature: str, refused: set[str]) -> None:
-    lacking = {row.architecture for row in BUILT_IN.values() if feature in row.lacks}
-    assert {architecture_of(name) for name in refused} == lacking
 
 
 def test_the_page_of_models_is_that_of_the_table() -> None:

@@ -25,9 +25,9 @@ from quire.layers.slot import Box
 from quire.models.base import CausalLM
 from quire.models.loader import load_model, without_weights
 from quire.models.weights import MappedCopy
-from tests.fixtures.quick import quick
+from tests.fixtures.quick import quick, quick_models
 from tests.models.harness import load_tiny, logits_of, prepared_config
-from tests.models.test_tensor_parallel import CHUNKS, SEQUENCES, together
+from tests.models.test_tensor_parallel import CHUNKS, EVERY_FAMILY, SEQUENCES, together
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
@@ -62,6 +62,15 @@ def test_ranks_have_the_bits_of_one(name: str, tiny_model: Callable[[str], Path]
     alone = logits(load_tiny(tiny_model(name), **INVARIANT))
     for size in (2, 4):
         assert all(torch.equal(rank, alone) for rank in together(tiny_model(name), size, logits, **INVARIANT))
+
+
+@pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY), {"jetmoe"}))
+def test_every_family_with_experts_has_the_bits_of_one(name: str, tiny_model: Callable[[str], Path]) -> None:
+    if prepared_config(tiny_model(name)).arch.experts is None:
+        pytest.skip("a model without experts")
+    alone = logits(load_tiny(tiny_model(name), **INVARIANT))
+    for rank in together(tiny_model(name), 2, logits, **INVARIANT):
+        assert torch.equal(rank, alone)
 
 
 @pytest.mark.parametrize("kind", quick(ROUNDED, ("int4",)))

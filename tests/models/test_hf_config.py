@@ -72,6 +72,17 @@ LATENT = DEEPSEEK | {
     "v_head_dim": 16,
 }
 MIXTRAL = LLAMA | {"num_local_experts": 8}
+OPENELM: dict[str, Any] = {
+    "vocab_size": 100,
+    "model_dim": 32,
+    "num_transformer_layers": 2,
+    "max_context_length": 128,
+    "head_dim": 8,
+    "num_query_heads": [2, 4],
+    "num_kv_heads": [1, 2],
+    "ffn_multipliers": [0.5, 4.0],
+}
+SOLAR: dict[str, Any] = {"bskcn_1": [0], "bskcn_2": [], "bskcn_3": [1], "bskcn_4": [], "bskcn_tv": [0.9, 0.8]}
 DBRX: dict[str, Any] = MPT | {
     "attn_config": {},
     "ffn_config": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 16},
@@ -90,6 +101,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
     "DbrxForCausalLM": DBRX,
+    "DeciLMForCausalLM": LLAMA | {"num_key_value_heads_per_layer": [1] * LLAMA["num_hidden_layers"]},
+    "DeepseekForCausalLM": DEEPSEEK,
     "Dots1ForCausalLM": DEEPSEEK,
     "ArcticForCausalLM": MIXTRAL,
     "BailingHybridForCausalLM": LATENT,
@@ -111,6 +124,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "Llama4ForCausalLM": MIXTRAL,
     "MiniMaxForCausalLM": MIXTRAL,
     "MiniMaxM2ForCausalLM": MIXTRAL,
+    "MiniMaxText01ForCausalLM": MIXTRAL | {"attn_type_list": [0, 1] * (LLAMA["num_hidden_layers"] // 2)},
     "Ministral3ForCausalLM": LLAMA | {"head_dim": 8, "rope_parameters": MINISTRAL3_ROPE},
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": SPARSE,
@@ -139,12 +153,19 @@ OF_FAMILY: dict[str, dict[str, Any]] = dict.fromkeys(ModelRegistry.get_supported
     "BloomForCausalLM": BLOOM,
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
+    "CodeGenForCausalLM": GPT2 | {"n_head": 4, "rotary_dim": 4},
     "GPTJForCausalLM": GPT2 | {"rotary_dim": 4},
     "GPTNeoForCausalLM": GPT_NEO,
     "JAISLMHeadModel": GPT2 | {"activation_function": "swiglu"},
     "MPTForCausalLM": MPT,
     "MptForCausalLM": MPT,
+    "OpenELMForCausalLM": OPENELM,
+    "RWKV7ForCausalLM": STATES
+    | dict.fromkeys(
+        ("decay_low_rank_dim", "v_low_rank_dim", "a_low_rank_dim", "gate_low_rank_dim", "head_dim"), 16
+    ),
     "OPTForCausalLM": OPT,
+    "SolarForCausalLM": LLAMA | SOLAR,
     "XGLMForCausalLM": XGLM,
 }
 OF_FAMILY = {arch: values | {"architectures": [arch]} for arch, values in OF_FAMILY.items()}
@@ -625,3 +646,11 @@ def test_scores_are_scaled_as_positions_are_stretched(rank: int | None, tmp_path
     plain, stretched = read(tmp_path, values), read(tmp_path, values | {"rope_scaling": yarn})
     assert plain.attention_scale == 24**-0.5
     assert stretched.attention_scale == pytest.approx(24**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+
+
+def test_minimax_as_published_rotates_a_part_of_each_head(tmp_path: Path) -> None:
+    """transformers' own class rotates all of it, so no logits show this."""
+    values = OF_FAMILY["MiniMaxText01ForCausalLM"] | {"rotary_dim": 4}
+    arch = read(tmp_path, values)
+    assert arch.rope is not None
+    assert (arch.head_dim, arch.rope.rotated(arch.head_dim)) == (8, 4)

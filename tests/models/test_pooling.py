@@ -133,6 +133,80 @@ def test_without_a_pooling_every_token_keeps_its_vector(tmp_path: Path) -> None:
     assert (spec_of(tmp_path).tasks, spec_of(tmp_path).pooling) == (("token_embed",), "all")
 
 
+def test_tokens_are_matched_as_the_files_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_config(tmp_path)
+    own = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+    mask = {"type": "sentence_transformers.multi_vector_encoder.modules.MultiVectorMask", "path": "4_Mask"}
+    write_modules(tmp_path, TRANSFORMER, DENSE, NORMALIZE, mask)
+    write_json(tmp_path / "2_Dense/config.json", {"in_features": 64, "out_features": 8} | own)
+    write_json(tmp_path / "3_Normalize/config.json", own)
+    write_json(
+        tmp_path / "4_Mask/config.json", {"skiplist_words": ["!", "?"], "skiplist_tasks": ["document"]}
+    )
+    write_json(
+        tmp_path / "sentence_bert_config.json", {"query_length": 32, "query_expansion": {"length": 32}}
+    )
+    about = {"similarity_fn_name": "meanmaxsim", "prompts": {"query": "[Q] ", "document": None}}
+    write_json(tmp_path / "config_sentence_transformers.json", about)
+    assert spec_of(tmp_path) == PoolingSpec(
+        ("token_embed",),
+        "all",
+        8,
+        activation="normalize",
+        prompts=(("query", "[Q] "), ("document", "")),
+        similarity="meanmaxsim",
+        skipped_words=("!", "?"),
+        side_lengths=(32, None),
+        head=(HeadLayer("2_Dense/linear", 64, 8, activation="tanh"),),
+    )
+    assert "queries are made longer by masked tokens there" in caplog.text
+
+
+def test_what_pylate_says_of_its_tokens(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_modules(tmp_path, TRANSFORMER)
+    about = {
+        "model_type": "ColBERT",
+        "query_prefix": "[Q] ",
+        "document_prefix": "[D] ",
+        "document_length": 180,
+    }
+    about |= {"skiplist_words": ["."], "do_query_expansion": False, "similarity_fn_name": "MaxSim"}
+    write_json(tmp_path / "config_sentence_transformers.json", about)
+    spec = spec_of(tmp_path)
+    assert (spec.prompts, spec.activation) == ((("query", "[Q] "), ("document", "[D] ")), "normalize")
+    assert (spec.skipped_words, spec.side_lengths, spec.similarity) == ((".",), (None, 180), "maxsim")
+
+
+@pytest.mark.parametrize(
+    ("function", "num_labels", "activation"),
+    [("Identity", 1, "none"), ("Identity", 3, "none"), ("Sigmoid", 1, "sigmoid"), ("Softmax", 3, "softmax")],
+)
+def test_a_cross_encoder_says_its_function_beside_its_modules(
+    function: str, num_labels: int, activation: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path, "Qwen3ForSequenceClassification", num_labels=num_labels)
+    write_modules(tmp_path, TRANSFORMER)
+    write_json(tmp_path / "sentence_bert_config.json", {"transformer_task": "sequence-classification"})
+    about = {"model_type": "CrossEncoder", "activation_fn": f"torch.nn.modules.activation.{function}"}
+    write_json(tmp_path / "config_sentence_transformers.json", about)
+    assert (spec_of(tmp_path).tasks, spec_of(tmp_path).activation) == (("classify",), activation)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(90, 90), (1000, 256), (10**30, 256), (1e30, 256), (None, 256), ("x", 256)]
+)
+def test_texts_are_as_long_as_the_tokenizer_says_where_no_other_file_does(
+    length: Any, expected: int, tmp_path: Path
+) -> None:
+    write_config(tmp_path)
+    write_modules(tmp_path, TRANSFORMER, POOLING)
+    write_json(tmp_path / "tokenizer_config.json", {"model_max_length": length})
+    assert prepared(tmp_path).model.max_model_len == expected
+    write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 80})
+    assert prepared(tmp_path).model.max_model_len == 80
+
+
 REFUSED_FILES: dict[str, tuple[str, Any, str]] = {
     "unknown-module": ("modules.json", [TRANSFORMER, {"type": "a.WordWeights", "path": ""}], "type"),
     "order": ("modules.json", [TRANSFORMER, NORMALIZE, POOLING], "must be a Transformer, then"),
@@ -150,6 +224,34 @@ REFUSED_FILES: dict[str, tuple[str, Any, str]] = {
         {"in_features": 64, "out_features": 8, "activation_function": "a.B"},
         "activation_function",
     ),
+    "residual": (
+        "2_Dense/config.json",
+        {"in_features": 64, "out_features": 8, "use_residual": True},
+        "use_residual",
+    ),
+    "of-tokens": (
+        "2_Dense/config.json",
+        {"in_features": 64, "out_features": 8, "module_input_name": "token_embeddings"},
+        "module_input_name",
+    ),
+    "norm-of-tokens": (
+        "3_Normalize/config.json",
+        {"module_output_name": "token_embeddings"},
+        "module_output_name",
+    ),
+    "mask": (
+        "modules.json",
+        [TRANSFORMER, POOLING, {"type": "a.MultiVectorMask", "path": "4_Mask"}],
+        "without a Pooling at most one MultiVectorMask",
+    ),
+    "task": ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task"),
+    "chat": (
+        "sentence_bert_config.json",
+        {"modality_config": {"text": {}, "message": {"method": "forward"}}},
+        "modality_config",
+    ),
+    "kwargs": ("sentence_bert_config.json", {"processing_kwargs": {"text": {}}}, "processing_kwargs"),
+    "cut": ("config_sentence_transformers.json", {"truncate_dim": 32}, "truncate_dim"),
     "lower": ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
     "prompt": ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "default_prompt_name"),
     "similarity": ("config_sentence_transformers.json", {"similarity_fn_name": "x"}, "similarity_fn_name"),

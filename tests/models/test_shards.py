@@ -21,6 +21,7 @@ from quire.kernels.cpu import library
 from quire.kernels.linear import PANEL, WeightScheme
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
+from quire.layers.gaussian_top import GaussianTop
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.per_head import PerHeadLinear
@@ -87,6 +88,7 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     mixed = (
         {"num_hidden_layers": 2} if {"hidden_size_per_head", "group_norm_size"} & config.keys() else {}
     )  # a layer of each kind
+    few = {"num_key_value_heads": 4} if {"kv_channels", "num_experts_per_tok"} <= config.keys() else {}
     nested = {
         key: config[key] | inner
         for key, inner in (
@@ -100,7 +102,7 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
         key: rope[key] * 2 for key in ("short_factor", "long_factor") if key in rope
     }  # heads are twice as large
     longrope = {"rope_parameters": rope | factors} if factors else {}
-    return config | sizes | widened | lists | local | sparse | mixed | nested | longrope
+    return config | sizes | widened | lists | local | sparse | mixed | few | nested | longrope
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +144,9 @@ def layers_of(whole: CausalLM, ranks: list[CausalLM]) -> Iterator[tuple[Layer, l
 
 
 def outputs(layer: Linear, x: Tensor) -> Tensor:
-    return layer(x, STEP)
+    """What is activated, where that looks at rows of which other ranks have parts."""
+    sees_rows = any(isinstance(module, GaussianTop) for module in layer.modules())
+    return layer.sums(x, STEP) if sees_rows else layer(x, STEP)
 
 
 def heads(layer: Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +167,7 @@ def check_linear(whole: Linear, ranks: list[Linear], x: Tensor) -> None:
         total = torch.stack([outputs(rank, x[:, rank.columns].contiguous()) for rank in ranks]).sum(0)
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
         assert [rank.bias is not None for rank in ranks] == [whole.has_bias] + [False] * (len(ranks) - 1)
-    elif isinstance(whole, QKVLinear):
+    elif isinstance(whole, QKVLinear) and whole.parts == 1:
         shares = zip(*(heads(rank, x) for rank in ranks), strict=True)
         for together, share in zip(heads(whole, x), shares, strict=True):
             replicated = len(share) > together.shape[1]

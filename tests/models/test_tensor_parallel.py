@@ -19,12 +19,14 @@ from quire.kernels.cpu import library
 from quire.layers.kv_cache import kv_cache_specs, why_not_captured
 from quire.layers.shard import Shard
 from quire.models.base import CausalLM
+from quire.models.encoder import EncoderModel
 from quire.models.loader import load_model, without_weights
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick, quick_models
 from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.models.harness import load_tiny, logits_of, prepared_config
+from tests.models.test_encoders import scores_of, states_of, texts
 
 SEQUENCES = [[5, 9, 31, 7, 12, 80, 3, 44, 21, 18, 6], [3, 1, 4], [250, 17, 99, 100, 101, 102, 8]]
 CHUNKS = (3, 1, 5)
@@ -50,8 +52,8 @@ OTHERS += [(name, "float32") for name in ("gptoss", "deepseekv3", "jamba", "qwen
 OPTIONS = KINDS | ROUNDED | {"int8-experts": _SPARSE_INT8}
 QUICK_IN_ANY_ORDER = [case for case in CASES if case[1] != "bfloat16"]
 QUICK_IN_SLICES = [case for case in CASES if case[1] != "float32"]
-EVERY_FAMILY = TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()
-REFUSED = {"diffllama", "gemma3n", "jetmoe", "zamba2", "zamba2-adapted"}
+REFUSED = {"rwkv7"}
+EVERY_FAMILY = (TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - REFUSED
 
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
 
@@ -91,17 +93,19 @@ def test_ranks_say_what_one_says(name: str, kind: str, tiny_model: Callable[[str
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY), ()))
-def test_every_family_is_shared_out_unless_it_is_refused(
-    name: str, tiny_model: Callable[[str], Path]
-) -> None:
-    if name in REFUSED:
-        with pytest.raises(ConfigError, match="cannot be shared out"):
-            together(tiny_model(name), 2, logits)
-        return
+@pytest.mark.parametrize(
+    "name", quick_models(sorted(EVERY_FAMILY), {"diffllama", "gemma3n", "jetmoe", "zamba2-adapted"})
+)
+def test_every_family_is_shared_out(name: str, tiny_model: Callable[[str], Path]) -> None:
     first, second = together(tiny_model(name), 2, logits)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, logits(load_tiny(tiny_model(name))), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_family_with_a_part_that_is_whole_is_refused(name: str, tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="cannot be shared out"):
+        together(tiny_model(name), 2, logits)
 
 
 @needs_kernels
@@ -121,7 +125,9 @@ def test_sums_of_fixed_slices_have_the_same_bits_at_every_number_of_ranks(
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY - REFUSED), {"olmo2", "mamba2"}))
+@pytest.mark.parametrize(
+    "name", quick_models(sorted(EVERY_FAMILY), {"olmo2", "mamba2", "diffllama", "gemma3n", "zamba2"})
+)
 def test_every_family_has_the_same_bits_at_every_number_of_ranks(
     name: str, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -201,14 +207,46 @@ def test_steps_are_taped_where_kernels_cross_ranks(tiny_model: Callable[[str], P
 @pytest.mark.parametrize(
     ("name", "size", "words"),
     [
-        ("zamba2", 2, r"the model \(Zamba2ForCausalLM\) cannot be shared out"),
         ("llama", 3, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be shared out evenly among 3 ranks"),
         ("llama", 8, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be shared out evenly among 8 ranks"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(
+def test_a_number_of_ranks_that_divides_no_heads_is_refused(
     name: str, size: int, words: str, tiny_model: Callable[[str], Path]
 ) -> None:
     group = InProcess.group(size)[0]
     with pytest.raises(ConfigError, match=words):
         without_weights(prepared_config(tiny_model(name)), Shard.of_group(group))
+
+
+def test_what_nobody_has_looked_at_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    config = prepared_config(tiny_model("llama"), model_impl="transformers")
+    with pytest.raises(
+        ConfigError, match=r"the model \(TransformersForCausalLM\) cannot be shared out among ranks"
+    ):
+        without_weights(config, Shard.of_group(InProcess.group(2)[0]))
+
+
+SLICES: dict[str, Any] = {"tp_invariant": True}
+ENCODERS = ("bert-texts", "modernbert-tokens", "mpnet", "nomic", "embedding-gemma")
+"""A head of texts and of tokens, biases by distance, rotated positions, and what is made of a decoder."""
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_have_the_same_bits_at_every_number_of_ranks(
+    name: str, tiny_encoder: Callable[[str], Path]
+) -> None:
+    """And as a whole what they make without slices, but for the order of sums."""
+    plain, alone = (said_of_texts(load_tiny(tiny_encoder(name), **args)) for args in ({}, SLICES))
+    torch.testing.assert_close(alone, plain, rtol=2e-4, atol=2e-4)
+    for size in (2, 4):
+        for rank in together(tiny_encoder(name), size, said_of_texts, **SLICES):
+            assert torch.equal(rank, alone)
+
+
+def said_of_texts(model: CausalLM) -> Tensor:
+    """Hidden states of some texts, and what the model's head makes of them."""
+    assert isinstance(model, EncoderModel)
+    states = torch.cat(states_of(model, texts((1, 5, 17, 40))))
+    return states if model.head is None else torch.cat((states.flatten(), scores_of(model, states).flatten()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -363,3 +364,18 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path, tiny_model: Call
         "'model.norm.weight' is in none",
     ):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(("says", "has"), [(6, 8), (9, 8)])
+def test_another_number_of_experts_is_told_once_with_both_numbers(
+    says: int, has: int, tiny_model: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ModelLoadError) as error:
+        load_tiny(tiny_model("qwen3moe"), hf_overrides={"num_experts": says})
+    told = str(error.value)
+    layers = "model.layers.0.mlp.experts and 2 more layers"
+    assert f"config.json says {says} experts, and the files have {has} in {layers}" in told
+    assert not re.search(r"experts\.[678]\.", told)
+    for layer in range(3):  # of which the rows of routers follow
+        at = f"'model.layers.{layer}.mlp.gate.weight'"
+        assert f"{at} has shape [{has}, 64], config.json implies [{says}, 64]" in told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from tests.end_to_end.server import Server, children_of
+from tests.end_to_end.server import ADMIN as ADMIN
+from tests.end_to_end.server import Server, children_of, wait_until
 
-ADMIN = {"authorization": "Bearer admin"}
 HEALTHY_WITHIN_S = 5.0
 SETTLED_WITHIN_S = 20.0
 POOLED_THREADS = 24
@@ -65,10 +64,14 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-class Service:
-    """A server with an admin key, and its clients, who bring `key`, be it needed or not."""
+POOLED_CANARY: dict[str, Any] = {"input": ["The capital of France is", "Paris"], "cache_salt": "canary"}
 
-    def __init__(self, *args: str, log: Path, key: str = "", **options: str) -> None:
+
+class Service:
+    """A server with an admin key, perhaps of a model that pools, and its clients, who bring `key`, needed or not."""
+
+    def __init__(self, *args: str, log: Path, key: str = "", pools: bool = False, **options: str) -> None:
+        self._pools = pools
         self.process = Server(*args, "--admin-api-key", "admin", log=log, **options)
         self.process.wait_ready()
         self.client = httpx.Client(
@@ -98,7 +101,9 @@ class Service:
         return self.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, **fields})
 
     def canary(self) -> Any:
-        """What one greedy request gives, to the last bit."""
+        """What one greedy request gives, or one embedding, to the last bit."""
+        if self._pools:
+            return [one["embedding"] for one in self.post("/v1/embeddings", POOLED_CANARY).json()["data"]]
         choice = self.post("/v1/completions", CANARY).json()["choices"][0]
         return choice["text"], choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
@@ -113,13 +118,7 @@ class Service:
 
     def held(self) -> dict[str, float]:
         """What requests hold, by the server's own account, which is checked; empty if they hold nothing."""
-        reply = self.client.get("/v1/integrity", headers=ADMIN)
-        assert reply.status_code == 200, reply.text
-        found = reply.json()
-        counts = {name: found[name] for name in ("num_requests", "num_sequences", "num_generations")}
-        for core in found["cores"]:
-            for name in ("num_running", "num_waiting", "kv_cache_usage", "host_cache_usage"):
-                counts[name] = counts.get(name, 0) + core[name]
+        counts = self.process.held()
         counts["server_load"] = self.client.get("/load").json()["server_load"]
         return {name: count for name, count in counts.items() if count}
 
@@ -140,7 +139,7 @@ class Baseline:
         self._service = service
         self._num_helpers = num_helpers
         self.canary = service.canary()
-        service.chat()
+        service.chat()  # of a model that pools, a path that is none
         core_pid = service.process.core_pid()
         assert core_pid is not None
         self.core_pid = core_pid
@@ -180,17 +179,8 @@ class Baseline:
         return self._last_log
 
 
-def wait_until(condition: Any, within_s: float, message: Any) -> None:
-    """Assert that a condition becomes true in time; the message may be a function, which is called at the end."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(message() if callable(message) else message)
-        time.sleep(0.05)
-
-
 @contextlib.contextmanager
-def serving(folder: Path, *args: str, **options: str) -> Iterator[Service]:
+def serving(folder: Path, *args: str, **options: Any) -> Iterator[Service]:
     """A server of one's own, killed at the end if it still runs; its log is `folder`/log.
 
     `options`: see `Service` and `Server`.

@@ -11,7 +11,7 @@ import pytest
 
 OF_ROUTES = (
     "bad_input", "bad_tools", "constraints", "fuzz", "field_policy", "admission", "keys", "auth", "tenants_and_limits",
-    "failures", "disconnect", "completions", "chat_completions", "responses",
+    "failures", "disconnect", "connection", "relations", "openapi", "completions", "chat_completions", "responses",
 )  # fmt: skip
 
 
@@ -23,8 +23,9 @@ OF_ROUTES = (
         ["tests/reliability/test_input.py"],
         [f"tests/entrypoints/openai/test_{name}.py" for name in OF_ROUTES],
         ["tests/entrypoints/anthropic", "tests/entrypoints/ollama"],
+        ["tests/scheduler", "tests/kv_cache"],
     ],
-    ids=["a real server", "every refusal", "other APIs"],
+    ids=["a real server", "every refusal", "other APIs", "scheduler and cache"],
 )
 def test_the_same_requests_are_refused_without_asserts(files: list[str]) -> None:
     """pytest makes statements of its tests' asserts, so these still count; the server has none left."""

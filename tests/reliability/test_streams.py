@@ -6,13 +6,16 @@ Every test ends with the look at the server that `service` takes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import random
 import resource
+import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -338,18 +341,22 @@ def test_a_cache_that_is_too_small_for_all_serves_all(tmp_path: Path, service: S
 @pytest.mark.more
 @pytest.mark.item(28)
 def test_what_is_beyond_the_queue_is_told_at_once_and_its_place_comes_back(tmp_path: Path) -> None:
-    limits = ("--max-num-seqs", "2", "--max-num-queued-reqs", "4")
-    with serving(tmp_path, *limits) as limited:
+    """While the core stands still nothing leaves the queue: exactly so many are let in, and the rest need no core."""
+    args = ("--max-num-queued-reqs", "4", "--core-heartbeat-timeout", "600")
+    with serving(tmp_path, *args) as limited, ThreadPoolExecutor(60) as pool:
         for _ in range(3):
-            with ThreadPoolExecutor(60) as pool:
-                replies = list(
-                    pool.map(lambda _: limited.complete(max_tokens=60, ignore_eos=True), range(60))
-                )
-            assert {reply.status_code for reply in replies} <= {200, 503}
-            refused = [reply for reply in replies if reply.status_code == 503]
-            assert refused, "60 at once are more than 2 and 4"
-            assert {bool(reply.headers["retry-after"]) for reply in refused} == {True}
-            assert len(replies) - len(refused) >= 6
+            core = limited.process.core_pid()
+            assert core is not None
+            os.kill(core, signal.SIGSTOP)
+            try:
+                asked = [pool.submit(limited.complete, ignore_eos=True) for _ in range(60)]
+                refused = [one.result() for one in itertools.islice(as_completed(asked, 60), 56)]
+                waiting = [one for one in asked if not one.done()]
+            finally:
+                os.kill(core, signal.SIGCONT)
+            assert {reply.status_code for reply in refused} == {503}
+            assert all(int(reply.headers["retry-after"]) > 0 for reply in refused)
+            assert [one.result().status_code for one in waiting] == [200] * 4
         limited.baseline.check()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from quire.errors import EngineError
 from quire.scheduler.output import WAIST_VERSION
+from tests.fixtures.asserts import about_an_assert
 from tests.scheduler.harness import VOCAB_SIZE, make_config, run_alone
 from tests.scheduler.test_in_flight import Pipeline, tokens_alone
 
@@ -165,6 +166,7 @@ def test_results_of_another_version_are_refused():
         engine.land(version=3)
 
 
+@about_an_assert
 def test_more_tokens_than_were_planned_are_a_bug():
     engine = Pipeline()
     engine.add("a", PROMPT)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from quire.kv_cache.spec import NULL_BLOCK_ID
 from quire.pooling_params import PoolingParams
+from tests.fixtures.asserts import about_an_assert
 from tests.scheduler.harness import Engine, make_config, make_kv_config
 from tests.scheduler.test_pooling import chunks, pooled_alone
 
@@ -56,6 +57,7 @@ def pooled_alone_whole(prompt):
     return engine.last("alone").pooled
 
 
+@about_an_assert
 def test_a_plan_that_cuts_a_text_is_refused():
     engine = Engine(make_config(num_gpu_blocks_override=1), kinds=("encoder 64",))
     engine.add("a", range(20), **POOLED)

@@ -15,6 +15,7 @@ from quire.executor.null import NUM_POOLED
 from quire.pooling_params import PoolingParams
 from quire.scheduler.fair import Fair
 from quire.scheduler.output import Pooled
+from tests.fixtures.asserts import about_an_assert
 from tests.scheduler.harness import Engine, make_config, run_alone
 from tests.scheduler.test_in_flight import Pipeline
 
@@ -173,6 +174,7 @@ def test_a_tenant_is_charged_for_the_prompt_that_is_pooled():
     assert policy.counter("ann") == 10.0
 
 
+@about_an_assert
 def test_a_result_that_lacks_what_was_to_be_pooled_is_a_bug():
     engine = Engine()
     engine.add("a", range(10), **POOLED)

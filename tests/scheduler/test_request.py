@@ -33,8 +33,9 @@ def test_only_the_allowed_edges_can_be_taken(moves):
     for move in moves:
         target = ALLOWED[request.status].get(move)
         if target is None:
-            with pytest.raises(AssertionError, match="cannot become"):
-                MOVES[move](request)
+            if __debug__:
+                with pytest.raises(AssertionError, match="cannot become"):
+                    MOVES[move](request)
             return
         MOVES[move](request)
         assert request.status is target

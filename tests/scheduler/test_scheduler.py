@@ -5,6 +5,7 @@ from quire.errors import ValidationError
 from quire.kv_cache.manager import IntegrityError
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.request import RequestStatus
+from tests.fixtures.asserts import about_an_assert
 from tests.scheduler.harness import Engine, make_config, run_alone
 
 
@@ -444,6 +445,7 @@ def test_history_goes_with_the_first_and_the_last_update():
     assert [[len(entry.token_ids) for entry in update.logprobs] for update in updates] == [[2]] * 3
 
 
+@about_an_assert
 def test_results_must_come_in_the_order_of_the_plans():
     engine = Engine()
     engine.add("a", [1])
@@ -452,6 +454,7 @@ def test_results_must_come_in_the_order_of_the_plans():
         engine.scheduler.update_from_output(plan, ModelRunnerOutput(plan.step_id + 1, {}), 0.0)
 
 
+@about_an_assert
 def test_a_missing_sample_is_noticed():
     engine = Engine()
     engine.add("a", [1])

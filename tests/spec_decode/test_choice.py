@@ -78,9 +78,69 @@ def test_costs_are_learned_and_unseen_widths_hoped_for() -> None:
     for _ in range(60):
         costs.note(1, 6, 1.0)
     assert costs.of(6) == pytest.approx(1.0)
-    assert list(costs.from_width(2))[4] == 2.0, "a wider step takes no less"
+    assert costs.rising(2, 5)[4] == 2.0, "a wider step takes no less"
+    assert len(costs.rising(WIDEST - 1, 9)) == 2
+    assert costs.of(WIDEST + 9) > costs.of(WIDEST)
     costs.note(1, WIDEST + 1, 1.0)
     assert not costs.knows(WIDEST + 1)
+
+
+def test_a_prior_is_taken_until_steps_of_requests_are_seen() -> None:
+    """Then its shape alone counts: what takes twice as long as it was timed to makes its neighbours do so, too."""
+    costs = StepCosts()
+    costs.expect({1: 1.0, 9: 2.0, WIDEST + 1: 1.0})
+    assert [width for width in range(20) if costs.knows(width)] == [1, 9]
+    assert [costs.of(width) for width in (1, 5, 9)] == pytest.approx([1.0, 1.5, 2.0])
+    assert costs.of(19) == pytest.approx(2.0 * (1 + 10 * HOPE))
+    for _ in range(2):  # the first one may have been recorded
+        costs.note(1, 1, 2.0)
+    assert [costs.of(width) for width in (1, 5, 9)] == pytest.approx([2.0, 3.0, 4.0])
+    for _ in range(2):
+        costs.note(1, 9, 2.0)
+    assert [costs.of(width) for width in (1, 5, 9)] == pytest.approx([2.0, 1.5 * 1.5, 2.0])
+    assert not costs.knows(WIDEST + 1)
+
+
+@given(
+    st.dictionaries(st.integers(1, 40), st.floats(0.1, 9), max_size=5),
+    st.dictionaries(st.integers(1, 40), st.floats(0.1, 9), max_size=5),
+    st.integers(1, 45),
+)
+@settings(derandomize=True, deadline=None)
+def test_estimates_of_a_row_of_widths_are_those_of_each(
+    timed: dict[int, float], seen: dict[int, float], first: int
+) -> None:
+    """As numpy interpolates: what was seen over what was expected, times that."""
+    costs = StepCosts()
+    costs.expect(timed)
+    for width, seconds in seen.items():
+        for _ in range(2):
+            costs.note(1, width, seconds)
+
+    def expected(width: int) -> float:
+        if not timed:
+            return 1.0
+        beyond = 1 + HOPE * max(width - max(timed), 0)
+        return float(np.interp(width, sorted(timed), [timed[one] for one in sorted(timed)])) * beyond
+
+    def estimate(width: int) -> float:
+        known = sorted(seen)
+        ratio = np.interp(width, known, [seen[one] / expected(one) for one in known]) if seen else 1.0
+        hope = 1.0 if timed else 1 + HOPE * max(width - max(seen, default=0), 0)
+        return float(ratio) * expected(width) * hope
+
+    estimates = [estimate(width) for width in range(first, first + 12)]
+    assert [costs.of(width) for width in range(first, first + 12)] == pytest.approx(estimates)
+    assert costs.rising(first, 12) == pytest.approx(list(itertools.accumulate(estimates, max)))
+
+
+def test_with_a_prior_the_first_step_may_have_guesses() -> None:
+    speculation = Speculation({"said": Said({"a": Draft([1] * 8)})})
+    assert speculation.costs is not None
+    speculation.costs.expect({width: 1.0 + 0.01 * width for width in (1, 2, 3, 5, 9)})
+    speculation.add_request("a", 1, ("", None))
+    assert len(speculation.propose(tokens("a"))["a"]) > 1
+    assert Speculation({}, adaptive=False).costs is None
 
 
 def test_acceptance_follows_the_request_and_fades_to_that_of_its_kind() -> None:

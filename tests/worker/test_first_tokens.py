@@ -6,8 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,13 +17,15 @@ from quire.distributed.group import Group
 from quire.distributed.in_process import InProcess
 from quire.kernels import ops
 from quire.kernels.cpu import library
-from quire.kernels.limits import NO_LIMITS
+from quire.kernels.limits import ANY_LIMITS, NO_LIMITS
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.shard import Shard, Span
 from quire.models.base import CausalLM
 from quire.sampling_params import SamplingParams
 from quire.worker.first_tokens import FirstTokens
-from quire.worker.sampler.sampler import NON_FINITE_CODE, clear_unusable
+from quire.worker.sampler.draw import StagedDraw
+from quire.worker.sampler.logprobs import StagedLogprobs
+from quire.worker.sampler.sampler import NON_FINITE_CODE, StagedRows, clear_unusable
 from tests.distributed.test_group import on_all
 from tests.executor.test_multiproc import run, said, started
 from tests.fixtures.thread_ranks import ThreadRanks
@@ -51,6 +54,48 @@ def rows() -> Tensor:
     return torch.cat((ties, plain, odd))
 
 
+def first_tokens(model: Any, group: Group, own: slice) -> FirstTokens:
+    num_tokens = rows().shape[1]
+    return FirstTokens(cast("CausalLM", model), group, own.start, -(-num_tokens // group.size), num_tokens)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 5, 11])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_is_drawn_with_top_k_is_what_all_logits_together_give(size: int, num: int) -> None:
+    """With top-p and min-p beside it, and for greedy rows as well; of what cannot be drawn from, too."""
+    logits, draw = rows(), np.random.default_rng(num)
+    settings = torch.tensor(
+        [[draw.choice([0.0, 0.7, 2.0]), draw.choice([-INF, -2.0]), draw.integers(1, num + 1), draw.choice([1.0, 0.6])]
+         for _ in logits], dtype=torch.float64,
+    )  # fmt: skip
+    keys = torch.from_numpy(draw.integers(0, 1 << 40, (len(logits), 2)))
+    assert StagedDraw(settings, keys, ANY_LIMITS).num_deciding() <= num
+
+    def chosen(given: Tensor) -> list[int]:
+        given = given.clone().contiguous()
+        is_bad = clear_unusable(given)
+        return (
+            ops.sample_tokens(given, settings, keys, ANY_LIMITS).masked_fill(is_bad, NON_FINITE_CODE).tolist()
+        )
+
+    def work(group: Group) -> list[int]:
+        own = Span(logits.shape[1], uneven=True).piece(Shard(group.rank, group.size), "head")
+        model = SimpleNamespace(own_logits=lambda hidden: logits[:, own])
+        return chosen(first_tokens(model, group, own).logits(logits, num))
+
+    assert on_all(InProcess.group(size), work) == [chosen(logits)] * size
+
+
+def test_of_rows_without_top_k_all_tokens_decide() -> None:
+    settings = torch.tensor([[0.0, -INF, 99.0, 1.0], [0.5, -INF, 7.0, 1.0]], dtype=torch.float64)
+    keys = torch.zeros(2, 2, dtype=torch.int64)
+    assert StagedDraw(settings, keys, ANY_LIMITS).num_deciding() == 7
+    settings[1, 2] = 99.0
+    assert StagedDraw(settings, keys, ANY_LIMITS).num_deciding() == 99
+    assert StagedRows([], None, None).num_deciding() == 1
+    assert StagedRows([], None, cast("StagedLogprobs", object())).num_deciding() is None
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_it_is_the_token_that_all_logits_together_give(size: int) -> None:
     logits = rows()
@@ -58,7 +103,7 @@ def test_it_is_the_token_that_all_logits_together_give(size: int) -> None:
     def work(group: Group) -> list[int]:
         own = Span(logits.shape[1], uneven=True).piece(Shard(group.rank, group.size), "head")
         model = SimpleNamespace(own_logits=lambda hidden: logits[:, own])
-        return FirstTokens(cast("CausalLM", model), group, own.start).codes(logits).tolist()
+        return first_tokens(model, group, own).codes(logits).tolist()
 
     assert on_all(InProcess.group(size), work) == [wanted(logits)] * size
 
@@ -79,10 +124,10 @@ def test_a_model_scales_what_it_shows(name: str, tiny_model: Callable[[str], Pat
 
 
 @needs_kernels
-def test_greedy_steps_do_not_bring_logits_together(
+def test_steps_in_which_few_tokens_decide_do_not_bring_logits_together(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for those in which somebody wants more than the likeliest token, and with the same tokens."""
+    """But for those in which somebody wants more than the likeliest ones, and with the same tokens."""
     monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
     monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
     together_rows: list[int] = []
@@ -94,7 +139,16 @@ def test_greedy_steps_do_not_bring_logits_together(
 
     monkeypatch.setattr(VocabEmbedding, "_of_all", noted)
     greedy = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
-    for more in ({}, {"logprobs": 1}, {"temperature": 1.0, "seed": 3}, {"presence_penalty": 0.5}):
+    few: dict[str, Any] = {"temperature": 1.0, "seed": 3, "top_k": 5}
+    for more, are_few in (
+        ({}, True),
+        (few, True),
+        (few | {"top_p": 0.8, "min_p": 0.01}, True),
+        (few | {"top_k": 0}, False),
+        (few | {"logprobs": 1}, False),
+        (few | {"presence_penalty": 0.5}, False),
+        ({"logprobs": 1}, False),
+    ):
         other = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, "ignore_eos": True} | more)
         outputs = []
         for ranks in (1, 2):
@@ -103,4 +157,4 @@ def test_greedy_steps_do_not_bring_logits_together(
             outputs.append(said(run(engine, [greedy, other, greedy])))
             engine.shutdown()
         assert outputs[0] == outputs[1]
-        assert bool(together_rows) == bool(more)
+        assert bool(together_rows) != are_few

@@ -14,6 +14,7 @@ from pydantic import Field, WithJsonSchema
 
 from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol import shapes
+from quire.entrypoints.openai.protocol.relations import either, has_items
 from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions
 from quire.entrypoints.openai.protocol.responses import Timings
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of
@@ -74,6 +75,10 @@ TOOL_CHOICE = any_of(
     object_of({"type": enum("auto", "any", "none")}, PARALLEL),
     object_of({"type": enum("tool"), "name": shapes.TEXT}, PARALLEL),
 )
+TOOLS_IF_CHOSEN = either(
+    {"properties": {"tool_choice": any_of(shapes.NULL, object_of({"type": enum("auto", "none")}))}},
+    has_items("tools"),
+)
 FORMAT = object_of({"type": enum("json_schema"), "schema": {"type": "object"}})
 OUTPUT_CONFIG = object_of({}, {"format": FORMAT, "effort": shapes.TEXT})
 METADATA = object_of({}, {"user_id": {**shapes.TEXT, "maxLength": MAX_USER_CHARS}})
@@ -91,6 +96,7 @@ class CountTokensRequest(RequestModel):
         "output_config": OUTPUT,
     }
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
+    relations: ClassVar[tuple[dict[str, Any], ...]] = (TOOLS_IF_CHOSEN,)
 
     model: str | None = None
     messages: Annotated[

@@ -25,10 +25,10 @@ from quire.entrypoints.openai.protocol.shapes import TEXT, any_of, array, option
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.tenant import READ_HEADERS
 from quire.entrypoints.openai.translation import given, note_ignored
-from quire.entrypoints.pooling.embeddings import run_each
+from quire.entrypoints.pooling.each import Found, cuts_by_default, embed_each
 from quire.entrypoints.pooling.numbers import encoded, reply_of
 from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers, PromptUsage
-from quire.entrypoints.pooling.run import Job, Pooled, called, told_of
+from quire.entrypoints.pooling.run import Job, called, told_of
 from quire.errors import ValidationError
 from quire.pooling_params import EMBED, PoolingParams
 
@@ -53,6 +53,7 @@ class EmbedRequest(EmbedFields):
     input: Annotated[Any, WithJsonSchema(INPUT)] = None
     truncate: bool = True
     dimensions: int | None = None
+    average_windows: bool = False
 
 
 class OneEmbeddingRequest(EmbedFields):
@@ -88,20 +89,22 @@ class OllamaEmbedding(_Told, kw_only=True):
 async def embed(request: Request) -> Response:
     """An embedding for each text; without any, Ollama would load the model, which is loaded here."""
     body, began = await read_request(request, EmbedRequest), time.monotonic_ns()
-    pooled = await _pooled(
-        request, body, _texts(body.input), truncate=body.truncate, dimensions=body.dimensions
+    cuts = body.truncate and cuts_by_default(body, "truncate", in_windows=body.average_windows)
+    params = PoolingParams(dimensions=body.dimensions, task=EMBED)
+    found = await _found(
+        request, body, _texts(body.input), params, cuts=cuts, in_windows=body.average_windows
     )
 
     def made() -> OllamaEmbeddings:
         return OllamaEmbeddings(
             model=body.model,
-            embeddings=[encoded(one.outputs.data, "float") for one in pooled],
+            embeddings=[encoded(numbers, "float") for numbers in found.numbers()],
             total_duration=time.monotonic_ns() - began,
-            prompt_eval_count=sum(len(one.prompt_token_ids) for one in pooled),
-            **told_of(pooled, body.notes),
+            prompt_eval_count=sum(len(one.prompt_token_ids) for one in found.pooled),
+            **told_of(found.pooled, body.notes),
         )
 
-    return await reply_of(pooled, made)
+    return await reply_of(found.pooled, made)
 
 
 @router.post("/api/embeddings")
@@ -109,19 +112,20 @@ async def embed(request: Request) -> Response:
 async def embed_one(request: Request) -> Response:
     """The embedding of one text, as it was asked for before /api/embed."""
     body = await read_request(request, OneEmbeddingRequest)
-    pooled = await _pooled(request, body, [body.prompt] if body.prompt else [])
-    vector = encoded(pooled[0].outputs.data, "float") if pooled else msgspec.Raw(b"[]")
-    return json_response(OllamaEmbedding(embedding=vector, **told_of(pooled, body.notes)))
+    found = await _found(request, body, [body.prompt] if body.prompt else [], PoolingParams(task=EMBED))
+    vector = encoded(found.numbers()[0], "float") if found.pooled else msgspec.Raw(b"[]")
+    return json_response(OllamaEmbedding(embedding=vector, **told_of(found.pooled, body.notes)))
 
 
-async def _pooled(
+async def _found(
     request: Request,
     body: EmbedFields,
     texts: list[str],
+    params: PoolingParams,
     *,
-    truncate: bool = True,
-    dimensions: int | None = None,
-) -> list[Pooled]:
+    cuts: bool = True,
+    in_windows: bool = False,
+) -> Found:
     name = body.model
     body.model = served_name(server_of(request), name)
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
@@ -129,10 +133,10 @@ async def _pooled(
     job = Job.of(request, body, "ollama-")
     body.model = name
     if not texts:
-        return []
-    options = TextOptions(WHOLE_CONTEXT if truncate else None)
+        return Found([], None, False)
+    options = TextOptions(WHOLE_CONTEXT if cuts else None)
     with called("input" if isinstance(body, EmbedRequest) else "prompt"):
-        return await run_each(job, texts, options, PoolingParams(dimensions=dimensions, task=EMBED))
+        return await embed_each(job, texts, options, params, in_windows=in_windows)
 
 
 def _texts(value: Any) -> list[str]:

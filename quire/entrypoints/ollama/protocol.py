@@ -16,6 +16,7 @@ from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES
 from quire.entrypoints.ollama.options import OPTIONS_OBJECT
 from quire.entrypoints.openai.field_policy import INNER, Place
 from quire.entrypoints.openai.protocol import shapes
+from quire.entrypoints.openai.protocol.relations import asks_nothing, either, has, is_true
 from quire.entrypoints.openai.protocol.requests import Objects, RequestModel
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob, Usage
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of
@@ -60,6 +61,9 @@ class TurnRequest(RequestModel):
 
     inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "tools": INNER["tools"]}
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
+    relations: ClassVar[tuple[dict[str, Any], ...]] = (
+        either(asks_nothing("top_logprobs"), is_true("logprobs")),
+    )
 
     model: Annotated[str, Field(min_length=1), WithJsonSchema(MODEL)]
     stream: bool = True
@@ -90,8 +94,13 @@ class GenerateRequest(TurnRequest):
     raw: Annotated[bool, WithJsonSchema(enum(False, None))] = False
 
 
+_NAMED = {**shapes.TEXT, "minLength": 1}
+
+
 class ShowRequest(RequestModel):
     """POST /api/show; `name` is what `model` was called before."""
+
+    relations: ClassVar[tuple[dict[str, Any], ...]] = (either(has("model", _NAMED), has("name", _NAMED)),)
 
     model: Annotated[str | None, WithJsonSchema(any_of(MODEL, enum("", None)))] = None
     name: Annotated[str | None, WithJsonSchema(any_of(MODEL, enum("", None)))] = None

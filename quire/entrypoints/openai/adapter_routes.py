@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from quire.entrypoints.openai.adapters import NAME
 from quire.entrypoints.openai.admin import admin_router
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
@@ -21,7 +24,7 @@ MAX_PATH_CHARS = 4096
 class LoadLoRAAdapter(RequestModel):
     """`lora_path` is a directory on the server's machine; `load_inplace`: a name that is in use gets it instead."""
 
-    lora_name: str
+    lora_name: Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{NAME}$"})]
     lora_path: str = Field(min_length=1, max_length=MAX_PATH_CHARS)
     load_inplace: bool = False
 

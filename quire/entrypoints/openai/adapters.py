@@ -9,11 +9,13 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, ValidationError
 from quire.lora_request import MAX_NAME_CHARS, LoRARequest
 
-_NAME = re.compile(rf"(?!\.)[\w.:-]{{1,{MAX_NAME_CHARS}}}", re.ASCII)
+NAME = rf"[A-Za-z0-9_:-][A-Za-z0-9_.:-]{{0,{MAX_NAME_CHARS - 1}}}"
+"""No path, and nothing that a person cannot see."""
+_NAME = re.compile(NAME)
 
 
 def may_be_name(name: str) -> bool:
-    """Whether an adapter can be called so: no path, and nothing that a person cannot see."""
+    """Whether an adapter can be called so."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -5,43 +5,18 @@ Invariant: what shapes a choice by chance, or ends a text in the middle, has no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.beam_search_params import BeamSearchParams
 from quire.entrypoints.openai.protocol.constraints import constraint_field
+from quire.entrypoints.openai.protocol.relations import NOT_IN_SEARCHES, ONLY_SEARCHES
 from quire.entrypoints.openai.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
 from quire.errors import ValidationError
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprob_token_ids": (),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_detection": (),
-    "repetition_penalty": (1,),
-    "stop": ([], ""),
-    "stop_token_ids": ([],),
-    "stream": (False,),
-    "stream_interval": (),
-    "temperature": (0, 1),
-    "thinking_token_budget": (-1,),
-    "top_k": (-1, 0),
-    "top_p": (1,),
-    "vllm_xargs": ({},),
-}
-"""Values that ask for nothing, of fields that a search cannot honour; null is always one. A seed changes nothing."""
-ONLY_SEARCHES: dict[str, tuple[Any, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
 
 
 def beam_search_params(
@@ -58,7 +33,7 @@ def beam_search_params(
     if not request.use_beam_search:
         _refuse(request, ONLY_SEARCHES, "needs use_beam_search true")
         return None
-    _refuse(request, NEUTRAL, "has no use in a beam search")
+    _refuse(request, NOT_IN_SEARCHES, "has no use in a beam search")
     constraint = constraint_field(request)
     if constraint is not None:
         raise ValidationError(f"{constraint} has no use in a beam search; leave it out", param=constraint)
@@ -100,7 +75,7 @@ def _num_logprobs(request: GenerationRequest) -> int:
     return getattr(request, "logprobs", None) or 0
 
 
-def _refuse(request: GenerationRequest, neutral: dict[str, tuple[Any, ...]], why: str) -> None:
+def _refuse(request: GenerationRequest, neutral: Mapping[str, tuple[Any, ...]], why: str) -> None:
     for name, values in neutral.items():
         value = getattr(request, name, None)
         if value is not None and value not in values:

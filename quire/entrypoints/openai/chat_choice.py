@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.entrypoints.chat.formats.answer import AnswerReader
-from quire.entrypoints.chat.formats.choice import PlainReader
 from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.thought_counter import ThoughtCounter
 from quire.entrypoints.openai.protocol.responses import FunctionCall, ToolCallMessage
@@ -50,14 +49,9 @@ class ChatChoiceBuilder:
     ) -> None:
         self._reader = reader
         self._counter = counter
-        self._shows_reasoning = shows_reasoning
+        self.shows_reasoning = shows_reasoning
         self._max_calls = max_calls
         self._call_ids: set[str] = set()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether text just passes."""
-        return isinstance(self._reader, PlainReader)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -75,12 +69,20 @@ class ChatChoiceBuilder:
 
     def parts(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> list[ChoicePart]:
         """The same in the model's order: in each part that is reasoning, text, calls. At least one part."""
+        return self.arranged(self.read(text, token_ids, finish_reason), finish_reason)
+
+    def read(self, text: str, token_ids: Sequence[int], finish_reason: str | None = None) -> list[Event]:
+        """What is found in the next piece of text, for `arranged`."""
         found = self._reader.feed(text)
         if finish_reason is not None:
             found += self._reader.finish()
         if self._counter is not None:
             self._counter.add(token_ids)
             self._counter.settle(self._reader.call_markers)
+        return found
+
+    def arranged(self, found: list[Event], finish_reason: str | None = None) -> list[ChoicePart]:
+        """The parts that this makes."""
         parts = [ChoicePart()]
         for event in found:
             self._add(event, parts)
@@ -95,7 +97,7 @@ class ChatChoiceBuilder:
         if isinstance(event, ToolCall):
             self._add_call(event, parts[-1])
         elif isinstance(event, Reasoning):
-            parts[-1].reasoning += event.text if self._shows_reasoning else ""
+            parts[-1].reasoning += event.text if self.shows_reasoning else ""
         else:
             parts[-1].content += event
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.queue_limits import Place
-from quire.entrypoints.chat.formats.events import Tools
+from quire.entrypoints.chat.formats.events import Event, Tools
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
@@ -125,6 +125,7 @@ class ChatAnswer:
             lora_request=self._adapter,
             timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
+            data_parallel_rank=request.replica,
             stream_interval=interval,
             place=place,
         )
@@ -155,10 +156,9 @@ class ChatAnswer:
         force = self._server.config.enable_force_include_usage
         return StreamUsage(self._request, prompt_lengths, force=force)
 
-    def passes_text(self, index: int) -> bool:
-        """Whether the text of a choice, which has begun, passes as it is."""
-        builder = self._choices.get(index)
-        return builder is not None and builder.is_plain
+    def choice(self, index: int) -> ChatChoiceBuilder | None:
+        """What reads a choice, once the answer has begun."""
+        return self._choices.get(index)
 
     def chunks_of_whole(self, output: RequestOutput) -> Iterator[ChatChunk]:
         """The stream that a final output would have been in one piece, with usage."""
@@ -173,12 +173,21 @@ class ChatAnswer:
             for opening in self._openings():
                 yield self.chunk([opening], usage.of_opening(), output.prompt_token_ids)
         for completion in output.outputs:
-            *earlier, last = self._chunk_choices(completion)
+            builder, reason = self._builder(completion), completion.finish_reason
+            found = builder.read(completion.text, completion.token_ids, reason)
             usage.note_reasoning(self._reasoning_tokens)
+            *earlier, last = self._chunk_choices(completion, builder.arranged(found, reason))
             told = usage.of_chunk(0, completion)
             for choice in earlier:
                 yield self.chunk([choice], usage.of_opening())
             yield self.chunk([last], told)
+
+    def chunks_of_piece(
+        self, completion: CompletionOutput, found: list[Event], more: dict[str, Any]
+    ) -> Iterator[ChatChunk]:
+        """Those of a piece of a choice that has begun and goes on, in which this was found; all have `more`."""
+        for choice in self._chunk_choices(completion, self._builder(completion).arranged(found)):
+            yield self.chunk([choice], more)
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         part = self._builder(completion).take(completion.text, completion.token_ids, completion.finish_reason)
@@ -205,13 +214,13 @@ class ChatAnswer:
         delta = ChatDelta(role=ROLE, content="")
         return [ChatChunkChoice(index=index, delta=delta) for index in range(self._request.n)]
 
-    def _chunk_choices(self, completion: CompletionOutput) -> Iterator[ChatChunkChoice]:
+    def _chunk_choices(
+        self, completion: CompletionOutput, parts: list[ChoicePart]
+    ) -> Iterator[ChatChunkChoice]:
         """The news of one step, also if they are no text yet: clients count chunks, and time them.
 
         There is another one for each text that comes after a call; the tokens go with the first.
         """
-        builder = self._builder(completion)
-        parts = builder.parts(completion.text, completion.token_ids, completion.finish_reason)
         for number, part in enumerate(parts):
             is_first = number == 0
             has_more = part.tool_calls or part.reasoning

@@ -97,6 +97,7 @@ class CompletionAnswer:
             lora_request=self._adapter,
             timeout_s=request.time_left(),
             trace_headers=request.trace_headers,
+            data_parallel_rank=request.replica,
             stream_interval=interval,
             place=place,
         )

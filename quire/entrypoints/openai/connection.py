@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import resource
 import sys
 from typing import Any
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from quire.config import ServerConfig
+from quire.entrypoints.openai.begun_answer import BegunAnswer
 from quire.entrypoints.openai.census import Census
 from quire.entrypoints.openai.errors import error_body, request_id_of, response_of, shaped_error
 from quire.entrypoints.openai.response_body import offer
@@ -69,6 +71,7 @@ class Connection(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
+        self._begun: BegunAnswer | None = None
         self._num_discarded = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -98,18 +101,25 @@ class Connection(H11Protocol):
         """
         is_awaited = self.cycle is not None and self.conn.our_state is h11.SEND_RESPONSE
         is_whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
-        # One of HTTP/1.0 cannot be written to before its answer.
-        self._is_half_closed = is_awaited and is_whole and (self.conn.their_http_version or b"") >= b"1.1"
+        self._is_half_closed = is_awaited and is_whole
         if self._is_half_closed:
+            assert self.cycle is not None, "its answer is awaited"
+            if (self.conn.their_http_version or b"") < b"1.1":  # to which nothing can be sent but the answer
+                self._begun = BegunAnswer(self.transport)
+                self.cycle.transport = self._begun  # type: ignore[assignment]
             self._probe(PROBE_S)
         return self._is_half_closed
 
     def _probe(self, next_in_s: float) -> None:
         """Whoever listens passes over this; where nobody does, the connection is lost by it, or by the next."""
         if self.conn.our_state is h11.SEND_RESPONSE and not self.transport.is_closing():
-            interim = h11.InformationalResponse(status_code=100, headers=[], reason=STATUS_PHRASES[100])
-            self.transport.write(self.conn.send(interim) or b"")
-            again = min(2 * next_in_s, MOST_PROBE_S)
+            if self._begun is None:
+                interim = h11.InformationalResponse(status_code=100, headers=[], reason=STATUS_PHRASES[100])
+                self.transport.write(self.conn.send(interim) or b"")
+            else:
+                self._begun.begin()
+            most = MOST_PROBE_S if self._begun is None else math.inf  # there are so many bytes and no more
+            again = min(2 * next_in_s, most)
             self._probe_timer = self.loop.call_later(next_in_s, self._probe, again)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -51,6 +51,7 @@ class Outputs:
         lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
         stream_interval: int = 1,
         place: Place | None = None,
     ) -> None:
@@ -60,6 +61,7 @@ class Outputs:
             "lora_request": lora_request,
             "timeout_s": timeout_s,
             "trace_headers": trace_headers,
+            "data_parallel_rank": data_parallel_rank,
             "place": place,
         }
         self._taker: Taker | None = None

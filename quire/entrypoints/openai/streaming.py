@@ -37,13 +37,13 @@ class TextFrame:
     MARK = "\0text\0"
 
     def __init__(self, chunk: msgspec.Struct) -> None:
-        """`chunk` has `MARK` where the text goes."""
-        self._before, found, self._after = frame(chunk).partition(_encode(self.MARK))
-        assert found, "the chunk has no mark"
+        """`chunk` has `MARK` wherever the text goes."""
+        self._around = frame(chunk).split(_encode(self.MARK))
+        assert len(self._around) > 1, "the chunk has no mark"
 
     def of(self, text: str) -> bytes:
         """`frame` of the chunk with this text."""
-        return b"".join((self._before, _encode(text), self._after))
+        return _encode(text).join(self._around)
 
 
 @dataclass(frozen=True)

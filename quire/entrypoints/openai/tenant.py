@@ -1,5 +1,5 @@
-"""On whose terms a request runs: whose share it takes, how urgent it is, whose prefix cache it sees, for how long, and
-of whose trace it is a part.
+"""On whose terms a request runs: whose share it takes, how urgent it is, whose prefix cache it sees, for how long, in
+which replica, and of whose trace it is a part.
 
 Invariant: where keys are in use the key decides, and nothing that a client writes can change it.
 """
@@ -19,8 +19,11 @@ TIMEOUT_HEADER = "x-request-timeout"
 TRACE_HEADERS = ("traceparent", "tracestate")
 MAX_TRACE_CHARS = 512
 """A longer one is passed over; so much of a `tracestate` all must take."""
+REPLICA_HEADER = "x-data-parallel-rank"
+_MOST_DIGITS = 9
+"""Of a number of a replica."""
 READ_HEADERS = {TIMEOUT_HEADER: {"type": "number", "exclusiveMinimum": 0}}
-"""Request headers that are read here, with their schemas."""
+"""Request headers that any client may send, with their schemas; which replicas there are only a load balancer knows."""
 
 
 def tenant_of(request: Request, body: EngineRequest) -> str:
@@ -32,10 +35,11 @@ def apply_terms(request: Request, body: EngineRequest) -> None:
     """Write into a request what the server and the key say of it.
 
     Raises:
-        ValidationError: its deadline is no number of seconds.
+        ValidationError: its deadline is no number of seconds, or its replica none of these.
     """
     server, name = server_of(request), request.scope["state"].get("tenant")
     body.join_trace(_trace_headers(request))
+    body.choose_replica(_replica(request))
     body.timeout = _timeout(request, body) or server.config.request_timeout or None
     tenant = server.keys.tenants.get(name)
     if tenant is None:
@@ -68,6 +72,18 @@ def _timeout(request: Request, body: EngineRequest) -> float | None:
             f"the header {TIMEOUT_HEADER} must be a positive number of seconds", param="timeout"
         )
     return seconds if body.timeout is None else body.timeout
+
+
+def _replica(request: Request) -> int | None:
+    """The one that the header names, if there is one."""
+    text = request.headers.get(REPLICA_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise ValidationError(
+            f"the header {REPLICA_HEADER} must be the number of a replica", param="data_parallel_rank"
+        )
+    return int(text)
 
 
 def _salt(tenant: str, own: str | None) -> str:

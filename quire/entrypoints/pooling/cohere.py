@@ -17,13 +17,14 @@ from quire.engine.pooling_inputs import DOCUMENT, QUERY, WHOLE_CONTEXT, PoolingI
 from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has
 from quire.entrypoints.openai.protocol.requests import EngineRequest
 from quire.entrypoints.openai.protocol.responses import Timings
 from quire.entrypoints.openai.protocol.shapes import TEXT, array, enum, object_of, optional
 from quire.entrypoints.openai.tenant import READ_HEADERS
-from quire.entrypoints.pooling.embeddings import run_each
+from quire.entrypoints.pooling.each import cuts_by_default, embed_each
 from quire.entrypoints.pooling.numbers import encoded, reply_of
-from quire.entrypoints.pooling.protocol import MAX_INPUTS, Numbers, PromptUsage
+from quire.entrypoints.pooling.protocol import GIVEN, MAX_INPUTS, Numbers, PromptUsage
 from quire.entrypoints.pooling.run import Job, called, told_of
 from quire.errors import ValidationError
 from quire.pooling_params import EMBED, PoolingParams
@@ -43,6 +44,13 @@ TEXTS = array(_TEXT, minItems=1, maxItems=MAX_INPUTS)
 class CohereEmbedRequest(EngineRequest):
     """POST /v2/embed; `texts`, or `inputs` of one text each."""
 
+    relations: ClassVar[tuple[dict[str, Any], ...]] = (
+        either(
+            both(has("texts", GIVEN), asks_nothing("inputs")),
+            both(has("inputs", GIVEN), asks_nothing("texts")),
+        ),
+    )
+
     inner: ClassVar = {
         "inputs": Place(
             frozenset({"content"}), inner={"content": Place(frozenset({"type", "text", "image_url"}))}
@@ -57,6 +65,7 @@ class CohereEmbedRequest(EngineRequest):
     output_dimension: int | None = None
     max_tokens: Annotated[int | None, WithJsonSchema(MAX_TOKENS)] = None
     truncate: Literal["NONE", "START", "END"] = "END"
+    average_windows: bool = False
 
 
 class ByType(msgspec.Struct):
@@ -102,10 +111,11 @@ async def embed(request: Request) -> Response:
     options = _options(body, job.inputs)
     with called(name), called("output_dimension", "dimensions"):
         params = PoolingParams(dimensions=body.output_dimension, task=EMBED)
-        pooled = await run_each(job, texts, options, params)
+        found = await embed_each(job, texts, options, params, in_windows=body.average_windows)
+    pooled = found.pooled
 
     def made() -> CohereEmbeddings:
-        vectors = [one.outputs.data for one in pooled]
+        vectors = found.numbers()
         kinds = body.embedding_types or ["float"]
         by_type = ByType(**{kind: [_typed(one, kind) for one in vectors] for kind in kinds})
         meta = CohereMeta(BilledUnits(sum(len(one.prompt_token_ids) for one in pooled)))
@@ -122,7 +132,8 @@ def _options(body: CohereEmbedRequest, inputs: PoolingInputs) -> TextOptions:
         raise ValidationError(f"max_tokens must be at least 1, got {body.max_tokens}", param="max_tokens")
     names = SIDES.get(body.input_type or "")
     prompt = None if names is None else inputs.prompt_named(names)
-    if side is None:
+    cuts = cuts_by_default(body, "truncate", "max_tokens", in_windows=body.average_windows)
+    if side is None or not cuts:
         return TextOptions(prompt_name=prompt)
     most = WHOLE_CONTEXT if body.max_tokens is None else min(body.max_tokens, limit)
     return TextOptions(most, side, prompt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +11,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.pooling_inputs import PoolingInputs, TextOptions
 from quire.engine.prompt_forms import TokenizedPrompt, parts_of
 from quire.engine.tokenizer import INLINE_CHARS
 from quire.entrypoints.openai.json_body import read_json
@@ -21,6 +19,7 @@ from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import checked, read_request
 from quire.entrypoints.openai.prompts import split_prompts
 from quire.entrypoints.openai.tenant import READ_HEADERS
+from quire.entrypoints.pooling.each import embed_each, run_each
 from quire.entrypoints.pooling.numbers import beside_numbers, encoded, reply_of
 from quire.entrypoints.pooling.protocol import (
     MAX_INPUTS,
@@ -36,8 +35,8 @@ from quire.entrypoints.pooling.protocol import (
     PooledList,
     PoolingRequest,
 )
-from quire.entrypoints.pooling.run import Job, Pooled, called, check_count, text_options
-from quire.entrypoints.pooling.windows import Windows, is_normalized
+from quire.entrypoints.pooling.run import Job, Pooled, called, text_options
+from quire.entrypoints.pooling.words import task_of, words_of
 from quire.errors import ValidationError
 from quire.io_processors import IOProcessor
 from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
@@ -45,7 +44,6 @@ from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, P
 embedding_router = APIRouter()
 pooling_router = APIRouter()
 classify_router = APIRouter()
-Inputs = Sequence[str | list[int]]
 
 
 @embedding_router.post("/v1/embeddings")
@@ -57,25 +55,17 @@ async def create_embeddings(request: Request) -> Response:
     inputs = split_prompts(body.input, "input", MAX_INPUTS)
     params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions, task=EMBED)
     options = text_options(body, prompt_name=body.prompt_name)
-    windows = Windows(job.inputs, options, check_count)
     with called("input"):
-        if body.average_windows:
-            pooled = await job.run(params, num_chars(inputs), lambda: windows.prompts(inputs))
-        else:
-            pooled = await run_each(job, inputs, options, params)
+        embedded = await embed_each(job, inputs, options, params, in_windows=body.average_windows)
 
     def made() -> EmbeddingList:
-        vectors = [one.outputs.data for one in pooled]
-        if body.average_windows:
-            normalized = is_normalized(job.inputs.spec, body.use_activation)
-            vectors = windows.joined(pooled, normalized=normalized)
         data = [
             Embedding(index=index, embedding=encoded(vector, body.encoding_format))
-            for index, vector in enumerate(vectors)
+            for index, vector in enumerate(embedded.numbers())
         ]
-        return EmbeddingList(data=data, **job.head(pooled))
+        return EmbeddingList(data=data, **job.head(embedded.pooled))
 
-    return await reply_of(pooled, made)
+    return await reply_of(embedded.pooled, made)
 
 
 @pooling_router.post("/pooling")
@@ -91,9 +81,30 @@ async def pool(request: Request) -> Response:
         return await pool_with_plugin(request, checked(request, raw, PluginRequest))
     body = checked(request, raw, PoolingRequest)
     job = Job.of(request, body, "pool-")
-    inputs = split_prompts(body.input, "input", MAX_INPUTS)
+    inputs, params = split_prompts(body.input, "input", MAX_INPUTS), _params(body, job)
+    options = text_options(body, prompt_name=body.prompt_name)
+    with called("input"):
+        found = await embed_each(job, inputs, options, params, in_windows=body.average_windows)
+
+    def made() -> PooledList:
+        if body.lexical_weights:
+            each = words_of(found.pooled, job.inputs.special_ids)
+        else:
+            each = (encoded(numbers, body.encoding_format) for numbers in found.numbers())
+        data = [PooledData(index=index, data=one) for index, one in enumerate(each)]
+        return PooledList(data=data, **job.head(found.pooled))
+
+    return await reply_of(found.pooled, made)
+
+
+def _params(body: PoolingRequest, job: Job) -> PoolingParams:
+    """What is to be pooled, after the checks of what it can be asked for in."""
     params = PoolingParams(
-        body.use_activation, body.dimensions, body.step_tag_id, body.returned_token_ids, body.task
+        body.use_activation,
+        body.dimensions,
+        body.step_tag_id,
+        body.returned_token_ids,
+        task_of(body, job.inputs.spec),
     )
     task = job.inputs.settled(params).task
     if body.encoding_format == "base64" and task in (TOKEN_EMBED, TOKEN_CLASSIFY):
@@ -101,17 +112,11 @@ async def pool(request: Request) -> Response:
             f"encoding_format base64 is for one row of numbers, and {task} has a row for each token",
             param="encoding_format",
         )
-    with called("input"):
-        pooled = await run_each(job, inputs, text_options(body, prompt_name=body.prompt_name), params)
-
-    def made() -> PooledList:
-        data = [
-            PooledData(index=index, data=encoded(one.outputs.data, body.encoding_format))
-            for index, one in enumerate(pooled)
-        ]
-        return PooledList(data=data, **job.head(pooled))
-
-    return await reply_of(pooled, made)
+    if body.average_windows and task != EMBED:
+        raise ValidationError(
+            f"average_windows is of embeddings, and the task is {task}", param="average_windows"
+        )
+    return params
 
 
 async def pool_with_plugin(request: Request, body: PluginRequest) -> Response:
@@ -151,20 +156,6 @@ async def classify(request: Request) -> Response:
         return ClassificationList(data=data, **job.head(pooled))
 
     return await reply_of(pooled, made)
-
-
-async def run_each(job: Job, inputs: Inputs, options: TextOptions, params: PoolingParams) -> list[Pooled]:
-    """What is pooled of each input. Raises as `Job.run` does."""
-    return await job.run(params, num_chars(inputs), lambda: tokenize_each(job.inputs, inputs, options))
-
-
-def tokenize_each(pooling: PoolingInputs, inputs: Inputs, options: TextOptions) -> list[TokenizedPrompt]:
-    return [pooling.tokenize(parts_of(one), options) for one in inputs]
-
-
-def num_chars(inputs: Inputs) -> int:
-    """Of the texts among them, which take time to be tokenized."""
-    return sum(len(one) for one in inputs if isinstance(one, str))
 
 
 def _classification(index: int, one: Pooled, labels: tuple[str, ...]) -> Classification:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from pydantic import Field, WithJsonSchema
 
+from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has
 from quire.entrypoints.openai.protocol.requests import INT64_MAX, EngineRequest, TokenId
 from quire.entrypoints.openai.protocol.responses import PromptTokensDetails, Timings
 from quire.entrypoints.openai.protocol.shapes import TEXT, any_of, array, enum, object_of, optional
@@ -58,6 +59,8 @@ class PoolingRequest(PoolingFields):
     prompt_name: str | None = None
     step_tag_id: TokenId | None = None
     returned_token_ids: Annotated[list[TokenId] | None, Field(min_length=1)] = None
+    average_windows: bool = False
+    lexical_weights: bool = False
 
 
 class PluginRequest(EngineRequest):
@@ -80,15 +83,21 @@ class PairFields(PoolingFields):
     max_tokens_per_doc: Limit = None
 
 
+SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+"""What requests call the two sides of a score."""
+GIVEN: dict[str, Any] = {"not": {"type": "null"}}
+
+
+def _only(names: tuple[str, str]) -> dict[str, Any]:
+    others = dict.fromkeys(name for sides in SIDES for name in sides if name not in names)
+    return both(*(has(name, GIVEN) for name in names), *map(asks_nothing, others))
+
+
 class ScoreRequest(PairFields):
     """POST /score; the texts come under one of several pairs of names."""
 
-    NAMES: ClassVar = (
-        ("text_1", "text_2"),
-        ("data_1", "data_2"),
-        ("queries", "documents"),
-        ("queries", "items"),
-    )
+    NAMES: ClassVar = SIDES
+    relations: ClassVar[tuple[dict[str, Any], ...]] = (either(*map(_only, SIDES)),)
 
     text_1: TextsField = None
     text_2: TextsField = None
@@ -127,6 +136,20 @@ class PromptUsage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
 
 
+NumbersOrWords = Annotated[
+    msgspec.Raw,
+    Meta(
+        extra_json_schema=any_of(
+            array({"type": "number"}),
+            array(array({"type": "number"})),
+            {"type": "string", "contentEncoding": "base64"},
+            {"type": "object", "additionalProperties": {"type": "number"}},
+        )
+    ),
+]
+"""The same, or with `lexical_weights` token id -> weight."""
+
+
 class Embedding(msgspec.Struct, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: int
@@ -136,7 +159,7 @@ class Embedding(msgspec.Struct, kw_only=True):
 class PooledData(msgspec.Struct, kw_only=True):
     object: Literal["pooling"] = "pooling"
     index: int
-    data: Numbers
+    data: NumbersOrWords
 
 
 class Classification(msgspec.Struct):

@@ -1,7 +1,8 @@
 """The one way from a request for what a model pools to its reply.
 
 Invariant: every prompt of a request is tokenized, off the event loop, and what it makes is counted, before the first is
-handed to the engine; the client is watched until the last has come, and what is left is aborted if it goes away.
+handed to the engine; the client is watched from before that until the last has come, and what is left is dropped or
+aborted if it goes away.
 """
 
 from __future__ import annotations
@@ -71,7 +72,14 @@ class Job:
 
         Raises:
             QuireError: a prompt cannot be honoured, or the engine cannot take or finish it.
+            ClientDisconnectedError: the client went away, be it before the prompts were ready.
         """
+        work = self._pooled(params, num_chars, tokenize)
+        return await self.server.in_flight.run(work, self.request.receive)
+
+    async def _pooled(
+        self, params: PoolingParams, num_chars: int, tokenize: Callable[[], list[TokenizedPrompt]]
+    ) -> list[Pooled]:
         try:
             with self.server.engine.reserve():
                 async with asyncio.timeout(self.body.time_left()):
@@ -80,7 +88,7 @@ class Job:
             raise DeadlineError("the request's time was over before its prompts were ready") from None
         check_count(len(prompts))
         check_numbers(self.inputs.spec, params, prompts, self.server.config.max_pooled_numbers)
-        work = self.server.engine.encode_all(
+        return await self.server.engine.encode_all(
             [self._with_salt(prompt) for prompt in prompts],
             params,
             [f"{self.id}-{index}" for index in range(len(prompts))],
@@ -89,8 +97,8 @@ class Job:
             lora_request=self.server.adapters.get(self.model),
             timeout_s=self.body.time_left(),
             trace_headers=self.body.trace_headers,
+            data_parallel_rank=self.body.replica,
         )
-        return await self.server.in_flight.run(work, self.request.receive)
 
     def head(self, pooled: Sequence[Pooled]) -> dict[str, Any]:
         """What all replies begin with."""
@@ -107,10 +115,10 @@ class Job:
 
 
 def check_count(num_prompts: int) -> None:
-    """Raises ValidationError: they are more than one request may have."""
+    """Raises ValidationError: what was sent makes more than one request may have."""
     if num_prompts > MAX_INPUTS:
         raise ValidationError(
-            f"the input makes {num_prompts} prompts; at most {MAX_INPUTS} are allowed", param="input"
+            f"the prompt makes {num_prompts} prompts; at most {MAX_INPUTS} are allowed", param="prompt"
         )
 
 

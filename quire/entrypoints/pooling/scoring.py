@@ -21,6 +21,7 @@ from quire.pooling_params import CLASSIFY, EMBED, TOKEN_EMBED, PoolingParams
 
 T = TypeVar("T")
 Vector = NDArray[np.float64]
+Pooled = PoolingRequestOutput[PoolingOutput]
 
 
 def _cosine(one: Vector, other: Vector) -> float:
@@ -28,9 +29,9 @@ def _cosine(one: Vector, other: Vector) -> float:
     return float(one @ other) / lengths if lengths else 0.0
 
 
-def _max_sim(query: Vector, document: Vector) -> float:
+def _best_matches(query: Vector, document: Vector) -> Vector:
     """Late interaction: for each token of the query its best match in the document. Source: ColBERT (2020)."""
-    return float((query @ document.T).max(axis=1).sum())
+    return (query @ document.T).max(axis=1) if len(document) else np.zeros(len(query))
 
 
 SIMILARITIES: dict[str, Callable[[Vector, Vector], float]] = {
@@ -40,6 +41,11 @@ SIMILARITIES: dict[str, Callable[[Vector, Vector], float]] = {
     "manhattan": lambda one, other: -float(np.abs(one - other).sum()),
 }
 """Of two embeddings [size]; greater is more alike."""
+TOKEN_SIMILARITIES: dict[str, Callable[[Vector, Vector], float]] = {
+    "maxsim": lambda query, document: float(_best_matches(query, document).sum()),
+    "meanmaxsim": lambda query, document: float(_best_matches(query, document).mean()),
+}
+"""Of the embeddings [tokens, size] of two texts."""
 
 
 def scoring_task(spec: PoolingSpec) -> str | None:
@@ -87,6 +93,7 @@ class Scoring:
             )
         self._inputs, self._options, self._task, self._compose = inputs, options, task, compose
         self._firsts, self._seconds = firsts, seconds
+        self._skipped = inputs.ids_of(inputs.spec.skipped_words)
 
     @property
     def task(self) -> str:
@@ -113,20 +120,31 @@ class Scoring:
             if self._compose is None:
                 return [*self._inputs.pairs(pairs, self._options)]
             return [self._composed(self._compose(*pair), pair[0]) for pair in pairs]
-        most = self._options.max_tokens_per_text
-        sides = ((QUERY, self._firsts, most[0]), (DOCUMENT, self._seconds, most[1]))
+        asked, own = self._options.max_tokens_per_text, self._inputs.spec.side_lengths
+        sides = (
+            (QUERY, self._firsts, asked[0] or own[0]),
+            (DOCUMENT, self._seconds, asked[1] or own[1]),
+        )
         return [self._text(text, names, limit) for names, texts, limit in sides for text in texts]
 
-    def outputs(
-        self, pooled: Sequence[PoolingRequestOutput[PoolingOutput]]
-    ) -> list[tuple[float, list[PoolingRequestOutput[PoolingOutput]]]]:
+    def outputs(self, pooled: Sequence[Pooled]) -> list[tuple[float, list[Pooled]]]:
         """The score of each pair, with what it is made of, from the outputs of all prompts."""
         if self.reads_pairs:
             return [(float(one.outputs.data[0]), [one]) for one in pooled]
         firsts, seconds = pooled[: len(self._firsts)], pooled[len(self._firsts) :]
-        compare = _max_sim if self._task == TOKEN_EMBED else SIMILARITIES[self._inputs.spec.similarity]
-        pairs = self._pairs(firsts, seconds)
-        return [(compare(_numbers(first), _numbers(second)), [first, second]) for first, second in pairs]
+        return [(self._compared(*pair), [*pair]) for pair in self._pairs(firsts, seconds)]
+
+    def _compared(self, first: Pooled, second: Pooled) -> float:
+        spec = self._inputs.spec
+        if self._task == EMBED:
+            return SIMILARITIES[spec.similarity](_numbers(first), _numbers(second))
+        compare = TOKEN_SIMILARITIES.get(spec.similarity, TOKEN_SIMILARITIES["maxsim"])
+        return compare(_numbers(first), self._matched(second))
+
+    def _matched(self, document: Pooled) -> Vector:
+        """Of a document's tokens those that count."""
+        is_matched = [token not in self._skipped for token in document.prompt_token_ids]
+        return _numbers(document)[is_matched]
 
     def _pairs(self, firsts: Sequence[T], seconds: Sequence[T]) -> list[tuple[T, T]]:
         each = list(firsts) * (len(seconds) if len(firsts) == 1 else 1)
@@ -144,5 +162,5 @@ class Scoring:
         return self._inputs.tokenize(PromptParts(text), options)
 
 
-def _numbers(output: PoolingRequestOutput[PoolingOutput]) -> Vector:
+def _numbers(output: Pooled) -> Vector:
     return output.outputs.data.astype(np.float64)

@@ -24,6 +24,9 @@ class Windows:
 
     Args:
         check_count: given how many there are so far; raises ValidationError if these are too many.
+
+    Raises:
+        ValidationError: the options cut texts, of which windows leave nothing to cut.
     """
 
     def __init__(
@@ -32,6 +35,11 @@ class Windows:
         options: TextOptions,
         check_count: Callable[[int], None] = lambda _count: None,
     ) -> None:
+        if options.truncate_prompt_tokens is not None:
+            raise ValidationError(
+                "average_windows leaves nothing of a text to be cut off: either is possible, not both",
+                param="average_windows",
+            )
         self._inputs, self._options, self._check_count = inputs, options, check_count
         self._num_each: list[int] = []
 

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.distributed.hosts import Hosts
 from quire.distributed.shared_memory import SharedMemory
+from quire.kernels.cpu import host_collectives
 from quire.kernels.cpu.calls import call, empty
 from quire.kernels.cpu.checks import check_on_cpu, dtype_code, say
 
 
-def all_reduce(x: Tensor, group: SharedMemory) -> Tensor:
+def all_reduce(x: Tensor, group: SharedMemory | Hosts) -> Tensor:
+    if isinstance(group, Hosts):
+        return host_collectives.all_reduce(x, group)
     code = dtype_code("all_reduce", "x", x)
     x = x.contiguous()
     out = empty(x, *x.shape)
@@ -19,7 +23,9 @@ def all_reduce(x: Tensor, group: SharedMemory) -> Tensor:
     return out
 
 
-def all_gather(x: Tensor, group: SharedMemory, dim: int = -1) -> Tensor:
+def all_gather(x: Tensor, group: SharedMemory | Hosts, dim: int = -1) -> Tensor:
+    if isinstance(group, Hosts):
+        return host_collectives.all_gather(x, group, dim)
     dtype_code("all_gather", "x", x)
     shape = list(x.shape)
     if not -len(shape) <= dim < len(shape):

@@ -63,6 +63,8 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     ),
     "packed_embedding": ("out ids data scales zeros", "qqqqqqqq"),
     "layer_norm": ("out x weight bias", "qqqqqdqq"),
+    "fused_add_layer_norm": ("out total x residual weight bias", "qqdqq"),
+    "accumulate": ("vectors x chunks", "qqqqqqq"),
     "gelu_and_mul": ("out x", "qqqq"),
     "embedding": ("out ids weight", "qqq"),
     "write_kv": ("k v k_cache v_cache slot_mapping scales", "qqqqqqqqqqq"),

@@ -20,26 +20,47 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     code = dtype_code("fused_add_rms_norm", "x", x)
     weight_code = check_weight("fused_add_rms_norm", "weight", x, weight)
-    shape = x.shape
-    if residual.shape != shape or residual.dtype is not x.dtype or not residual.is_cpu:
-        raise ValueError(f"fused_add_rms_norm: residual is {say(residual)} but x is {say(x)}")
-    x, residual = x.contiguous(), residual.contiguous()
-    out, total = empty(x, *shape), empty(x, *shape)
-    tensors, size = (out, total, x, residual, weight), shape[-1]
+    x, residual = _alike("fused_add_rms_norm", x, residual)
+    out, total, size = empty(x, *x.shape), empty(x, *x.shape), x.shape[-1]
+    tensors = (out, total, x, residual, weight)
     call("fused_add_rms_norm", tensors, x.numel() // size, size, eps, code, weight_code)
     return out, total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    code = dtype_code("layer_norm", "x", x)
-    weight_code = check_weight("layer_norm", "weight", x, weight)
-    if bias is not None and check_weight("layer_norm", "bias", x, bias) != weight_code:
-        raise TypeError(f"layer_norm: bias must be {weight.dtype} as weight is; it is {bias.dtype}")
+    code, weight_code = dtype_code("layer_norm", "x", x), _check_both("layer_norm", x, weight, bias)
     x, *layout = _rows(x)
     out = empty(x, *x.shape)
     tensors = (out, x, weight, NOTHING if bias is None else bias)
     call("layer_norm", tensors, *layout, x.shape[-1], eps, code, weight_code)
     return out
+
+
+def fused_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    name = "fused_add_layer_norm"
+    code, weight_code = dtype_code(name, "x", x), _check_both(name, x, weight, bias)
+    x, residual = _alike(name, x, residual)
+    out, total, size = empty(x, *x.shape), empty(x, *x.shape), x.shape[-1]
+    tensors = (out, total, x, residual, weight, NOTHING if bias is None else bias)
+    call(name, tensors, x.numel() // size, size, eps, code, weight_code)
+    return out, total
+
+
+def _alike(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, contiguous."""
+    if residual.shape != x.shape or residual.dtype is not x.dtype or not residual.is_cpu:
+        raise ValueError(f"{op}: residual is {say(residual)} but x is {say(x)}")
+    return x.contiguous(), residual.contiguous()
+
+
+def _check_both(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+    """The code of the dtype of weight and bias."""
+    code = check_weight(op, "weight", x, weight)
+    if bias is not None and check_weight(op, "bias", x, bias) != code:
+        raise TypeError(f"{op}: bias must be {weight.dtype} as weight is; it is {bias.dtype}")
+    return code
 
 
 def check_weight(op: str, name: str, x: Tensor, weight: Tensor) -> int:

@@ -152,3 +152,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
             num_warps=num_warps(tile),
         )  # fmt: skip
     return out
+
+
+def fused_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `ops.fused_add_layer_norm`; the sum is torch's."""
+    total = x + residual
+    return layer_norm(total, weight, bias, eps), total

@@ -57,27 +57,36 @@ class Mxfp4(Codec):
 class Nvfp4(Codec):
     """Packed numbers uint8 [N, K / 2], weight_scale float8_e4m3fn [N, K / 16], and a scale of all of the matrix.
 
-    compressed-tensors divides by that one, ModelOpt multiplies by it.
+    compressed-tensors divides by that one, ModelOpt multiplies by it. Where they are `transposed`, packed numbers are
+    [K / 2, N] and scales [K / 16, N].
     """
 
     packed: str = "weight_packed"
     scale_of_all: str = "weight_global_scale"
     divides: bool = True
+    transposed: bool = False
 
     def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
         return scheme_of("e2m1", NV_BLOCK)
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
+        turn = -1 if self.transposed else 1
         return {
-            self.packed: Stored((outputs(), inputs(2)), (torch.uint8,)),
-            "weight_scale": Stored((outputs(), inputs(NV_BLOCK)), (torch.float8_e4m3fn,)),
+            self.packed: Stored((outputs(), inputs(2))[::turn], (torch.uint8,)),
+            "weight_scale": Stored((outputs(), inputs(NV_BLOCK))[::turn], (torch.float8_e4m3fn,)),
             self.scale_of_all: Stored((every(),)),
         }
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        of_all, scales = tensors[self.scale_of_all], tensors["weight_scale"].float()
+        of_all, packed, scales = (
+            tensors[self.scale_of_all],
+            tensors[self.packed],
+            tensors["weight_scale"].float(),
+        )
+        if self.transposed:
+            packed, scales = packed.t(), scales.t()
         spread = scales / of_all if self.divides else scales * of_all
-        return Coded.of("e2m1", NV_BLOCK, nibbles(tensors[self.packed]), spread)
+        return Coded.of("e2m1", NV_BLOCK, nibbles(packed), spread)
 
 
 def nibbles(pairs: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Shapes: T tokens of the step, N rows, H hidden size, D tokens of the head, V of 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,11 @@ class EagleHead(AutoregressiveHead):
 
 
 class Eagle3Head(AutoregressiveHead):
-    """`midlayer(embedding, state)`, where the target's states are `fc` of three; its head reads normed states."""
+    """`midlayer(embedding, state)`, where the target's states are `fc` of three; its head reads normed states.
+
+    Where there are several layers (`layers.0` and so on in the checkpoint, as servers have them), those behind the
+    first are a Llama's as they are.
+    """
 
     merged = _MERGED
     unused: tuple[str, ...] = (r"^embed_tokens\.", r"^t2d$", r"\.inv_freq$")
@@ -121,8 +126,9 @@ class Eagle3Head(AutoregressiveHead):
             dtype=dtype,
             name=f"{prefix}fc",
         )
-        (rotary,) = rotaries_of(config)
-        self.midlayer = Eagle3Block(config=config, prefix=f"{prefix}midlayer", layer=0, rotary=rotary)
+        self.layers = nn.ModuleList(self._blocks(config, prefix))
+        if arch.num_layers == 1:
+            self.renamed = {"layers": "", "layers.0": "midlayer"}
         self.norm = block_norm(config, f"{prefix}norm")
         self.lm_head = VocabEmbedding(
             vocab_size=self.draft.vocab_size, size=size, dtype=dtype, is_head=True, name=f"{prefix}lm_head"
@@ -137,8 +143,18 @@ class Eagle3Head(AutoregressiveHead):
         return self.fc(rows, _NO_STEP)
 
     def behind(self, embedded: Tensor, states: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        x, residual = self.midlayer(embedded, states, positions, step)
+        x, residual = embedded, states
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, step)
         return torch.add(x, residual)
+
+    def _blocks(self, config: EngineConfig, prefix: str) -> Iterator[Block]:
+        """The first reads states beside embeddings, and those behind it states alone."""
+        later = replace(config, model_arch=replace(config.arch, attention_in_size=None))
+        for layer, rotary in enumerate(rotaries_of(config)):
+            name = "midlayer" if config.arch.num_layers == 1 else f"layers.{layer}"
+            kind, read = (BLOCKS["sequential"], later) if layer else (Eagle3Block, config)
+            yield kind(config=read, prefix=f"{prefix}{name}", layer=layer, rotary=rotary)
 
     def compute_logits(
         self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0

@@ -77,10 +77,8 @@ def read_medusa(target: ModelArch, method: str, config: JsonObject) -> ModelArch
 
 
 def read_eagle(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
-    """EAGLE (Li et al., 2024, arXiv:2401.15077): a layer as Llama's, or a few; EAGLE-3's are one."""
-    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    if num_layers != 1 and method == EAGLE3:
-        raise ConfigError(f"{config.where} has {num_layers} layers, and what {method} guesses by has one")
+    """EAGLE (Li et al., 2024, arXiv:2401.15077): a layer as Llama's, or a few."""
+    config.integer("num_hidden_layers", high=MAX_LAYERS)
     same(config, "vocab_size", target.vocab_size)
     same(config, "hidden_size", target.hidden_size)
     config.only("add_para_norm", False)
@@ -90,7 +88,10 @@ def read_eagle(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
 
 
 def read_eagle3(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
-    """EAGLE-3 (Li et al., 2025, arXiv:2503.01840): what comes into three layers is read, and few tokens are guessed."""
+    """EAGLE-3 (Li et al., 2025, arXiv:2503.01840): what comes into three layers is read, and few tokens are guessed.
+
+    The paper's heads have one layer; several are as vLLM and the Speculators library have them.
+    """
     arch = read_eagle(target, method, config)
     config.only("target_hidden_size", target.hidden_size)
     vocab_size = config.integer("draft_vocab_size", target.vocab_size, high=target.vocab_size)

@@ -16,6 +16,26 @@ _UNITS = {"kv_lora_rank": 16, "v_head_dim": 16, "qk_rope_head_dim": 8}
 """Sizes -> of what they must be multiples: the kernels compute so many elements together."""
 
 
+def read_deepseek_moe(architecture: str, config: JsonObject) -> ModelArch:
+    """DeepSeekMoE (Dai et al., 2024, arXiv:2401.06066): many small experts, and some that see every token; no MLA."""
+    config.only("scoring_func", "softmax")
+    config.only("moe_layer_freq", 1)
+    config.only("routed_scaling_factor", 1.0)
+    return read_llama(
+        architecture,
+        config,
+        names=CheckpointNames({"shared_expert": "shared_experts"}),
+        experts=read_deepseek_experts(
+            config.with_values(n_group=1, topk_group=1),
+            default_top_k=None,
+            first=0,
+            shared=0,
+            normalized=False,
+            balanced=False,
+        ),
+    )
+
+
 def read_deepseek_v2(architecture: str, config: JsonObject) -> ModelArch:
     """DeepSeek-V2 (2024, arXiv:2405.04434): softmaxes choose, perhaps among the groups with the best experts."""
     config.only("norm_topk_prob", False)

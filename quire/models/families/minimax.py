@@ -13,6 +13,15 @@ from quire.models.rope_config import FULL, read_rope
 
 _KINDS = {FULL: FULL, "linear_attention": "lightning"}
 _SCALES = {FULL: "full_attn", "lightning": "linear_attn", "mlp": "mlp"}
+_PUBLISHED_SCALES = {
+    f"{ours}_{kind}_factor": f"layernorm_{theirs}_{kind}"
+    for ours, theirs in (
+        ("full_attn", "full_attention"),
+        ("linear_attn", "linear_attention"),
+        ("mlp", "mlp"),
+    )
+    for kind in ("alpha", "beta")
+}
 _NAMES = replace(
     MIXTRAL_NAMES,
     renamed={**MIXTRAL_NAMES.renamed, "lightning_qkv": "qkv_proj"},
@@ -44,6 +53,24 @@ def read_minimax(architecture: str, config: JsonObject) -> ModelArch:
         ),
         **biases(False),
     )
+
+
+def read_minimax_text_01(architecture: str, config: JsonObject) -> ModelArch:
+    """MiniMax-Text-01 and M1 (2025, arXiv:2506.13585) as published: other keys, and heads rotate in part."""
+    config.only("postnorm", True)
+    config.only("shared_intermediate_size", 0)
+    config.only("attention_type", 0, 1)
+    config.get("shared_moe_mode")
+    kinds = {0.0: "linear_attention", 1.0: FULL}
+    types = config.numbers("attn_type_list")
+    if not set(types) <= kinds.keys():
+        raise config.unsupported("attn_type_list", "a list of 0 and 1")
+    head_dim = read_head_dim(config, config.integer("num_attention_heads"))
+    rotated = config.integer("rotary_dim", head_dim, high=head_dim)
+    config = config.with_values(
+        layer_types=[kinds[number] for number in types], partial_rotary_factor=rotated / head_dim
+    )
+    return read_minimax(architecture, config.with_aliases(_PUBLISHED_SCALES))
 
 
 def read_minimax_m2(architecture: str, config: JsonObject) -> ModelArch:

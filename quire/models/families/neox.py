@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.config.arch import CheckpointNames, ModelArch
@@ -31,6 +32,8 @@ _NEOX_NAMES = {
     "norm": "final_layer_norm",
     "lm_head": "embed_out",
 }
+_PROCESSORS = 4
+"""Among which CodeGen's heads were shared out in training."""
 _PERSIMMON_NAMES = {
     "qkv_proj": "query_key_value",
     "q_norm": "q_layernorm",
@@ -62,6 +65,17 @@ def read_gptj(architecture: str, config: JsonObject) -> ModelArch:
         **plain_mlp(config, "gelu_new", "activation_function"),
         **biases(mlp=True),
     )
+
+
+def read_codegen(architecture: str, config: JsonObject) -> ModelArch:
+    """CodeGen (Nijkamp et al., 2022, arXiv:2203.13474): GPT-J, whose projections lie as on four processors."""
+    arch = read_gptj(architecture, config)
+    if arch.num_heads % _PROCESSORS:
+        raise config.wrong("n_head", f"a multiple of {_PROCESSORS}")
+    names = CheckpointNames(
+        {**arch.names.renamed, "qkv_proj": "qkv_proj"}, {}, (*UNUSED, r"\.attn\.causal_mask$")
+    )
+    return replace(arch, names=names, qkv_blocks=_PROCESSORS)
 
 
 def read_gpt_neox(architecture: str, config: JsonObject) -> ModelArch:

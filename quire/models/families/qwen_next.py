@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.config.arch import CheckpointNames, DeltaArch, ModelArch, MTPArch
+from quire.config.arch import CheckpointNames, DeltaArch, ExpertStack, ModelArch, MTPArch
 from quire.models.families.experts import read_qwen_experts
 from quire.models.families.fields import MAX_HEADS, MAX_WIDTH, layer_kinds, read_head_dim, read_llama
 from quire.models.json_object import JsonObject
@@ -60,11 +60,18 @@ def read_qwen3_5(architecture: str, config: JsonObject, **fields: Any) -> ModelA
 
 
 def read_qwen3_5_moe(architecture: str, config: JsonObject) -> ModelArch:
-    """Its sparse form: experts in all layers, as in Qwen3-Next."""
+    """Its sparse form: experts in all layers, as in Qwen3-Next; those of a layer may be in one tensor."""
     experts = read_qwen_experts(
-        config, default_top_k=8, normalized=True, shared_size=_shared_size(config), shared_gate=True
+        config,
+        default_top_k=8,
+        normalized=True,
+        shared_size=_shared_size(config),
+        shared_gate=True,
+        stack=ExpertStack(gate_up="gate_up_proj", weight=""),
     )
-    return read_qwen3_5(architecture, config, experts=experts)
+    # No layer is dense, and files have no size for one.
+    size = config.integer("intermediate_size", 1, high=MAX_WIDTH)
+    return read_qwen3_5(architecture, config, experts=experts, intermediate_size=size)
 
 
 def _read(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:

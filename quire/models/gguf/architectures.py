@@ -12,23 +12,27 @@ from typing import Any
 
 from quire.config.arch import QKV_APART, CheckpointNames
 from quire.models.gguf import decoders, sparse
+from quire.models.gguf.gemma3n import GEMMA3N_PLACES, gemma3n
 from quire.models.gguf.hybrids import (
     CONV_PLACES,
     DELTA_APART,
     DELTA_PLACES,
+    DELTA_STEPS_APART,
     PARALLEL_PLACES,
     STATE_PLACES,
     falcon_h1,
     granite_hybrid,
     lfm2,
     lfm2_moe,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_next,
 )
 from quire.models.gguf.latent import LATENT_PLACES, deepseek2
 from quire.models.gguf.mambas import CHANNEL_PLACES, NEMOTRON_PLACES, jamba, mamba, mamba2, nemotron_h
 from quire.models.gguf.model import GgufModel
 from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, Config, biased, dense, named, windows
-from quire.models.gguf.tensor_names import AROUND, MERGED_MLP, SANDWICH, Places
+from quire.models.gguf.tensor_names import AROUND, MERGED_MLP, SANDWICH, Listed, Places
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class GgufArchitecture:
     """Of `ModelArch`, what is otherwise in these files than in the family's own."""
     places: Places = field(default_factory=dict)
     """Of tensors that are elsewhere than `tensor_names.SHARED` says."""
+    in_turn: bool = False
+    """Whether heads of values stand as those of keys serve them in turn (`DeltaArch`)."""
+    listed: Listed = field(default_factory=dict)
+    """Parameters of layers that are in the metadata."""
 
 
 def _llama(model: GgufModel) -> Config:
@@ -159,6 +167,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma": GgufArchitecture(_gemma, fields={"norm_offset": 0.0}),
     "gemma2": GgufArchitecture(_gemma2, fields={"norm_offset": 0.0}, places=SANDWICH),
     "gemma3": GgufArchitecture(_gemma3, fields={"norm_offset": 0.0}, places=SANDWICH),
+    "gemma3n": GgufArchitecture(gemma3n, places=GEMMA3N_PLACES),
     "phi3": GgufArchitecture(_phi3, apart={}, places=MERGED_MLP),
     "gpt-oss": GgufArchitecture(_gpt_oss, places={**AROUND, "attn_sinks.weight": "self_attn.sinks"}),
     "lfm2": GgufArchitecture(lfm2, places=CONV_PLACES),
@@ -180,6 +189,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "phi2": GgufArchitecture(decoders.phi2),
     "mistral3": GgufArchitecture(decoders.mistral3, interleaved=True),
     "arcee": GgufArchitecture(decoders.arcee, interleaved=True),
+    "apertus": GgufArchitecture(decoders.apertus, listed=decoders.XIELU),
+    "internlm2": GgufArchitecture(decoders.internlm2, interleaved=True, fields={"qkv_grouped": False}),
     "starcoder2": GgufArchitecture(decoders.starcoder2),
     "stablelm": GgufArchitecture(decoders.stablelm),
     "command-r": GgufArchitecture(decoders.command_r, interleaved=True),
@@ -196,11 +207,22 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         sparse.bailing_moe2, apart={"gate_up_proj": ("gate_proj", "up_proj")}, places=sparse.BALANCED
     ),
     "phimoe": GgufArchitecture(sparse.phimoe),
+    "afmoe": GgufArchitecture(sparse.afmoe, apart=sparse.GATED_APART, places=sparse.TRINITY_PLACES),
     "deepseek2": GgufArchitecture(deepseek2, interleaved=True, apart=None, places=LATENT_PLACES),
     "lfm2moe": GgufArchitecture(lfm2_moe, places={**CONV_PLACES, **sparse.BALANCED}),
     "qwen3next": GgufArchitecture(
         qwen3_next, apart=DELTA_APART, fields={"norm_offset": 0.0}, places=DELTA_PLACES
     ),
+    **{
+        name: GgufArchitecture(
+            config,
+            apart={**DELTA_APART, **DELTA_STEPS_APART},
+            fields={"norm_offset": 0.0},
+            places=DELTA_PLACES,
+            in_turn=True,
+        )
+        for name, config in {"qwen35": qwen3_5, "qwen35moe": qwen3_5_moe}.items()
+    },
     "mamba": GgufArchitecture(mamba, places=CHANNEL_PLACES),
     "mamba2": GgufArchitecture(mamba2, places=STATE_PLACES),
     "jamba": GgufArchitecture(jamba, places=CHANNEL_PLACES),

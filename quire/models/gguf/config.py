@@ -7,7 +7,6 @@ what the model computes.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +47,8 @@ _HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTIZED_DTYPE = "float16"
 """What is kept of a quantized weight that is no longer in integers: half the rounding of bfloat16 times eight."""
+_NORMS_TOGETHER = {"each_head_layer_apart": "each_head_layer"}
+"""Norms of which the family's own files have a tensor for each head."""
 _SAY_NOTHING = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon")
 """Keys of an architecture that change nothing, as the tensors say the same or no model here has what they say."""
 
@@ -129,7 +130,7 @@ def _refuse_unknown_keys(model: GgufModel) -> None:
 
 def _as_stored(arch: ModelArch, model: GgufModel, row: GgufArchitecture) -> ModelArch:
     """A model as the file's tensors are: under one architecture's names as under another's, experts in stacks."""
-    unused = [f"^{name}$" for name in (FREQUENCIES, *FACTORS)]
+    unused = [*arch.names.unused, *(f"^{name}$" for name in (FREQUENCIES, *FACTORS))]
     unused += [rf"^(model\.layers|blk)\.{arch.num_layers + layer}\." for layer in range(num_guessing(model))]
     names = CheckpointNames(
         merged=arch.names.merged if row.apart is None else row.apart, unused=tuple(unused)
@@ -140,7 +141,9 @@ def _as_stored(arch: ModelArch, model: GgufModel, row: GgufArchitecture) -> Mode
         correction_bias=arch.experts.correction_bias and CORRECTION_BIAS,
         correction_is_row=False,
     )
-    delta = arch.delta and replace(arch.delta, grouped=False, steps_grouped=arch.delta.grouped)
+    delta = arch.delta and replace(
+        arch.delta, grouped=False, steps_grouped=arch.delta.grouped, in_turn=row.in_turn
+    )
     latent = arch.latent and replace(arch.latent, absorbed=True)
     rope = arch.rope and replace(arch.rope, interleaved=row.interleaved)
     return replace(
@@ -150,6 +153,7 @@ def _as_stored(arch: ModelArch, model: GgufModel, row: GgufArchitecture) -> Mode
         delta=delta,
         latent=latent,
         rope=rope,
+        qk_norm=_NORMS_TOGETHER.get(arch.qk_norm or "", arch.qk_norm),
         quantization=_encodings(model, row),
         **row.fields,
     )
@@ -160,8 +164,7 @@ def _encodings(model: GgufModel, row: GgufArchitecture) -> CheckpointQuantizatio
     modules: dict[str, list[str]] = defaultdict(list)
     for name, (_, entry) in model.tensors.items():
         if entry.type.is_quantized:
-            module = re.escape(place_of(name, row.places).name.removesuffix(".weight"))
-            modules[entry.type.name].append(module)
+            modules[entry.type.name].append(place_of(name, row.places).module)
     rules = tuple(
         EncodingRule("|".join(names), Encoding("ggml", {"type": kind})) for kind, names in modules.items()
     )

@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from quire.models.gguf.model import GgufModel
 from quire.models.gguf.shapes import SIZES, Config, biased, dense, named, windows
+from quire.models.gguf.tensor_names import Listed
 
 LAYER_NORM_SIZES = {key: name for key, name in SIZES.items() if key != "rms_norm_eps"}
+XIELU: Listed = {
+    "xielu.alpha_p": ("mlp.act_fn.alpha_p", (1,)),
+    "xielu.alpha_n": ("mlp.act_fn.alpha_n", (1,)),
+    "xielu.beta": ("mlp.act_fn.beta", ()),
+}
+"""What an activation has learned; where it is cut off, too, which is beyond what floats tell apart."""
 
 
 def olmo2(model: GgufModel) -> Config:
@@ -70,6 +77,14 @@ def arcee(model: GgufModel) -> Config:
     return dense(model, "ArceeForCausalLM", mlp_bias=biased(model, "ffn_up"), hidden_act="relu2")
 
 
+def apertus(model: GgufModel) -> Config:
+    return dense(model, "ApertusForCausalLM", attention_bias=biased(model, "attn_q"))
+
+
+def internlm2(model: GgufModel) -> Config:
+    return dense(model, "InternLM2ForCausalLM", bias=biased(model, "attn_q"))
+
+
 def starcoder2(model: GgufModel) -> Config:
     """Its window is not in the file, and is as long as what it was trained on."""
     eps = {"norm_epsilon": "attention.layer_norm_epsilon"}
@@ -83,7 +98,7 @@ def starcoder2(model: GgufModel) -> Config:
 
 
 def stablelm(model: GgufModel) -> Config:
-    """Norms of q and k, which only the model with 12 billion parameters has, are refused."""
+    """StableLM 2; only the model with 12 billion parameters has norms of q and k."""
     eps = {"layer_norm_eps": "attention.layer_norm_epsilon", "use_parallel_residual": "use_parallel_residual"}
     return dense(
         model,
@@ -91,6 +106,7 @@ def stablelm(model: GgufModel) -> Config:
         LAYER_NORM_SIZES,
         **named(model, eps),
         use_qkv_bias=biased(model, "attn_q"),
+        qk_layernorm="blk.0.attn_q_norm.weight" in model.tensors,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, SIZES, Config, dense, named
+from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, SIZES, Config, dense, named, num_guessing
 from quire.models.gguf.sparse import SIGMOID
 from quire.models.gguf.tensor_names import AROUND, Place, Places
 
@@ -51,6 +51,8 @@ DELTA_PLACES: Places = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_conv1d.weight": Place("linear_attn.conv1d.weight", new_axis=1),
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": Place("linear_attn.A_log", made_by="negative_exp"),
@@ -63,6 +65,7 @@ DELTA_APART: Mapping[str, tuple[str, ...]] = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z"),
 }
 """Queries come with gates; queries, keys and values of layers with states stand one behind the other."""
+DELTA_STEPS_APART: Mapping[str, tuple[str, ...]] = {"in_proj_ba": ("in_proj_b", "in_proj_a")}
 
 
 def lfm2(model: GgufModel) -> Config:
@@ -118,33 +121,50 @@ def falcon_h1(model: GgufModel) -> Config:
 
 
 def qwen3_next(model: GgufModel) -> Config:
-    """Qwen3-Next: in most layers heads have matrices as states, whose sizes have the names of Mamba's."""
+    """Qwen3-Next, of which some layers may have no experts."""
+    layers = range(model.own.integer("block_count") - num_guessing(model))
+    dense_layers = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in model.tensors]
+    return _delta(model, "Qwen3NextForCausalLM") | _delta_experts(model) | {"mlp_only_layers": dense_layers}
+
+
+def qwen3_5(model: GgufModel) -> Config:
+    """Qwen 3.5, text: of the three positions of a token, each of which turns a part of it, all are the same."""
+    model.own.get("rope.dimension_sections")
+    return _delta(model, "Qwen3_5ForCausalLM")
+
+
+def qwen3_5_moe(model: GgufModel) -> Config:
+    """Its sparse form."""
+    return qwen3_5(model) | _delta_experts(model) | {"architectures": ["Qwen3_5MoeForCausalLM"]}
+
+
+def _delta_experts(model: GgufModel) -> Config:
+    keys = {
+        **EXPERTS,
+        "num_experts": "expert_count",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    }
+    return named(model, keys) | {"norm_topk_prob": True}
+
+
+def _delta(model: GgufModel, architecture: str) -> Config:
+    """In most layers heads have matrices as states, whose sizes have the names of Mamba's."""
     own = model.own
     heads, width = own.integer("ssm.time_step_rank"), own.integer("ssm.inner_size")
     if width % heads:
         raise own.wrong("ssm.inner_size", f"a multiple of ssm.time_step_rank, the number of heads ({heads})")
     keys = {
-        **EXPERTS,
-        "num_experts": "expert_count",
-        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
         "linear_conv_kernel_dim": "ssm.conv_kernel",
         "linear_key_head_dim": "ssm.state_size",
         "linear_num_key_heads": "ssm.group_count",
         "full_attention_interval": "full_attention_interval",
     }
-    config = dense(model, "Qwen3NextForCausalLM", **named(model, keys), norm_topk_prob=True)
-    layers = range(config["num_hidden_layers"])
+    config = dense(model, architecture, **named(model, keys))
     states = own.get("attention.recurrent_layers")
     if isinstance(states, list):
         kinds = {True: "linear_attention", False: "full_attention"}
-        config["layer_types"] = [kinds[bool(keeps)] for keeps in states[: len(layers)]]
-    return config | {
-        "linear_num_value_heads": heads,
-        "linear_value_head_dim": width // heads,
-        "mlp_only_layers": [
-            layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in model.tensors
-        ],
-    }
+        config["layer_types"] = [kinds[bool(keeps)] for keeps in states[: config["num_hidden_layers"]]]
+    return config | {"linear_num_value_heads": heads, "linear_value_head_dim": width // heads}
 
 
 def _kinds(model: GgufModel, without_heads: str) -> Config:

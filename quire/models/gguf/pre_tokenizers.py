@@ -29,10 +29,17 @@ def _cl100k(digits: str, letters: str = r"\p{L}") -> str:
     return rf"(?i:{_CONTRACTIONS})|{_BEFORE_WORD}[{letters}]+|{digits}|{symbols}|{_SPACES}"
 
 
-def _o200k(digits: str, contractions: str = "") -> str:
+def _o200k(
+    digits: str,
+    contractions: str = "",
+    *,
+    upper: str = _UPPER,
+    lower: str = _LOWER,
+    symbols: str = _SYMBOLS,
+) -> str:
     """That of the third, which cuts where lower case ends."""
-    words = f"{_BEFORE_WORD}{_UPPER}*{_LOWER}+{contractions}|{_BEFORE_WORD}{_UPPER}+{_LOWER}*{contractions}"
-    return f"{words}|{digits}|{_SYMBOLS}|{_SPACES}"
+    words = f"{_BEFORE_WORD}{upper}*{lower}+{contractions}|{_BEFORE_WORD}{upper}+{lower}*{contractions}"
+    return f"{words}|{digits}|{symbols}|{_SPACES}"
 
 
 @dataclass(frozen=True)
@@ -54,14 +61,46 @@ _QWEN2 = PreTokenizer((_cl100k(_ONE_DIGIT),), composes=True)
 _CL100K_ONE_DIGIT = PreTokenizer((_cl100k(_ONE_DIGIT),))
 _DIGITS_FIRST = PreTokenizer((r"\p{N}", _GPT2))
 _PLAIN_GPT2 = PreTokenizer((_GPT2,))
-_O200K = PreTokenizer((_o200k(_THREE_DIGITS, f"(?i:{_CONTRACTIONS})?"),))
-_DEEPSEEK_V3 = PreTokenizer(
+_IN_ANY_CASE = f"(?i:{_CONTRACTIONS})?"
+_O200K = PreTokenizer((_o200k(_THREE_DIGITS, _IN_ANY_CASE),))
+_PUNCTUATED = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+_DEEPSEEK_V3 = PreTokenizer((_THREE_DIGITS, "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATED))
+_TRINITY = PreTokenizer(
     (
-        _THREE_DIGITS,
-        "[一-龥぀-ゟ゠-ヿ]+",
+        # Threes of digits that are counted from the last one.
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+        # Scripts that have no spaces between words.
         (
-            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+            r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}"
+            r"\x{0E40}-\x{0E7F}\x{0E80}-\x{0EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}"
+            r"\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+"
+        ),
+        _PUNCTUATED,
+    )
+)
+_YOUTU = PreTokenizer(
+    (
+        (
+            r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[！…“”‘’—：；，\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+"
+            r"|[\x{3105}-\x{312F}]+|[一-龥぀-ゟ゠-ヿ]+"
+        ),
+        _o200k(_ONE_DIGIT, _IN_ANY_CASE),
+    ),
+    ignores_merges=True,
+)
+_NOT_HAN = r"&&[^\p{Han}]]"
+_KIMI = PreTokenizer(
+    (
+        r"\p{Han}+|"
+        + _o200k(
+            _THREE_DIGITS,
+            _IN_ANY_CASE,
+            upper=f"[{_UPPER}{_NOT_HAN}",
+            lower=f"[{_LOWER}{_NOT_HAN}",
+            symbols=r" ?[^\s\p{L}\p{N}]+[\r\n]*",
         ),
     )
 )
@@ -144,6 +183,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     ),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}")),
     "deepseek-v3": _DEEPSEEK_V3,
+    "afmoe": _TRINITY,
+    "youtu": _YOUTU,
+    "kimi-k2": _KIMI,
     "hunyuan-dense": _DEEPSEEK_V3,
     "joyai-llm": _DEEPSEEK_V3,
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),

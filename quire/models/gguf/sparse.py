@@ -5,15 +5,19 @@ Invariant: torch-free.
 
 from __future__ import annotations
 
+from quire.config.arch import QKV_APART
 from quire.models.gguf.model import GgufModel
 from quire.models.gguf.shapes import EXPERTS, Config, biased, dense, named, windows
-from quire.models.gguf.tensor_names import Place, Places
+from quire.models.gguf.tensor_names import SANDWICH, Place, Places
 
 SOFTMAX, SIGMOID = 1, 2
 """Values of `expert_gating_func`."""
 CORRECTION_BIAS = "gate.e_score_correction_bias"
 BALANCED: Places = {"exp_probs_b.bias": Place(f"mlp.{CORRECTION_BIAS}", flat=True)}
 """Of experts whose load a bias keeps even; some files have it as a row."""
+TRINITY_PLACES: Places = {**SANDWICH, **BALANCED, "attn_gate": "self_attn.gate_proj"}
+GATED_APART = {"qkv_proj": (*QKV_APART["qkv_proj"], "gate_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Of layers whose heads are weighted by gates."""
 
 _DEEPSEEK = {
     **EXPERTS,
@@ -131,3 +135,22 @@ def phimoe(model: GgufModel) -> Config:
         "lm_head_bias": "output.bias" in model.tensors,
         "sliding_window": config.get("sliding_window") or None,
     }
+
+
+def afmoe(model: GgufModel) -> Config:
+    """Trinity: as llama.cpp takes it, every fourth layer has no window, and embeddings grow with their length."""
+    model.own.only("expert_gating_func", SIGMOID)
+    keys = {
+        **EXPERTS,
+        "num_experts": "expert_count",
+        "num_shared_experts": "expert_shared_count",
+        "num_dense_layers": "leading_dense_block_count",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+        "route_scale": "expert_weights_scale",
+        "route_norm": "expert_weights_norm",
+    }
+    config = {"sliding_window": None, "num_dense_layers": 0, **dense(model, "AfmoeForCausalLM")}
+    return (
+        config | windows(model) | named(model, keys) | {"mup_enabled": True, "global_attn_every_n_layers": 4}
+    )

@@ -24,9 +24,23 @@ class Place:
     """Whether GGUF has a matrix for each head, and the family all their rows in one."""
     made_by: str | None = None
     """What made the file's numbers of the family's; a key of `tensors.UNDONE`."""
+    apart: bool = False
+    """Whether GGUF has in one tensor what the family has in several, whose numbers stand for `{}` in the name."""
+
+    @property
+    def module(self) -> str:
+        """What modules of the family the tensor is of: a regular expression."""
+        name = re.escape(self.name.removesuffix(".weight"))
+        return name.replace(re.escape("{}"), r"\d+") if self.apart else name
+
+    def member(self, number: int) -> Place:
+        """One of what GGUF has in one tensor."""
+        return replace(self, name=self.name.format(number), apart=False)
 
 
 Places = Mapping[str, str | Place]
+Listed = Mapping[str, tuple[str, tuple[int, ...]]]
+"""A key of the metadata, whose list has a number for each layer -> the parameter, less its layer, and its shape."""
 
 SHARED: Places = {
     "token_embd": "model.embed_tokens",

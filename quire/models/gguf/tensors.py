@@ -7,7 +7,7 @@ A row is whole blocks, so what is read of floats is what is asked for, but for t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from quire.layers.slot import Box
 from quire.models.gguf.config import architecture_of
 from quire.models.gguf.file import GgufFile, TensorEntry
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.tensor_names import Places, place_of
+from quire.models.gguf.tensor_names import Listed, Place, Places, place_of
 from quire.models.tensor_file import TensorFile, TensorInfo
 
 UNDONE: Mapping[str, Callable[[Tensor], Tensor]] = {"negative_exp": lambda made: made.neg().log()}
@@ -42,7 +42,7 @@ class GgufTensorFile:
     def __init__(self, file: GgufFile, places: Places) -> None:
         self.path: Path = file.path
         self._file = file
-        tensors = [_in_model(entry, places) for entry in file.tensors.values()]
+        tensors = [tensor for entry in file.tensors.values() for tensor in _in_model(entry, places)]
         self.tensors: Mapping[str, GgufTensor] = {tensor.name: tensor for tensor in tensors}
 
     def in_floats(self, info: TensorInfo) -> TensorInfo:
@@ -79,6 +79,38 @@ class GgufTensorFile:
         self._file.release(info.entry)
 
 
+class ListedParameters:
+    """Parameters of layers that a model has among its metadata, with a number for each layer; see `TensorFile`.
+
+    Raises:
+        ModelLoadError: a list is missing or not of finite numbers.
+    """
+
+    def __init__(self, model: GgufModel, listed: Listed) -> None:
+        self.path: Path = model.path
+        self._numbers: dict[str, Tensor] = {}
+        for key, (name, shape) in listed.items():
+            group, _, last = key.rpartition(".")
+            for layer, number in enumerate(model.about(group).numbers(last)):
+                self._numbers[f"model.layers.{layer}.{name}"] = torch.tensor(number).expand(shape)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(name, torch.float32, tuple(numbers.shape), 0, 0)
+            for name, numbers in self._numbers.items()
+        }
+
+    def in_floats(self, info: TensorInfo) -> TensorInfo:
+        return info
+
+    def part(self, info: TensorInfo, box: Box) -> Tensor:
+        return self._numbers[info.name][box]
+
+    def read_part_into(self, info: TensorInfo, box: Box, memory: Tensor) -> None:
+        memory.copy_(self.part(info, box).contiguous().view(-1).view(torch.uint8))
+
+    def release(self, info: TensorInfo) -> None:
+        """They are in no memory of the file's."""
+
+
 def gguf_tensor_files(path: Path) -> list[TensorFile]:
     """The files of a model in GGUF.
 
@@ -87,11 +119,26 @@ def gguf_tensor_files(path: Path) -> list[TensorFile]:
         UnsupportedModelError: quire does not know the architecture.
     """
     model = GgufModel(path)
-    return [GgufTensorFile(file, architecture_of(model).places) for file in model.files]
+    row = architecture_of(model)
+    listed = [ListedParameters(model, row.listed)] if row.listed else []
+    return [*(GgufTensorFile(file, row.places) for file in model.files), *listed]
 
 
-def _in_model(entry: TensorEntry, places: Places) -> GgufTensor:
-    place, shape = place_of(entry.name, places), list(entry.shape)
+def _in_model(entry: TensorEntry, places: Places) -> Iterator[GgufTensor]:
+    """What a tensor of the file is in the model; parts of one lie one behind the other."""
+    place = place_of(entry.name, places)
+    if not place.apart or len(entry.shape) < 3:
+        yield _at(place, entry)
+        return
+    count, size = entry.shape[0], (entry.end - entry.start) // entry.shape[0]
+    for number in range(count):
+        start = entry.start + number * size
+        part = replace(entry, shape=entry.shape[1:], start=start, end=start + size)
+        yield _at(place.member(number), part)
+
+
+def _at(place: Place, entry: TensorEntry) -> GgufTensor:
+    shape = list(entry.shape)
     if entry.type.is_quantized:
         shape[-1] = entry.row_bytes
     if place.flat:

@@ -25,8 +25,11 @@ _CLASSIFIERS = ("GPT2", "GPTBigCode", "GPTNeo", "GPTNeoX", "Bloom", "Falcon", "M
 """Families whose token classifiers are not called `score`."""
 
 
-def classes(file: JsonObject, target: str) -> tuple[tuple[str, ...], str]:
-    """The names of a head's classes, and what is applied to their numbers."""
+def classes(file: JsonObject, target: str, function: str = "") -> tuple[tuple[str, ...], str]:
+    """The names of a head's classes, and what is applied to their numbers.
+
+    function: what is applied, if another file says it, as torch calls it.
+    """
     names = file.child("id2label")
     count = file.integer(
         "num_labels", len(names.values) or _CLASSES_BY_DEFAULT.get(target, 2), high=MAX_CLASSES
@@ -34,13 +37,12 @@ def classes(file: JsonObject, target: str) -> tuple[tuple[str, ...], str]:
     if names.values and names.values.keys() != {str(index) for index in range(count)}:
         raise ModelLoadError(f"{file.where}: id2label must name the classes 0 to {count - 1}")
     labels = tuple(names.text(str(index)) if names.values else f"LABEL_{index}" for index in range(count))
-    return labels, "none" if target == "reward" else _activation(file, count)
+    return labels, "none" if target == "reward" else _activation(file, count, function)
 
 
-def _activation(file: JsonObject, count: int) -> str:
-    function = file.child("sentence_transformers").text("activation_fn", "") or file.text(
-        "sbert_ce_default_activation_function", ""
-    )
+def _activation(file: JsonObject, count: int, function: str) -> str:
+    own = file.child("sentence_transformers").text("activation_fn", "")
+    function = function or own or file.text("sbert_ce_default_activation_function", "")
     if function:
         name = function.rpartition(".")[2]
         if name not in _BY_FUNCTION:

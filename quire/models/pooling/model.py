@@ -12,6 +12,7 @@ from quire.layers.pooling_head import HeadLinear, PoolingHead
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.pooling.stored_heads import HEADS
+from quire.models.stack import Stack
 
 
 class PoolingModel(CausalLM):
@@ -46,6 +47,17 @@ class PoolingModel(CausalLM):
         given: Tensor = self.pooling_head(own, step)
         return given
 
+    def stack(self) -> Stack | None:
+        return self.body.stack()
+
+    def behind_layers(self) -> list[nn.Module]:
+        return [*self.body.behind_layers(), self.pooling_head, self.own_heads]
+
+    def let_go_of_head(self) -> None:
+        """Stages before the last pool nothing."""
+        self.own_head, self.pooling_head, self.own_heads = None, PoolingHead(()), nn.ModuleDict()
+        self.body.let_go_of_head()
+
     def loaded(self) -> None:
         self.body.loaded()
 
@@ -63,6 +75,8 @@ class PoolingModel(CausalLM):
 
     def leaves_out(self, tensor_name: str) -> bool:
         """A checkpoint may have a head for another use."""
+        if tensor_name in self.elsewhere:
+            return True
         return self.body.leaves_out(tensor_name) or tensor_name.split(".")[0] in HEADS
 
 

@@ -32,6 +32,8 @@ def _pooling(spec: PoolingSpec, key: str, value: Any) -> PoolingSpec:
     pooling = str(value).lower()
     if pooling not in POOLINGS:
         raise _wrong(key, value, f"one of {', '.join(name.upper() for name in POOLINGS)}")
+    if spec.weighs_vocabulary:
+        raise ConfigError(f"--pooler-config: {key} cannot be changed of a model that weighs words")
     if len(spec.poolings) > 1:
         raise ConfigError(f"--pooler-config: {key} cannot be changed, because the model joins {spec.pooling}")
     classifies = spec.tasks[0] in CLASS_TASKS

@@ -1,7 +1,9 @@
 """Reads what sentence-transformers keeps beside a model: which modules follow it, its prompts, its maximal length.
 
 Invariant: torch-free. What the files ask for is done or refused; the chain of modules must be a model, then one way of
-pooling (or none: each token keeps its own vector), then dense layers, then perhaps a norm.
+pooling (or none: each token keeps its own vector), then dense layers, then perhaps a norm. Which tokens of two texts
+are matched (`late_interaction`) may be said anywhere behind the model. Or there is a model that guesses masked tokens,
+and then what pools its guesses.
 """
 
 from __future__ import annotations
@@ -11,14 +13,20 @@ from pathlib import Path
 
 from quire.config.pooling import HeadLayer
 from quire.errors import ModelLoadError
-from quire.models.json_object import JsonObject, read_json_object, read_json_objects
+from quire.models.json_object import (
+    JsonObject,
+    optional_json_object,
+    read_json_object,
+    read_json_objects,
+)
+from quire.models.pooling import late_interaction
+from quire.models.pooling.late_interaction import MASK, LateInteraction, read_late_interaction
+from quire.models.pooling.model_input import read_max_seq_length
 
 MODULES = "modules.json"
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
-_LENGTH_FILES = tuple(
-    f"sentence_{kind}_config.json"
-    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
+SPLADE = "SpladePooling"
+_ALSO_CALLED = {"MLMTransformer": "Transformer"}
 _POOLINGS = {
     "cls": "cls",
     "max": "max",
@@ -64,6 +72,23 @@ class SentenceTransformer:
     default_prompt: str | None = None
     include_prompt: bool = True
     similarity: str = "cosine"
+    class_function: str = ""
+    """What a cross-encoder applies to its classes, as torch calls it."""
+    skipped_words: tuple[str, ...] = ()
+    side_lengths: tuple[int | None, int | None] = (None, None)
+    weighs_vocabulary: bool = False
+    """Whether it is the numbers of all words that are pooled."""
+
+
+@dataclass(frozen=True)
+class _Modules:
+    """The folders of a model's modules."""
+
+    dense: tuple[str, ...]
+    pooling: str | None
+    norm: str | None
+    mask: str | None
+    splade: str | None
 
 
 def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
@@ -75,43 +100,34 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
     """
     if not (model_dir / MODULES).is_file():
         return None
-    modules = _modules(model_dir / MODULES)
-    kinds = [kind for kind, _ in modules]
-    places = [_ORDER.index(kind) for kind in kinds]
-    if places != sorted(places) or any(
-        kinds.count(kind) != 1 for kind in {"Transformer", *kinds} - {"Dense"}
-    ):
-        raise ModelLoadError(
-            f"{model_dir / MODULES}: the modules are {', '.join(kinds)}; they must be a Transformer, then at most one "
-            "Pooling, then Dense layers, then at most one Normalize"
-        )
-    folders = {kind: folder for kind, folder in modules if kind != "Dense"}
-    if folders["Transformer"]:
-        raise ModelLoadError(
-            f"{model_dir / MODULES}: the model is in the folder {folders['Transformer']!r}; it must be beside this file"
-        )
-    pooling, where, include_prompt = "all", str(model_dir / MODULES), True
-    if "Pooling" in folders:
-        config = read_json_object(model_dir / folders["Pooling"] / "config.json")
-        pooling, where = _pooling(config), config.where
-        include_prompt = config.flag("include_prompt", True)
-        if not include_prompt and "weighted_mean" in pooling:
-            raise config.unsupported("include_prompt", "true where tokens are weighted by their positions")
-    about = _optional(model_dir / "config_sentence_transformers.json")
-    default_prompt = about.text("default_prompt_name") if "default_prompt_name" in about else None
-    prompts = _prompts(about)
-    if default_prompt is not None and default_prompt not in dict(prompts):
-        raise about.wrong("default_prompt_name", f"one of the prompts' names: {', '.join(dict(prompts))}")
+    modules = _checked(model_dir / MODULES, _modules(model_dir / MODULES))
+    about = optional_json_object(model_dir / "config_sentence_transformers.json")
+    for key in ("truncate_dim", "max_active_dims"):
+        about.only(key)
+    pooling, where, include_prompt = _pooling_module(model_dir, modules.pooling)
+    if modules.splade is not None:
+        pooling, where = _splade(read_json_object(model_dir / modules.splade / "config.json"))
+    prompts, source = _prompts(about), "sentence_embedding"
+    matched = LateInteraction(prompts, False)
+    if pooling == "all":
+        source = "token_embeddings"
+        matched = read_late_interaction(model_dir, about, prompts, modules.mask)
+    if modules.norm is not None:
+        _check_place(optional_json_object(model_dir / modules.norm / "config.json"), source)
     return SentenceTransformer(
         pooling=pooling,
         pooling_file=where,
-        head=tuple(_dense(model_dir, folder) for kind, folder in modules if kind == "Dense"),
-        normalizes="Normalize" in kinds,
-        max_seq_length=_max_seq_length(model_dir),
-        prompts=prompts,
-        default_prompt=default_prompt,
+        head=tuple(_dense(model_dir, folder, source) for folder in modules.dense),
+        normalizes=modules.norm is not None or matched.is_normalized,
+        max_seq_length=read_max_seq_length(model_dir, weighs_vocabulary=modules.splade is not None),
+        prompts=matched.prompts,
+        default_prompt=_default_prompt(about, matched.prompts),
         include_prompt=include_prompt,
-        similarity=about.choice("similarity_fn_name", SIMILARITIES, "cosine"),
+        similarity=_similarity(about, pooling, "cosine" if modules.splade is None else "dot"),
+        class_function=about.text("activation_fn", ""),
+        skipped_words=matched.skipped_words,
+        side_lengths=matched.side_lengths,
+        weighs_vocabulary=modules.splade is not None,
     )
 
 
@@ -120,17 +136,46 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     found = []
     for module in read_json_objects(path):
         kind, folder = module.text("type").rpartition(".")[2], module.text("path", "")
-        if kind not in _ORDER:
-            raise module.unsupported("type", f"one of {', '.join(_ORDER)}")
+        kind = _ALSO_CALLED.get(kind, kind)
+        if kind not in (*_ORDER, MASK, SPLADE):
+            raise module.unsupported("type", f"one of {', '.join((*_ORDER, MASK, SPLADE))}")
         if folder != Path(folder).name:
             raise module.wrong("path", "the name of a folder beside this file")
         found.append((kind, folder))
     return found
 
 
-def _optional(path: Path) -> JsonObject:
-    """A file that may be absent."""
-    return read_json_object(path) if path.is_file() else JsonObject(str(path), {})
+def _checked(path: Path, modules: list[tuple[str, str]]) -> _Modules:
+    """The modules, which must be a chain that is computed."""
+    kinds = [kind for kind, _ in modules]
+    if kinds == ["Transformer", SPLADE]:
+        return _Modules((), None, None, None, modules[1][1])
+    places = [_ORDER.index(kind) for kind in kinds if kind in _ORDER]
+    is_once = all(kinds.count(kind) == 1 for kind in {"Transformer", *kinds} - {"Dense"})
+    if places != sorted(places) or not is_once or SPLADE in kinds or {MASK, "Pooling"} <= {*kinds}:
+        raise ModelLoadError(
+            f"{path}: the modules are {', '.join(kinds)}; they must be a Transformer, then at most one Pooling, then "
+            f"Dense layers, then at most one Normalize, and without a Pooling at most one {MASK}; or a Transformer "
+            f"and a {SPLADE}"
+        )
+    folders = {kind: folder for kind, folder in modules if kind != "Dense"}
+    if folders["Transformer"]:
+        raise ModelLoadError(
+            f"{path}: the model is in the folder {folders['Transformer']!r}; it must be beside this file"
+        )
+    dense = tuple(folder for kind, folder in modules if kind == "Dense")
+    return _Modules(dense, *(folders.get(kind) for kind in ("Pooling", "Normalize", MASK, SPLADE)))
+
+
+def _pooling_module(model_dir: Path, folder: str | None) -> tuple[str, str, bool]:
+    """How tokens become one vector, where that is said, and whether those of prompts count."""
+    if folder is None:
+        return "all", str(model_dir / MODULES), True
+    config = read_json_object(model_dir / folder / "config.json")
+    pooling, include_prompt = _pooling(config), config.flag("include_prompt", True)
+    if not include_prompt and "weighted_mean" in pooling:
+        raise config.unsupported("include_prompt", "true where tokens are weighted by their positions")
+    return pooling, config.where, include_prompt
 
 
 def _pooling(config: JsonObject) -> str:
@@ -144,10 +189,17 @@ def _pooling(config: JsonObject) -> str:
     return "+".join(_FLAGS[key] for key in _FLAGS if config.flag(key, False)) or "mean"
 
 
-def _dense(model_dir: Path, folder: str) -> HeadLayer:
+def _splade(config: JsonObject) -> tuple[str, str]:
+    """How the numbers of words become those of a text, and where that is said."""
+    config.choice("pooling_strategy", ("max",), "max")
+    config.choice("activation_function", ("relu",), "relu")
+    return "max", config.where
+
+
+def _dense(model_dir: Path, folder: str, source: str) -> HeadLayer:
     config = read_json_object(model_dir / folder / "config.json")
     config.only("use_residual", False)
-    config.only("module_output_name", None, config.get("module_input_name"))
+    _check_place(config, source)
     activation = config.text("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise config.unsupported("activation_function", f"one of torch's {', '.join(_ACTIVATIONS)}")
@@ -160,20 +212,31 @@ def _dense(model_dir: Path, folder: str) -> HeadLayer:
     )
 
 
-def _max_seq_length(model_dir: Path) -> int | None:
-    for name in _LENGTH_FILES:
-        if (model_dir / name).is_file():
-            config = read_json_object(model_dir / name)
-            if config.flag("do_lower_case", False) and not _optional(
-                model_dir / "tokenizer_config.json"
-            ).flag("do_lower_case", False):
-                raise config.unsupported(
-                    "do_lower_case", "false where tokenizer_config.json does not say true"
-                )
-            return config.optional_integer("max_seq_length")
-    return None
+def _check_place(config: JsonObject, source: str) -> None:
+    """A module stands in one chain with the others: it reads, and replaces, what the one before gave."""
+    config.only("module_input_name", source)
+    config.only("module_output_name", source)
+
+
+def _similarity(about: JsonObject, pooling: str, default: str) -> str:
+    """How two texts are compared; what is said of single vectors says nothing of those of tokens."""
+    if pooling != "all":
+        return about.choice("similarity_fn_name", SIMILARITIES, default)
+    said = about.text("similarity_fn_name", "").lower()
+    known = late_interaction.SIMILARITIES
+    if said not in ("", *known, *SIMILARITIES):
+        raise about.unsupported("similarity_fn_name", f"one of {', '.join(known)}")
+    return said if said in known else known[0]
 
 
 def _prompts(about: JsonObject) -> tuple[tuple[str, str], ...]:
+    """Those that are null are as if they were not there."""
     prompts = about.child("prompts")
-    return tuple((name, prompts.text(name)) for name in prompts.values)
+    return tuple((name, prompts.text(name, "")) for name in prompts.values)
+
+
+def _default_prompt(about: JsonObject, prompts: tuple[tuple[str, str], ...]) -> str | None:
+    name = about.text("default_prompt_name") if "default_prompt_name" in about else None
+    if name is not None and name not in dict(prompts):
+        raise about.wrong("default_prompt_name", f"one of the prompts' names: {', '.join(dict(prompts))}")
+    return name

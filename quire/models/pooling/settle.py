@@ -27,6 +27,7 @@ from quire.models.pooling.sentence_transformers import (
     read_sentence_transformer,
 )
 from quire.models.pooling.stored_heads import has_head
+from quire.models.pooling.vocabulary_head import with_vocabulary_head
 from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ def settle_pooling(config: EngineConfig) -> Settled:
         return Settled(runner, reason, "none", "it generates")
     target, target_reason = _target(asked.convert, made)
     arch = in_form(config.arch, file, made, target)
+    if layout is not None and layout.weighs_vocabulary and target == "embed":
+        arch = with_vocabulary_head(arch)
     said = asked.pooler_config
     if target == "embed":
         spec, why = _embedder(file, made, arch, model_dir, layout)
@@ -91,7 +94,7 @@ def settle_pooling(config: EngineConfig) -> Settled:
             "as --pooler-config says, by the model's own output head",
         )
     else:
-        spec, why = _classifier(file, made, arch, target)
+        spec, why = _classifier(file, made, arch, target, layout)
         spec = replace(spec, head_of_adapters=_leaves_head_to_adapters(config, made, model_dir))
     if said:
         spec, why = overridden(spec, said), "as --pooler-config says"
@@ -165,6 +168,18 @@ def _embedder(
         pooling = "mean" if made.is_whole or arch.bidirectional else "last"
         spec = PoolingSpec((EMBED, TOKEN_EMBED), pooling, size, activation="normalize", matryoshka=matryoshka)
         return spec, f"the default, with vectors of length 1, because the checkpoint has no {MODULES}"
+    if layout.weighs_vocabulary:
+        spec = PoolingSpec(
+            (EMBED,),
+            layout.pooling,
+            arch.vocab_size,
+            activation="log1p_relu",
+            prompts=layout.prompts,
+            default_prompt=layout.default_prompt,
+            similarity=layout.similarity,
+            weighs_vocabulary=True,
+        )
+        return spec, f"as {layout.pooling_file} says, of each word of the vocabulary"
     tasks = (TOKEN_EMBED,) if layout.pooling == "all" else (EMBED, TOKEN_EMBED)
     if joined > width:
         tasks = (EMBED,)  # what follows is not made for vectors of tokens
@@ -178,6 +193,8 @@ def _embedder(
         default_prompt=layout.default_prompt,
         include_prompt=layout.include_prompt,
         similarity=layout.similarity,
+        skipped_words=layout.skipped_words,
+        side_lengths=layout.side_lengths,
         head=layout.head,
         own_heads=own_heads,
     )
@@ -221,11 +238,14 @@ def _matryoshka(file: JsonObject, size: int) -> tuple[int, ...]:
     return tuple(sorted(map(int, sizes)))
 
 
-def _classifier(file: JsonObject, made: Made, arch: ModelArch, target: str) -> tuple[PoolingSpec, str]:
+def _classifier(
+    file: JsonObject, made: Made, arch: ModelArch, target: str, layout: SentenceTransformer | None
+) -> tuple[PoolingSpec, str]:
     """A model with a head: its own, or that of a language model in another form."""
     # Of a model with a head of its own, that says what is pooled, and how many numbers there are.
     own = None if arch.head is None else "token_classify" if arch.head.of_tokens else "classify"
-    labels, activation = classes(file, own or target)
+    function = "" if layout is None else layout.class_function
+    labels, activation = classes(file, own or target, function)
     task, pooling = _CLASSIFIERS[own or target]
     if arch.head is not None and task == CLASSIFY:
         pooling = arch.head.pooling

@@ -1,4 +1,4 @@
-"""Experts of families that keep those of a layer in one tensor, in checkpoints whose tool took them apart.
+"""Experts of families that keep those of a layer in one tensor, where checkpoints take them apart or rename them.
 
 Invariant: torch-free; names are all that is read of the files.
 """
@@ -16,16 +16,19 @@ from quire.models.json_object import MAX_JSON_BYTES, read_json_object
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ONE_OF_MANY = re.compile(r"\.experts\.\d+\.")
+_FULL_NAME = re.compile(r"\.experts\.\w+_proj_weight_\w+$")
 
 
 def as_stored(arch: ModelArch, model_dir: Path) -> ModelArch:
     """The same model, whose experts are not in stacks if the files have them one by one."""
     experts = arch.experts
-    if arch.quantization is None or experts is None or experts.stack is None:
+    if experts is None or experts.stack is None:
         return arch
-    if not any(_ONE_OF_MANY.search(name) for name in _tensor_names(model_dir)):
-        return arch
-    return replace(arch, experts=replace(experts, stack=None))
+    names = list(_tensor_names(model_dir))
+    if any(_ONE_OF_MANY.search(name) for name in names):
+        return replace(arch, experts=replace(experts, stack=None))
+    full_names = any(_FULL_NAME.search(name) for name in names)
+    return replace(arch, experts=replace(experts, stack=replace(experts.stack, full_names=full_names)))
 
 
 def _tensor_names(model_dir: Path) -> Iterable[str]:

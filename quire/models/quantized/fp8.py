@@ -6,8 +6,11 @@ from quire.config.encoding import Activations, CheckpointQuantization, Encoding,
 from quire.models.json_object import JsonObject
 from quire.models.quantized.rules import all_but_head, block_shape, cache_scales, containing, names, notes
 
+STACKS = r".*\.experts\.(gate_up|down)_proj"
+"""Parameters that have the matrices [K, N] of all of a layer's experts: those of Llama 4."""
 UNREAD = (
-    r"\.(input_scale|input_scale_ub|activation_scale)$",  # activations are rounded, if at all, by what they are
+    # Activations are rounded, if at all, by what they are.
+    r"(\.|\.experts\.(gate_up|down)_proj_)(input_scale|input_scale_ub|activation_scale)$",
     r"\.(k|v|q|kv|prob)_scale$",
     r"\.[kv]_proj\.(k|v|output)_scale$",
 )
@@ -34,9 +37,7 @@ def read_fbgemm_fp8(config: JsonObject) -> CheckpointQuantization:
     """A scale for each output; stacks of experts, those of Llama 4, are transposed."""
     by_output, bound = {"grid_outputs": 1}, config.number("activation_scale_ub", 1200.0)
     rounded = Activations("e4m3", bound=bound)
-    stacks = EncodingRule(
-        r".*\.experts\.(gate_up|down)_proj", Encoding("fp8", by_output | {"transposed": True}, rounded)
-    )
+    stacks = EncodingRule(STACKS, Encoding("fp8", by_output | {"transposed": True}, rounded))
     return _quantization("fbgemm_fp8", config, Encoding("fp8", by_output, rounded), stacks)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import translate
 
 from quire.config.encoding import Activations, CheckpointQuantization, Encoding, EncodingRule
 from quire.models.json_object import JsonObject
-from quire.models.quantized.fp8 import UNREAD
+from quire.models.quantized.fp8 import STACKS, UNREAD
 from quire.models.quantized.rules import all_but_head, cache_scales, names, notes
 
 _ENCODINGS = {
@@ -33,5 +34,7 @@ def read_modelopt(config: JsonObject) -> CheckpointQuantization:
         for name in names(config, "exclude_modules", "ignore")
         for pattern in (translate(name), translate(f"{name}.*"))
     ]
-    rules = (*left, *all_but_head(_ENCODINGS[algorithm]))
+    encoding = _ENCODINGS[algorithm]
+    turned = replace(encoding, options={**encoding.options, "transposed": True})
+    rules = (*left, EncodingRule(STACKS, turned), *all_but_head(encoding))
     return CheckpointQuantization("modelopt", rules, UNREAD, cache_scales(config), said)

@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from quire.config import EngineConfig
+from quire.kernels import ops
 from quire.layers.base import model_dtype
+from quire.layers.quantization import QuantMethod
+from quire.layers.shard import WHOLE, Cut, Shard, Span
 from quire.models.transformers_backend.hosted import HostedLinear, row_spans
+from quire.models.transformers_backend.plan import Plan
 from quire.models.transformers_backend.tensors import Loaded, Stored, module_names
 
 NAME = "quire"
@@ -23,6 +27,14 @@ NAME = "quire"
 
 RUN_WITHOUT_DATA = "batched_mm"
 """The one of theirs that asks no tensor which experts it names, and so runs on the meta device."""
+
+
+class _Down(HostedLinear):
+    """The second matrix of an expert, whose sums over ranks are made once for all experts."""
+
+    def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
+        super().create_weights(method, shard)
+        self._adds_up_with = None
 
 
 class PackedExperts(nn.Module):
@@ -45,14 +57,16 @@ def _through_packed(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> 
         up = packed.up[expert](x[tokens])
         rows = packed.down[expert](module._apply_gate(up) if module.has_gate else module.act_fn(up))
         out.index_add_(0, tokens, rows * weights[tokens, places, None].to(rows.dtype))
-    return out
+    last = packed.down[0]
+    assert isinstance(last, HostedLinear)
+    return out if last.group is None else ops.all_reduce(out, last.group)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, _through_packed)
 
 
 def as_experts(
-    module: nn.Module, name: str, stored: Mapping[str, Sequence[Stored]], config: EngineConfig
+    module: Any, name: str, stored: Mapping[str, Sequence[Stored]], config: EngineConfig, plan: Plan
 ) -> tuple[PackedExperts, Loaded] | None:
     """Packed matrices for a module of experts whose checkpoints hold them one by one; None for any other."""
     if module.has_bias or module.is_transposed or module.has_post_expert_norm:
@@ -61,17 +75,47 @@ def as_experts(
     tensors = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
     if tensors.keys() != set(names):
         return None
-    found = [list(_matrices(tensors[key], stored[f"{name}.{key}"], config)) for key in names]
+    cuts: list[Cut] = ["output", "input"] if _is_cut(module, name, names, plan) else ["whole", "whole"]
+    found = [
+        list(_matrices(kind, tensors[key], stored[f"{name}.{key}"], config, cut, parts))
+        for kind, key, cut, parts in zip(
+            (HostedLinear, _Down), names, cuts, (1 + module.has_gate, 1), strict=True
+        )
+    ]
     if any(len(loaded) != len(tensors[key]) for key, loaded in zip(names, found, strict=True)):
         return None
     up, down = ([layer for _, layer in loaded] for loaded in found)
     return PackedExperts(up, down), [*found[0], *found[1]]
 
 
+def _is_cut(module: nn.Module, name: str, names: Sequence[str], plan: Plan) -> bool:
+    """Whether ranks have some features of each expert."""
+    by_plan = [plan.cut(f"{name}.{key}") for key in names] == ["output", "input"]
+    return by_plan and (not module.has_gate or _gates_halves(module))
+
+
+def _gates_halves(module: Any) -> bool:
+    """Whether each feature is made of the one at its place in the first half and the one in the second."""
+    gate, up = torch.linspace(-2.0, 2.0, 48, device="cpu").view(3, 16).sin().chunk(2, 1)
+    part = module._apply_gate(torch.cat((gate[:, :4], up[:, :4]), 1))
+    whole = module._apply_gate(torch.cat((gate, up), 1))
+    return part.shape == (3, 4) and torch.allclose(part, whole[:, :4])
+
+
+def _halves(spans: Sequence[Span], num_spans: int) -> Sequence[Span]:
+    """Outputs that lie in one tensor, as so many equal parts that are cut by themselves."""
+    return spans if len(spans) > 1 else [Span(spans[0].size // num_spans)] * num_spans
+
+
 def _matrices(
-    tensor: Tensor, stored: Sequence[Stored], config: EngineConfig
+    kind: type[HostedLinear],
+    tensor: Tensor,
+    stored: Sequence[Stored],
+    config: EngineConfig,
+    cut: Cut,
+    num_spans: int,
 ) -> Iterator[tuple[list[str], HostedLinear]]:
-    """A layer for each expert; fewer if what checkpoints hold are no rows of one."""
+    """A layer for each expert, of so many spans; fewer layers if what checkpoints hold are no rows of one."""
     _, outputs, inputs = tensor.shape
     parts: dict[int, list[Stored]] = defaultdict(list)
     for part in sorted(stored, key=lambda part: part.view.storage_offset()):
@@ -83,12 +127,13 @@ def _matrices(
         names = module_names(own)
         yield (
             names,
-            HostedLinear(
+            kind(
                 in_features=inputs,
                 out_features=outputs,
                 bias=False,
                 dtype=model_dtype(config),
                 name=names[0],
-                spans=spans,
+                cut=cut,
+                spans=_halves(spans, num_spans) if cut == "output" else spans,
             ),
         )

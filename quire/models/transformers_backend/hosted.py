@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.shard import Span
 from quire.layers.step import StepContext
+from quire.models.transformers_backend.plan import Plan
 from quire.models.transformers_backend.probes import embedding_scale
 from quire.models.transformers_backend.tensors import Stored
 
@@ -83,7 +85,7 @@ class HostedHead(VocabEmbedding):
     takes_adapters = False
 
     def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
-        return self.logits(inputs)
+        return _logits(self, inputs)
 
 
 class TiedHead(nn.Module):
@@ -96,14 +98,48 @@ class TiedHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """As `HostedHead`."""
-        logits = self._tables[0].logits(hidden)
+        logits = _logits(self._tables[0], hidden)
         return logits if self.bias is None else logits + self.bias
+
+
+def _logits(table: VocabEmbedding, hidden: Tensor) -> Tensor:
+    """[..., H] -> [..., V]."""
+    return table.logits(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
+
+
+class Told(Protocol):
+    """Who knows the positions of the pass that runs, int64 [T]; None: the model counts its tokens."""
+
+    positions: Tensor | None
+
+
+def counts_positions(module: nn.Module) -> bool:
+    """Whether it looks positions up and is told how many tokens were before."""
+    names = inspect.signature(module.forward).parameters.keys()
+    return isinstance(module, nn.Embedding) and {"past_key_values_length", "position_ids"} <= names
+
+
+class CountedPositions(nn.Module):
+    """A table of positions in a model that counts its tokens by itself: it is told them as they are."""
+
+    def __init__(self, table: nn.Module, told: Told) -> None:
+        super().__init__()
+        self.table = table
+        self._told = told
+
+    def forward(self, tokens: Any, *args: Any, position_ids: Tensor | None = None, **options: Any) -> Any:
+        """As the table's own."""
+        told = self._told.positions
+        if told is None:
+            return self.table(tokens, *args, position_ids=position_ids, **options)
+        like = told if position_ids is None else told.view(position_ids.shape)
+        return self.table(tokens, position_ids=like)
 
 
 class RotaryTable(nn.Module):
     """A rotary embedding that has computed the angles of every position once, for each way in which it is asked.
 
-    It makes a tuple of tensors [1, T, ...] of positions [1, T]; what does not is left as it is.
+    It makes a tuple of tensors [1, T, ...] of positions [1, T]; what does not, or is given others, is left as it is.
     """
 
     def __init__(self, rotary: nn.Module, config: EngineConfig) -> None:
@@ -121,6 +157,8 @@ class RotaryTable(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
         """As the module's own."""
+        if position_ids.dim() != 2:
+            return self.rotary(x, position_ids, *args, **options)
         key = (args, tuple(options.items()))
         if key not in self._tables:
             self._tables[key] = self._table(x, args, options)
@@ -149,7 +187,7 @@ def _rows(table: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def as_linear(
-    module: nn.Module, name: str, stored: Sequence[Stored], config: EngineConfig
+    module: nn.Module, name: str, stored: Sequence[Stored], config: EngineConfig, plan: Plan
 ) -> HostedLinear | None:
     """Our layer for a module that multiplies with a matrix as checkpoints have it; None if it does anything else."""
     transposed = type(module).forward is Conv1D.forward
@@ -167,7 +205,8 @@ def as_linear(
         bias=module.bias is not None,
         dtype=model_dtype(config),
         name=name,
-        spans=spans,
+        cut=plan.cut(name),
+        spans=plan.spans(name, spans),
         transposed=transposed,
     )
 

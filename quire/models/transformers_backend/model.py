@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from quire.config import EngineConfig
-from quire.errors import QuireError, UnsupportedModelError
+from quire.errors import ConfigError, QuireError, UnsupportedModelError
 from quire.layers.base import Layer, activation_dtype, device_type
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.transformers_backend import experts, sites
 from quire.models.transformers_backend.hosted import Adapting, HostedLinear
-from quire.models.transformers_backend.places import put_ours, put_rotary_tables
+from quire.models.transformers_backend.places import put_ours, put_positions, put_rotary_tables
+from quire.models.transformers_backend.plan import Plan
 from quire.models.transformers_backend.rows import check_rows_are_apart, position_offset
 from quire.models.transformers_backend.tensors import compute_buffers
 
@@ -52,14 +53,16 @@ class TransformersForCausalLM(CausalLM):
             self._port = sites.give_port(model)
             compute_buffers(model)
             put_rotary_tables(model, config)
-            kind = sites.find_sites(model, backbone, self._port, config)
-            self._places = put_ours(model, config)
+            plan = Plan.of(model)
+            seen = sites.find_sites(model, backbone, self._port, config, plan)
+            self._places = put_ours(model, config, plan, seen.unused)
+            put_positions(model, self._port)
         self._adapting = Adapting()
         for layer in self._hosted(model):
             layer.adapting = self._adapting
         self._first_position = 0
         self._padding_idx = model.config.pad_token_id
-        setattr(model, model.base_model_prefix, _Given(kind))
+        setattr(model, model.base_model_prefix, _Given(seen.kind, _wrapped(backbone)))
         self.backbone = backbone
         self.head = model
         self.lm_head = self._places.head
@@ -80,9 +83,10 @@ class TransformersForCausalLM(CausalLM):
         if positions is not None and self._first_position:
             positions = positions + self._first_position
         numbers = None if positions is None else positions[None]
-        hidden: Tensor = self.backbone(
-            **{kind: inputs[None]}, position_ids=numbers, use_cache=False
-        ).last_hidden_state
+        with self._port.numbering(positions):
+            hidden: Tensor = self.backbone(
+                **{kind: inputs[None]}, position_ids=numbers, use_cache=False
+            ).last_hidden_state
         return hidden[0]
 
     def compute_logits(
@@ -91,6 +95,14 @@ class TransformersForCausalLM(CausalLM):
         with self._adapting.during(adapter_rows):
             logits: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
+
+    def check_plan(self, option: str) -> None:
+        """See `HasPlan`."""
+        if self._places.why_whole is not None:
+            raise ConfigError(
+                f"{option}: {self.config.arch.architecture} of transformers cannot be shared out among ranks: "
+                f"{self._places.why_whole}"
+            )
 
     def checkpoint_layers(self) -> Iterator[tuple[list[str], Layer]]:
         return iter(self._places.loaded)
@@ -147,12 +159,26 @@ def _naming(config: EngineConfig) -> Iterator[None]:
         raise UnsupportedModelError(f"{config.arch.architecture} of transformers: {error}") from error
 
 
-class _Given(nn.Module):
-    """In the place of the backbone: what it has computed before. So the code around it makes logits of any rows."""
+def _wrapped(backbone: nn.Module) -> frozenset[str]:
+    """What a backbone that wraps another, such as a decoder, calls it."""
+    return frozenset(name for name, child in backbone.named_children() if isinstance(child, PreTrainedModel))
 
-    def __init__(self, kind: type[ModelOutput]) -> None:
+
+class _Given(nn.Module):
+    """In the place of the backbone: what it has computed before. So the code around it makes logits of any rows.
+
+    It stands in the place of those that the backbone wraps, too, for code that asks them and not the wrapper.
+    """
+
+    def __init__(self, kind: type[ModelOutput], wrapped: frozenset[str]) -> None:
         super().__init__()
         self._kind = kind
+        self._wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_wrapped", ()):
+            return self
+        return super().__getattr__(name)
 
     def forward(self, input_ids: None = None, inputs_embeds: Tensor | None = None, **_: Any) -> ModelOutput:
         return self._kind(last_hidden_state=inputs_embeds)
@@ -177,7 +203,9 @@ def _build(config: EngineConfig) -> PreTrainedModel:
         ).eval()
     except Exception as error:
         raise UnsupportedModelError(f"it cannot be built with attention of ours: {error!r}") from error
-    num_rows = model.get_input_embeddings().num_embeddings
+    num_rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if num_rows is None:
+        raise UnsupportedModelError("it has no one embedding of tokens")
     if num_rows != arch.vocab_size:
         raise UnsupportedModelError(f"it embeds {num_rows} tokens, and config.json says {arch.vocab_size}")
     return model

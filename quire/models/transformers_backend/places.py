@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -14,8 +14,18 @@ from quire.layers.attention import Attention
 from quire.layers.base import activation_dtype
 from quire.layers.embedding import VocabEmbedding
 from quire.models.transformers_backend import experts
-from quire.models.transformers_backend.hosted import RotaryTable, TiedHead, as_embedding, as_head, as_linear
+from quire.models.transformers_backend.hosted import (
+    CountedPositions,
+    RotaryTable,
+    TiedHead,
+    as_embedding,
+    as_head,
+    as_linear,
+    counts_positions,
+)
+from quire.models.transformers_backend.plan import Plan
 from quire.models.transformers_backend.probes import as_activation, as_norm
+from quire.models.transformers_backend.sites import Port
 from quire.models.transformers_backend.tensors import (
     Loaded,
     Stored,
@@ -33,10 +43,14 @@ class Places:
 
     head: VocabEmbedding | None
     loaded: Loaded = field(default_factory=list)
+    why_whole: str | None = None
+    """Why ranks cannot share it; None: they can."""
 
 
-def put_ours(model: PreTrainedModel, config: EngineConfig) -> Places:
-    """Replace what we have a layer for; the rest keeps its modules and has its tensors held.
+def put_ours(
+    model: PreTrainedModel, config: EngineConfig, plan: Plan, kept: Collection[nn.Module] = ()
+) -> Places:
+    """Replace what we have a layer for; the rest, and what is in `kept`, keeps its modules and has its tensors held.
 
     Raises:
         UnsupportedModelError: its embedding or output head is none that we have.
@@ -44,12 +58,13 @@ def put_ours(model: PreTrainedModel, config: EngineConfig) -> Places:
     stored = stored_tensors(model)
     places = _put_tables(model, stored, config)
     places.loaded += _take_sinks(model, stored)
-    places.loaded += _put_experts(model, stored, config)
-    _put_modules(model, stored, config, places.loaded)
+    places.loaded += _put_experts(model, stored, config, plan)
+    _put_modules(model, stored, config, plan, places.loaded, kept)
     ours = {id(layer) for _, layer in places.loaded}
     theirs = [module for module in model.modules() if id(module) not in ours]
-    held = held_tensors(model, theirs, activation_dtype(config), stored)
+    held = [*held_tensors(model, theirs, activation_dtype(config), stored)]
     places.loaded += [([layer.name], layer) for layer in held]
+    places.why_whole = plan.why_not([layer.name for layer in held])
     return places
 
 
@@ -90,10 +105,10 @@ def _take_sinks(model: PreTrainedModel, stored: AllStored) -> Loaded:
     return loaded
 
 
-def _put_experts(model: PreTrainedModel, stored: AllStored, config: EngineConfig) -> Loaded:
+def _put_experts(model: PreTrainedModel, stored: AllStored, config: EngineConfig, plan: Plan) -> Loaded:
     """Packed experts, if all the model's can be; otherwise transformers' own loop computes them."""
     modules = {path: module for path, module in model.named_modules() if hasattr(module, "_apply_gate")}
-    made = {path: experts.as_experts(module, path, stored, config) for path, module in modules.items()}
+    made = {path: experts.as_experts(module, path, stored, config, plan) for path, module in modules.items()}
     loaded: Loaded = []
     packed = {path: found for path, found in made.items() if found is not None}
     is_packed = len(packed) == len(modules)
@@ -105,27 +120,34 @@ def _put_experts(model: PreTrainedModel, stored: AllStored, config: EngineConfig
     return loaded
 
 
-def _put_modules(model: PreTrainedModel, stored: AllStored, config: EngineConfig, loaded: Loaded) -> None:
+def _put_modules(
+    model: PreTrainedModel,
+    stored: AllStored,
+    config: EngineConfig,
+    plan: Plan,
+    loaded: Loaded,
+    kept: Collection[nn.Module],
+) -> None:
     """Matrices, norms, activations and rotary embeddings; a module that stands in several places is replaced in all."""
     done: dict[int, nn.Module | None] = {}
     ours = {id(layer) for _, layer in loaded}
     for path, module in list(model.named_modules(remove_duplicate=False)):
-        if not path or id(module) in ours:
+        if not path or id(module) in ours or module in kept:
             continue
         if id(module) not in done:
-            done[id(module)] = _put_one(module, path, stored, config, loaded)
+            done[id(module)] = _put_one(module, path, stored, config, plan, loaded)
         put = done[id(module)]
         if put is not None:
             _put(model, path, put)
 
 
 def _put_one(
-    module: nn.Module, path: str, stored: AllStored, config: EngineConfig, loaded: Loaded
+    module: nn.Module, path: str, stored: AllStored, config: EngineConfig, plan: Plan, loaded: Loaded
 ) -> nn.Module | None:
     parts = stored.get(f"{path}.weight", ())
     layer = None
     if parts:
-        layer = as_linear(module, path, parts, config) or as_norm(module, path, config)
+        layer = as_linear(module, path, parts, config, plan) or as_norm(module, path, config)
     if layer is not None:
         loaded.append((module_names(parts), layer))
         return layer
@@ -137,6 +159,13 @@ def put_rotary_tables(model: PreTrainedModel, config: EngineConfig) -> None:
     for path, module in list(model.named_modules()):
         if type(module).__name__.endswith("RotaryEmbedding"):
             _put(model, path, RotaryTable(module, config))
+
+
+def put_positions(model: PreTrainedModel, port: Port) -> None:
+    """Have tables of positions told the step's, where the model would count them itself."""
+    for path, module in list(model.named_modules()):
+        if counts_positions(module):
+            _put(model, path, CountedPositions(module, port))
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -17,13 +17,23 @@ from quire.models.families.fields import MAX_HEADS, MAX_WIDTH, read_arch
 from quire.models.json_object import JsonObject
 
 _KEYS = {
-    "hidden_size": ("n_embd", "d_model", "dim"),
-    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "decoder_layers"),
+    "hidden_size": ("n_embd", "d_model", "dim", "emb_dim"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "decoder_layers", "num_decoder_layers"),
     "num_attention_heads": ("n_head", "num_heads", "n_heads", "decoder_attention_heads"),
     "num_key_value_heads": ("n_head_kv", "num_kv_heads"),
-    "max_position_embeddings": ("n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
+    "max_position_embeddings": (
+        "n_positions",
+        "context_length",
+        "max_seq_len",
+        "max_sequence_length",
+        "max_target_positions",
+        "seq_length",
+    ),
 }
 """A key -> what it is called in files that do not have it."""
+
+_PARTS = ("text_config", "audio_encoder", "audio_encoder_config", "patcher_config")
+"""What config.json has of a model with others beside the language model, or in it."""
 
 _DONE_BY_TRANSFORMERS = (
     "position_embedding_type",
@@ -48,25 +58,30 @@ def transformers_has(architecture: str) -> bool:
 def read_transformers(architecture: str, config: JsonObject) -> ModelArch:
     """The sizes, by whichever of the usual names config.json has; the whole file goes along to be read again.
 
-    Heads are those that the file names, for people: which heads attend to what is seen when the model is built.
+    Heads are those that the file names, if it does, for people: which heads attend to what, and whether anything does,
+    is seen when the model is built.
 
     Raises:
         ModelLoadError: a size is missing or no number. transformers may know a default; give it with --hf-overrides.
         UnsupportedModelError: it is a part of a model with others.
     """
-    if "text_config" in config:
+    parts = [key for key in _PARTS if key in config]
+    if parts:
         raise UnsupportedModelError(
-            f"{config.where}: {architecture} takes more than text; of such models, those in docs/models.md are served"
+            f"{config.where}: {parts[0]}: {architecture} takes more than text, or is made of several models; of such, "
+            "those in docs/models.md are served"
         )
+    config.only("use_bidirectional_attention", False, "vision")  # of which no token here is
     for key in _DONE_BY_TRANSFORMERS:
         config.get(key)
     sizes = config.with_aliases(_present(config))
-    heads = sizes.integer("num_attention_heads", high=MAX_HEADS)
+    heads = sizes.integer("num_attention_heads", 1, high=MAX_HEADS)
     width = sizes.integer("hidden_size", high=MAX_WIDTH)
     return read_arch(
         architecture,
         sizes,
         intermediate_size=0,
+        num_heads=heads,
         num_kv_heads=sizes.integer("num_key_value_heads", heads, high=MAX_HEADS),
         head_dim=sizes.integer("head_dim", max(1, width // heads), high=MAX_WIDTH),
         foreign_config=json.dumps(config.values),

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,10 @@ from transformers.utils.generic import ModelOutput
 from quire.config import EngineConfig
 from quire.errors import QuireError, UnsupportedModelError
 from quire.layers.attention import Attention
+from quire.layers.shard import Shard
 from quire.layers.sinks import Sinks
 from quire.layers.step import StepContext
+from quire.models.transformers_backend.plan import Plan
 
 NAME = "quire"
 """Of our function among transformers' attention implementations."""
@@ -43,6 +45,13 @@ _SINKS = "s_aux"
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
 
 
+class WholeAttention(Attention):
+    """Attention of which every rank has all heads."""
+
+    def take_share(self, shard: Shard) -> None:
+        return None
+
+
 class Port:
     """What the attention modules of one model call: query, key and value [T, H, D] -> [T, Hq, Dv].
 
@@ -52,6 +61,8 @@ class Port:
 
     def __init__(self) -> None:
         self.attend: Attend = self._paged
+        self.positions: Tensor | None = None
+        """Of the pass that runs, as the model numbers them, [T]; None: it counts its tokens."""
         self._step: tuple[Tensor, StepContext] | None = None
         self._turns: Counter[nn.Module] = Counter()
 
@@ -63,6 +74,15 @@ class Port:
             yield
         finally:
             self.attend = self._paged
+
+    @contextmanager
+    def numbering(self, positions: Tensor | None) -> Iterator[None]:
+        """A pass over tokens at these positions."""
+        self.positions = positions
+        try:
+            yield
+        finally:
+            self.positions = None
 
     @contextmanager
     def during(self, positions: Tensor, step: StepContext) -> Iterator[None]:
@@ -117,12 +137,21 @@ def give_port(model: nn.Module) -> Port:
     return port
 
 
+class Found(NamedTuple):
+    """What a model was seen to do."""
+
+    kind: type[ModelOutput]
+    """What its backbone's results are."""
+    unused: frozenset[nn.Module]
+    """Modules of the backbone that it never calls: others compute with their parameters, if anything does."""
+
+
 def find_sites(
-    model: PreTrainedModel, backbone: nn.Module, port: Port, config: EngineConfig
-) -> type[ModelOutput]:
+    model: PreTrainedModel, backbone: nn.Module, port: Port, config: EngineConfig, plan: Plan
+) -> Found:
     """Run a model that is on the meta device, and give each module an `Attention` for each time it attends, in `paged`.
 
-    Returns what its backbone's results are.
+    The plan knows what attends afterwards.
 
     Raises:
         UnsupportedModelError: it cannot be run on a packed batch, or attends in a way that the KV cache has not.
@@ -130,17 +159,27 @@ def find_sites(
     """
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, list[Attention]] = defaultdict(list)
+    left_out = _experts_of_their_own(model)
 
     def take_notes(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
         reason = _why_not(module, q, k, v, options)
         if reason is not None:
             raise UnsupportedModelError(f"{names[module]} {reason}")
-        found[module].append(_attention(config, names[module], len(found[module]), module, q, k, v, options))
+        kind = Attention if plan.shares_heads(names[module]) else WholeAttention
+        site = _attention(kind, config, names[module], len(found[module]), module, q, k, v, options)
+        found[module].append(site)
+        plan.attends[names[module]] = site.num_kv_heads
         return q.new_empty(*q.shape[:2], v.shape[2])
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
-        with port.doing(take_notes), torch.no_grad():
+        with (
+            port.doing(take_notes),
+            _leaving_out(left_out),
+            _keeping_buffers(model),
+            _calls(backbone) as called,
+            torch.no_grad(),
+        ):
             output = backbone(input_ids=ids, position_ids=ids, use_cache=False)
     except QuireError:
         raise
@@ -154,7 +193,60 @@ def find_sites(
         raise UnsupportedModelError(_NO_INTERFACE)
     for module, attentions in found.items():
         module.paged = nn.ModuleList(attentions)
-    return type(output)
+    called |= {inner for module in left_out for inner in module.modules()}
+    return Found(type(output), frozenset(backbone.modules()) - called)
+
+
+def _experts_of_their_own(model: nn.Module) -> list[nn.Module]:
+    """Experts that loop by themselves, and so ask tensors whose tokens are theirs."""
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith("Experts") and not hasattr(module, "_apply_gate")
+    ]
+
+
+@contextmanager
+def _leaving_out(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Have modules give rows like those that they get."""
+    for module in modules:
+        module.forward = _rows_like
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+@contextmanager
+def _calls(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """The modules of a model that are called meanwhile."""
+    called: set[nn.Module] = set()
+
+    def take_note(module: nn.Module, args: Any) -> None:
+        called.add(module)
+
+    hooks = [module.register_forward_pre_hook(take_note) for module in model.modules()]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Have the model's buffers as they were, where its code brings them to the device of what it computes."""
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, own in buffers:
+            module._buffers.update(own)
+
+
+def _rows_like(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 _NO_INTERFACE = "none of its modules attends through transformers' attention interface"
@@ -211,6 +303,7 @@ def _own_name(module: nn.Module, tensor: Any) -> str | None:
 
 
 def _attention(
+    kind: type[Attention],
     config: EngineConfig,
     path: str,
     turn: int,
@@ -222,7 +315,7 @@ def _attention(
 ) -> Attention:
     scale, sinks = options.get("scaling"), options.get(_SINKS)
     size = max(q.shape[2], v.shape[2])
-    return Attention(
+    return kind(
         config=config,
         name=f"{path}.{turn}" if turn else path,
         num_heads=q.shape[1],

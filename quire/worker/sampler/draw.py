@@ -29,6 +29,15 @@ class StagedDraw(NamedTuple):
     keys: Tensor | None
     limits: Limits
 
+    def num_deciding(self) -> int:
+        """How many tokens at the head of each row's order decide what is drawn; those behind them change nothing.
+
+        Without top-k all do: the mass of all is what top-p is a part of, and min-p may leave any number. While the
+        settings are on the host.
+        """
+        temperature, top_k = self.settings[:, 0], self.settings[:, 2]
+        return int(top_k.where(temperature != 0.0, 1.0).max())
+
 
 def greedy_settings(vocab_size: int) -> tuple[float, float, float, float]:
     """Of a row that takes the first token of the order."""

@@ -116,6 +116,15 @@ class StagedRows(NamedTuple):
         """Whether all rows want the likeliest token, as the model has it, and nothing else."""
         return not self.features and self.draw is None and self.logprobs is None
 
+    def num_deciding(self) -> int | None:
+        """How many tokens at the head of each row's order, as the model has it, decide its choice; None: any may.
+
+        What changes logits may bring any token to the head, and logprobs are shares of the mass of all.
+        """
+        if self.features or self.logprobs is not None:
+            return None
+        return 1 if self.draw is None else self.draw.num_deciding()
+
     def moved(self, move: Callable[[Tensor], Tensor]) -> StagedRows:
         """With its tensors moved, as by `Transfers.upload`."""
         return StagedRows(

@@ -128,6 +128,7 @@ class FakeEngine:
         self.tenants: list[str] = []
         self.timeouts: list[float | None] = []
         self.trace_headers: list[Mapping[str, str] | None] = []
+        self.replicas: list[int | None] = []
         self.late_after: int | None = None
         self.is_full = False
         self.is_short_of_memory = self.is_crowded = self.stalls = False
@@ -224,6 +225,7 @@ class FakeEngine:
         lora_request: LoRARequest | None = None,
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
         offer: Offer | None = None,
         place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -246,6 +248,7 @@ class FakeEngine:
         self.tenants.append(tenant)
         self.timeouts.append(timeout_s)
         self.trace_headers.append(trace_headers)
+        self.replicas.append(data_parallel_rank)
         self.seen.append((prompt, sampling_params))
         text = self.tokenizer.decode(tokenized.token_ids, skip_special_tokens=False) if self.tokenizer else ""
         sequences = [

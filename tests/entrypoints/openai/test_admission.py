@@ -6,20 +6,32 @@ import asyncio
 import json
 import re
 import threading
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from quire.config import DEMO_MODEL, EngineConfig, ServerConfig
 from quire.engine import prompt_forms, tokenizer
+from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.openai import json_body
+from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.json_body import parse_json
 from quire.errors import ValidationError
 from tests.entrypoints.openai.fake_engine import FakeEngine
-from tests.entrypoints.openai.serving import client_for
+from tests.entrypoints.openai.serving import CheckedClient, client_for
+from tests.entrypoints.openai.test_disconnect import Client
 
 LONG = "word " * 2000
+BYTES_FOR_ONE_OF_TEXT = 30
+"""Of memory, while a list of short texts is read, checked and refused."""
+TAKES_MINUTES = {"type": "integer", "multipleOf": 99_998_300}
+BODIES_OF_ONE: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}]}
 PROMPTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": LONG}),
@@ -177,6 +189,84 @@ async def test_what_a_request_lists_is_bounded_over_all_its_prompts() -> None:
             if status == 400:
                 assert response.json()["error"]["param"] == "allowed_token_ids"
                 assert "1025 token ids" in response.json()["error"]["message"]
+
+
+TOO_MUCH: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "hi", "n": 10**6}),
+    ("/v1/completions", {"prompt": "hi", "best_of": 10**6}),
+    ("/v1/completions", {"prompt": ["x"] * 50_000}),
+    ("/v1/completions", {"prompt": [[1]] * 50_000}),
+    ("/v1/completions", {"prompt": ["x" * 1000] * 1000, "n": 1000}),
+    ("/v1/completions", {"prompt": ["x"] * 1000, "stop": ["y" * 10**5]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 10**6}),
+]
+
+
+@pytest.mark.item(4)
+@pytest.mark.parametrize(("path", "body"), TOO_MUCH, ids=lambda value: str(value)[:40])
+async def test_too_much_is_refused_for_the_price_of_its_text(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is tokenized, nothing comes to the engine, and no more memory is taken than parsing needs."""
+    engine = FakeEngine()
+    must_not_run: Callable[..., Any] = lambda *args, **kwargs: pytest.fail("it was tokenized")  # noqa: E731
+    sent = json.dumps(body).encode()
+    async with client_for(engine) as client:
+        await client.post(path, json=BODIES_OF_ONE[path])  # what is made once
+        monkeypatch.setattr(engine.tokenizer, "encode", must_not_run)
+        engine.seen.clear()
+        tracemalloc.start()
+        try:
+            response = await client.post(path, content=sent, headers={"content-type": "application/json"})
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert response.status_code == 400, response.text
+    assert not engine.seen
+    assert most < 2**20 + BYTES_FOR_ONE_OF_TEXT * len(sent)
+
+
+@pytest.mark.item(10)
+async def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not done before another request is answered."""
+    may_go_on, has_waited = threading.Event(), []
+
+    def parse(body: bytes) -> Any:
+        has_waited.append(may_go_on.wait(10))
+        return parse_json(body)
+
+    body = {"prompt": "hi", "metadata": {"text": "x" * json_body.THREAD_ABOVE_BYTES}}
+    async with client_for(FakeEngine()) as client:
+        monkeypatch.setattr(json_body, "parse_json", parse)
+        large = asyncio.create_task(client.post("/v1/completions", json=body))
+        assert (await client.get("/health")).status_code == 200
+        assert not large.done()
+        may_go_on.set()
+        assert (await large).status_code == 200
+    assert has_waited == [True], "it waited on the event loop"
+
+
+@pytest.mark.item(13)
+async def test_a_constraint_that_takes_for_ever_keeps_no_stream_waiting() -> None:
+    """They are all over before it has been compiled, or given up, and a client that leaves takes it along."""
+    args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 200}
+    engine = AsyncLLM(EngineConfig.from_args(model=DEMO_MODEL, **args), in_process=True)
+    await engine.wait_ready()
+    app = build_app(engine, ServerConfig())
+    form = {"type": "json_schema", "json_schema": {"schema": TAKES_MINUTES}}
+    hostile = Client("/v1/completions", {"prompt": "hi", "response_format": form})
+    waiting = asyncio.create_task(app(hostile.scope, hostile.receive, hostile.send))
+    while not engine._checks.num_waiting:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0)
+    async with CheckedClient(app) as client:
+        body = {"prompt": "hi", "stream": True, "max_tokens": 20, "ignore_eos": True}
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(8)))
+    assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
+    assert not waiting.done()
+    hostile.gone.set()
+    await asyncio.wait_for(waiting, 30)
+    assert not hostile.sent
+    await engine.shutdown()
 
 
 @pytest.mark.item(9)

@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 from quire.config import ServerConfig
+from quire.entrypoints.openai import connection
+from quire.entrypoints.openai.begun_answer import FIRST
 from quire.entrypoints.openai.connection import max_connections
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, live_server
@@ -197,6 +199,35 @@ async def test_a_client_that_sends_no_more_gets_its_answer(body: bytes) -> None:
         writer.close()
     assert answer.startswith(b"HTTP/1.1 200")
     assert (b"[DONE]" if body is STREAMED else b"Reply 0!") in answer
+
+
+@pytest.mark.parametrize("num_probes", [0, 1, 4, len(FIRST)])
+@pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "stream"])
+async def test_one_of_an_older_http_sees_but_its_answer(
+    body: bytes, num_probes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has begun before it is known, and each byte of it comes once."""
+    monkeypatch.setattr(connection, "PROBE_S", 1e-4)
+    engine = FakeEngine()
+    engine.hold_after = 0
+    async with live_server(engine) as server:
+        reader, writer = await connect(server)
+        head = HEAD.replace(b"1.1", b"1.0")
+        writer.write(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        writer.write_eof()
+        await until(lambda: engine.running)
+        async with asyncio.timeout(30):
+            begun = await reader.readexactly(num_probes)
+        engine.hold_after = None
+        engine.died.set()
+        answer = begun + await until_closed(reader)
+        writer.close()
+    assert FIRST.startswith(begun)
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.count(FIRST) == 1
+    assert (
+        answer.endswith(b"[DONE]\n\n") if body is STREAMED else json.loads(answer.partition(b"\r\n\r\n")[2])
+    )
 
 
 @pytest.mark.item(32)

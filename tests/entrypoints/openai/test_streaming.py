@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.entrypoints.openai import streaming
-from quire.entrypoints.openai.chat_frames import ChatFrames
+from quire.entrypoints.openai.chat_completions import ChatAnswer
 from quire.entrypoints.openai.protocol.responses import ChatChunk, ChatChunkChoice, ChatDelta
 from quire.entrypoints.openai.response_body import ResponseBody
 from quire.entrypoints.openai.streaming import TextFrame, frame
-from tests.entrypoints.openai.fake_engine import FakeEngine
+from tests.entrypoints.openai.fake_engine import TEMPLATE, FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for, live_server
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)))
@@ -60,6 +60,15 @@ def answering(version: bytes) -> h11.Connection:
     return connection
 
 
+THINKS = FakeTokenizer(TEMPLATE + "{# <think> </think> #}")
+REPLIES = {
+    "plain": 'Ein "Wort" \u00fc\n',
+    "reasoning": "<think>\nSo, f.\n</think>\n\nNo <b> it is.",
+    "calls": '<think>f?</think>Look: <tool_call>\n{"name": "f", "arguments": {"a": "<think>"}}\n</tool_call>\nDone.',
+}
+
+
+@pytest.mark.parametrize("reply", REPLIES)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -71,23 +80,27 @@ def answering(version: bytes) -> h11.Connection:
         {"stream_options": {"include_usage": True}},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"functions": [{"name": "f"}]},
+        {"include_reasoning": False},
     ],
     ids=lambda fields: "-".join(fields) or "plain",
 )
 async def test_streams_are_the_same_bytes_either_way(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], reply: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **fields}
 
     async def streamed() -> str:
-        async with client_for(FakeEngine()) as client:
+        engine = FakeEngine(THINKS)
+        engine.reply = lambda prompt, index: REPLIES[reply] + str(index)
+        async with client_for(engine) as client:
             text = (await client.post("/v1/chat/completions", json=body)).text
         return re.sub(r'"(id|created|timings)":("[^"]*"|\d+|\{[^}]*\})', "", text)
 
     short = await streamed()
     assert short.count("data: ") > 3
     with monkeypatch.context() as patch:
-        patch.setattr(ChatFrames, "_plain", lambda *_: None)
+        patch.setattr(ChatAnswer, "choice", lambda *_: None)
         assert await streamed() == short
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quire.config.pooling import HeadLayer, PoolingSpec
 from quire.entrypoints.pooling.protocol import MAX_INPUTS
+from quire.entrypoints.pooling.words import words_of
+from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from tests.entrypoints.pooling.conftest import Serve
-from tests.fixtures.pooling import CLASSIFIER, CONTEXT, EMBEDDER, REWARDS
+from tests.fixtures.pooling import CLASSIFIER, CLS, CONTEXT, EMBEDDER, REWARDS, SEP
 
 TEXTS = ["abc", "d", "hello world", "abc"]
 
@@ -177,3 +181,63 @@ async def test_unknown_fields_are_named(serve: Serve) -> None:
     async with serve(EMBEDDER) as client:
         reply = await client.post("/v1/embeddings", json={"input": "a", "mood": 1})
         assert (reply.json()["ignored"], reply.headers["x-quire-ignored-fields"]) == (["mood"], "mood")
+
+
+WORDS = dataclasses.replace(EMBEDDER, own_heads=(("token_classify", (HeadLayer("sparse/linear", 8, 1),)),))
+WORDS = dataclasses.replace(WORDS, tasks=(*EMBEDDER.tasks, "token_classify"))
+
+
+def test_words_of_a_text_have_weights_and_tokens_around_it_none() -> None:
+    weights = np.array([[0.5], [0.25], [0.0], [0.75], [0.125]], np.float32)
+    output = PoolingRequestOutput("a", PoolingOutput(weights), [CLS, 7, 9, 7, SEP])
+    (found,) = words_of([output], frozenset({CLS, SEP}))
+    assert json.loads(bytes(found)) == {"7": 0.75}
+    assert output.lexical_weights() == {CLS: 0.5, 7: 0.75, SEP: 0.125}
+
+
+async def test_words_have_weights_where_the_model_weighs_them(serve: Serve) -> None:
+    async with serve(WORDS) as client:
+        for body, message in (
+            ({"task": "embed"}, "is of the task token_classify, and the task is embed"),
+            ({"encoding_format": "base64"}, "are JSON objects"),
+        ):
+            reply = await client.post("/pooling", json={"input": "a", "lexical_weights": True, **body})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "lexical_weights")
+            assert message in reply.json()["error"]["message"]
+    async with serve(PoolingSpec(("embed",), "max", 30, weighs_vocabulary=True)) as client:
+        (numbers,) = await vectors(client, input="abc")
+        reply = await client.post("/pooling", json={"input": "abc", "lexical_weights": True})
+        expected = {str(token): number for token, number in enumerate(numbers) if number > 0}
+        assert reply.json()["data"][0]["data"] == expected
+        assert expected
+    async with serve(EMBEDDER) as client:
+        reply = await client.post("/pooling", json={"input": "a", "lexical_weights": True})
+        assert reply.status_code == 400
+        assert "for models that weigh words" in reply.json()["error"]["message"]
+
+
+async def test_windows_are_averaged_by_every_route_that_embeds(serve: Serve) -> None:
+    long = "abcdefghij" * 9
+    async with serve(EMBEDDER) as client:
+        (known,) = await vectors(client, input=long, average_windows=True)
+        asked = {"average_windows": True}
+        for path, body, found in (
+            ("/pooling", {"input": long}, lambda reply: reply["data"][0]["data"]),
+            ("/v2/embed", {"texts": [long]}, lambda reply: reply["embeddings"]["float"][0]),
+            ("/v2/embed", {"texts": [long], "truncate": "NONE"}, lambda one: one["embeddings"]["float"][0]),
+            ("/api/embed", {"model": "pooler", "input": long}, lambda reply: reply["embeddings"][0]),
+        ):
+            reply = await client.post(path, json=body | asked)
+            assert found(reply.json()) == known, (path, reply.text)
+            assert reply.json()["usage"]["prompt_tokens"] == 40 + 40 + 16
+        for path, body in (
+            ("/v1/embeddings", {"input": long, "truncate_prompt_tokens": -1}),
+            ("/pooling", {"input": long, "truncate_prompt_tokens": 5}),
+            ("/pooling", {"input": long, "task": "token_embed"}),
+            ("/v2/embed", {"texts": [long], "truncate": "END"}),
+            ("/v2/embed", {"texts": [long], "max_tokens": 9}),
+            ("/api/embed", {"model": "pooler", "input": long, "truncate": True}),
+        ):
+            reply = await client.post(path, json=body | asked)
+            assert reply.status_code == 400, (path, reply.text)
+            assert "average_windows" in reply.text

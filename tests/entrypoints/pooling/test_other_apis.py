@@ -54,10 +54,54 @@ async def test_cohere_names_the_side_of_a_search_and_cuts(serve: Serve) -> None:
         assert await one(LONG, truncate="START", max_tokens=5) == await vectors(client, input=LONG[-3:])
 
 
+@pytest.mark.parametrize("dimension", [None, 2, 4, 8])
+@pytest.mark.parametrize(
+    "input_type", [None, "search_query", "search_document", "classification", "clustering"]
+)
+async def test_coheres_fields_go_together(
+    serve: Serve, dimension: int | None, input_type: str | None
+) -> None:
+    names = {"search_query": "query", "search_document": "passage"}
+    asked: dict[str, Any] = {"output_dimension": dimension, "input_type": input_type, "truncate": "NONE"}
+    async with serve(EMBEDDER) as client:
+        named = {"prompt_name": name} if (name := names.get(input_type or "")) else {}
+        known = await vectors(client, input=TEXTS, dimensions=dimension, **named)
+        inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
+        kinds = ["ubinary", "float"]
+        for given in ({"texts": TEXTS}, {"inputs": inputs}):
+            reply = await cohere(client, **given, **asked, embedding_types=kinds)
+            assert reply["embeddings"]["float"] == known
+            signs = [np.packbits([number > 0 for number in vector]).tolist() for vector in known]
+            assert (reply["embeddings"]["ubinary"], reply["embeddings"].keys()) == (signs, {*kinds})
+
+
+async def test_cohere_cuts_on_the_side_that_is_named_to_the_number_that_is_named(serve: Serve) -> None:
+    async with serve(EMBEDDER) as client:
+        for truncate, most, kept in (
+            ("END", None, LONG[: CONTEXT - 2]),
+            ("START", None, LONG[2 - CONTEXT :]),
+            ("END", 7, LONG[:5]),
+            ("START", 7, LONG[-5:]),
+            ("END", 10**6, LONG[: CONTEXT - 2]),
+            ("END", None, "short"),
+        ):
+            text = "short" if kept == "short" else LONG
+            found = await cohere(client, texts=[text], truncate=truncate, max_tokens=most)
+            assert found["embeddings"]["float"] == await vectors(client, input=kept)
+
+
 @pytest.mark.parametrize(
     "body",
     [
         {},
+        {"texts": ["a"], "truncate": "MIDDLE"},
+        {"texts": ["a"], "input_type": "essay"},
+        {"texts": ["a"], "embedding_types": []},
+        {"texts": ["a"], "max_tokens": 0},
+        {"inputs": [{"content": []}]},
+        {"inputs": [{"content": [{"type": "text", "text": ""}]}]},
+        {"inputs": [{"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+        {"inputs": ["a"]},
         {"texts": []},
         {"texts": [""]},
         {"texts": ["a"], "inputs": [{"content": [{"type": "text", "text": "a"}]}]},

@@ -17,8 +17,12 @@ from quire.config import EngineConfig
 from quire.config.ggml_types import READ
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, ModelLoadError, StartupError, UnsupportedModelError
+from quire.layers.gated_delta_net import GatedDeltaNet
+from quire.layers.shard import Shard
 from quire.models.checkpoint import read_model_config, resolve_model_dir
 from quire.models.gguf.architectures import ARCHITECTURES
+from quire.models.gguf.model import GgufModel
+from quire.models.json_object import JsonObject
 from tests.fixtures.gguf_models import finish, write_demo, write_gguf
 from tests.fixtures.tiny_models import oracle_of
 from tests.models.harness import load_tiny
@@ -195,6 +199,36 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ModelLoadError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' is in none of the files"
     ):
         load_tiny(bare(tmp_path / "x.gguf"))
+
+
+def test_value_heads_in_turn_are_those_of_one_rank(tmp_path: Path) -> None:
+    path, _ = write_gguf("qwen35", tmp_path)
+    layer = next(each for each in load_tiny(path).modules() if isinstance(each, GatedDeltaNet))
+    message = (
+        r"--tensor-parallel-size is 2, but model\.layers\.0\.linear_attn has its value heads in the order"
+    )
+    with pytest.raises(ConfigError, match=message):
+        layer.take_share(Shard(0, 2))
+
+
+@pytest.mark.item(26)
+@pytest.mark.parametrize("numbers", [None, [0.5], [0.5, 0.5, float("nan")]], ids=["none", "one", "no-number"])
+def test_parameters_in_the_metadata_are_one_for_each_layer(
+    numbers: list[float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write_gguf("apertus", tmp_path)
+    told = GgufModel.about
+
+    def about(model: GgufModel, group: str) -> JsonObject:
+        found = told(model, group)
+        kept = {key: value for key, value in found.values.items() if key != "beta" or numbers is not None}
+        if group == "xielu" and numbers is not None:
+            kept["beta"] = numbers
+        return JsonObject(found.where, kept)
+
+    monkeypatch.setattr(GgufModel, "about", about)
+    with pytest.raises(ModelLoadError, match=r"model\.gguf.*(beta|layers\.1\.mlp\.act_fn\.beta)"):
+        load_tiny(path)
 
 
 def test_the_other_load_format_is_refused(tmp_path: Path) -> None:

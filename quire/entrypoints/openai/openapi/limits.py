@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.config.pooling import PoolingSpec
 from quire.engine.input_processor import MAX_SALT_CHARS
+from quire.entrypoints.chat.template import OWN_VARIABLES
+from quire.entrypoints.openai.openapi.pooling import pooling_relations, pooling_rules
+from quire.entrypoints.openai.protocol.shapes import INCLUDED_LOGPROBS
 from quire.sampling_extras import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 from quire.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, RANGES
 
@@ -37,10 +40,9 @@ STOP: Rule = {
     "string": {"minLength": 1, "maxLength": MAX_STOP_CHARS},
     "array": {"maxItems": MAX_STOP_STRINGS},
 }
-LOGIT_BIAS: Rule = {
-    "object": {"propertyNames": {"pattern": "^[0-9]{1,19}$"}},
-    "number": {"minimum": -100, "maximum": 100},
-}
+NEVER: Schema = {"not": {}}
+MAX_DIGITS = 19
+"""Of a token id that is the key of an object."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class Limits:
         has_priorities: whether a request may have another priority than 0.
         idle_fields: names of fields that mean nothing here, and may hold anything.
         rejects_unknown: whether fields without effect are refused.
+        fills_in: whether the model was made to fill in the middle.
+        has_processors: whether there is code that reads `vllm_xargs`.
+        template_variables: what the chat template reads by name.
     """
 
     model_names: tuple[str, ...]
@@ -63,6 +68,9 @@ class Limits:
     idle_fields: frozenset[str]
     rejects_unknown: bool
     pooling: PoolingSpec | None = None
+    fills_in: bool = False
+    has_processors: bool = False
+    template_variables: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, server: ServerState) -> Limits:
@@ -79,6 +87,9 @@ class Limits:
             server.idle_fields,
             server.config.unknown_fields == "reject",
             config.pooling,
+            server.form.fills_in,
+            server.engine.input_processor.reads_extra_args,
+            frozenset(server.form.chat_template.variables if server.form.has_chat else ()),
         )
 
     def rules(self) -> dict[str, Rule]:
@@ -86,6 +97,7 @@ class Limits:
         rules: dict[str, Rule] = {name: _number(low, high) for name, (low, high) in RANGES.items()}
         rules["top_k"] = _number(-1, RANGES["top_k"][1])  # as 0, all
         rules["max_tokens"] = _number(1, self.max_model_len)
+        rules["completion_max_tokens"] = _number(0, self.max_model_len)
         rules["logprobs"] = rules["prompt_logprobs"] = (
             _number(-1, sys.maxsize) if self.max_logprobs < 0 else _number(0, self.max_logprobs)
         )
@@ -101,31 +113,73 @@ class Limits:
         rules["bad_words"] = {"string": {"pattern": r"\S"}, "array": {"maxItems": MAX_BAD_WORDS}}
         rules["thinking_token_budget"] = _number(-1, sys.maxsize)
         rules["length_penalty"] = _number(-10, 10)
-        rules["logit_bias"] = LOGIT_BIAS
+        rules["logit_bias"] = {
+            "object": {
+                "propertyNames": {
+                    "pattern": f"^0*({_digits_below(self.vocab_size)})$",
+                    "maxLength": MAX_DIGITS,
+                }
+            },
+            "number": {"minimum": -100, "maximum": 100},
+        }
         rules["tools"] = {"array": {"maxItems": self.max_tools}}
         rules["cache_salt"] = {"string": {"minLength": 1, "maxLength": MAX_SALT_CHARS}}
         rules["model"] = {"string": {"enum": [*self.model_names, ""]}}
         tagged = [f"{name}:latest" for name in self.model_names]
         rules["tagged_model"] = {"string": {"enum": [*self.model_names, *tagged]}}
         if self.pooling is not None:
-            rules |= _pooling_rules(self.pooling)
+            rules |= pooling_rules(self.pooling)
+        rules |= self._rules_of_what_is_absent()
+        return rules | self._rules_of_the_strict() if self.rejects_unknown else rules
+
+    def _rules_of_what_is_absent(self) -> dict[str, Rule]:
+        """For fields that need something of the model or the engine which is not there."""
+        rules: dict[str, Rule] = {}
         if not self.has_priorities:
             rules["priority"] = _number(0, 0)
+        if not self.fills_in:
+            rules["suffix"] = {"string": {"maxLength": 0}}
+        if "documents" not in self.template_variables:
+            rules["documents_of_chats"] = {"array": NEVER}
+        if not self.has_processors:
+            rules["vllm_xargs"] = {"object": {"maxProperties": 0}}
         return rules
 
+    def _rules_of_the_strict(self) -> dict[str, Rule]:
+        """For options that the chat template does not read, and what no answer includes (`chat_prompt`)."""
+        options = sorted(self.template_variables - OWN_VARIABLES)
+        rules: dict[str, Rule] = {
+            "chat_template_kwargs": {
+                "object": {"propertyNames": {"enum": options}} if options else {"maxProperties": 0}
+            },
+            "include": {"string": {"enum": [INCLUDED_LOGPROBS]}},
+        }
+        thinks = "enable_thinking" in options
+        if not thinks:
+            rules |= {
+                "enable_thinking": {"boolean": NEVER},
+                "thinking": {"object": NEVER},
+                "think": {"boolean": NEVER},
+            }
+        if not thinks and "reasoning_effort" not in options:
+            rules |= {"reasoning_effort": {"string": NEVER}, "effort": {"string": NEVER}}
+            rules["think"] = {"boolean": NEVER, "string": NEVER}
+        return rules
 
-def _pooling_rules(spec: PoolingSpec) -> dict[str, Rule]:
-    sizes = _number(1, spec.size) if 0 in spec.matryoshka else _one_of({*spec.matryoshka, spec.size})
-    return {
-        "dimensions": sizes,
-        "output_dimension": sizes,
-        "task": {"string": {"enum": list(spec.tasks)}},
-        "prompt_name": {"string": {"enum": ["", *(name for name, _ in spec.prompts)]}},
-    }
+    def relations(self) -> dict[str, tuple[Schema, ...]]:
+        """By name of a request's model, what its fields ask of each other as this server is, besides what all do."""
+        return {} if self.pooling is None else pooling_relations(self.pooling)
 
 
-def _one_of(values: Iterable[int]) -> Rule:
-    return {"integer": {"enum": sorted(values)}}
+def _digits_below(end: int) -> str:
+    """A pattern of the numbers from 0 to `end` - 1, without leading zeros."""
+    last = str(end - 1)
+    forms = [f"[1-9][0-9]{{{count - 1}}}" for count in range(1, len(last))]
+    for place, digit in enumerate(last):  # as the last one so far, and below it here
+        low = int(place == 0)
+        if int(digit) > low:
+            forms.append(f"{last[:place]}[{low}-{int(digit) - 1}][0-9]{{{len(last) - place - 1}}}")
+    return "|".join(["0", *forms, last])
 
 
 def _number(low: float, high: float) -> Rule:

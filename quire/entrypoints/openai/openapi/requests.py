@@ -35,6 +35,10 @@ def request_schemas(models: Iterable[type[RequestModel]], limits: Limits) -> dic
             properties.update({name: {"type": "null"} for name in model.without_effect})
         for component in components.values():
             _close(component)
+    of_server = limits.relations()
+    for model, _ in wanted:
+        if relations := [*model.relations, *of_server.get(model.__name__, ())]:
+            components[model.__name__]["allOf"] = relations
     return components
 
 

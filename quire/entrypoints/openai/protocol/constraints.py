@@ -23,6 +23,7 @@ StructuredOutputs = Annotated[
 ]
 JsonSchema = Annotated[str | dict[str, Any] | None, WithJsonSchema(shapes.optional(shapes.SCHEMA_OR_TEXT))]
 Grammar = Annotated[str | None, WithJsonSchema(shapes.optional(shapes.GRAMMAR))]
+Pattern = Annotated[str | None, WithJsonSchema(shapes.optional(shapes.PATTERN))]
 Choice = Annotated[list[str] | None, WithJsonSchema(shapes.optional(shapes.CHOICE))]
 
 
@@ -34,14 +35,14 @@ class ConstraintFields(BaseModel):
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputs = None
     guided_json: JsonSchema = None
-    guided_regex: str | None = None
+    guided_regex: Pattern = None
     guided_choice: Choice = None
     guided_grammar: Grammar = None
     json_schema: JsonSchema = None
-    regex: str | None = None
+    regex: Pattern = None
     ebnf: Grammar = None
-    grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
+    grammar: Pattern = None
+    guided_whitespace_pattern: Pattern = None
 
 
 OTHER_NAMES: Mapping[str, str] = {

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
 
 from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.protocol import relations as related
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.constraints import ConstraintFields
 from quire.errors import DeadlineError
@@ -40,6 +41,8 @@ class RequestModel(BaseModel):
     """Rules (`field_policy.Place`) of the objects in a request of another form than chat's."""
     without_effect: ClassVar[tuple[str, ...]] = ()
     """Fields that have a form, and change nothing."""
+    relations: ClassVar[tuple[dict[str, Any], ...]] = ()
+    """What its fields ask of each other, for the document."""
     _notes: Notes = PrivateAttr(default_factory=Notes)
 
     @property
@@ -84,6 +87,7 @@ class EngineRequest(RequestModel):
     user: str | None = Field(None, max_length=256)
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     _trace_headers: dict[str, str] = PrivateAttr(default_factory=dict)
+    _replica: int | None = PrivateAttr(None)
     _arrived: float = PrivateAttr(default_factory=time.monotonic)
 
     @property
@@ -93,6 +97,14 @@ class EngineRequest(RequestModel):
 
     def join_trace(self, headers: dict[str, str]) -> None:
         self._trace_headers = headers
+
+    @property
+    def replica(self) -> int | None:
+        """The number of the one that is asked for."""
+        return self._replica
+
+    def choose_replica(self, number: int | None) -> None:
+        self._replica = number
 
     def time_left(self) -> float | None:
         """Seconds that are left of `timeout`, which counts from when the request had come in; None: any number.
@@ -148,6 +160,9 @@ class GenerationRequest(EngineRequest, ConstraintFields):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
+    relations: ClassVar[tuple[dict[str, Any], ...]] = related.OF_COMPLETIONS
+
+    max_tokens: Annotated[int | None, WithJsonSchema(shapes.COMPLETION_MAX_TOKENS)] = None
     prompt: PromptField
     add_special_tokens: bool = True
     suffix: str | None = None
@@ -171,9 +186,11 @@ class Tool(RequestModel):
 class ChatFields(RequestModel):
     """What decides how a conversation becomes a prompt."""
 
+    relations: ClassVar[tuple[dict[str, Any], ...]] = (related.CONTINUED,)
+
     messages: Messages
     tools: list[Tool] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[Objects | None, WithJsonSchema(shapes.DOCUMENTS)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateOptions = None
@@ -183,6 +200,8 @@ class ChatFields(RequestModel):
 
 class ChatCompletionRequest(GenerationRequest, ChatFields):
     """POST /v1/chat/completions"""
+
+    relations: ClassVar[tuple[dict[str, Any], ...]] = related.OF_CHATS
 
     max_completion_tokens: int | None = None
     logprobs: bool = False

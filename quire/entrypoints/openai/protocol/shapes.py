@@ -14,6 +14,8 @@ Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 NULL: Schema = {"type": "null"}
 MAX_MESSAGES = 4096
+INCLUDED_LOGPROBS = "message.output_text.logprobs"
+"""How the Responses API asks for them."""
 
 
 def any_of(*schemas: Schema) -> Schema:
@@ -94,12 +96,15 @@ TOOL_CHOICE = any_of(
     enum("auto", "none", "required", None),
     object_of({"function": object_of({"name": TEXT})}, {"type": enum("function")}),
 )
-FUNCTION_CALL = any_of(enum("auto", "none", None), object_of({"name": TEXT}))
+FUNCTION_CALL = any_of(
+    enum("auto", "none", None), {**object_of({"name": TEXT}), "additionalProperties": False}
+)
 """As `legacy_functions.translate` reads it."""
 
 # `constraints.constraint_of`
 JSON_SCHEMA: Schema = {"type": ["object", "boolean"]}
-GRAMMAR: Schema = {**TEXT, "minLength": 1}
+PATTERN: Schema = {**TEXT, "pattern": r"^[^\u0000]*$"}
+GRAMMAR: Schema = {**PATTERN, "minLength": 1}
 SCHEMA_OR_TEXT = any_of({"type": "object"}, JSON_OBJECT_TEXT)
 _NAMED_SCHEMA = object_of(
     {"schema": JSON_SCHEMA}, {"name": TEXT, "description": TEXT, "strict": {"type": "boolean"}}
@@ -110,12 +115,12 @@ RESPONSE_FORMAT = any_of(
     object_of({"type": enum("json_schema"), "json_schema": _NAMED_SCHEMA}),
     object_of({"type": enum("structural_tag"), "format": {"type": "object"}}),
     object_of({"type": enum("grammar"), "grammar": GRAMMAR}),
-    object_of({"type": enum("regex"), "pattern": TEXT}),
+    object_of({"type": enum("regex"), "pattern": PATTERN}),
 )
 _FLAGS = {
     "disable_any_whitespace": {"type": "boolean"},
     "disable_additional_properties": {"type": "boolean"},
-    "whitespace_pattern": TEXT,
+    "whitespace_pattern": PATTERN,
 }
 CHOICE = array({**TEXT, "minLength": 1}, minItems=1)
 STRUCTURED_OUTPUTS = any_of(
@@ -123,7 +128,7 @@ STRUCTURED_OUTPUTS = any_of(
         {**object_of({name: schema}, _FLAGS), "additionalProperties": False}
         for name, schema in {
             "json": any_of(JSON_SCHEMA, JSON_OBJECT_TEXT),
-            "regex": TEXT,
+            "regex": PATTERN,
             "choice": CHOICE,
             "grammar": GRAMMAR,
             "json_object": enum(True),
@@ -133,11 +138,15 @@ STRUCTURED_OUTPUTS = any_of(
 )
 """A constraint, and how it is read; whether it can be enforced is known when it has been compiled."""
 
-# `chat_prompt.chat_token_ids`
+# `chat_prompt.chat_prompt`
+DOCUMENTS: Schema = {**optional(array({"type": "object"})), "x-rule": "documents_of_chats"}
 TEMPLATE_OPTIONS: Schema = {
     "type": "object",
     "propertyNames": {"not": enum(*sorted(OWN_VARIABLES))},
 }
+
+# `sampling.completion_params`
+COMPLETION_MAX_TOKENS: Schema = {**optional({"type": "integer"}), "x-rule": "completion_max_tokens"}
 
 # `prompts.split_prompts`
 MAX_PROMPTS = 1024

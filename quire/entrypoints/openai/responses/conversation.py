@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.entrypoints.chat.call_arguments import parsed_arguments
+from quire.entrypoints.openai.protocol.shapes import INCLUDED_LOGPROBS
 from quire.entrypoints.openai.responses.protocol import TEXT_PARTS, ResponsesRequest
 from quire.entrypoints.openai.translation import check_call_id, given
 from quire.errors import ValidationError
@@ -30,7 +31,6 @@ CHAT_NAMES = {
 STATEFUL = ("store", "background", "previous_response_id", "conversation", "prompt")
 NEUTRAL = {"store": (None, False), "background": (None, False), "previous_response_id": (None, "")}
 """Values of these fields that ask for nothing, besides null."""
-LOGPROBS = "message.output_text.logprobs"
 FUNCTION = ("name", "description", "parameters", "strict")
 Fields = dict[str, Any]
 
@@ -49,7 +49,7 @@ def chat_fields(request: ResponsesRequest) -> Fields:
         fields["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(request.tools)]
     if request.tool_choice is not None and (request.tools or request.tool_choice != "auto"):
         fields["tool_choice"] = _tool_choice(request.tool_choice)
-    if request.top_logprobs is not None or LOGPROBS in (request.include or ()):
+    if request.top_logprobs is not None or INCLUDED_LOGPROBS in (request.include or ()):
         if request.tools:  # the tokens of a call would stand among those of the text
             raise ValidationError("logprobs are not supported together with tools", param="top_logprobs")
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
@@ -62,7 +62,7 @@ def chat_fields(request: ResponsesRequest) -> Fields:
 
 def idle_includes(request: ResponsesRequest) -> list[str]:
     """What the request asks to be included that no answer here has, by the names under which that is told."""
-    return [f"include[{value}]" for value in request.include or () if value != LOGPROBS]
+    return [f"include[{value}]" for value in request.include or () if value != INCLUDED_LOGPROBS]
 
 
 def _check_stateless(request: ResponsesRequest) -> None:

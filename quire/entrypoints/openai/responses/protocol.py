@@ -15,6 +15,7 @@ from pydantic import Field, WithJsonSchema
 from quire.entrypoints.openai.field_policy import Place, unless
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.constraints import StructuredOutputs
+from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has, has_items
 from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of, text_parts
@@ -82,6 +83,50 @@ REASONING = object_of({}, {"effort": shapes.TEXT})
 Stateless = Annotated[bool | None, WithJsonSchema(enum(False, None))]
 
 
+# What `conversation.chat_fields` and chat ask of several.
+_SAID = {
+    "anyOf": [
+        {"properties": {"type": {"not": enum("reasoning")}}},
+        {
+            "properties": {
+                "content": {
+                    "type": "array",
+                    "contains": {
+                        "properties": {"text": {**shapes.TEXT, "minLength": 1}},
+                        "required": ["text"],
+                    },
+                }
+            },
+            "required": ["content"],
+        },
+    ]
+}
+RELATIONS = (
+    either(
+        both(
+            asks_nothing("top_logprobs"),
+            {"properties": {"include": {"items": {"not": enum(shapes.INCLUDED_LOGPROBS)}}}},
+        ),
+        asks_nothing("tools", []),
+    ),
+    either(asks_nothing("tool_choice", "none", "auto"), has_items("tools")),
+    either(
+        asks_nothing("structured_outputs"),
+        {
+            "properties": {
+                "text": {
+                    "properties": {"format": any_of(shapes.NULL, object_of({"type": enum("text")}))},
+                }
+            }
+        },
+    ),
+    either(
+        has("instructions", {**shapes.TEXT, "minLength": 1}),
+        {"properties": {"input": any_of(shapes.TEXT, {"type": "array", "contains": _SAID})}},
+    ),
+)
+
+
 class ResponsesRequest(RequestModel):
     """POST /v1/responses; the fields from `top_k` on are quire's own."""
 
@@ -92,6 +137,7 @@ class ResponsesRequest(RequestModel):
         "reasoning": Place(frozenset({"effort"})),
     }
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
+    relations: ClassVar[tuple[dict[str, Any], ...]] = RELATIONS
 
     model: str | None = None
     input: Annotated[str | Objects, WithJsonSchema(INPUT)]

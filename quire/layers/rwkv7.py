@@ -1,0 +1,166 @@
+"""The two mixers of RWKV-7 (B. Peng et al., 2025, arXiv:2503.14456): of tokens by a state, and of channels.
+
+Each reads what the token before had in its place, too, and so keeps that. Shapes: T tokens of the step, H hidden size,
+h heads of size D, R numbers by way of which others are made.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.config.arch import RWKV7Arch
+from quire.kernels import ops
+from quire.kernels.attention_metadata import StateMetadata
+from quire.kernels.linear import Function
+from quire.layers.base import Layer, Module, model_dtype, parameter
+from quire.layers.linear import Linear
+from quire.layers.slot import Init, Part, Slot
+from quire.layers.states import StateCache
+from quire.layers.step import StepContext
+
+
+class Rows(Layer):
+    """Vectors of one size as the rows of a matrix, float32 [N, size].
+
+    `stored` has what the checkpoint calls each, beside this layer, its shape there, and what it is like at first.
+    """
+
+    rows: Tensor
+
+    def __init__(self, stored: Sequence[tuple[str, tuple[int, ...], Init]], size: int, name: str) -> None:
+        super().__init__(name)
+        self._stored = tuple(stored)
+        self.rows = parameter(len(stored), size, dtype=torch.float32)
+
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        at, every = names[0].rpartition(".")[0], (slice(0, self.rows.shape[1]),)
+        for row, (stored, shape, init) in zip(self.rows, self._stored, strict=True):
+            yield f"{at}.{stored}", Slot(row, init, Part((len(row),), every, every, shape))
+
+
+class TokenShift(Rows):
+    """`x + (the x before - x) * mix`, for several mixes."""
+
+    taps: Tensor
+
+    def __init__(self, stored: Sequence[tuple[str, tuple[int, ...]]], size: int, name: str) -> None:
+        super().__init__([(key, shape, "normal") for key, shape in stored], size, name)
+        taps = torch.tensor([[1.0], [0.0]], device="cpu").repeat(1, size)
+        self.register_buffer("taps", taps, persistent=False)
+
+    def forward(self, x: Tensor, states: Tensor, metadata: StateMetadata) -> list[Tensor]:
+        """x [T, H], states [blocks, 1, H] -> [T, H] for each mix."""
+        delta = ops.causal_conv(x, self.taps, None, states, metadata) - x
+        return [x + delta * mix for mix in self.rows]
+
+
+class TimeMix(Module):
+    """What each head remembers, read by the token; all but the first layer mix their values with those of the first."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str, layer: int) -> None:
+        super().__init__()
+        size, own = config.arch.hidden_size, rwkv7_of(config)
+        shifted = [(f"x_{name}", (1, 1, size)) for name in "rwkvag"]
+        self.shift = TokenShift(shifted, size, f"{prefix}.shift")
+        self.of_heads = Rows(
+            [
+                ("k_k", (size,), "normal"),
+                ("k_a", (size,), "normal"),
+                ("r_k", (size // own.head_dim, own.head_dim), "normal"),
+                ("g_norm.weight", (size,), "ones"),
+                ("g_norm.bias", (size,), "zeros"),
+            ],
+            size,
+            f"{prefix}.of_heads",
+        )
+        self.r_proj, self.k_proj, self.v_proj, self.o_proj = (
+            _linear(config, size, size, f"{prefix}.{name}_proj") for name in "rkvo"
+        )
+        self.w_down = _linear(config, size, own.decay_rank, f"{prefix}.w_down", activation="tanh")
+        self.w_up = _linear(config, own.decay_rank, size, f"{prefix}.w_up", bias=True)
+        self.a_down = _linear(config, size, own.rate_rank, f"{prefix}.a_down")
+        self.a_up = _linear(config, own.rate_rank, size, f"{prefix}.a_up", bias=True)
+        self.g_down = _linear(config, size, own.gate_rank, f"{prefix}.g_down", activation="sigmoid")
+        self.g_up = _linear(config, own.gate_rank, size, f"{prefix}.g_up")
+        self.v_down = self.v_up = None
+        if layer:
+            self.v_down = _linear(config, size, own.value_rank, f"{prefix}.v_down")
+            self.v_up = _linear(
+                config, own.value_rank, size, f"{prefix}.v_up", bias=True, activation="sigmoid"
+            )
+        self.norm_eps = own.head_dim * config.arch.norm_eps
+
+    def forward(
+        self, x: Tensor, first: Tensor | None, cache: StateCache, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, H] and the first layer's values, which that one makes -> [T, H] and those values."""
+        metadata, (before, _, states) = cache.metadata(step), cache.views
+        xr, xw, xk, xv, xa, xg = self.shift(x, before, metadata)
+        v = self.v_proj(xv, step)
+        if self.v_down is None or self.v_up is None or first is None:
+            first = v
+        else:
+            v = v + (first - v) * self.v_up(self.v_down(xv, step), step)
+        out = ops.rwkv7(
+            self.r_proj(xr, step),
+            self.w_up(self.w_down(xw, step), step),
+            self.k_proj(xk, step),
+            v,
+            self.a_up(self.a_down(xa, step), step),
+            self.of_heads.rows,
+            states,
+            metadata,
+            self.norm_eps,
+        )
+        return self.o_proj(out * self.g_up(self.g_down(xg, step), step), step), first
+
+
+class ChannelMix(Module):
+    """`value(relu(key(x))^2)` of a token and the one before."""
+
+    def __init__(self, *, config: EngineConfig, prefix: str) -> None:
+        super().__init__()
+        size, inner = config.arch.hidden_size, config.arch.intermediate_size
+        self.shift = TokenShift([("x_k", (size,))], size, f"{prefix}.shift")
+        self.key = _linear(config, size, inner, f"{prefix}.key", activation="relu2")
+        self.value = _linear(config, inner, size, f"{prefix}.value")
+
+    def forward(self, x: Tensor, cache: StateCache, step: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        (mixed,) = self.shift(x, cache.views[1], cache.metadata(step))
+        return self.value(self.key(mixed, step), step)
+
+
+def state_cache(config: EngineConfig, name: str) -> StateCache:
+    """What a layer keeps: what time mixing and channel mixing read of the token before, and the heads' memories."""
+    size, own = config.arch.hidden_size, rwkv7_of(config)
+    heads = (size // own.head_dim, own.head_dim, own.head_dim)
+    return StateCache(config=config, name=name, parts=[(1, size), (1, size), heads])
+
+
+def rwkv7_of(config: EngineConfig) -> RWKV7Arch:
+    """What the config says of such layers."""
+    own = config.arch.rwkv7
+    assert own is not None, "a layer of this kind is described"
+    return own
+
+
+def _linear(
+    config: EngineConfig,
+    inputs: int,
+    outputs: int,
+    name: str,
+    *,
+    bias: bool = False,
+    activation: Function | None = None,
+) -> Linear:
+    return Linear(
+        in_features=inputs,
+        out_features=outputs,
+        bias=bias,
+        dtype=model_dtype(config),
+        name=name,
+        activation=activation,
+    )

@@ -1,0 +1,111 @@
+"""Which causal language models of transformers, of those without a row in `BUILT_IN`, run with its code, and which not.
+
+Invariant: data only, for docs/models.md; the tests build and run each, and hold that there are no others.
+"""
+
+from __future__ import annotations
+
+_OWN = "it attends by code of its own, and not through transformers' attention interface"
+_CHOOSES = "it chooses what is attended to by what it finds there"
+_BIASES = "its attention adds numbers to scores, which are no mask"
+_KINDS = "it has attention, or layers, of a kind that the KV cache has not"
+_STATES = "tokens know of others without attention, by convolutions or states"
+_PARTS = "it takes more than text, or is made of several models"
+_OTHER_WAYS = (
+    "its decoder attends to what an encoder made, or does not say that it attends to tokens before alone"
+)
+_DATA = "its code asks tensors for what is in them to find its way"
+_COMPUTED = "its checkpoints hold tensors in a form that is computed into the model's, or under several names"
+
+RUN: tuple[str, ...] = (
+    "AriaTextForCausalLM",
+    "AXK1ForCausalLM",
+    "BartForCausalLM",
+    "BeamForCausalLM",
+    "BertGenerationDecoder",
+    "BertLMHeadModel",
+    "BioGptForCausalLM",
+    "BitNetForCausalLM",
+    "BlenderbotForCausalLM",
+    "BlenderbotSmallForCausalLM",
+    "CamembertForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "CohereCompassForCausalLM",
+    "CTRLLMHeadModel",
+    "Data2VecTextForCausalLM",
+    "ElectraForCausalLM",
+    "ErnieForCausalLM",
+    "FlintForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM",
+    "GraniteMoeSWAForCausalLM",
+    "GraniteSWAForCausalLM",
+    "HYV3ForCausalLM",
+    "Kolibri1ForCausalLM",
+    "LagunaForCausalLM",
+    "LongcatFlashForCausalLM",
+    "MarianForCausalLM",
+    "MBartForCausalLM",
+    "MellumForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiniMaxM3VLForCausalLM",
+    "ModernBertDecoderForCausalLM",
+    "PegasusForCausalLM",
+    "Phi4MultimodalForCausalLM",
+    "PLBartForCausalLM",
+    "RobertaForCausalLM",
+    "RobertaPreLayerNormForCausalLM",
+    "RoCBertForCausalLM",
+    "WhisperForCausalLM",
+    "XLMRobertaForCausalLM",
+    "XLMRobertaXLForCausalLM",
+)
+"""Architectures, in the order of the alphabet."""
+
+REFUSED: dict[str, str] = {
+    "AXK2ForCausalLM": _CHOOSES,
+    "BigBirdForCausalLM": _OWN,
+    "BigBirdPegasusForCausalLM": _OTHER_WAYS,
+    "BltForCausalLM": _PARTS,
+    "CpmAntForCausalLM": _BIASES,
+    "DeepseekV32ForCausalLM": _CHOOSES,
+    "DeepseekV4ForCausalLM": _KINDS,
+    "DogeForCausalLM": _BIASES,
+    "Dots3NoteForCausalLM": _CHOOSES,
+    "Emu3ForCausalLM": _PARTS,
+    "FuyuForCausalLM": _PARTS,
+    "Gemma4AssistantForCausalLM": _PARTS,
+    "Gemma4UnifiedAssistantForCausalLM": _PARTS,
+    "Gemma4UnifiedForConditionalGeneration": _PARTS,
+    "GitForCausalLM": _PARTS,
+    "GlmMoeDsaForCausalLM": _CHOOSES,
+    "GotOcr2ForConditionalGeneration": _PARTS,
+    "GPTNeoXJapaneseForCausalLM": _OWN,
+    "HrmTextForCausalLM": _COMPUTED,
+    "HYV4ForCausalLM": _CHOOSES,
+    "Inkling2ForCausalLM": _BIASES,
+    "InklingForCausalLM": _BIASES,
+    "Lfm3ForCausalLM": _STATES,
+    "MegatronBertForCausalLM": _OWN,
+    "MllamaForCausalLM": _PARTS,
+    "MoshiForCausalLM": _PARTS,
+    "MossTranscribeDiarizeForConditionalGeneration": _PARTS,
+    "MusicgenForCausalLM": _PARTS,
+    "MusicgenMelodyForCausalLM": _PARTS,
+    "MvpForCausalLM": _OWN,
+    "OpenAIGPTLMHeadModel": _OWN,
+    "ProphetNetForCausalLM": _OTHER_WAYS,
+    "Qwen4ExpForCausalLM": _OWN,
+    "ReformerModelWithLMHead": _OWN,
+    "RemBertForCausalLM": _OWN,
+    "RoFormerForCausalLM": _OWN,
+    "RwkvForCausalLM": _STATES,
+    "TrOCRForCausalLM": _OWN,
+    "XLMWithLMHeadModel": _OWN,
+    "XLNetLMHeadModel": _OTHER_WAYS,
+    "xLSTMForCausalLM": _STATES,
+    "XmodForCausalLM": _DATA,
+    "ZambaForCausalLM": _COMPUTED,
+    "ZayaForCausalLM": _KINDS,
+}
+"""Architecture -> why it is refused, for people; in the order of the alphabet."""

@@ -1,0 +1,47 @@
+"""What a core tells its front ends: each what concerns it, and all what is in the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from quire.engine.cache_news import CacheNews
+from quire.engine.messages import CoreMessage, EngineCoreOutputs
+from quire.engine.outboxes import Outboxes
+from quire.engine.remote import messages_of
+
+NEWS = CacheNews(b"12345678", b"")
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context = zmq.Context[zmq.Socket[bytes]]()
+    yield context
+    context.destroy(linger=0)
+
+
+def test_news_of_the_cache_are_for_all_front_ends(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    sockets = [context.socket(zmq.PULL) for _ in range(3)]
+    for front_end, socket in enumerate(sockets):
+        socket.bind(f"ipc://{tmp_path / messages_of(front_end)}")
+    outboxes = Outboxes(context, tmp_path)
+    outboxes.open(1)
+    outboxes.open(2)
+    for news in (NEWS, None, NEWS):
+        outboxes.send(EngineCoreOutputs([], None, 1.0, cache=news))
+    for socket in sockets:
+        for _ in range(2):
+            assert socket.poll(5000), "nothing is told"
+            message = msgspec.msgpack.decode(socket.recv(), type=CoreMessage)
+            assert isinstance(message, EngineCoreOutputs)
+            assert message.cache == NEWS
+    assert not any(socket.poll(0) for socket in sockets)
+    for front_end, socket in enumerate(sockets):
+        outboxes.close(front_end)
+        socket.close(0)
