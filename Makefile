@@ -88,7 +88,7 @@ OTHER_ISAS     = $(shell $(BIN)/python -c 'from quire.kernels.cpu import library
 
 # These are too large for what every change is tested with.
 $(VENV)/.more: $(STAMP)
-	@echo 'installing Ray and sentence-transformers'; $(PIP) ray sentence-transformers
+	@echo 'installing Ray, PEFT and sentence-transformers'; $(PIP) ray peft sentence-transformers
 	@touch $@
 
 test-more: install $(VENV)/.more

@@ -1,10 +1,12 @@
 """What adapters cost: prompts and tokens per second of an engine that serves them, beside those of one that does not.
 
-    python -m benchmarks.adapters [MODEL] [--quantization int8] [--rank 16] [--batch-size 16] [--rounds 3]
+    python -m benchmarks.adapters [MODEL] [--quantization int8] [--rank 16] [--lora-dtype int8] [--batch-size 16]
+        [--rounds 3]
 
 All engines run in one process and take turns, so that what else the machine does meets them alike. Weights and adapters
-are random. Prints, for each load, the medians as shares of those of the engine without adapters; and the longest step
-of requests that run when another one comes, whose adapter is there, or is to be read.
+are random. Prints, for each load, the medians as shares of those of the engine without adapters; and the longest time
+between two tokens of requests that run, when none comes to them, when one does whose adapter is there, and when one
+does whose adapter is to be read.
 """
 
 from __future__ import annotations
@@ -85,17 +87,17 @@ def seconds(
     return most, statistics.median(others)
 
 
-def longest_step(
-    engine: LLMEngine, adapters: Sequence[LoRARequest | None], comes: LoRARequest, vocab_size: int
+def longest_gap(
+    engine: LLMEngine, adapters: Sequence[LoRARequest | None], comes: LoRARequest | None, vocab_size: int
 ) -> float:
-    """Seconds, when a request comes to those that run, until it has its token."""
+    """Most seconds between two tokens of any request that runs, from when another one comes; None: none does."""
     params = SamplingParams(temperature=0.0, max_tokens=STREAMED, ignore_eos=True, detokenize=False)
     for adapter in adapters:
         prompt = {"prompt_token_ids": random.choices(range(vocab_size), k=PROMPT_LEN)}
         engine.add_request(str(next(_NUMBERS)), prompt, params, lora_request=adapter)
     steps: list[float] = []
     while engine.has_unfinished_requests():
-        if len(steps) == COMES_AT:
+        if len(steps) == COMES_AT and comes is not None:
             one = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
             engine.add_request(str(next(_NUMBERS)), {"prompt_token_ids": [1]}, one, lora_request=comes)
         started = time.perf_counter()
@@ -110,6 +112,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", type=Path, default=MODEL)
     parser.add_argument("--quantization")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--lora-dtype", default="auto")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -117,6 +120,7 @@ def main() -> None:
     options |= {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False}
     options |= {"max_model_len": 128, "max_num_seqs": size + 1, "max_num_batched_tokens": size * PROMPT_LEN}
     limits = {"max_loras": size + 1, "max_cpu_loras": size + 1, "max_lora_rank": args.rank}
+    limits |= {"lora_dtype": args.lora_dtype}
     base = LLMEngine(EngineConfig.from_args(model=str(args.model), **options))
     served = LLMEngine(EngineConfig.from_args(model=str(args.model), enable_lora=True, **limits, **options))
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
@@ -130,7 +134,7 @@ def main() -> None:
             "one adapter": (served, [each[0]] * size),
             "an adapter each": (served, [*each]),
         }
-        waits: dict[str, list[float]] = {"is there": [], "is read": []}
+        gaps: dict[str, list[float]] = {"nobody": [], "is there": [], "is read": []}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in loads}
         for turn in range(args.rounds + 1):
             for name, (engine, adapters) in loads.items():
@@ -139,16 +143,19 @@ def main() -> None:
                     found[name].append(times)
             # A number that nobody had before stands for weights that nobody has read.
             new = LoRARequest("new", size + 2 + turn, paths[0])
-            for name, adapter in (("is there", each[1]), ("is read", new)):
-                waits[name].append(longest_step(served, each, adapter, vocab_size))
+            for name, adapter in (("nobody", None), ("is there", each[1]), ("is read", new)):
+                gaps[name].append(longest_gap(served, each, adapter, vocab_size))
     medians = {name: tuple(map(statistics.median, zip(*times, strict=True))) for name, times in found.items()}
     first = medians["no adapters served"]
     for name, (prompts, tokens) in medians.items():
         shares = f"{first[0] / prompts:7.1%} {first[1] / tokens:7.1%}"
         rates = f"{size * PROMPT_LEN / prompts:8.0f} tokens/s of prompts, {size / tokens:7.1f} tokens/s"
         print(f"{name:20} {rates}  {shares}")
-    there, read = (1000 * statistics.median(waits[name][1:]) for name in ("is there", "is read"))
-    print(f"longest step {there:.0f} ms as an adapter's request comes, {read:.0f} ms where it is read first")
+    alone, there, read = (1000 * statistics.median(times[1:]) for times in gaps.values())
+    print(
+        f"longest time between two tokens of {size} streams: {alone:.0f} ms; {there:.0f} ms as a request comes whose "
+        f"adapter is there, {read:.0f} ms where it is read first: {max(read - alone, 0):.0f} ms more"
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ constexpr int kRegistersOf = R < 3 ? 8 / R / kRegisters16 : kRegisters16 == 1 ? 
 // Slots for adapters as Python tells of them; see quire/kernels/lora.py.
 struct Stacks {
     const void *a, *b;
-    const float* scales;
+    const Float32* scales;
     const int32_t *ranks, *affine;
     const Float32 *factors, *offsets;
     const int64_t* ends;
@@ -144,7 +144,7 @@ struct Piece {
 #pragma GCC unroll 4
         for (int c = 0; c < kChains; ++c)
             if (k + c < of.inputs) add(k + c, c);
-        const Lanes16 scale = splat16(of.scales[slot * of.parts + part]);
+        const Lanes16 scale = load16(of.scales + (slot * of.parts + part) * of.most + first);
         for (int r = 0; r < R; ++r) {
             Lanes16 sum = sums[0][r];
             for (int c = 1; c < kChains; ++c) sum = plus(sums[c][r], sum);
@@ -227,12 +227,18 @@ inline void for_pieces(int64_t jobs, int64_t work, const Stacks& of, const Adapt
     });
 }
 
+// Calls body with the type of weights.
+template <class Body>
+inline int64_t with_weights(int64_t dtype, Body body) {
+    return dtype == quire::kInt8 ? body(Int8{}) : with_dtype(dtype, body);
+}
+
 // Adds to rows of out what their adapters make of those of x; every slot exists. `scratch` is as much as stacks say.
 inline void add_adapters(const Stacks& of, const AdaptedRows& rows, Float32* scratch) {
     const Pieces pieces(of, rows, scratch);
     if (!pieces.count) return;
     const int64_t groups = of.most / kWidth, work = pieces.sorted * of.most;
-    with_dtype(of.dtype, [&](auto type) {
+    with_weights(of.dtype, [&](auto type) {
         using W = decltype(type);
         for_pieces<W>(of.parts * groups, work * of.parts * of.inputs, of, rows, pieces, [&](const auto& piece, int64_t job) {
             piece.shrink(job / groups, job % groups * kWidth);

@@ -21,6 +21,11 @@ class LoRAConfig(Config):
         None, "Adapters kept in the host's memory, at least --max-loras. Default: as many as that.", ge=1
     )
 
+    lora_dtype: str = option(
+        "auto",
+        "What adapters' matrices are kept in; auto: as the model's are; int8 takes half of bfloat16's memory.",
+        choices=("auto", "float32", "float16", "bfloat16", "int8"),
+    )
     lora_extra_vocab_size: int = option(
         256,
         "Tokens of which an adapter may have rows of its own in the embedding, and in the head; 0: none.",

@@ -64,6 +64,7 @@ class PoolingSpec:
         returned_token_ids: the classes that are given out, for rewards of steps; empty: all.
         head: what comes between pooled vectors (or all tokens') and the activation, beside what the model has itself.
         include_prompt: whether vectors are made of the tokens of those prompts, too.
+        head_of_adapters: whether the checkpoint has no head, and adapters bring one.
         weighs_vocabulary: whether an embedding has a number for each token id: the greatest that the model's head gives
             it over all tokens of a text. Such a model computes texts whole.
         own_heads: task -> what comes there for it instead (the words' weights and the vectors of tokens of BGE-M3).
@@ -85,6 +86,7 @@ class PoolingSpec:
     returned_token_ids: tuple[int, ...] = ()
     head: tuple[HeadLayer, ...] = ()
     own_heads: tuple[tuple[str, tuple[HeadLayer, ...]], ...] = ()
+    head_of_adapters: bool = False
     weighs_vocabulary: bool = False
 
     @property

@@ -224,6 +224,11 @@ class InputProcessor:
             )
         self._check_prompt(prompt, self.config.arch.vocab_size)
         self._check_terms(priority, tenant, lora_request)
+        if self.pooling.spec.head_of_adapters and lora_request is None:
+            raise ValidationError(
+                "the model has no head of its own, and only adapters bring one: name one of them",
+                param="model",
+            )
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,

@@ -27,9 +27,10 @@ def check_ranks(config: EngineConfig, *, serves: bool, host: Host | None = None)
         ConfigError: says what to change, and, if it is the number, which could be.
     """
     parallel = config.parallel
-    if parallel.tp_invariant and config.lora.enable_lora:
+    if parallel.tp_invariant and config.lora.enable_lora and config.lora.lora_dtype == "int8":
         raise ConfigError(
-            "--tp-invariant wants no --enable-lora: what adapters add is not formed of slices yet"
+            "--tp-invariant wants another --lora-dtype than int8: each rank would round its outputs of an adapter by "
+            "the largest of them"
         )
     if parallel.distributed_executor_backend == LAUNCHED:
         _check_launched(config, serves=serves)

@@ -7,6 +7,7 @@ nothing, so what was recorded of a step goes on reading the right addresses.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -18,20 +19,55 @@ RANK_UNIT = 16
 """Ranks that C++ kernels make together: a slot has room for a multiple of them."""
 
 
+_BLOCK_BYTES = 64 << 20
+_LINE = 64
+
+
+class SlotMemory:
+    """Zeroed memory for the slots of many layers, side by side, so that pages of a CPU's memory are large and few.
+
+    What nobody writes to is not taken, but for what shares such a page. A tensor larger than a block is alone.
+    """
+
+    def __init__(self, device: torch.device, block_bytes: int = _BLOCK_BYTES) -> None:
+        self.device = device
+        self._block_bytes = block_bytes if device.type == "cpu" else 0
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros that is nobody's."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes > self._block_bytes:
+            return _on_huge_pages(torch.zeros(*shape, dtype=dtype, device=self.device))
+        taken = -(-num_bytes // _LINE) * _LINE
+        if len(self._left) < taken:
+            self._left = _on_huge_pages(torch.zeros(self._block_bytes, dtype=torch.uint8))
+            self._left = self._left[-self._left.data_ptr() % _LINE :]
+        own, self._left = self._left[:num_bytes], self._left[taken:]
+        return own.view(dtype).view(shape)
+
+
+def _on_huge_pages(memory: Tensor) -> Tensor:
+    if memory.device.type == "cpu":
+        prefer_huge_pages(memory)
+    return memory
+
+
 @dataclass(frozen=True, slots=True)
 class LoraStacks:
     """S slots for low-rank additions to a matrix [N, K] that is made of P parts, one above the other.
 
-    `a` [S, P, K, R] and `b` [S, R, N], of one float dtype: part p of slot s adds scales[s, p] * x @ a[s, p] @ b[s] in
-    the columns of that part. Of the R ranks the first ranks[s, p] count; what lies behind them means nothing. Where
-    affine[s, p] is not 0, what stands in these columns is multiplied by factors[s] and has offsets[s] added before.
+    `a` [S, P, K, R] and `b` [S, R, N], of one float dtype or int8: part p of slot s adds
+    (x @ a[s, p] * scales[s, p]) @ b[s] in the columns of that part. Of the R ranks the first ranks[s, p] count; what
+    lies behind them means nothing. Where affine[s, p] is not 0, what stands in these columns is multiplied by
+    factors[s] and has offsets[s] added before.
     `ends` [P + 1] int64 on the host: where in N each part begins, and N.
     """
 
     a: Tensor
     b: Tensor
     scales: Tensor
-    """float32 [S, P]."""
+    """float32 [S, P, R]: what the adapter scales its product by, and what undoes the rounding of a's and b's ranks."""
     ranks: Tensor
     """int32 [S, P]; 0: the adapter adds no product to this part."""
     affine: Tensor
@@ -41,6 +77,8 @@ class LoraStacks:
     offsets: Tensor
     """float32 [S, N]."""
     ends: Tensor
+    input_factors: Tensor | None = None
+    """float32 [S, K]: what inputs are to be multiplied by before, by whoever calls; None: by nothing."""
     native: Any = field(default=None, init=False, repr=False, compare=False)
     """Set by the kernels of a device once they have checked it."""
 
@@ -51,20 +89,17 @@ class LoraStacks:
         inputs: int,
         max_rank: int,
         dtype: torch.dtype,
-        device: torch.device,
+        where: torch.device | SlotMemory,
     ) -> "LoraStacks":
         """Slots without adapters, for a matrix whose parts have so many outputs."""
         max_rank = -(-max_rank // RANK_UNIT) * RANK_UNIT
         ends = torch.tensor([0, *parts]).cumsum(0)
-        a = torch.zeros(num_slots, len(parts), inputs, max_rank, dtype=dtype, device=device)
-        b = torch.zeros(num_slots, max_rank, sum(parts), dtype=dtype, device=device)
-        if device.type == "cpu":
-            prefer_huge_pages(a)
-            prefer_huge_pages(b)
+        memory = where if isinstance(where, SlotMemory) else SlotMemory(where, 0)
+        device = memory.device
         return LoraStacks(
-            a=a,
-            b=b,
-            scales=torch.zeros(num_slots, len(parts), device=device),
+            a=memory.zeros(num_slots, len(parts), inputs, max_rank, dtype=dtype),
+            b=memory.zeros(num_slots, max_rank, sum(parts), dtype=dtype),
+            scales=torch.zeros(num_slots, len(parts), max_rank, device=device),
             ranks=torch.zeros(num_slots, len(parts), dtype=torch.int32, device=device),
             affine=torch.zeros(num_slots, len(parts), dtype=torch.int32, device=device),
             factors=torch.zeros(num_slots, sum(parts), device=device),
@@ -87,12 +122,14 @@ class LoraStacks:
             factors=self.factors[slots],
             offsets=self.offsets[slots],
             ends=self.ends,
+            input_factors=None if self.input_factors is None else self.input_factors[slots],
         )
 
     @property
     def nbytes(self) -> int:
         """Memory of all slots."""
-        return sum(part.nbytes for part in (self.a, self.b, self.factors, self.offsets))
+        parts = (self.a, self.b, self.scales, self.factors, self.offsets, self.input_factors)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 class SharedStacks:

@@ -14,7 +14,8 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
         rows = (adapter_rows == slot).nonzero()[:, 0]
         for part, columns in enumerate(adapters.columns()):
             rank = int(adapters.ranks[slot, part])
-            shrunk = x[rows].float() @ adapters.a[slot, part, :, :rank].float() * adapters.scales[slot, part]
+            shrunk = x[rows].float() @ adapters.a[slot, part, :, :rank].float()
+            shrunk = shrunk * adapters.scales[slot, part, :rank]
             added = shrunk @ adapters.b[slot, :rank, columns].float()
             base = out[rows, columns].float()
             if adapters.affine[slot, part]:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+LORA_DTYPES = DTYPES | {"int8": torch.int8}
+
+
 def device_type(config: EngineConfig) -> str:
     """Type of the device that the model runs on, as torch names it; the config must be prepared."""
     return config.device.device
@@ -27,6 +30,11 @@ def device_type(config: EngineConfig) -> str:
 def model_dtype(config: EngineConfig) -> torch.dtype:
     """The precision of large weights; the config must be prepared, so that it is no longer "auto"."""
     return DTYPES[config.model.dtype]
+
+
+def lora_dtype(config: EngineConfig) -> torch.dtype:
+    """What the matrices of adapters are kept in; the config must be prepared."""
+    return LORA_DTYPES.get(config.lora.lora_dtype, model_dtype(config))
 
 
 def activation_dtype(config: EngineConfig) -> torch.dtype:

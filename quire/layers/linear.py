@@ -4,6 +4,7 @@ Shapes: T tokens, K input features, N output features, Hq/Hkv query and key-valu
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,28 @@ from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Cut, Member, Shard, Span
 from quire.layers.slot import length
 from quire.layers.step import StepContext
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The layers of a model that take turns at one layer of ours, as if each had it; adapters know them apart.
+
+    A step of one of them has adapter rows that are counted from its slots on.
+    """
+
+    layers: tuple[int, ...]
+    """Their numbers; the checkpoint has the layer at `home`."""
+    home: int
+    idle: tuple[int, ...] = ()
+    """Those at which the model has it, too, and that never ask it."""
+    slots: SharedStacks = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slots", SharedStacks(range(len(self.layers))))
+
+    def name_at(self, layer: int, name: str) -> str:
+        """What the layer is called there."""
+        return name.replace(f".layers.{self.home}.", f".layers.{layer}.", 1)
 
 
 class Linear(MatrixLayer):
@@ -72,6 +95,8 @@ class Linear(MatrixLayer):
         """Where the slots of all experts are that have such a layer, which is how adapters add to their products."""
         self.expert = 0
         """Of which of them it is."""
+        self.turns: Turns | None = None
+        """Who takes turns at it; None: it is one layer's."""
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method, shard)

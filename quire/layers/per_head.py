@@ -47,9 +47,11 @@ class PerHeadLinear(MatrixLayer):
         """x [T, H, K], strides allowed, of the rank's heads and the step's tokens -> [T, H, N]."""
         if self._matrix is None:
             self._matrix = self.matrix()
+        if self.adapters is None or step.adapter_rows is None:
+            return ops.per_head_linear(x, self._matrix)
+        x = self.adapters.scaled(x, step.adapter_rows)
         out = ops.per_head_linear(x, self._matrix)
-        if self.adapters is not None and step.adapter_rows is not None:
-            self.adapters.add(out, x, step.adapter_rows)
+        self.adapters.add(out, x, step.adapter_rows)
         return out
 
     @property

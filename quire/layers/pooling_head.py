@@ -38,6 +38,8 @@ class HeadLinear(Linear):
             name=prefix + layer.name,
         )
 
+        self.is_of_adapters = False
+        """Whether the checkpoint has none: what it makes without an adapter's is 0, and nobody asks for it."""
         self._taken = layer.rows
         self._num_stored = layer.num_stored
 
@@ -46,6 +48,8 @@ class HeadLinear(Linear):
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         """Of a module of which some outputs are computed, each by itself, beside whoever else reads them."""
+        if self.is_of_adapters:
+            return
         if not self._taken:
             yield from super().slots(names)
             return
@@ -56,6 +60,12 @@ class HeadLinear(Linear):
                 box = (slice(row, row + 1), *rest)
                 part = Part((self._num_stored, *target.shape[1:]), box, box)
                 yield f"{names[0]}.{kind}", Slot(target[index : index + 1], "normal", part, shared=True)
+
+    def finish_loading(self) -> None:
+        if self.is_of_adapters:
+            for parameter in self.parameters():
+                nn.init.zeros_(parameter)
+        super().finish_loading()
 
 
 class TableLinear(HeadLinear):

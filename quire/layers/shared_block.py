@@ -5,6 +5,7 @@ A turn is one use of a block: it has a cache of its own, and adapters, which the
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -15,7 +16,7 @@ from quire.config.arch import SharedBlocksArch
 from quire.layers.activation import GATED
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
-from quire.layers.linear import Linear, QKVLinear
+from quire.layers.linear import Linear, QKVLinear, Turns
 from quire.layers.norm import RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import Cut, Span
@@ -28,7 +29,8 @@ class Adapters(nn.ModuleDict):
     def __init__(
         self, *, config: EngineConfig, prefix: str, turns: Sequence[int], inputs: int, spans: Sequence[Span]
     ) -> None:
-        rank = shared_blocks_of(config).adapter_rank
+        own = shared_blocks_of(config)
+        rank = own.adapter_rank
         super().__init__(
             {
                 str(turn): nn.ModuleList(
@@ -40,6 +42,11 @@ class Adapters(nn.ModuleDict):
                 for turn in turns
             }
         )
+        layers = tuple(own.layers[turn] for turn in turns)
+        for turn, layer in zip(turns, layers, strict=True):
+            for linear in cast(nn.ModuleList, self[str(turn)]):
+                idle = tuple(other for other in layers if other != layer)
+                cast(Linear, linear).turns = Turns((layer,), layers[0], idle)
 
     def keep_turns(self, turns: Collection[int]) -> None:
         """Let go of those of others."""
@@ -104,14 +111,14 @@ class SharedAttention(Module):
             adapters.keep_turns(turns)
         _keep(self.attn, turns)
 
-    def forward(self, x: Tensor, positions: Tensor, turn: int, step: StepContext) -> Tensor:
-        """x [T, 2 H] -> [T, H]."""
-        heads = self.qkv_proj.heads(x, step)
+    def forward(self, x: Tensor, positions: Tensor, turn: int, step: StepContext, own: StepContext) -> Tensor:
+        """x [T, 2 H] -> [T, H]; `own` is the step as the turn's layer has it."""
+        heads = self.qkv_proj.heads(x, own)
         if self.adapters:
             added = [adapters.added(x, turn, step) for adapters in self.adapters]
             heads = [part + more.view(part.shape) for part, more in zip(heads, added, strict=True)]
         q, k, v = heads
-        return self.o_proj(self.attn[str(turn)](q, k, v, positions, step), step)
+        return self.o_proj(self.attn[str(turn)](q, k, v, positions, step), own)
 
 
 class SharedMLP(Module):
@@ -134,10 +141,10 @@ class SharedMLP(Module):
         self.down_proj = span_linear(config, f"{prefix}.down_proj", inner.size, (hidden,), "input", bias)
         self.gate = GATED[arch.hidden_act]
 
-    def forward(self, x: Tensor, turn: int, step: StepContext) -> Tensor:
-        """x [T, H] -> [T, H]."""
+    def forward(self, x: Tensor, turn: int, step: StepContext, own: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]; `own` as for attention."""
         added = self.gate_up_proj_adapter_list.added(x, turn, step)
-        return self.down_proj(self.gate(self.gate_up_proj(x, step) + added), step)
+        return self.down_proj(self.gate(self.gate_up_proj(x, own) + added), own)
 
 
 class SharedBlock(Module):
@@ -159,6 +166,11 @@ class SharedBlock(Module):
         )
         self.pre_ff_layernorm = block_norm(config, f"{prefix}.pre_ff_layernorm")
         self.feed_forward = SharedMLP(config=config, prefix=f"{prefix}.feed_forward", turns=turns)
+        self._turns = tuple(turns)
+        layers = tuple(shared_blocks_of(config).layers[turn] for turn in turns)
+        attention, mlp = self.self_attn, self.feed_forward
+        for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+            linear.turns = Turns(layers, layers[0])
 
     def keep_turns(self, turns: Collection[int]) -> None:
         """Let go of what is for turns that layers of other pipeline stages take; called any number of times."""
@@ -169,8 +181,17 @@ class SharedBlock(Module):
     def forward(self, x: Tensor, embedded: Tensor, positions: Tensor, turn: int, step: StepContext) -> Tensor:
         """x and the embeddings [T, H] -> [T, H]."""
         x = self.input_layernorm(torch.cat((x, embedded), dim=1))
-        x = self.pre_ff_layernorm(self.self_attn(x, positions, turn, step))
-        return self.feed_forward(x, turn, step)
+        own = self._of_turn(turn, step)
+        x = self.pre_ff_layernorm(self.self_attn(x, positions, turn, step, own))
+        return self.feed_forward(x, turn, step, own)
+
+    def _of_turn(self, turn: int, step: StepContext) -> StepContext:
+        """The step with its rows' adapters counted from the slots of this turn on; see `Turns`."""
+        adapters, rows = self.self_attn.qkv_proj.adapters, step.adapter_rows
+        if adapters is None or rows is None:
+            return step
+        first = self._turns.index(turn) * (len(adapters.a) // len(self._turns))
+        return replace(step, adapter_rows=torch.where(rows < 0, rows, rows + first))
 
 
 def shared_blocks_of(config: EngineConfig) -> SharedBlocksArch:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.reference_collectives import tree_sum
@@ -37,6 +38,8 @@ class Slice(Linear):
     def __init__(self, linear: Linear, place: int, shard: Shard) -> None:
         self._number = shard.rank * (NUM_SLICES // shard.of) + place
         self._place = place
+        self.summed_by: Group | None = shard.group if shard.group.size > 1 else None
+        """Those with whom the sum of this rank's slices is added up; None: it has all."""
         super().__init__(
             in_features=linear.inputs,
             out_features=sum(span.size for span in linear.spans),
@@ -46,6 +49,7 @@ class Slice(Linear):
             cut="input",
             transposed=linear.transposed,
         )
+        self.turns = None if linear.turns is None else replace(linear.turns)  # with slots of its own
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         """The same for each number of ranks, so `shard` is not asked."""

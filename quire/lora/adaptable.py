@@ -6,17 +6,17 @@ Shapes: a [r, inputs] and b [outputs, r] are the matrices of a module, as its ch
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.lora import LoraStacks
+from quire.kernels.lora import LoraStacks, SlotMemory
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.head_adapters import HeadAdapters
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, Turns
 from quire.layers.matrix import Piece
 from quire.layers.own_rows import OwnOutputs, OwnRows
 from quire.layers.per_head import PerHeadLinear
@@ -39,8 +39,6 @@ class AdaptableLayer:
     is_table = False
     blocks = 1
     """Stacks that one adapter takes."""
-    has_lengths = True
-    """Whether it can multiply by outputs, too: for DoRA."""
     has_biases = True
     """Whether it can add to them."""
 
@@ -63,13 +61,30 @@ class AdaptableLayer:
         """Of this rank's outputs."""
         return self.layer.bias
 
-    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """What its matrices are kept in, of an adapter that is kept in `dtype`."""
+        return dtype
+
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
         """Room for so many adapters."""
-        return LoraStacks.empty(num_slots, self.parts, length(self.layer.columns), max_rank, dtype, device)
+        return LoraStacks.empty(num_slots, self.parts, length(self.layer.columns), max_rank, dtype, memory)
 
     def put(self, stacks: LoraStacks, part: int, piece: Piece, a: Tensor, b: Tensor) -> None:
         """Let the product of a and b count where the piece of its outputs stands, in stacks of one adapter."""
         _put(stacks, part, self.layer.columns, piece, a, b)
+
+    def offset(self, stacks: LoraStacks, part: int, piece: Piece, by: Tensor | float) -> None:
+        """Let these be added to the piece's outputs, which something may multiply, too."""
+        _offset(stacks, part, piece, by)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of `weight`."""
+        return sum(self.parts)
+
+    def lengthen(self, stacks: LoraStacks, factors: Tensor) -> None:
+        """Multiply the rows of weight and product [N], in stacks of one adapter."""
+        _lengthen(stacks, factors)
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         """What it makes of the modules' outputs, none of more than a part."""
@@ -77,11 +92,9 @@ class AdaptableLayer:
             return list(self.layer.pieces_of(names[0], range(len(self.parts))))
         return self.layer.pieces(names)
 
-    def make_room(
-        self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
-    ) -> LoraStacks:
+    def make_room(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
         """Slots for so many adapters, of which it adds what they have."""
-        self.layer.adapters = self.stacks(num_slots, max_rank, dtype, device)
+        self.layer.adapters = self.stacks(num_slots, max_rank, dtype, memory)
         return self.layer.adapters
 
     def give_rows(
@@ -95,7 +108,7 @@ class AdaptableLayer:
 
     def launch(self, stacks: LoraStacks, row: Tensor) -> None:
         """Launch what adds to a row, [1] int32, that has no adapter."""
-        dtype = torch.float32 if isinstance(self.layer, VocabEmbedding) else stacks.b.dtype
+        dtype = torch.float32 if isinstance(self.layer, VocabEmbedding) else self.layer.dtype
         out, x = (row.new_zeros(1, size, dtype=dtype) for size in (stacks.b.shape[-1], stacks.a.shape[2]))
         ops.lora_linear(out, x, row, stacks)
 
@@ -106,11 +119,36 @@ class AdaptableHead(AdaptableLayer):
 
     layer: HeadLinear
 
-    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """As the layer is."""
+        return torch.float32
+
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
         """Room for so many adapters, each of a rank of any outputs."""
-        return AdaptableLayer.stacks(
-            self, num_slots, max(max_rank, self.layer.num_rows), torch.float32, device
+        return AdaptableLayer.stacks(self, num_slots, max(max_rank, self.layer.num_rows), dtype, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptableTurn(AdaptableLayer):
+    """A layer that several of the model's take turns at, as one of them has it."""
+
+    layer: Linear
+    turn: int = 0
+
+    def make_room(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
+        """Slots beside those of the other turns."""
+        assert self.layer.turns is not None, "a layer of turns"
+        slots = self.layer.turns.slots
+        stacks = slots.of_layer(
+            self.turn, num_slots, lambda count: self.stacks(count, max_rank, dtype, memory)
         )
+        self.layer.adapters = slots.all
+        return stacks
+
+    def launch(self, stacks: LoraStacks, row: Tensor) -> None:
+        """Once for all turns."""
+        if self.turn == 0:
+            AdaptableLayer.launch(self, stacks, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +157,11 @@ class AdaptableExpert(AdaptableLayer):
 
     layer: Linear
 
-    def make_room(
-        self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
-    ) -> LoraStacks:
+    def make_room(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
         """Slots beside those of the other experts."""
         assert self.layer.shared_adapters is not None, "an expert's"
         return self.layer.shared_adapters.of_layer(
-            self.layer.expert, num_slots, lambda count: self.stacks(count, max_rank, dtype, device)
+            self.layer.expert, num_slots, lambda count: self.stacks(count, max_rank, dtype, memory)
         )
 
     def launch(self, stacks: LoraStacks, row: Tensor) -> None:
@@ -144,7 +180,6 @@ class AdaptableTable:
 
     is_table = True
     blocks = 1
-    has_lengths = True
     has_biases = False
     bias = None
 
@@ -167,24 +202,39 @@ class AdaptableTable:
         """The table of this rank, [H, V]."""
         return self.layer.unpacked().t()
 
-    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """As that of `AdaptableLayer`; what is looked up is a float."""
+        return torch.bfloat16 if dtype is torch.int8 else dtype
+
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
         """Room for so many adapters, for the tokens whose rows this rank has."""
-        return LoraStacks.empty(num_slots, self.parts, length(self.layer.rows[0]), max_rank, dtype, device)
+        return LoraStacks.empty(num_slots, self.parts, length(self.layer.rows[0]), max_rank, dtype, memory)
 
     def put(self, stacks: LoraStacks, part: int, piece: Piece, a: Tensor, b: Tensor) -> None:
         """As that of `AdaptableLayer`."""
         _put(stacks, part, self.layer.rows[0], piece, a, b)
+
+    def offset(self, stacks: LoraStacks, part: int, piece: Piece, by: Tensor | float) -> None:
+        """As that of `AdaptableLayer`."""
+        _offset(stacks, part, piece, by)
+
+    @property
+    def num_rows(self) -> int:
+        """Features of a row."""
+        return self.layer.inputs
+
+    def lengthen(self, stacks: LoraStacks, factors: Tensor) -> None:
+        """As that of `AdaptableLayer`."""
+        _lengthen(stacks, factors)
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         """All of a row."""
         everything = slice(0, self.layer.inputs)
         return [Piece(names[0], self.layer.inputs, everything, everything, everything)]
 
-    def make_room(
-        self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
-    ) -> LoraStacks:
+    def make_room(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
         """As that of `AdaptableLayer`."""
-        stacks = self.stacks(num_slots, max_rank, dtype, device)
+        stacks = self.stacks(num_slots, max_rank, dtype, memory)
         self.layer.table_adapters = TableAdapters(stacks, self.layer.group, self.layer.rows[0])
         return stacks
 
@@ -207,7 +257,6 @@ class AdaptableHeads:
     is_here: bool = True
 
     is_table = False
-    has_lengths = False
     has_biases = False
     bias = None
 
@@ -232,13 +281,23 @@ class AdaptableHeads:
         return slice(0, self.inputs)
 
     def weight(self) -> Tensor:
-        """It is never asked for."""
-        raise NotImplementedError
+        """As that of `AdaptableLayer`, one head after the other."""
+        weight = self.layer.unpacked()
+        if not self.layer.inverted:
+            return weight
+        return torch.unflatten(weight, 0, (self.blocks, -1)).transpose(1, 2).flatten(0, 1)
 
-    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> LoraStacks:
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """As that of `AdaptableLayer`."""
+        return dtype
+
+    def stacks(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
         """Room for so many adapters."""
         inputs, count = self.layer.matrix_shape()[1], num_slots * self.blocks
-        return LoraStacks.empty(count, self.parts, inputs, max_rank, dtype, device)
+        stacks = LoraStacks.empty(count, self.parts, inputs, max_rank, dtype, memory)
+        if not self.layer.inverted:
+            return stacks
+        return replace(stacks, input_factors=torch.ones(count, inputs, device=memory.device))
 
     def put(self, stacks: LoraStacks, part: int, piece: Piece, a: Tensor, b: Tensor) -> None:
         """As that of `AdaptableLayer`; a piece is a head."""
@@ -248,15 +307,32 @@ class AdaptableHeads:
         first, then = (own, a) if self.layer.inverted else (a.t(), own.t())
         stacks.a[head, part, :, :rank], stacks.b[head, :rank] = first, then
 
+    def offset(self, stacks: LoraStacks, part: int, piece: Piece, by: Tensor | float) -> None:
+        """As that of `AdaptableLayer`; there are no biases."""
+        if length(piece.place) and not self.layer.inverted:
+            stacks.affine[piece.place.start // length(piece.place), part] = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Those of all heads."""
+        return self.layer.num_rows
+
+    def lengthen(self, stacks: LoraStacks, factors: Tensor) -> None:
+        """As that of `AdaptableLayer`; rows are what goes in, where the checkpoint multiplies what comes out."""
+        of_heads = torch.unflatten(factors, 0, (self.blocks, -1))
+        if stacks.input_factors is not None:
+            stacks.input_factors.copy_(of_heads)
+            return
+        stacks.b.mul_(of_heads[:, None])
+        stacks.factors.copy_(of_heads)
+
     def pieces(self, names: Sequence[str]) -> list[Piece]:
         """One for each head."""
         return self.layer.pieces(names)
 
-    def make_room(
-        self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
-    ) -> LoraStacks:
+    def make_room(self, num_slots: int, max_rank: int, dtype: torch.dtype, memory: SlotMemory) -> LoraStacks:
         """As that of `AdaptableLayer`."""
-        stacks = self.stacks(num_slots, max_rank, dtype, device)
+        stacks = self.stacks(num_slots, max_rank, dtype, memory)
         self.layer.adapters = HeadAdapters(stacks, self.blocks)
         return stacks
 
@@ -266,7 +342,7 @@ class AdaptableHeads:
     def launch(self, stacks: LoraStacks, row: Tensor) -> None:
         """As that of `AdaptableLayer`."""
         out, x = (
-            row.new_zeros(1, self.blocks, size, dtype=stacks.b.dtype)
+            row.new_zeros(1, self.blocks, size, dtype=self.layer.dtype)
             for size in (stacks.b.shape[-1], stacks.a.shape[2])
         )
         HeadAdapters(stacks, self.blocks).add(out, x, row)
@@ -283,11 +359,23 @@ def adaptable_layers(model: CausalLM) -> Iterator[tuple[list[str], list[str], Ad
     here = {layer for _, layer in model.checkpoint_layers()}
     layers, head, enters = model.uncut or Uncut([*model.adapter_layers()], model.lm_head)
     for names, stored, layer in layers:
+        if isinstance(layer, Linear) and layer.turns is not None:
+            yield from _of_turns(names, stored, layer, layer.turns, layer in here)
+            continue
         for own in _of_layer(model, layer, len(names), layer in here, head, enters=enters):
             yield names, stored, own
     if head is not None and _takes_adapters(head):
         is_here, name = model.lm_head is not None, [model.renamed.get("lm_head", "lm_head")]
         yield name, name, AdaptableLayer(head, (head.num_rows,), is_here)
+
+
+def _of_turns(
+    names: list[str], stored: list[str], layer: Linear, turns: Turns, is_here: bool
+) -> Iterator[tuple[list[str], list[str], Adaptable]]:
+    parts = (layer.num_rows,) if len(names) == 1 else tuple(map(length, layer.rows))
+    for turn, number in enumerate(turns.layers):
+        there, there_stored = ([turns.name_at(number, name) for name in of] for of in (names, stored))
+        yield there, there_stored, AdaptableTurn(layer, parts, is_here, turn)
 
 
 def _of_layer(
@@ -319,6 +407,16 @@ def _put(stacks: LoraStacks, part: int, columns: slice, piece: Piece, a: Tensor,
     rank = len(a)
     stacks.a[0, part, :, :rank] = a[:, columns].t()
     stacks.b[0, :rank, piece.place] = b[piece.rows].t()
+
+
+def _offset(stacks: LoraStacks, part: int, piece: Piece, by: Tensor | float) -> None:
+    stacks.offsets[0, piece.place] = by
+    stacks.affine[0, part] = 1
+
+
+def _lengthen(stacks: LoraStacks, factors: Tensor) -> None:
+    stacks.b[0] = stacks.b[0] * factors
+    stacks.factors[0] = factors
 
 
 def _takes_adapters(layer: VocabEmbedding) -> bool:

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels.lora import LoraStacks
+from quire.kernels import ops
+from quire.kernels.linear import FLOAT
+from quire.kernels.lora import LoraStacks, SlotMemory
 from quire.layers.own_rows import TokenRows
+from quire.layers.sliced_linear import Slice
 from quire.layers.slot import length
+from quire.lora.adaptable import Adaptable, AdaptableTurn
 from quire.lora.adapted import AdaptedModule, Kind
 from quire.lora.directory import WEIGHTS_NAME
 from quire.lora.modules import adapted_modules
 from quire.lora.own_rows import count_added, read_own_rows
 from quire.lora.peft_config import read_peft_config
+from quire.lora.rounding import read_as, rounded
 from quire.lora.row_lengths import RowLengths, settle
 from quire.lora.targets import Place, Targets
 from quire.models.safetensors_file import SafetensorsFile
@@ -34,7 +39,7 @@ _PICKLED_NAME = "adapter_model.bin"
 class Adapter:
     """One adapter on the host: by the index of each layer that it changes, stacks with a single slot."""
 
-    layers: Mapping[int, LoraStacks]
+    layers: dict[int, LoraStacks]
     rows: Mapping[int, TokenRows]
     """By the index of each table, rows in place of its own, or behind them."""
     num_added: int = 0
@@ -43,10 +48,13 @@ class Adapter:
     """What it says that it was trained on."""
     lengths: dict[int, RowLengths] = field(default_factory=dict)
     """Of layers whose inputs ranks share, until they are settled."""
+    kept: Mapping[int, torch.dtype] = field(default_factory=dict)
+    """What the matrices of such layers are kept in from then on."""
 
     def settle(self) -> None:
         """Have ranks put together what each knows a part of; all do at once, and the first time counts."""
         settle(self.lengths, self.layers)
+        self.layers.update({index: rounded(self.layers[index], self.kept[index]) for index in self.lengths})
         self.lengths.clear()
 
     @property
@@ -64,10 +72,12 @@ def read_adapter(
     *,
     max_rows: int = 0,
     max_added: int = 0,
+    row_dtype: torch.dtype | None = None,
 ) -> Adapter:
-    """The adapter of a directory, for the model that has these targets, its weights rounded to `dtype`.
+    """The adapter of a directory, for the model that has these targets, its matrices rounded to `dtype`.
 
-    It may have `max_rows` rows of its own in a table, of which `max_added` are behind the table's.
+    It may have `max_rows` rows of its own in a table, in `row_dtype` (None: in `dtype`), of which `max_added` are
+    behind the table's.
 
     Raises:
         ModelLoadError: a file is missing or corrupt, or a tensor does not fit the model or these limits.
@@ -81,7 +91,7 @@ def read_adapter(
         for index in dict.fromkeys(place.layer for place in module.target.places if module.of_layers):
             if targets.layers[index].is_here:
                 by_layer.setdefault(index, []).append(module)
-    rows = read_own_rows(file, modules, targets, max_rows, dtype)
+    rows = read_own_rows(file, modules, targets, max_rows, row_dtype or dtype)
     layers, lengths = {}, {}
     for index, found in by_layer.items():
         reader = _LayerReader(file, targets, index)
@@ -90,7 +100,10 @@ def read_adapter(
             lengths[index] = reader.lengths
     settle({index: own for index, own in lengths.items() if own.group is None}, layers)
     shared = {index: own for index, own in lengths.items() if own.group is not None}
-    return Adapter(layers, rows, count_added(file, rows, targets), config.base_model, shared)
+    kept = {index: targets.layers[index].kept(dtype) for index in layers}
+    for index in layers.keys() - shared.keys():
+        layers[index] = rounded(layers[index], kept[index])
+    return Adapter(layers, rows, count_added(file, rows, targets), config.base_model, shared, kept)
 
 
 def _weights_file(directory: Path) -> Path:
@@ -102,6 +115,16 @@ def _weights_file(directory: Path) -> Path:
     if not path.exists():
         raise ModelLoadError(f"{path}: no such file")
     return path
+
+
+def _row_lengths(own: Adaptable) -> RowLengths:
+    """Those of a layer, and who knows what of its rows it has not."""
+    layer = own.layer
+    if isinstance(layer, Slice):
+        turn = own.turn if isinstance(own, AdaptableTurn) else 0
+        return RowLengths(own.num_rows, own.lengthen, layer.summed_by, f"{layer.name} {turn}")
+    is_shared = length(own.columns) != own.inputs
+    return RowLengths(own.num_rows, own.lengthen, layer.group if is_shared else None)
 
 
 class _LayerReader:
@@ -119,7 +142,7 @@ class _LayerReader:
     def stacks(self, modules: Sequence[AdaptedModule], dtype: torch.dtype) -> LoraStacks:
         """Those of one adapter."""
         rank = max(module.rank for module in modules)
-        stacks = self._own.stacks(1, rank, dtype, torch.device("cpu"))
+        stacks = self._own.stacks(1, rank, read_as(self._own.kept(dtype)), SlotMemory(torch.device("cpu"), 0))
         stacks.factors.fill_(1.0)
         for module in modules:
             tensors = {
@@ -140,7 +163,7 @@ class _LayerReader:
         if rank:
             a, b = tensors["a"], tensors["b"]
             if "magnitude" in tensors:
-                self._lengths(stacks).add(
+                self._lengths().add(
                     here,
                     self._changed(here, module.scale, a, b[rows]),
                     tensors["magnitude"][rows],
@@ -152,8 +175,7 @@ class _LayerReader:
         if "weight" in tensors:
             stacks.factors[0, here] = 0.0  # what the layer makes itself does not count
         if tensors.keys() - {"a", "b"}:
-            stacks.offsets[0, here] = self._offsets(place, module, tensors)
-            stacks.affine[0, part] = 1
+            self._own.offset(stacks, part, place.piece, self._offsets(place, module, tensors))
 
     def _offsets(self, place: Place, module: AdaptedModule, tensors: Mapping[Kind, Tensor]) -> Tensor | float:
         """What its biases add to what the layer makes."""
@@ -173,10 +195,9 @@ class _LayerReader:
         bias = self._own.bias
         return 0.0 if bias is None else bias.detach()[place.piece.place].float().cpu()
 
-    def _lengths(self, stacks: LoraStacks) -> RowLengths:
+    def _lengths(self) -> RowLengths:
         if self.lengths is None:
-            is_shared = length(self._own.columns) != self._own.inputs
-            self.lengths = RowLengths(stacks.factors.shape[1], self._layer.group if is_shared else None)
+            self.lengths = _row_lengths(self._own)
         return self.lengths
 
     def _changed(self, here: slice, scale: float, a: Tensor, b: Tensor) -> Iterator[Tensor]:
@@ -186,4 +207,11 @@ class _LayerReader:
         a = a[:, self._own.columns]
         for start in range(0, a.shape[1], _COLUMNS):
             columns = slice(start, start + _COLUMNS)
-            yield self._weight[here, columns].float().cpu() + scale * (b @ a[:, columns])
+            yield self._weight[here, columns].float().cpu() + scale * _product(b, a[:, columns])
+
+
+def _product(b: Tensor, a: Tensor) -> Tensor:
+    """b @ a, of which each element is one sum in order of ranks, however many rows a rank of the model has."""
+    if not b.numel():
+        return b @ a
+    return ops.packed_linear(a.t().contiguous(), ops.pack_weight(b.contiguous(), FLOAT)).t().contiguous()

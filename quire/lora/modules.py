@@ -52,12 +52,19 @@ def adapted_modules(
     modules: dict[str, dict[Kind, TensorInfo]] = {}
     for info in file.tensors.values():
         name, kind = _module_of(file, info)
+        if targets.is_idle(name):
+            continue
         own = modules.setdefault(targets.name_of(name), {})
         if kind in own:
             raise wrong(file, info, f"says again what {own[kind].name!r} says")
         own[kind] = info
     if not modules:
         raise ModelLoadError(f"{file.path}: there is no tensor in it")
+    for name, target in targets.modules.items():
+        if target.is_of_adapters and not modules.get(name, {}).keys() & {"weight", "table"}:
+            raise ModelLoadError(
+                f"{file.path}: there is no tensor {_PREFIX}{name}.weight, and the model has no head of its own"
+            )
     found: list[AdaptedModule] = []
     for name, tensors in modules.items():
         experts = experts_of(name, targets)
@@ -133,8 +140,8 @@ class _Checked:
             if kind not in (*TABLES, "magnitude") and info.name.endswith(_OF_TABLES) != target.is_table:
                 what = "an embedding" if target.is_table else "no embedding"
                 raise wrong(self.file, info, f"is for {self.name}, which is {what}")
-            if kind not in TABLES and not target.has_lengths and self.config.is_dora:
-                raise wrong(self.file, info, "is of matrices of heads, for which use_dora is not supported")
+            if kind not in TABLES and target.no_lengths and self.config.is_dora:
+                raise wrong(self.file, info, f"is {target.no_lengths}")
             if kind == "expand_bias" and not target.has_biases:
                 raise wrong(self.file, info, f"is a bias, which {self.name} has no place for")
             if kind in TABLES and not target.has_rows:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.kernels.lora import LoraStacks
+from quire.kernels.lora import LoraStacks, SlotMemory
 from quire.layers.own_rows import OwnOutputs, OwnRows
 from quire.lora.checkpoint import Adapter
 from quire.lora.targets import Targets
@@ -24,9 +24,10 @@ class AdapterSlots:
         targets: of the loaded model, whose layers get the slots.
         num_slots: adapters that may be in one step.
         max_rank: the largest rank that they may have.
-        dtype: of their weights.
+        dtype: of their matrices, as far as layers can have them so.
         upload: brings a tensor of the host to the device, in the order of the device's work.
         max_rows: rows of its own that an adapter may have in each table.
+        row_dtype: of these; None: that of matrices.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class AdapterSlots:
         upload: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         *,
         max_rows: int = 0,
+        row_dtype: torch.dtype | None = None,
     ) -> None:
         self._upload = upload
         self._layers = targets.layers
@@ -47,11 +49,12 @@ class AdapterSlots:
             set() for _ in range(num_slots)
         ]  # layers in which a slot has something
         self._rows: dict[int, OwnRows | OwnOutputs] = {}
+        memory = SlotMemory(device)
         for index, own in enumerate(self._layers):
             if not own.is_here:
                 continue
-            self._stacks[index] = own.make_room(num_slots, max_rank, dtype, device)
-            rows = own.give_rows(num_slots, max_rows, dtype, device) if max_rows else None
+            self._stacks[index] = own.make_room(num_slots, max_rank, own.kept(dtype), memory)
+            rows = own.give_rows(num_slots, max_rows, row_dtype or dtype, device) if max_rows else None
             if rows is not None:
                 self._rows[index] = rows
 
@@ -65,15 +68,19 @@ class AdapterSlots:
             if source is None:
                 stacks.ranks[blocks] = 0
                 stacks.affine[blocks] = 0
+                if stacks.input_factors is not None:
+                    stacks.input_factors[blocks] = 1.0
                 continue
             rank = source.b.shape[1]
             stacks.a[blocks, ..., :rank] = self._upload(source.a)
             if own.is_table:  # all ranks of a row are looked up, and what is no number would spread
                 stacks.a[blocks, ..., rank:] = 0.0
             stacks.b[blocks, :rank] = self._upload(source.b)
-            stacks.scales[blocks] = self._upload(source.scales)
+            stacks.scales[blocks, :, :rank] = self._upload(source.scales)
             stacks.ranks[blocks] = self._upload(source.ranks)
             stacks.affine[blocks] = self._upload(source.affine)
+            if stacks.input_factors is not None and source.input_factors is not None:
+                stacks.input_factors[blocks] = self._upload(source.input_factors)
             if source.affine.any():
                 stacks.factors[blocks] = self._upload(source.factors)
                 stacks.offsets[blocks] = self._upload(source.offsets)

@@ -25,17 +25,26 @@ class AdapterStore:
 
     Args:
         max_rank: the largest that they may have.
-        dtype: of their weights.
+        dtype: of their matrices.
+        row_dtype: of rows of tables, which is the model's; None: that of matrices.
         max_rows: rows of its own that one may have in each table.
         max_added: of these, those behind the table's.
         base_model: what the model is called; an adapter that was trained on another is logged.
     """
 
     def __init__(
-        self, max_rank: int, dtype: torch.dtype, *, max_rows: int, max_added: int, base_model: str = ""
+        self,
+        max_rank: int,
+        dtype: torch.dtype,
+        *,
+        row_dtype: torch.dtype | None = None,
+        max_rows: int,
+        max_added: int,
+        base_model: str = "",
     ) -> None:
         self._base_model = base_model
         self._max_rank = max_rank
+        self._row_dtype = row_dtype
         self._rows = {"max_rows": max_rows, "max_added": max_added}
         self._dtype = dtype
         self._targets: Targets | None = None
@@ -70,7 +79,14 @@ class AdapterStore:
         assert self._targets is not None, "the model is loaded first"
         directory = directory_of(request.lora_path)
         try:
-            adapter = read_adapter(directory, self._targets, self._max_rank, self._dtype, **self._rows)
+            adapter = read_adapter(
+                directory,
+                self._targets,
+                self._max_rank,
+                self._dtype,
+                row_dtype=self._row_dtype,
+                **self._rows,
+            )
         except StartupError as error:
             problem = str(error).replace(f"{directory}/", "")  # where it lies is for the operator alone
         except Exception:  # costs those who want this adapter, and no core

@@ -6,7 +6,7 @@ Invariant: a module is a target only if all of its outputs are made by layers th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,8 +15,15 @@ from quire.config.arch import ExpertsArch
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import Piece
+from quire.layers.sliced_linear import Slice
 from quire.layers.slot import length
-from quire.lora.adaptable import Adaptable, AdaptableExpert, AdaptableHead, adaptable_layers
+from quire.lora.adaptable import (
+    Adaptable,
+    AdaptableExpert,
+    AdaptableHead,
+    AdaptableTurn,
+    adaptable_layers,
+)
 from quire.lora.row_marks import table_marks
 from quire.models.base import CausalLM
 
@@ -45,12 +52,14 @@ class Target:
     """Whether its inputs are tokens, whose rows are looked up."""
     has_rows: bool
     """Whether it is such a table or the head, whose outputs are tokens."""
-    has_lengths: bool
-    """Whether what its outputs are multiplied by can be an adapter's."""
+    no_lengths: str
+    """Why what its outputs are multiplied by cannot be an adapter's; "": it can."""
     has_biases: bool
     """Whether what is added to them can be."""
     is_head: bool = False
     """Whether all of its weight can be an adapter's: a layer behind what is pooled."""
+    is_of_adapters: bool = False
+    """Whether all of its weight must be, for the model has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +92,9 @@ class Targets:
             for place in (*_places(index, names, own), *_places(index, _other(stored, names), own)):
                 places.setdefault(place.piece.name, []).append(place)
         self.modules: Mapping[str, Target] = {
-            name: self._target(of)
-            for name, of in places.items()
-            if sum(length(place.piece.region) for place in of) == of[0].piece.num_rows
+            name: self._target(of) for name, of in places.items() if self._makes_all(of)
         }
+        self._idle = frozenset(_idle_modules(found))
         tables = dict.fromkeys(own.layer for own in self.layers if own.is_here)
         self.marks: Mapping[Layer, Tensor] = {
             layer: table_marks(layer)
@@ -114,6 +122,11 @@ class Targets:
         own = self._head if own == HEAD else own
         return next((prefix + own for prefix in self._prefixes if prefix + own in self.modules), own)
 
+    def is_idle(self, module: str) -> bool:
+        """Whether transformers has a module, and nothing asks it there: what an adapter has for it is nothing."""
+        own = module if self._part_of is None else self._part_of.name_alone(module)
+        return any(prefix + own in self._idle for prefix in self._prefixes)
+
     def _target(self, places: Sequence[Place]) -> Target:
         own = self.layers[places[0].layer]
         has_rows = isinstance(own.layer, VocabEmbedding)
@@ -123,15 +136,41 @@ class Targets:
             tuple(places),
             own.is_table,
             has_rows,
-            own.has_lengths,
+            self._why_no_lengths(own),
             own.has_biases,
             isinstance(own, AdaptableHead),
+            isinstance(own, AdaptableHead) and own.layer.is_of_adapters,
         )
+
+    def _why_no_lengths(self, own: Adaptable) -> str:
+        is_sliced = any(isinstance(other.layer, Slice) for other in self.layers)
+        if own.is_table and is_sliced:  # ranks have tokens of their own, which no slices are made of
+            return "of a table, for which use_dora is not supported with --tp-invariant"
+        return ""
+
+    def _makes_all(self, places: Sequence[Place]) -> bool:
+        """Whether all outputs of a module are made there, of each slice of its inputs, if it is cut into slices."""
+        made: dict[tuple[int, int], int] = {}
+        for place in places:
+            columns = self.layers[place.layer].columns
+            key = (columns.start, columns.stop)
+            made[key] = made.get(key, 0) + length(place.piece.region)
+        return {*made.values()} == {places[0].piece.num_rows}
 
     def has_bias(self, target: Target) -> bool:
         """Whether all layers that make a module's outputs add a bias."""
         layers = [self.layers[place.layer] for place in target.places]
         return all(own.layer.has_bias and not own.is_table for own in layers)
+
+
+def _idle_modules(found: Sequence[tuple[list[str], list[str], Adaptable]]) -> Iterator[str]:
+    for names, _, own in found:
+        if isinstance(own, AdaptableTurn) and own.layer.turns is not None:
+            turns = own.layer.turns
+            for layer in turns.idle:
+                yield from (
+                    name.replace(f".layers.{turns.layers[0]}.", f".layers.{layer}.", 1) for name in names
+                )
 
 
 def _other(stored: list[str], names: list[str]) -> list[str]:
@@ -161,7 +200,7 @@ def _expert_matrices(
             assert match is not None, experts
             pieces = own.layer.pieces_of(own.layer.name, range(len(own.parts)))
             places = tuple(Place(index, part, piece) for part, piece in enumerate(pieces))
-            target = Target(places[0].piece.num_rows, own.inputs, places, False, False, True, True)
+            target = Target(places[0].piece.num_rows, own.inputs, places, False, False, "", True)
             targets.setdefault(match[1], {}).setdefault(matrix, []).append(target)
     alternates = arch is not None and arch.alternates
     # Where they alternate, transformers says that they are transposed.

@@ -20,7 +20,7 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.kernels import ops
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
-from quire.layers.base import model_dtype
+from quire.layers.base import lora_dtype, model_dtype
 from quire.layers.experts import take_part
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.shard import WHOLE, Shard
@@ -76,7 +76,8 @@ class Worker:
         self.grammars = GrammarStore(config.structured_outputs.settings)
         self.adapters = AdapterStore(
             config.lora.max_lora_rank,
-            model_dtype(config),
+            lora_dtype(config),
+            row_dtype=model_dtype(config),
             max_rows=config.lora.lora_extra_vocab_size,
             max_added=config.max_added_tokens,
             base_model=config.model.model,
@@ -210,10 +211,15 @@ class Worker:
         lora = self._config.lora
         if lora.enable_lora:
             targets, transfers = Targets(self._model), self._device.transfers
-            limits = lora.max_loras, lora.max_lora_rank
-            dtype, device = model_dtype(self._config), transfers.torch_device
             self._slots = AdapterSlots(
-                targets, *limits, dtype, device, transfers.upload, max_rows=lora.lora_extra_vocab_size
+                targets,
+                lora.max_loras,
+                lora.max_lora_rank,
+                lora_dtype(self._config),
+                transfers.torch_device,
+                transfers.upload,
+                max_rows=lora.lora_extra_vocab_size,
+                row_dtype=model_dtype(self._config),
             )
             self.adapters.use_targets(targets)
 

@@ -21,6 +21,7 @@ from quire.kernels.linear import FLOAT, GATED, Ending, Function, PackedWeight, Q
 from quire.kernels.lora import LoraStacks
 from quire.kernels.pooling import SUM_DTYPE
 from quire.kernels.rounding import RowRounding
+from quire.lora.rounding import rounded
 from tests.kernels.state_batches import state_batch
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
@@ -484,7 +485,7 @@ def lora_linear(dtype: torch.dtype) -> Iterator[Arguments]:
         (64, [64, 16, 16], 32),
         (300, [280, 7], 48),
     ]:
-        for kept in {dtype, torch.float32}:
+        for kept in {dtype, torch.float32, torch.int8}:
             adapters = lora_stacks(3, parts, inputs, max_rank, kept)
             for slots in ([], [-1, -1], [2], [0, 0, 2, -1, 1, 1, 1, 1, 1], [2] * 7 + [-7] + [0] * 5):
                 rows = torch.tensor(slots, dtype=torch.int32)
@@ -495,7 +496,9 @@ def lora_linear(dtype: torch.dtype) -> Iterator[Arguments]:
 def lora_stacks(
     num_slots: int, parts: list[int], inputs: int, max_rank: int, dtype: torch.dtype = torch.float32
 ) -> LoraStacks:
-    """Slots full of random adapters; what lies behind an adapter's ranks is NaN."""
+    """Slots full of random adapters; what lies behind an adapter's ranks is NaN, or whatever integers are instead."""
+    if dtype is torch.int8:
+        return rounded(lora_stacks(num_slots, parts, inputs, max_rank), dtype)
     stacks = LoraStacks.empty(num_slots, parts, inputs, max_rank, dtype, torch.device("cpu"))
     stacks.scales.copy_(torch.rand(stacks.scales.shape) * 2)
     stacks.ranks.copy_(torch.randint(0, stacks.a.shape[-1] + 1, stacks.ranks.shape))

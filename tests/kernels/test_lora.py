@@ -20,7 +20,7 @@ def added(x: Tensor, rows: Tensor, adapters: LoraStacks) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
 def test_a_row_has_the_bits_that_it_has_alone(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     adapters, x = lora_stacks(3, PARTS, INPUTS, 32, dtype), torch.randn(40, INPUTS)

@@ -9,18 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from quire.errors import ModelLoadError
+from quire import LLM
+from quire.config import EngineConfig
+from quire.engine.startup import prepare
+from quire.errors import ModelLoadError, ValidationError
 from quire.kernels import cpu
 from quire.lora.checkpoint import read_adapter
 from quire.lora.targets import Targets
 from quire.lora_request import LoRARequest
+from quire.models.loader import load_model
 from tests.end_to_end.test_pooled_models import CUT, assert_close, hidden_states, prompts
 from tests.fixtures.pooled import pool, pooling_core, write_model
 from tests.fixtures.quick import quick
 from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle
+from tests.fixtures.tiny_models import write_tiny_tokenizer
 from tests.lora.adapters import extend, linear_shapes, merge, write_adapter
 from tests.models.harness import load_tiny
 
@@ -183,3 +189,58 @@ def test_a_head_that_does_not_fit_is_refused(
     targets = Targets(load_tiny(tiny_encoder("bert-texts")))
     with pytest.raises(ModelLoadError, match=problem):
         read_adapter(adapter, targets, 16, torch.float32)
+
+
+def without_head(directory: Path, oracle: Any, class_name: str) -> Path:
+    """The checkpoint of a classifier's body, as it was before anybody thought of classes."""
+    body = oracle.base_model
+    if class_name.endswith("ForCausalLM"):
+        body = getattr(transformers, class_name)(oracle.config)
+        body.base_model.load_state_dict(oracle.base_model.state_dict())
+    body.save_pretrained(directory)
+    write_tiny_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("class_name", "head"),
+    [("LlamaForCausalLM", "score"), ("LlamaModel", "score"), ("BertModel", "classifier")],
+)
+def test_an_adapter_brings_the_head_that_the_model_has_not(
+    class_name: str, head: str, tiny_encoder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Each its own; one without is refused."""
+    if class_name == "BertModel":
+        oracle = encoder_oracle("bert-texts", tiny_encoder("bert-texts"))
+    else:
+        oracle = write_model("llama", tmp_path / "whole", "LlamaForSequenceClassification", num_labels=3)
+    base = without_head(tmp_path / "base", oracle, class_name)
+    texts, requests, expected = prompts((5, 17)), [], []
+    state = {key: value.clone() for key, value in oracle.state_dict().items()}
+    shapes = {key: shape for key, shape in of_layers(oracle).items() if key != head}
+    for number, text in enumerate(texts, 1):
+        oracle.load_state_dict(state)
+        adapter = write_adapter(tmp_path / str(number), shapes, seed=number)
+        merge(oracle, adapter, {})
+        with_other_head(adapter, oracle, [head], seed=number)
+        requests.append(request_of(adapter, number))
+        expected += probabilities(oracle, [text])
+    core = pooling_core(base, convert="classify", **ADAPTERS)
+    assert_close(pool(core, texts, adapters=requests), expected)
+    headless = write_adapter(tmp_path / "headless", shapes)
+    config = prepare(EngineConfig.from_args(model=str(base), convert="classify", **ADAPTERS), "offline")
+    problem = rf"there is no tensor base_model.model.{head}.weight, and the model has no head of its own"
+    with pytest.raises(ModelLoadError, match=problem):
+        read_adapter(headless, Targets(load_model(config)), 16, torch.float32)
+
+
+def test_nothing_is_pooled_by_a_head_that_nobody_brings(tmp_path: Path) -> None:
+    oracle = write_model("llama", tmp_path / "whole", "LlamaForSequenceClassification")
+    base = without_head(tmp_path / "base", oracle, "LlamaModel")
+    llm = LLM(str(base), convert="classify", device="cpu", max_model_len=64, **ADAPTERS)
+    with pytest.raises(
+        ValidationError, match="no head of its own, and only adapters bring one: name one of them"
+    ):
+        llm.classify([[1, 2, 3]], use_tqdm=False)
+    with pytest.raises(ModelLoadError, match=r"tensor 'score.weight' is in none of the files"):
+        LLM(str(base), convert="classify", device="cpu", max_model_len=64)

@@ -107,6 +107,36 @@ def test_adapters_say_on_ranks_what_they_say_on_one(
     ranks.llm_engine.shutdown()
 
 
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.more)])
+@pytest.mark.usefixtures("threads")
+def test_slices_say_the_same_bits_on_one_two_and_four_ranks(
+    quantization: str | None, wide: Path, adapters: list[LoRARequest]
+) -> None:
+    options = {"tp_invariant": True, "quantization": quantization}
+    one = said(started(wide, **options), adapters)
+    assert len({tuple(output.outputs[0].token_ids) for output in one[:5]}) == 5, "adapters change tokens"
+    plain = said(started(wide, quantization=quantization), adapters)
+    assert torch.allclose(numbers(one).exp(), numbers(plain).exp(), atol=1e-2 if quantization else 1e-4)
+    for ranks in (2, 4):
+        engine = started(wide, tensor_parallel_size=ranks, **options)
+        found = said(engine, adapters)
+        assert [output.outputs[0].token_ids for output in found] == [
+            output.outputs[0].token_ids for output in one
+        ]
+        assert torch.equal(numbers(found), numbers(one))
+        engine.llm_engine.shutdown()
+
+
+@pytest.mark.usefixtures("threads")
+def test_lengths_over_tokens_are_refused_where_sums_have_slices(wide: Path, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "dora", table_shapes(oracle_of(wide)), use_dora=True)
+    llm = started(wide, tp_invariant=True)
+    (output,) = llm.generate([[1, 2]], PARAMS, lora_request=LoRARequest("dora", 1, str(path)), use_tqdm=False)
+    assert "is of a table, for which use_dora is not supported with --tp-invariant" in str(
+        output.outputs[0].stop_reason
+    )
+
+
 @pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.more), True])
 @pytest.mark.usefixtures("threads")
 def test_adapters_of_experts_say_on_ranks_what_they_say_on_one(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.calls import call
-from quire.kernels.cpu.checks import check_array, dtype_code, say
-from quire.kernels.cpu.library import DTYPE_CODES
+from quire.kernels.cpu.checks import check_array, check_on_cpu, dtype_code, say
+from quire.kernels.cpu.library import CACHE_DTYPE_CODES
 from quire.kernels.cpu.linear import SCRATCH
 from quire.kernels.lora import LoraStacks
 
@@ -54,13 +54,15 @@ def native_stacks(op: str, adapters: LoraStacks) -> NativeStacks:
 
 def _checked(op: str, adapters: LoraStacks) -> NativeStacks:
     a, b = adapters.a, adapters.b
-    dtype_code(op, "a", a)
+    check_on_cpu(op, "a", a)
+    if a.dtype not in CACHE_DTYPE_CODES:
+        raise TypeError(f"{op}: a must be float32, bfloat16, float16 or int8, but is {a.dtype}")
     if a.dim() != 4 or b.dim() != 3:
         raise ValueError(f"{op}: a must be [S, P, K, R] and b [S, R, N]; they are {say(a)} and {say(b)}")
     (slots, parts, inputs, most), outputs = a.shape, b.shape[-1]
     check_array(op, "a", a, a.dtype, (slots, parts, inputs, most))
     check_array(op, "b", b, a.dtype, (slots, most, outputs))
-    check_array(op, "scales", adapters.scales, torch.float32, (slots, parts))
+    check_array(op, "scales", adapters.scales, torch.float32, (slots, parts, most))
     check_array(op, "ranks", adapters.ranks, torch.int32, (slots, parts))
     check_array(op, "affine", adapters.affine, torch.int32, (slots, parts))
     check_array(op, "factors", adapters.factors, torch.float32, (slots, outputs))
@@ -84,6 +86,6 @@ def _checked(op: str, adapters: LoraStacks) -> NativeStacks:
             shape = f"{tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{op}: {name}, {shape}, must begin at a multiple of {tensor.itemsize} bytes")
     places = [tensor.data_ptr() for tensor in tensors.values()]
-    sizes = [slots, parts, inputs, outputs, most, DTYPE_CODES[a.dtype]]
+    sizes = [slots, parts, inputs, outputs, most, CACHE_DTYPE_CODES[a.dtype]]
     table = torch.from_numpy(np.array(places + sizes, dtype=np.int64))
     return NativeStacks(table, slots, inputs, outputs, parts * most + 2)

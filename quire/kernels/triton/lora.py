@@ -81,10 +81,10 @@ def _expand(
         offset = tl.where(changes, tl.load(offsets + own, mask=changes, other=0.0), offset)
         rank = tl.load(ranks + slot * parts + part)
         rank = tl.where((from_column < begin + BLOCK_N) & (begin < to_column), rank, 0)
-        scale = tl.load(scales + slot * parts + part)
         for first in range(0, rank, UNIT):
             r = first + tl.arange(0, UNIT)
             place = shrunk + (row.to(tl.int64)[:, None] * parts + part) * most + r[None, :]
+            scale = tl.load(scales + (slot * parts + part) * most + r, mask=r < rank, other=0.0)[None, :]
             middle = tl.zeros([BLOCK_M, UNIT], tl.float32)
             for _ in range(parts_of_k):
                 middle += tl.load(place, mask=mine[:, None], other=0.0)

@@ -8,13 +8,11 @@ from torch import Tensor, nn
 
 from quire.config.pooling import PoolingSpec
 from quire.layers.base import Layer
-from quire.layers.pooling_head import PoolingHead
+from quire.layers.pooling_head import HeadLinear, PoolingHead
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
+from quire.models.pooling.stored_heads import HEADS
 from quire.models.stack import Stack
-
-_HEADS = ("score", "classifier", "pre_classifier", "v_head")
-"""What heads are called, of which a checkpoint may have one for another use."""
 
 
 class PoolingModel(CausalLM):
@@ -33,6 +31,8 @@ class PoolingModel(CausalLM):
         self.base_prefix = body.base_prefix
         layers = [*spec.head, *(layer for _, own in spec.own_heads for layer in own)]
         self.folders = tuple(dict.fromkeys(layer.folder for layer in layers if layer.folder))
+        if spec.head_of_adapters:
+            _leave_to_adapters(self)
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         hidden: Tensor = self.body(inputs, positions, step)
@@ -74,6 +74,14 @@ class PoolingModel(CausalLM):
             yield from ((names, names, layer) for names, layer in head.checkpoint_layers())
 
     def leaves_out(self, tensor_name: str) -> bool:
+        """A checkpoint may have a head for another use."""
         if tensor_name in self.elsewhere:
             return True
-        return self.body.leaves_out(tensor_name) or tensor_name.split(".")[0] in _HEADS
+        return self.body.leaves_out(tensor_name) or tensor_name.split(".")[0] in HEADS
+
+
+def _leave_to_adapters(model: CausalLM) -> None:
+    """Let the layers of a head that the checkpoint has not be nothing but what adapters bring."""
+    for names, layer in model.checkpoint_layers():
+        if isinstance(layer, HeadLinear) and names[0].split(".")[0] in HEADS:
+            layer.is_of_adapters = True

@@ -6,7 +6,7 @@ Invariant: torch-free. What the files leave open is decided here alone, and the 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config import EngineConfig
@@ -26,6 +26,7 @@ from quire.models.pooling.sentence_transformers import (
     SentenceTransformer,
     read_sentence_transformer,
 )
+from quire.models.pooling.stored_heads import has_head
 from quire.models.pooling.vocabulary_head import with_vocabulary_head
 from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED
 
@@ -94,6 +95,7 @@ def settle_pooling(config: EngineConfig) -> Settled:
         )
     else:
         spec, why = _classifier(file, made, arch, target, layout)
+        spec = replace(spec, head_of_adapters=_leaves_head_to_adapters(config, made, model_dir))
     if said:
         spec, why = overridden(spec, said), "as --pooler-config says"
     longest = None if layout is None else layout.max_seq_length
@@ -251,6 +253,12 @@ def _classifier(
         activation = "none"
     head = () if made.is_whole else head_of(architecture_of(file), target, _width(arch), len(labels))
     return PoolingSpec((task,), pooling, len(labels), labels, activation, head=head), f"what {target} needs"
+
+
+def _leaves_head_to_adapters(config: EngineConfig, made: Made, model_dir: Path) -> bool:
+    """Whether a checkpoint that was made for something else has no head, and adapters may bring one."""
+    has_none = made.kind in (GENERATES, "embed") and config.load.load_format != "dummy"
+    return config.lora.enable_lora and has_none and not has_head(model_dir)
 
 
 def _width(arch: ModelArch) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -24,13 +25,49 @@ from quire.models.transformers_backend.tensors import Stored
 _NO_STEP = StepContext(())
 
 
+class Adapting:
+    """What the linear layers of one model ask for the adapters of the rows that are computed; see `StepContext`."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+        self.noted: dict[nn.Module, list[int]] | None = None
+        """While notes are taken: how many rows each layer saw."""
+
+    @contextmanager
+    def during(self, rows: Tensor | None) -> Iterator[None]:
+        """The rows that are computed have these adapters; None: no row has any."""
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
+
+    @contextmanager
+    def noting(self) -> Iterator[dict[nn.Module, list[int]]]:
+        """Take notes for a while."""
+        self.noted = {}
+        try:
+            yield self.noted
+        finally:
+            self.noted = None
+
+
 class HostedLinear(Linear):
-    """[..., K] -> [..., N]."""
+    """[..., K] -> [..., N]. It takes adapters where it was seen to be called with all rows that are computed."""
 
     takes_adapters = False
+    adapting = Adapting()
+    """Of its model; this one is nobody's."""
 
     def forward(self, x: Tensor, step: StepContext = _NO_STEP) -> Tensor:  # type: ignore[override]
-        return super().forward(x, step)
+        if self.adapting.noted is not None:
+            self.adapting.noted.setdefault(self, []).append(x.shape[:-1].numel())
+        if self.adapting.rows is None or not self.takes_adapters:
+            return super().forward(x, step)
+        rows = x.flatten(0, -2)
+        assert len(rows) == len(self.adapting.rows), f"{self.name} is called with other rows than the step's"
+        out: Tensor = super().forward(rows, StepContext((), self.adapting.rows))
+        return out.unflatten(0, x.shape[:-1])
 
 
 class HostedEmbedding(VocabEmbedding):

@@ -25,10 +25,14 @@ from quire.layers.base import Layer, activation_dtype, device_type
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.transformers_backend import experts, sites
+from quire.models.transformers_backend.hosted import Adapting, HostedLinear
 from quire.models.transformers_backend.places import put_ours, put_positions, put_rotary_tables
 from quire.models.transformers_backend.plan import Plan
 from quire.models.transformers_backend.rows import check_rows_are_apart, position_offset
 from quire.models.transformers_backend.tensors import compute_buffers
+
+_NOTED_ROWS = 64
+"""So many that hardly any expert has them all."""
 
 
 class TransformersForCausalLM(CausalLM):
@@ -53,6 +57,9 @@ class TransformersForCausalLM(CausalLM):
             seen = sites.find_sites(model, backbone, self._port, config, plan)
             self._places = put_ours(model, config, plan, seen.unused)
             put_positions(model, self._port)
+        self._adapting = Adapting()
+        for layer in self._hosted(model):
+            layer.adapting = self._adapting
         self._first_position = 0
         self._padding_idx = model.config.pad_token_id
         setattr(model, model.base_model_prefix, _Given(seen.kind, _wrapped(backbone)))
@@ -68,7 +75,7 @@ class TransformersForCausalLM(CausalLM):
         )
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        with self._port.during(positions, step):
+        with self._port.during(positions, step), self._adapting.during(step.adapter_rows):
             return self._run(inputs, positions)
 
     def _run(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
@@ -85,8 +92,8 @@ class TransformersForCausalLM(CausalLM):
     def compute_logits(
         self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
     ) -> Tensor:
-        assert adapter_rows is None, "no layer here takes adapters"
-        logits: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits
+        with self._adapting.during(adapter_rows):
+            logits: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
 
     def check_plan(self, option: str) -> None:
@@ -100,6 +107,31 @@ class TransformersForCausalLM(CausalLM):
     def checkpoint_layers(self) -> Iterator[tuple[list[str], Layer]]:
         return iter(self._places.loaded)
 
+    def adapter_layers(self) -> Iterator[tuple[list[str], list[str], Layer]]:
+        """A module of transformers that checkpoints hold in parts has one adapter."""
+        for names, layer in self._places.loaded:
+            own = [layer.name] if layer.name else names
+            yield own, names if len(names) == 1 else own, layer
+
+    @staticmethod
+    def _hosted(model: nn.Module) -> list[HostedLinear]:
+        return [module for module in model.modules() if isinstance(module, HostedLinear)]
+
+    def _find_adaptable(self) -> None:
+        """Let layers take adapters that are called with all rows, and not with some of a token's or of several."""
+        count = min(_NOTED_ROWS, self.config.arch.vocab_size - 3)
+        ids = torch.arange(3, 3 + count)
+        with self._adapting.noting() as seen:
+            hidden = self._run(ids, torch.arange(count) % self._num_positions())
+            if self.config.pooling is None:
+                self.compute_logits(hidden)
+        for layer in self._hosted(self):
+            layer.takes_adapters = {*seen.get(layer, ())} == {count}
+
+    def _num_positions(self) -> int:
+        arch, model = self.config.arch, self.config.model
+        return model.max_model_len or arch.max_position_embeddings - self._first_position
+
     def loaded(self) -> None:
         config, padding_idx = self.config, self._padding_idx
         device = torch.device(device_type(config))
@@ -110,6 +142,8 @@ class TransformersForCausalLM(CausalLM):
                 hidden = self._run(torch.tensor([3]), torch.tensor([0]))
                 if config.pooling is None:
                     self.compute_logits(hidden)
+                if config.lora.enable_lora:
+                    self._find_adaptable()
             except QuireError:
                 raise
             except Exception as error:
