@@ -46,6 +46,37 @@ struct Int8Dot : ByteDot<part, 1> {
     static Weights unpack(const uint8_t* step, Book) { return {{load_ints(step)}, {load_ints(step + 32)}}; }
 };
 
+// Bytes by any integers of 8 bits: both as integers of 16 bits, those at even places and those at odd ones.
+template <int64_t part>
+struct WideDot {
+    static constexpr int64_t kPart = part;
+    static constexpr int kQuads = 1;
+    static constexpr int64_t kUnpackTiles = kNever;
+    using Book = NoBook;
+    struct Sum { __m256i low, high; };
+    struct Weights { __m256i low[2], high[2]; };
+
+    static Weights unpack(const uint8_t* step, Book) {
+        const __m256i low = load_ints(step), high = load_ints(step + 32), byte = _mm256_set1_epi16(255);
+        return {{_mm256_and_si256(low, byte), _mm256_srli_epi16(low, 8)},
+                {_mm256_and_si256(high, byte), _mm256_srli_epi16(high, 8)}};
+    }
+    static void add(Sum& sum, const Weights& w, int, const int32_t* x) {
+        const __m256i values = _mm256_set1_epi32(*x);
+        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(values, 8), 8), odd = _mm256_srai_epi16(values, 8);
+        sum.low = in_turn(_mm256_add_epi32(sum.low, products(w.low, even, odd)));
+        sum.high = in_turn(_mm256_add_epi32(sum.high, products(w.high, even, odd)));
+    }
+    static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return factor * sum; }
+    static Sum start(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
+    static Ints16 total(const Sum& sum) { return {reinterpret_cast<Ints>(sum.low), reinterpret_cast<Ints>(sum.high)}; }
+
+private:
+    static __m256i products(const __m256i (&weights)[2], __m256i even, __m256i odd) {
+        return _mm256_add_epi32(_mm256_madd_epi16(weights[0], even), _mm256_madd_epi16(weights[1], odd));
+    }
+};
+
 inline __m256i low_nibbles(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 inline __m256i high_nibbles(__m256i bytes) { return low_nibbles(_mm256_srli_epi16(bytes, 4)); }
 

@@ -12,7 +12,8 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// Most that the magnitudes of two activations, k and k + 1 with k even, come to where weights have eight bits.
+// Most that the magnitudes of two activations, k and k + 1 with k even, come to where weights have eight bits, but for those
+// that a WideDot multiplies, which takes any integers of 8 bits.
 constexpr int64_t kInt8Pair = 128;
 
 constexpr int64_t kNever = INT64_MAX;

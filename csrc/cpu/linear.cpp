@@ -27,6 +27,9 @@ bool is_format(const Matrix& matrix) {
 
 }  // namespace
 
+// How activations meet integer weights: rounded to 8 bits, or, by plain int8 alone, as the integers of 8 bits that they are.
+enum Fast : int64_t { kRoundedHere = 1, kIntegers = 2 };
+
 // Returns -1 for an unknown format, -2 for too little scratch memory.
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
@@ -36,6 +39,11 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const Float32*>(bias), scratch, rows,
         activation, {data, scales, zeros, outputs, inputs, halves, {group, scales_type, zeros_type, format}});
     if (scratch_bytes < needed_scratch(job)) return -2;
+    if (fast == kIntegers) {
+        if (!job.weight.packing.is_plain_int8()) return -1;
+        run(job, MakeInt<WideInt8Panels>{});
+        return 0;
+    }
     return with_format(job.weight.packing, fast != 0, [&](auto kernel_of) {
         run(job, kernel_of);
         return int64_t{0};

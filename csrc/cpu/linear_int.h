@@ -156,6 +156,12 @@ struct CodePanels {
     typename Dot::Book book() const { return typename Dot::Book(weight.packing.format); }
     // What a step of an integer is worth.
     float unit() const { return weight.packing.has_book() ? book_of(weight.packing.format).unit : 1.0f; }
+
+    // Of a chunk of activations, as integers; returns their scale.
+    template <bool pairs, int parts>
+    float rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
+        return round_chunk<pairs>(out, sums, x, size) * unit();
+    }
 };
 
 // int8 with a scale per output, which is applied at the end.
@@ -165,6 +171,19 @@ struct Int8Panels : CodePanels<Int8Dot<kChunk>> {
     NoGroups groups(int64_t, int64_t) const { return {}; }
 
     Lanes16 scale(int64_t index) const { return weight.scale_stream().at(index, 0); }
+};
+
+// The same by activations that are integers of 8 bits already, any of them.
+struct WideInt8Panels : CodePanels<WideDot<kChunk>> {
+    static constexpr bool kPairs = false, kShifts = false, kScalesOutputs = true;
+
+    NoGroups groups(int64_t, int64_t) const { return {}; }
+    Lanes16 scale(int64_t index) const { return weight.scale_stream().at(index, 0); }
+
+    template <bool pairs, int parts>
+    float rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
+        return take_chunk(out, sums, x, size);
+    }
 };
 
 // Codes with scales, and perhaps zero points or minimums, per group of k.
@@ -260,7 +279,7 @@ struct IntKernel {
                     int64_t size) const {
         alignas(64) int8_t rounded[kChunk];
         int32_t sums[kParts] = {};
-        scales(tiling, start)[chunk * rows + row].value = round_chunk<Panels::kPairs>(rounded, sums, x, size) * panels.unit();
+        scales(tiling, start)[chunk * rows + row].value = panels.template rounded<Panels::kPairs>(rounded, sums, x, size);
         for (int64_t part = 0; part < kParts; ++part) {
             const int8_t* values = rounded + part * Dot::kPart;
             const int64_t place = (chunk * kParts + part) * rows + row;

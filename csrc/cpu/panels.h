@@ -32,6 +32,7 @@ struct Packing {
     bool is_float() const { return format <= kFloat16; }
     bool has_book() const { return format >= kE2M1; }
     bool shifts() const { return zeros_type != kNoStream; }
+    bool is_plain_int8() const { return format == kInt8 && !group && !shifts(); }
     // Codes in a byte, of formats that have codes.
     int64_t per_byte() const { return format == kInt8 || format == kFp8 ? 1 : 2; }
 };

@@ -15,6 +15,37 @@ constexpr float kActivationMin = 1e-30f;
 
 inline Vec swapped(Vec pairs) { return __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6); }
 
+// Rounds values times `factor` to integers of 8 bits, in which they must fit, and adds up what each part comes to.
+template <int parts>
+inline void to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size, float factor) {
+    const Vec inverse = splat(factor);
+    for (int64_t part = 0; part < parts; ++part) {
+        const int64_t begin = part * (kChunk / parts);
+        Ints total = {};
+        for_each_vector(smaller_of(size - begin, kChunk / parts), [&](int64_t i, auto lanes) {
+            // Adding 1.5 * 2^23 leaves the rounded value in the low bits.
+            const Vec shifted = load(x + begin + i, lanes) * inverse + 12582912.0f;
+            const Ints rounded = reinterpret_cast<Ints>(shifted) - 0x4b400000;
+            const Bytes bytes = __builtin_convertvector(rounded, Bytes);
+            __builtin_memcpy(out + begin + i, &bytes, sizeof bytes);
+            total = total + rounded;
+        });
+        sums[part] = static_cast<int32_t>(sum(__builtin_convertvector(total, Vec)));  // exact: far below 2^24
+    }
+}
+
+// Takes integers of 8 bits as they are. Returns 1; NaN if a value is none.
+template <int parts>
+inline float take_chunk(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
+    Vec poison = {};
+    for_each_vector(size, [&](int64_t i, auto lanes) { poison = poison + load(x + i, lanes) * 0.0f; });
+    const bool is_finite = sum(poison) == 0.0f;
+    if (!is_finite || size < kChunk) __builtin_memset(out, 0, kChunk);
+    if (!is_finite) return __builtin_nanf("");
+    to_bytes(out, sums, x, size, 1.0f);
+    return 1.0f;
+}
+
 // Rounds to steps of the largest magnitude / 127, or that of a pair, and adds up what each part comes to. Returns the
 // scale; NaN if a value is not finite.
 template <bool pairs, int parts>
@@ -31,20 +62,7 @@ inline float round_some(int8_t* out, int32_t (&sums)[parts], const Float32* x, i
     const bool is_nothing = !is_finite || extreme < kActivationMin;
     if (is_nothing || size < kChunk) __builtin_memset(out, 0, kChunk);
     if (is_nothing) return is_finite ? 0.0f : __builtin_nanf("");
-    const Vec inverse = splat(kActivationMax / extreme);
-    for (int64_t part = 0; part < parts; ++part) {
-        const int64_t begin = part * (kChunk / parts);
-        Ints total = {};
-        for_each_vector(smaller_of(size - begin, kChunk / parts), [&](int64_t i, auto lanes) {
-            // Adding 1.5 * 2^23 leaves the rounded value in the low bits.
-            const Vec shifted = load(x + begin + i, lanes) * inverse + 12582912.0f;
-            const Ints rounded = reinterpret_cast<Ints>(shifted) - 0x4b400000;
-            const Bytes bytes = __builtin_convertvector(rounded, Bytes);
-            __builtin_memcpy(out + begin + i, &bytes, sizeof bytes);
-            total = total + rounded;
-        });
-        sums[part] = static_cast<int32_t>(sum(__builtin_convertvector(total, Vec)));  // exact: far below 2^24
-    }
+    to_bytes(out, sums, x, size, kActivationMax / extreme);
     return extreme / kActivationMax;
 }
 

@@ -69,32 +69,35 @@ inline Step step_of(const Rounding& how, const Range& range) {
     return {scale == 0.0f ? 1.0f : scale, 0.0f};
 }
 
-inline void round_group(Float32* out, const Float32* x, int64_t size, const Rounding& how) {
+// To floats, or to codes less their zero point, whose scale is left in `scale`.
+inline void round_group(Float32* out, Float32* scale, const Float32* x, int64_t size, const Rounding& how) {
     Step step{how.scale, how.zero};
     if (how.scale == 0.0f) {
         const Range range = range_of(x, size);
         step = range.is_finite ? step_of(how, range) : Step{__builtin_nanf(""), 0.0f};
     }
+    const float widened = scale ? 1.0f : step.scale;
+    if (scale) scale->value = step.scale;
     for_each_vector(size, [&](int64_t i, auto lanes) {
         const Vec steps = load(x + i, lanes) / step.scale;
         const Vec rounded = how.codes == kE4M3 ? to_e4m3(held(steps, -kE4M3Max, kE4M3Max))
                                                : to_integers(held(steps + step.zero, how.lowest, kIntegerMax)) - step.zero;
-        store(out + i, rounded * step.scale, lanes);
+        store(out + i, rounded * widened, lanes);
     });
 }
 
 }  // namespace
 
-// Returns -1 for unknown codes.
-int64_t round_rows(void* out, const void* x, int64_t rows, int64_t inputs, int64_t group, int64_t codes, float lowest,
+// Leaves codes in `out` where there is room for scales, [rows][groups]. Returns -1 for unknown codes.
+int64_t round_rows(void* out, void* scales, const void* x, int64_t rows, int64_t inputs, int64_t group, int64_t codes, float lowest,
                    float bound, float scale, float zero, int64_t asymmetric) {
     if (codes != kIntegers && codes != kE4M3) return -1;
     const Rounding how{codes, lowest, bound, scale, zero, asymmetric != 0};
     const int64_t groups = inputs ? (inputs + group - 1) / group : 0;
     share(rows * groups, 2 * kElementWork * rows * inputs, [=](int64_t item) {
         const int64_t start = item % groups * group, offset = item / groups * inputs + start;
-        round_group(static_cast<Float32*>(out) + offset, static_cast<const Float32*>(x) + offset,
-                    smaller_of(inputs - start, group), how);
+        round_group(static_cast<Float32*>(out) + offset, scales ? static_cast<Float32*>(scales) + item : nullptr,
+                    static_cast<const Float32*>(x) + offset, smaller_of(inputs - start, group), how);
     });
     return 0;
 }

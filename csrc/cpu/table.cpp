@@ -16,7 +16,7 @@ int64_t fused_add_rms_norm(void* out, void* total, const void* x, const void* re
                            int64_t rows, int64_t n, float eps, int64_t dtype, int64_t weight_dtype);
 int64_t silu_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t dtype);
 int64_t activate(void* out, const void* x, int64_t size, int64_t function, int64_t dtype);
-int64_t round_rows(void* out, const void* x, int64_t rows, int64_t inputs, int64_t group, int64_t codes, float lowest,
+int64_t round_rows(void* out, void* scales, const void* x, int64_t rows, int64_t inputs, int64_t group, int64_t codes, float lowest,
                    float bound, float scale, float zero, int64_t asymmetric);
 int64_t rotary_embedding(void* q, void* k, const int64_t* positions, const void* cos_sin, int64_t tokens,
                          int64_t num_positions, int64_t rot_dim, int64_t q_heads, int64_t q_token_stride,

@@ -4,6 +4,7 @@ Invariant: a matrix is packed once, while loading, and exists once. On a CPU, pa
 vectorise over outputs and walk k in order, so that no sum depends on how many rows are multiplied.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
@@ -122,6 +123,11 @@ class PackedWeight:
         step = QUAD if self.layout == "panels" else 1
         data = self.data[:, inputs.start // step : inputs.stop // step].contiguous()
         return replace(self, data=data, inputs=inputs.stop - inputs.start)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "PackedWeight":
+        """The same matrix, of tensors that `move` makes of its own."""
+        moved: dict[str, Any] = {name: move(part) for name, part in self.tensors().items()}
+        return replace(self, **moved)
 
     @property
     def nbytes(self) -> int:

@@ -740,6 +740,18 @@ def packed_linear(
     return reference.packed_linear(x, weight, bias, activation, dtype)
 
 
+@op(_cpu("rounding.rounded_linear", _float32))
+def rounded_linear(
+    x: Tensor, weight: PackedWeight, /, rounding: RowRounding, bias: Tensor | None = None
+) -> Tensor:
+    """`packed_linear`, by the weight's own numbers, of what `round_rows` makes of x: float32 [..., K] -> [..., N].
+
+    On a CPU int8 with a scale per output meets the integers of a rounding that makes bytes, so that nothing is lost
+    but in sums of 64 products, which are exact, and in what they are scaled by; whatever the instruction set.
+    """
+    return reference.rounded_linear(x, weight, rounding, bias)
+
+
 def _of_rank_units(_out: Tensor, _x: Tensor, _adapter_rows: Tensor, adapters: LoraStacks) -> bool:
     """Whether slots have the room that kernels fill up with ranks that are none."""
     return adapters.a.shape[-1] % RANK_UNIT == 0

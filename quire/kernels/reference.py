@@ -4,6 +4,7 @@ Invariant: arithmetic is float32 whatever the input dtype, rounded once at the e
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -360,6 +361,13 @@ def round_rows(x: Tensor, rounding: RowRounding) -> Tensor:
     else:
         codes = (groups / scale + zero).clamp(rounding.lowest, top).round() - zero
     return (codes * scale).flatten(-2)[..., :size].to(x.dtype)
+
+
+def rounded_linear(
+    x: Tensor, weight: PackedWeight, rounding: RowRounding, bias: Tensor | None = None
+) -> Tensor:
+    precise = replace(weight, scheme=replace(weight.scheme, fast=False))
+    return packed_linear(round_rows(x, rounding), precise, bias)
 
 
 def _step_of(groups: Tensor, rounding: RowRounding, top: float) -> tuple[Tensor, Tensor]:

@@ -22,3 +22,8 @@ class RowRounding:
     """That of everything; None: it is found."""
     zero: float = 0.0
     """The zero point that belongs to `scale`."""
+
+    @property
+    def makes_bytes(self) -> bool:
+        """Whether all of a row becomes integers of 8 bits times one scale."""
+        return self.codes == "int8" and not self.group and self.zero == 0.0 and self.symmetric

@@ -14,6 +14,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.lora import LoraStacks
+from quire.kernels.rounding import RowRounding
 from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
 from quire.layers.matrix import MatrixLayer
 from quire.layers.own_rows import OwnOutputs, OwnRows
@@ -151,7 +152,11 @@ class VocabEmbedding(MatrixLayer):
         rounded = self.rounded_inputs
         return self._product(hidden) if rounded is None else rounded.product(hidden, self._product)
 
-    def _product(self, hidden: Tensor) -> Tensor:
+    def _product(self, hidden: Tensor, way: RowRounding | None = None) -> Tensor:
+        if way is not None:
+            if self.packed is not None:
+                return ops.rounded_linear(hidden, self.packed, way, self.bias)
+            hidden = ops.round_rows(hidden, way)
         if self.packed is not None:
             return ops.packed_linear(hidden, self.packed, self.bias, dtype=torch.float32)
         assert self.weight is not None

@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.kernels import ops
 from quire.kernels.linear import Ending, Function, QuantizedRows
 from quire.kernels.lora import LoraStacks, SharedStacks
+from quire.kernels.rounding import RowRounding
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer, Piece
@@ -136,7 +137,12 @@ class Linear(MatrixLayer):
     def _activated(self, sums: Tensor) -> Any:
         return sums if self._function is None else ops.activate(sums, self._function)
 
-    def _product(self, x: Tensor | QuantizedRows) -> Tensor:
+    def _product(self, x: Tensor | QuantizedRows, way: RowRounding | None = None) -> Tensor:
+        if way is not None:
+            assert isinstance(x, Tensor), "what is rounded as a checkpoint says comes as it is"
+            if self.packed is not None and self.input_order is None:
+                return ops.rounded_linear(x, self.packed, way, self.bias)
+            x = ops.round_rows(x, way)
         if self.packed is not None:
             return ops.packed_linear(self._in_order(x), self.packed, self.bias)
         assert self.weight is not None

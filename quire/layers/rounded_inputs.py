@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels import ops
 from quire.kernels.rounding import RowRounding
 from quire.layers.slot import length
 
@@ -41,9 +40,9 @@ class RoundedInputs:
         )
         return RoundedInputs(ways, tuple(outputs))
 
-    def product(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    def product(self, x: Tensor, product: Callable[[Tensor, RowRounding | None], Tensor]) -> Tensor:
         """What `product`, from [..., K] to [..., N], makes of x, rounded for each output as its module wants it."""
-        made = [product(x if way is None else ops.round_rows(x, way)) for way in self.ways]
+        made = [product(x, way) for way in self.ways]
         if len(made) == 1:
             return made[0]
         return torch.cat([made[index][..., place] for index, place in self.outputs], -1)

@@ -1,6 +1,7 @@
 """Arguments for every op, by op name, and the comparison of an implementation with its oracle on them."""
 
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -331,6 +332,30 @@ def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
                 yield (randn(*shape, dtype=dtype), weight), {"activation": "clamped_swiglu"}
                 alone = reference.pack_weight(rows, scheme)
                 yield (randn(*shape, dtype=dtype), alone, randn(outputs)), {"activation": next(functions)}
+
+
+@cases
+def rounded_linear(dtype: torch.dtype) -> Iterator[Arguments]:
+    ways = [
+        RowRounding("int8"),
+        RowRounding("int8", scale=0.03),
+        RowRounding("int8", symmetric=False),
+        RowRounding("int8", scale=0.03, zero=4.0),
+        RowRounding("int8", group=32),
+        RowRounding("e4m3"),
+    ]
+    kept = [WeightScheme("int8", fast=fast) for fast in (True, False)] + [WeightScheme("int4", 32)]
+    for scheme, way in itertools.product(kept, ways):
+        for shape, outputs, halves in [
+            ((0, 16), 8, 1),
+            ((1, 16), 8, 2),
+            ((2, 3, 64), 10, 1),
+            ((40, 600), 66, 2),
+        ]:
+            rows = randn(outputs, shape[-1]) * shape[-1] ** -0.5
+            weight = reference.pack_weight(rows, scheme, halves)
+            yield (randn(*shape, dtype=dtype), weight), {"rounding": way}
+            yield (randn(*shape, dtype=dtype), weight), {"rounding": way, "bias": randn(outputs)}
 
 
 @cases

@@ -32,3 +32,10 @@ def matrix_memory(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     memory = empty(like, num_bytes + HUGE_PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
     return memory[start : start + num_bytes].view(dtype).view(shape)
+
+
+def in_matrix_memory(tensor: Tensor) -> Tensor:
+    """The same numbers in such memory; a small tensor stays where it is."""
+    if tensor.nbytes < HUGE_PAGE:
+        return tensor
+    return matrix_memory(tensor, *tensor.shape, dtype=tensor.dtype).copy_(tensor)

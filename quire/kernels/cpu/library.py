@@ -36,7 +36,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "fused_add_rms_norm": ("out total x residual weight", "qqdqq"),
     "activate": ("out x", "qqq"),
     "silu_and_mul": ("out x", "qqq"),
-    "round_rows": ("out x", "qqqqddddq"),
+    "round_rows": ("out scales x", "qqqqddddq"),
     "rotary_embedding": ("q k positions cos_sin_cache", "qqqqqqqqqqq"),
     "pack_weight": ("data scales zeros weight", "qqqqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqqqq"),

@@ -12,12 +12,14 @@ from quire.kernels.cpu import library
 from quire.kernels.cpu.activation import ACTIVATIONS
 from quire.kernels.cpu.calls import NOTHING, call, empty, recording
 from quire.kernels.cpu.checks import check_array, check_index, dtype_code, say
-from quire.kernels.cpu.huge_pages import matrix_memory
+from quire.kernels.cpu.huge_pages import in_matrix_memory, matrix_memory
 from quire.kernels.formats import STREAM_CODES, format_of
 from quire.kernels.linear import GATED, Ending, Native, PackedWeight, WeightScheme, num_panels
 
 _NO_STREAM = -1
 """Stands for the type of what is not there: `kNoStream` of csrc/cpu/scaling.h."""
+_INTEGERS = 2
+"""Of `enum Fast` of csrc/cpu/linear.cpp."""
 BLOCK_ROWS = 192
 """Rows that a kernel packs at a time, as in csrc/cpu/linear.h; it checks the scratch memory that follows from it."""
 
@@ -34,7 +36,7 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
     if weight.dim() != 2 or not weight.numel() or halves not in (1, 2) or weight.shape[0] % halves:
         raise ValueError(f"pack_weight: weight must be [N, K] in {halves} halves; it is {say(weight)}")
     if not _rounded_here(scheme):
-        return format_of(scheme).pack(weight, scheme, halves, "panels")
+        return format_of(scheme).pack(weight, scheme, halves, "panels").moved(in_matrix_memory)
     packed = _empty(weight, scheme, halves)
     matrix, sizes, (_, layout), _ = checked("pack_weight", packed)
     call("pack_weight", (*matrix, weight.contiguous()), *sizes, code, layout)
@@ -68,6 +70,20 @@ def packed_linear(
     call("packed_linear", tensors, scratch.nbytes, rows, *sizes, ACTIVATIONS[activation], *kernel_format)
     wanted = dtype or x.dtype
     return out if wanted is torch.float32 else out.to(wanted)
+
+
+def integer_linear(codes: Tensor, weight: PackedWeight) -> Tensor:
+    """By plain int8: integers of 8 bits, as float32 [..., K], are multiplied as they are: float32 [..., N].
+
+    Where a row has what is not finite its outputs are NaN.
+    """
+    matrix, sizes, (_, layout), padded = weight.native or checked("integer_linear", weight)
+    rows = codes.numel() // weight.inputs
+    out = empty(codes, *codes.shape[:-1], weight.outputs)
+    scratch = SCRATCH.of(BLOCK_ROWS + min(rows, BLOCK_ROWS) * (padded + 1))
+    tensors = (out, codes, *matrix, NOTHING, scratch)
+    call("packed_linear", tensors, scratch.nbytes, rows, *sizes, ACTIVATIONS[None], _INTEGERS, layout)
+    return out
 
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import ops
+from quire.kernels.cpu.huge_pages import in_matrix_memory
 from quire.kernels.formats import format_of
 from quire.kernels.formats.grouped import GroupedFormat
 from quire.kernels.linear import Layout, WeightScheme
@@ -168,7 +169,8 @@ class Encoded(QuantMethod):
             modules = [(source.place, _coded(each)) for source, each in decoded]
             numbers = merged_numbers(layer.num_rows, modules, self.scheme)
             layout: Layout = "panels" if device.type == "cpu" else "rows"
-            layer.packed = format_of(self.scheme).from_numbers(numbers, self.scheme, layer.halves(), layout)
+            packed = format_of(self.scheme).from_numbers(numbers, self.scheme, layer.halves(), layout)
+            layer.packed = packed.moved(in_matrix_memory) if layout == "panels" else packed
             order = self._packed.order
             if order is not None and not torch.equal(order, torch.arange(len(order))):
                 layer.input_order = nn.Parameter(order.to(device), requires_grad=False)

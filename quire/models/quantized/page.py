@@ -5,8 +5,10 @@ Invariant: how each row's weights are kept is asked of its codec, so the page sa
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from quire.models.json_object import JsonObject
 from quire.models.quantized.reader import METHODS
 
 PAGE = Path("docs/quantized_checkpoints.md")
+SPEEDS = Path("benchmarks/results/weight_formats.json")
+"""What `python -m benchmarks.weight_formats --record` measured; without it the page has no speeds."""
 
 _LAYER = "model.layers.0.mlp.up_proj"
 _INPUTS = 4096
@@ -55,10 +59,12 @@ exactly, in four bytes for each weight. "Shifted" are numbers with zero points o
 Device: where there are kernels that multiply by what is kept. Error: what the fast mode does to the two factors of a
 product on a CPU, relative and of normal values: it rounds them to integers of 8 bits; the precise mode does not, and
 what a GPU does is [below](#activations). Of floats it is that of `--dtype bfloat16`, in all modes. Speed depends on
-what is kept alone, and was [measured](quantization.md#packed-formats) for some of it.
-
-| method | what | kept as | device | error, fast |
-|---|---|---|---|---|
+what is kept alone.
+"""
+_MEASURED = """
+Speed: how many times as fast as in bfloat16 the matrices of half a billion parameters are multiplied in the fast mode,
+by one row (decode) and by {prefill_rows} (prefill), on {threads} threads of {machine}, {date}, by `python -m
+benchmarks.weight_formats`; int4 of `--quantization` is {int4[0]:.2f} and {int4[1]:.2f}.
 """
 
 NOTES = """
@@ -79,8 +85,9 @@ the head, and where a rank has some of the inputs, weights become floats. What t
 Experts may be one by one, also in families that keep those of a layer in one tensor (Llama 4, gpt-oss), as tools leave
 them that look for linear layers: in any form. Where those of a layer are one module (Granite, JetMoE) its tensors may
 be stacks of what one matrix has, in all forms but those that have a matrix's numbers all in a row (bitsandbytes, HQQ).
-Where they are a parameter that no module bears (Llama 4, gpt-oss), a stack may be in MXFP4 (OpenAI's layout) and in FP8
-as transformers writes it (`fp8`, per matrix or in blocks, and `fbgemm_fp8`).
+Where they are a parameter that no module bears (Llama 4, gpt-oss, Qwen 3.5), a stack may be in MXFP4 (OpenAI's layout),
+in FP8 as transformers writes it (`fp8`, per matrix or in blocks, and `fbgemm_fp8`), and, transposed as Llama 4's, in
+ModelOpt's FP8 and NVFP4, with one scale for all of a stack. Floats may be in either form, too.
 
 A table of tokens that is quantised in the files becomes floats of `--dtype`, unless it is the output head, too.
 
@@ -101,11 +108,15 @@ A checkpoint may say that activations are to be rounded as well. What is done in
 "checkpoint" (CPU) follows the file to the letter: what a linear layer, or an expert's matrix, is multiplied by is
 rounded to int8 or E4M3 and widened again, by the formula of those who define it, in float32, with a scale for each
 token, for each group or block of its inputs, or the one in the file (`input_scale`, `input_zero_point`), and then
-multiplied as in the precise mode. Modules that are merged keep scales of their own. Nothing else is rounded: where
-weights alone are quantised it is the precise mode, and it costs what that costs, and a pass over activations; experts
-are called one by one, and without tapes. Refused with a message that says so: activations of 4 bits, a scale that all
-tokens of a step share (results would depend on the batch), latent attention (whose products are not a linear layer's
-own), experts with adapters or with `--enable-expert-parallel`, and ranks that have parts of what shares a scale.
+multiplied as in the precise mode. int8 with a scale per token, or a static one without zero point, meets int8 weights
+with a scale per output as the integers that both are: 64 products at a time are summed exactly, so a result is within
+4e-7 of what the magnitudes of its products come to, nearer than float32 sums in order, and each row has its bits in any
+batch; weights are not widened for it. Modules that are merged keep scales of their own. Nothing else is rounded:
+where weights alone are quantised it is the precise mode, and all but int8 by int8
+costs what that costs, and a pass over activations; experts are called one by one, and without tapes. Refused with a
+message that says so: activations of 4 bits, a scale that all tokens of a step share (results would depend on the
+batch), latent attention (whose products are not a linear layer's own), experts with adapters or with
+`--enable-expert-parallel`, and ranks that have parts of what shares a scale.
 bitsandbytes' LLM.int8() computes in 8 bits, which its files do not ask for, and stays with weights.
 
 It is for those who compare; for speed "fast" rounds less, and takes less time.
@@ -231,19 +242,44 @@ EXAMPLES = (
 
 def page() -> str:
     """The whole page."""
-    rows = (f"| {each.config['quant_method']} | {each.what} | {_kept(each)} |" for each in EXAMPLES)
-    return INTRODUCTION + "\n".join(rows) + "\n" + NOTES
+    measured = json.loads(SPEEDS.read_text()) if SPEEDS.exists() else None
+    columns = ["method", "what", "kept as", "device", "error, fast"]
+    columns += [] if measured is None else ["decode", "prefill"]
+    table = ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    table += [
+        f"| {each.config['quant_method']} | {each.what} | {_kept(each, measured)} |" for each in EXAMPLES
+    ]
+    about = "" if measured is None else _MEASURED.format(**measured, int4=measured["speeds"][OWN_INT4])
+    return INTRODUCTION + about + "\n".join(table) + "\n" + NOTES
 
 
-def _kept(example: _Example) -> str:
-    """The columns that are asked of the code."""
+OWN_INT4 = "int4, groups of 32"
+"""What `--quantization int4` keeps."""
+
+
+def kept_forms() -> dict[str, WeightScheme | None]:
+    """What matrices are kept in, in all the examples and by `--quantization int4`; None: floats."""
+    schemes = [WeightScheme("int4", 32), *(_scheme(_encoding(each)) for each in EXAMPLES)]
+    return {_said(scheme): scheme for scheme in schemes}
+
+
+def _kept(example: _Example, measured: Mapping[str, Any] | None) -> str:
+    """The columns that are asked of the code, and what was measured of such weights."""
+    encoding = _encoding(example)
+    scheme = _scheme(encoding)
+    otherwise = _IN_ANY_ORDER if codec_of(encoding).reorders else ""
+    columns = [_said(scheme) + otherwise, _devices(scheme), f"{100 * _error(scheme):.2g} %"]
+    if measured is not None:
+        columns += [f"{times:.2f}" for times in measured["speeds"][_said(scheme)]]
+    return " | ".join(columns)
+
+
+def _encoding(example: _Example) -> Encoding:
     method = example.config["quant_method"]
     layer = "model.layers.0.mlp.experts.0.up_proj" if method == "mxfp4" else _LAYER
     encoding = METHODS.resolve(method)(JsonObject("config.json", example.config)).encoding_of(layer)
     assert encoding is not None, f"{example} says nothing of {layer}"
-    scheme = _scheme(encoding)
-    otherwise = _IN_ANY_ORDER if codec_of(encoding).reorders else ""
-    return " | ".join((_said(scheme) + otherwise, _devices(scheme), f"{100 * _error(scheme):.2g} %"))
+    return encoding
 
 
 def _scheme(encoding: Encoding) -> WeightScheme | None:
