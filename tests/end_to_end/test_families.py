@@ -35,7 +35,7 @@ FAMILIES = (
     "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
-HOSTED = ["bert", "laguna", "modernbert-decoder"]
+HOSTED = ["bart", "bert", "laguna", "longcat-flash", "modernbert-decoder"]
 """What transformers' own code runs, and `FAMILIES` have not."""
 LENGTHS = (1, 3, 8, 15, 16, 17, 40, 90)
 NUM_BLOCKS = {"gemma2": 25, "gemma3": 17, "modernbert-decoder": 26} | SCARCE_BLOCKS
