@@ -130,6 +130,7 @@ async def _pooled(
     body.model = name
     params = job.inputs.settled(PoolingParams(dimensions=dimensions, task=EMBED))
     if not texts:
+        job.server.engine.input_processor.check_terms(body.priority, "", None)
         return []
     options = TextOptions(WHOLE_CONTEXT if truncate else None)
     with called("input" if isinstance(body, EmbedRequest) else "prompt"):
