@@ -31,7 +31,7 @@ template <class T, class Lanes>
 inline void add_tokens(double* vector, const T* x, int64_t stride, const Chunk& chunk, Lanes lanes, int64_t count,
                        bool weighted) {
     Doubles sums = {};
-    const size_t bytes = static_cast<size_t>(count) * sizeof(double);
+    const uint64_t bytes = static_cast<uint64_t>(count) * sizeof(double);
     if (chunk.start) __builtin_memcpy(&sums, vector, bytes);
     for (int64_t t = 0; t < chunk.count; ++t) {
         const Doubles value = widened(load(x + t * stride, lanes));

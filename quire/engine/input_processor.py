@@ -153,7 +153,7 @@ class InputProcessor:
             )
         lexicon = prompt.lexicon or self.lexicons.model
         self._check_prompt(prompt, lexicon.vocab_size)
-        self._check_terms(priority, tenant, lora_request)
+        self.check_terms(priority, tenant, lora_request)
         params = self._settle(params, len(prompt.token_ids), lexicon)
         self._check_params(params, lexicon)
         if params.structured_outputs is not None:
@@ -223,7 +223,7 @@ class InputProcessor:
                 param="model",
             )
         self._check_prompt(prompt, self.config.arch.vocab_size)
-        self._check_terms(priority, tenant, lora_request)
+        self.check_terms(priority, tenant, lora_request)
         if self.pooling.spec.head_of_adapters and lora_request is None:
             raise ValidationError(
                 "the model has no head of its own, and only adapters bring one: name one of them",
@@ -264,7 +264,8 @@ class InputProcessor:
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
-    def _check_terms(self, priority: int, tenant: str, lora_request: LoRARequest | None) -> None:
+    def check_terms(self, priority: int, tenant: str, lora_request: LoRARequest | None) -> None:
+        """Raises ValidationError: one of them cannot be honoured by this engine."""
         if lora_request is not None and not self.config.lora.enable_lora:
             raise ValidationError("adapters are not served here (--enable-lora)", param="lora_request")
         if len(tenant) > MAX_TENANT_CHARS:

@@ -95,6 +95,9 @@ class Lexicons:
         except StartupError as error:
             problem = str(error).replace(f"{directory}/", "")  # where it lies is for the operator alone
             raise ValidationError(f"adapter {adapter.lora_name!r}: {problem}", param="lora_request") from None
+        except OSError as error:  # no such path can be
+            problem = error.strerror or "its files cannot be read"
+            raise ValidationError(f"adapter {adapter.lora_name!r}: {problem}", param="lora_request") from None
 
     def _of_pooling(self, own: Tokenizer, model: Tokenizer) -> Lexicon:
         """The model's, by which all texts that are pooled are cut."""

@@ -25,7 +25,8 @@ KEYS = ("--api-key", "key")
 STRICT = ("--unknown-fields", "reject")
 POOLING = ("quire-demo-embed",)
 ADAPTERS = (
-    "--enable-lora", "--max-loras", "2", "--lora-modules", "pirate=quire-demo-pirate", "json=quire-demo-json",
+    "--enable-lora", "--max-loras", "2",
+    "--lora-modules", "pirate=quire-demo-pirate", "--lora-modules", "json=quire-demo-json",
 )  # fmt: skip
 # Who sleeps answers 503 until it is woken, as it should; so what puts a server to sleep has one of its own.
 SLEEP = ("/sleep", "/wake_up", "/is_sleeping")

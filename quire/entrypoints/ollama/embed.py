@@ -134,6 +134,7 @@ async def _found(
     body.model = name
     params = job.inputs.settled(params)
     if not texts:
+        job.server.engine.input_processor.check_terms(body.priority, "", None)
         return Found([], None, False)
     options = TextOptions(WHOLE_CONTEXT if cuts else None)
     with called("input" if isinstance(body, EmbedRequest) else "prompt"):

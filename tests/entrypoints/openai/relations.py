@@ -34,7 +34,7 @@ RELATIONS = (
     # Of adapters, and of files.
     r"adapters are not served here",
     r"a model is called .* already",
-    r"^adapter '",
+    r"\badapter '",
     # With the model: its context, its tokens as keys of an object, its template.
     r"maximum context length is \d+ tokens",
     r"thinking_token_budget needs to know what opens and closes",

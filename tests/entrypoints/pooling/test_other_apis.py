@@ -166,5 +166,6 @@ async def test_without_a_text_a_request_is_checked_all_the_same(serve: Serve) ->
     async with serve(EMBEDDER) as client:
         body = {"model": "pooler", "input": ""}
         assert (await client.post("/api/embed", json=body)).json()["embeddings"] == []
-        refused = await client.post("/api/embed", json={**body, "dimensions": 0})
-    assert (refused.status_code, "dimensions" in refused.json()["error"]) == (400, True)
+        for name, value in (("dimensions", 0), ("priority", -1)):
+            refused = await client.post("/api/embed", json={**body, name: value})
+            assert (refused.status_code, name in refused.json()["error"]) == (400, True)
