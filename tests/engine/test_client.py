@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable
@@ -227,6 +228,7 @@ def test_a_client_that_is_dropped_holds_up_nobody(make_config: Callable[..., Eng
     """As by a program, or a test, that fails: its traceback and the client hold each other until both are collected."""
     client = ProcessClient(make_config())
     process, client.traceback = client.process, client  # type: ignore[attr-defined]
+    directory = client.address.directory
     try:
         del client
         collection = threading.Thread(target=gc.collect, daemon=True)
@@ -236,3 +238,4 @@ def test_a_client_that_is_dropped_holds_up_nobody(make_config: Callable[..., Eng
     finally:
         process.kill()
         process.wait()
+        shutil.rmtree(directory)

@@ -375,7 +375,9 @@ def test_unsupported_options(changes: dict[str, Any], words: list[str], tmp_path
 
 def test_a_part_of_a_model_that_sees_is_not_taken_for_a_model_of_texts(tmp_path: Path) -> None:
     parts = {"architectures": ["LlavaNextForConditionalGeneration"], "text_config": LLAMA}
-    with pytest.raises(UnsupportedModelError, match="takes more than text; of such models, those in"):
+    with pytest.raises(
+        UnsupportedModelError, match="takes more than text, or is made of several models; of such, those in"
+    ):
         read(tmp_path, parts)
 
 

@@ -27,7 +27,8 @@ TOOLS_OF_A_PERSON = {"quire/entrypoints/cli/local_tools.py"}
 """`quire chat --tool FILE`, which is no server."""
 REQUEST_PATHS = ("quire/entrypoints", "quire/engine", "quire/sampling_params.py", "quire/pooling_params.py")
 BOOKKEEPING = {
-    "quire/entrypoints/openai/streaming.py": "found",
+    "quire/entrypoints/openai/begun_answer.py": "data.startswith(FIRST[:num_sent])",
+    "quire/entrypoints/openai/streaming.py": "len(self._around) > 1",
     "quire/entrypoints/openai/openapi/document.py": "not components.keys() & requests.keys()",
     "quire/engine/sequence_state.py": "len(self.prompt_logprobs) <= self._num_prompt_tokens",
 }

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 MAX_THREADS = 8
 LIMIT_S = 30.0
+AGAIN_S = 0.5
+"""From one interruption to the next: one that comes while Python finalizes an object is lost."""
 
 
 class TimeIsUpError(BaseException):
@@ -83,9 +85,10 @@ class _Worker:
     def interrupt(self) -> bool:
         """Nobody waits any more. True, and nothing done, if the function has returned; else the thread ends."""
         with self._lock:
-            if self._works and self._thread.ident is not None:
-                number, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(TimeIsUpError)
+            if self._works and self._thread.is_alive():
+                number, error = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(TimeIsUpError)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+                self._loop.call_later(AGAIN_S, self.interrupt)
             return not self._works
 
     def end(self) -> None:
