@@ -124,6 +124,7 @@ class Speculation:
     def _note_times(self, verified: Mapping[str, Verified], width: int, seconds: float) -> None:
         """What the step took, and what asking took for it."""
         seconds, spent_s = self._settle(seconds)
+        self._balance.note_time(seconds)
         if not width:
             return
         num_requests = len(verified)

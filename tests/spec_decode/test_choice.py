@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.spec_decode.acceptance import Acceptance
-from quire.spec_decode.balance import LONGEST_REST, SHORTEST_REST, TRIAL_STEPS, Balance
+from quire.spec_decode.balance import LONGEST_REST, SHARE, SHORTEST_REST, TRIAL_STEPS, Balance
 from quire.spec_decode.choice import choose_lengths
 from quire.spec_decode.drafter import CERTAIN, Draft, Text
 from quire.spec_decode.speculation import Speculation, Verified
@@ -163,13 +164,30 @@ def test_guessing_in_vain_rests_longer_and_longer() -> None:
         for _ in range(TRIAL_STEPS):
             assert not balance.rests()
             balance.note(0.0, 1.0)
+        balance.note_time(TRIAL_STEPS / SHARE)
         rests.append(sum(balance.rests() for _ in range(2 * LONGEST_REST)))
     assert rests == [min(SHORTEST_REST * 2**i, LONGEST_REST) for i in range(9)]
     balance.note(5.0, 1.0)
     for _ in range(TRIAL_STEPS):
         balance.note(0.0, 9.0)
+    balance.note_time(9 * TRIAL_STEPS / SHARE)
     balance.wake()
     assert 0 < sum(balance.rests() for _ in range(LONGEST_REST)) <= SHORTEST_REST
+
+
+@given(st.integers(0, 2**32), st.floats(0.01, 10.0))
+def test_what_is_tried_in_vain_takes_a_small_share_whatever_wakes_it(seed: int, spent_s: float) -> None:
+    """Of steps of a second each; a trial is part of it at once."""
+    random, balance, seconds, lost = Random(seed), Balance(), 0.0, 0.0
+    for _ in range(2000):
+        if random.random() < 0.05:
+            balance.wake()
+        if not balance.rests():
+            balance.note(0.0, spent_s)
+            lost += spent_s
+        balance.note_time(1.0)
+        seconds += 1.0
+    assert 0 < lost <= SHARE * seconds + TRIAL_STEPS * spent_s
 
 
 class Said:
@@ -236,7 +254,7 @@ def test_what_takes_more_than_it_saves_is_asked_more_and_more_seldom(num_ahead: 
     class Slow(Said):
         def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
             asked.append(len(done))
-            clocks.seconds += 0.5
+            clocks.seconds += 0.005  # too little for the share to count
             return super().propose(texts, most)
 
     slow = Slow({"a": Draft([1] * 4)})
@@ -246,7 +264,7 @@ def test_what_takes_more_than_it_saves_is_asked_more_and_more_seldom(num_ahead: 
     while len(done) < 4000:
         count = planned.pop(0)
         done.append(count)
-        speculation.note_step({"a": Verified(count, 0)}, 1 + count, 1.0 + 0.05 * count)
+        speculation.note_step({"a": Verified(count, 0)}, 1 + count, 1.0 + 0.0005 * count)
         planned.append(len(speculation.propose(tokens("a")).get("a", [])))
     rests = [later - step - 1 for step, later in itertools.pairwise(asked) if later > step + 1]
     assert rests[:6] == [SHORTEST_REST * 2**i for i in range(5)] + [LONGEST_REST]
