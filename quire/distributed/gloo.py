@@ -109,6 +109,11 @@ class Gloo(Group):
         self.check_peer(source)
         self._wait(lambda: self._group.recv([_as_bytes(out)], source, 0))
 
+    def silent(self) -> dict[int, str]:
+        """Ranks of this host whose processes can do nothing, and why, as `why_silent` says it."""
+        found = {rank: why_silent(self._processes[rank][1]) for rank in self._here()}
+        return {rank: how for rank, how in found.items() if how is not None}
+
     def host_of(self, rank: int) -> str:
         """What a rank's host calls itself."""
         return self._processes[rank][0]

@@ -56,6 +56,10 @@ class Group(ABC):
         """Why what crosses ranks cannot be part of a graph or a tape: a phrase for people; None if it can."""
         return "what crosses ranks goes by way of the system"
 
+    def check_nobody_lost(self) -> None:
+        """Raises RankLostError: one was, and a device that went on without it has computed nothing of use."""
+        return None
+
     def loss_of(self, ranks: Iterable[int], said: str) -> RankLostError:
         """That one of these is lost."""
         return RankLostError([self.names[rank] for rank in ranks], said)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.config import EngineConfig
-from quire.engine.rank_checks import require, wants_of_ranks
+from quire.engine.device_rank_checks import require
+from quire.engine.rank_checks import wants_of_ranks
 from quire.errors import ConfigError
 
 OPTION = "--enable-expert-parallel"

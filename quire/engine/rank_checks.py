@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from quire.config import EngineConfig, ParallelConfig
+from quire.engine.device_rank_checks import check_device_ranks, require
 from quire.engine.shares import possible_sizes, uneven
 from quire.errors import ConfigError
 from quire.platforms import Host
@@ -38,6 +39,7 @@ def check_ranks(config: EngineConfig, *, serves: bool, host: Host | None = None)
         require(wants_of_ranks(config), f"--tensor-parallel-size is {ranks}")
     if (stages := parallel.pipeline_parallel_size) > 1:  # to "null" plans are all there is
         require(wants_of_ranks(config, ("uni",)), f"--pipeline-parallel-size is {stages}")
+    check_device_ranks(config)
     _check_stages(config)
     _check_shares(config)
     _check_cores(parallel, host or Host())
@@ -48,18 +50,11 @@ def wants_of_ranks(config: EngineConfig, executors: Collection[str] = EXECUTORS)
     executor = config.parallel.distributed_executor_backend
     return {
         f"--distributed-executor-backend mp, not {executor}": executor in executors,
-        f"--device cpu, not {config.device.device}": config.device.device != "cpu",
+        f"--device cpu or cuda, not {config.device.device}": config.device.device not in ("cpu", "cuda"),
         "no --cpu-pin-threads, which would pin all ranks to the same cores: they have cores of their own with "
         "--cpu-numa auto and --distributed-executor-backend mp, if there are enough": config.device.cpu_pin_threads
         and not _have_cores(config),
     }
-
-
-def require(wants: Mapping[str, bool], what: str) -> None:
-    """Raises ConfigError: something is not as it is wanted."""
-    for wanted, lacks in wants.items():
-        if lacks:
-            raise ConfigError(f"{what}, which wants {wanted}")
 
 
 def _check_stages(config: EngineConfig) -> None:

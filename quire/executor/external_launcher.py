@@ -20,13 +20,12 @@ from quire.distributed.agreement import different_ranks
 from quire.distributed.beats import Beats
 from quire.distributed.gloo import Gloo, address_towards, tcp_store
 from quire.distributed.group import ALONE, Group
-from quire.distributed.shared_memory import share_memory
 from quire.errors import ConfigError, EngineError, ValidationError
 from quire.executor.agreement import check_ranks_agree
-from quire.executor.host_share import config_of_rank, memory_of_ranks
-from quire.executor.places import JOIN_S
+from quire.executor.host_share import config_of_rank, memory_of_ranks, num_sharing
+from quire.executor.own_device import take_own_device
+from quire.executor.places import JOIN_S, of_one_host
 from quire.executor.uniproc import UniprocExecutor
-from quire.kernels import cpu
 from quire.kv_cache.spec import KVMemory, SwapCosts
 from quire.layers.shard import Shard
 from quire.lora_request import LoRARequest
@@ -102,7 +101,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
                 part.tolist() for part in self._plans.all_gather(torch.tensor(numbers, dtype=torch.float64))
             )
         ]
-        return memory_of_ranks(found, [self._launch.local_size] * len(found))
+        return memory_of_ranks(found, [num_sharing(self.config, self._launch.local_size)] * len(found))
 
     def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
         """At once: when a thread would be done is not the same on all ranks."""
@@ -150,7 +149,13 @@ class ExternalLauncherExecutor(UniprocExecutor):
             )
         if size == 1:
             return ALONE
-        is_one_host = launch.local_size == size
+        is_one_host, device = launch.local_size == size, config.device.device
+        if device != "cpu" and not is_one_host:
+            raise ConfigError(
+                f"--device is {device}, which wants all ranks on one host; LOCAL_WORLD_SIZE is {launch.local_size} of "
+                f"{size}"
+            )
+        take_own_device(device, launch.rank, size)
         serves = launch.rank == 0 and not launch.store_is_there
         store = tcp_store(launch.address, launch.port, launch.rank, serves=serves, join_s=JOIN_S)
         self._plans = Gloo(
@@ -163,7 +168,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
             beats=None if is_one_host else Beats(launch.rank, launch.address, launch.port),
         )
         check_ranks_agree(self._plans, config)
-        return share_memory(self._plans, able=is_one_host and cpu.available())
+        return of_one_host(self._plans, store, device, able=is_one_host)
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, most: int) -> int:

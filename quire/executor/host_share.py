@@ -17,8 +17,13 @@ def config_of_rank(config: EngineConfig, num_ranks: int) -> EngineConfig:
     return config.evolve(cpu_threads=max(Host().num_threads()[0] // num_ranks, 1))
 
 
+def num_sharing(config: EngineConfig, num_ranks: int) -> int:
+    """How many of so many ranks of a host take of the same memory; devices have memory of their own."""
+    return num_ranks if config.device.device == "cpu" else 1
+
+
 def memory_of_ranks(found: Sequence[KVMemory], num_beside: Sequence[int]) -> KVMemory:
-    """What each of all ranks may take for the cache, of what each has found free on a host of so many ranks."""
+    """What each of all ranks may take for the cache, of what each has found free where so many take of it."""
     parts = [_part(memory, num) for memory, num in zip(found, num_beside, strict=True)]
     unasked = [memory.default_bytes for memory in parts if memory.default_bytes is not None]
     least = min(parts, key=lambda memory: memory.free_bytes)

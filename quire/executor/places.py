@@ -17,7 +17,7 @@ from quire.layers.shard import Shard
 from quire.models.stages import Stage
 
 if TYPE_CHECKING:
-    from quire.distributed.gloo import Store
+    from quire.distributed.gloo import Gloo, Store
 
 JOIN_S = 300.0
 """Ranks start together, and whoever started them sees when one ends; but a busy machine may take long to load them."""
@@ -57,11 +57,11 @@ class Place:
                 group.close()
 
 
-def meet(rank: int, parallel: ParallelConfig, store: Store, address: str) -> Place:
-    """The place of a rank that is reached at `address`, once all have come.
+def meet(rank: int, parallel: ParallelConfig, store: Store, address: str, device: str = "cpu") -> Place:
+    """The place of a rank that is reached at `address` and computes on such a device, once all have come.
 
     Raises:
-        StartupError: not all ranks came; the message names those that did not.
+        StartupError: not all ranks came, and the message names those that did not; or their devices cannot be joined.
     """
     from quire.distributed.gloo import Gloo, part_of  # which one rank does not need
 
@@ -77,24 +77,37 @@ def meet(rank: int, parallel: ParallelConfig, store: Store, address: str) -> Pla
         for one in range(size)
     ]
     if num_stages == 1:
-        return Place(world, _with_memory(world, hosts, store, address))
+        return Place(world, _nearer(world, hosts, store, address, device))
     shares: Group = ALONE
     if num_shares > 1:
         names, at = range(stage * num_shares, (stage + 1) * num_shares), part_of(store, f"stage {stage}")
         group = Gloo(share, num_shares, at, address=address, names=names)
-        shares = _with_memory(group, hosts[names.start : names.stop], at, address)
+        shares = _nearer(group, hosts[names.start : names.stop], at, address, device)
     row = part_of(store, f"share {share}")
     names = range(share, size, num_shares)
     stages = Gloo(stage, num_stages, row, address=address, answer_s=STAGE_S, names=names)
     return Place(world, shares, stages)
 
 
-def _with_memory(group: Group, hosts: Sequence[Hashable], store: Store, address: str) -> Group:
-    """The same ranks, which are on such hosts, with memory in common within each, if that can be."""
+def of_one_host(group: Gloo, store: Store, device: str, *, able: bool = True) -> Group:
+    """The same ranks, which are on one host: with memory in common, if they are able, or with their devices joined.
+
+    Raises:
+        StartupError: these cannot be.
+    """
+    if device == "cpu":
+        return share_memory(group, able=able and cpu.available())
+    from quire.distributed.device_group import join_devices  # which the host alone does not need
+
+    return join_devices(group, store, device)
+
+
+def _nearer(group: Gloo, hosts: Sequence[Hashable], store: Store, address: str, device: str) -> Group:
+    """The same ranks, which are on such hosts; those of each have a shorter way between them, if that can be."""
     from quire.distributed.gloo import Gloo, part_of
 
     if len(set(hosts)) == 1:
-        return share_memory(group, able=cpu.available())
+        return of_one_host(group, store, device)
     size = size_of_hosts(hosts)
     if size is None:
         return group

@@ -26,6 +26,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.executor.agreement import check_ranks_agree
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
+from quire.executor.own_device import take_own_device
 from quire.executor.places import JOIN_S, Place, meet, with_replicas
 from quire.executor.rank_processes import CONFIG
 from quire.executor.ray_actor import watch_actor
@@ -109,11 +110,13 @@ class RankProcess:
     def _meet(self, place: tuple[str, int] | None) -> Place:
         from quire.distributed.gloo import file_store, tcp_store  # which one rank does not need
 
+        device = self._config.device.device
+        take_own_device(device, self._rank, self._size)
         if place is None:
             store = file_store(self._directory / "ranks", self._size)
         else:
             store = tcp_store(*place, self._rank, serves=False, join_s=JOIN_S)
-        found = meet(self._rank, self._config.parallel, store, self._address)
+        found = meet(self._rank, self._config.parallel, store, self._address, device)
         check_ranks_agree(found.world, self._config)
         return found
 

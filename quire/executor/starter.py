@@ -8,7 +8,7 @@ from socket import socket
 
 from quire.config import EngineConfig
 from quire.executor.gate import Gate
-from quire.executor.host_share import config_of_rank
+from quire.executor.host_share import config_of_rank, num_sharing
 from quire.executor.rank_placement import places_of_ranks
 from quire.executor.rank_processes import PROGRAM, RankProcesses
 
@@ -35,7 +35,7 @@ class Starter(ABC):
 
     @abstractmethod
     def num_beside(self) -> Sequence[int]:
-        """For each rank, how many there are on its host."""
+        """For each rank, how many there are on its host that take of the same memory."""
 
     @abstractmethod
     def why_gone(self, rank: int) -> str:
@@ -81,7 +81,7 @@ class HostStarter(Starter):
         return self.config.parallel.nnodes > 1
 
     def num_beside(self) -> Sequence[int]:
-        return [self._num_here] * self.size
+        return [num_sharing(self.config, self._num_here)] * self.size
 
     @property
     def pids(self) -> dict[int, int]:

@@ -72,14 +72,32 @@ def _first(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     Where there are fewer the first of them stands for those that are missing.
     """
     most = min(num, logits.shape[1])
-    values, places = logits.topk(min(num + 1, logits.shape[1]))
-    last, next_one = values[:, most - 1], values[:, -1]
-    if values.shape[1] > most and ((last == next_one) & (last > -torch.inf)).any():
-        # Of equal ones `topk` takes any.
-        values, places = logits.sort(dim=1, descending=True, stable=True)
-    values, places = values[:, :most], places[:, :most]
+    values, places = (by_looking if logits.device.type == "cpu" else by_keys)(logits, most)
     missing = num - most
     if missing:
         values = torch.cat((values, values[:, :1].expand(-1, missing)), 1)
         places = torch.cat((places, places[:, :1].expand(-1, missing)), 1)
     return values, places
+
+
+def by_looking(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The same of at most S, where it is known at once whether there are equal ones."""
+    values, places = logits.topk(min(most + 1, logits.shape[1]))
+    last, next_one = values[:, most - 1], values[:, -1]
+    if values.shape[1] > most and ((last == next_one) & (last > -torch.inf)).any():
+        # Of equal ones `topk` takes any.
+        values, places = logits.sort(dim=1, descending=True, stable=True)
+    return values[:, :most], places[:, :most]
+
+
+def by_keys(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The same without looking at the numbers, for which the host would wait: by integers, none of which are equal.
+
+    A logit's bits are its first ones, of which those of negative numbers go the other way; its place is the last ones.
+    """
+    count = logits.shape[1]
+    bits = (logits + 0.0).view(torch.int32)  # of zeros one has no sign
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(logits.isnan(), 0x7FFFFFFF).long()
+    keys = (order << 32) | torch.arange(count - 1, -1, -1, device=logits.device)
+    places = keys.topk(most).indices
+    return logits.gather(1, places), places

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ from quire.worker.calibration import Calibration, is_calibrated, shapes_of
 from quire.worker.devices import Device
 from quire.worker.drafts import DRAFT_PREFIX
 from quire.worker.guessing_memory import guesses_by_states
+from quire.worker.launched_step import LaunchedStep
 from quire.worker.model_runner import ModelRunner
 from quire.worker.parked_weights import ParkedWeights
 from quire.worker.refused_memory import refused_memory
@@ -154,7 +156,14 @@ class Worker:
                 self.take_part()  # others count on a step
             if self._stage.is_last and not self._device.is_asynchronous:
                 step.result()
-        return step.result
+        return step.result if self._shard.group.size == 1 else partial(self._result, step)
+
+    def _result(self, step: LaunchedStep) -> ModelRunnerOutput:
+        """A device that has lost another goes on, and whatever comes of that is nobody's error but the loss."""
+        try:
+            return step.result()
+        finally:
+            self._shard.group.check_nobody_lost()
 
     @torch.inference_mode()
     def take_part(self) -> None:

@@ -22,7 +22,7 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.shard import Shard, Span
 from quire.models.base import CausalLM
 from quire.sampling_params import SamplingParams
-from quire.worker.first_tokens import FirstTokens
+from quire.worker.first_tokens import FirstTokens, by_keys
 from quire.worker.sampler.draw import StagedDraw
 from quire.worker.sampler.logprobs import StagedLogprobs
 from quire.worker.sampler.sampler import NON_FINITE_CODE, StagedRows, clear_unusable
@@ -158,3 +158,20 @@ def test_steps_in_which_few_tokens_decide_do_not_bring_logits_together(
             engine.shutdown()
         assert outputs[0] == outputs[1]
         assert bool(together_rows) != are_few
+
+
+@pytest.mark.parametrize("num", [1, 2, 5, 10, 11])
+def test_devices_find_the_first_ones_without_looking(num: int) -> None:
+    """Of rows with something to choose from, signs of zeros apart; what makes the others so is found in any case."""
+    logits = rows()
+    values, places = by_keys(logits, num)
+    assert torch.equal(values.isnan(), logits.gather(1, places).isnan())
+    for index, row in enumerate(logits):
+        if row.isnan().any():
+            assert values[index, 0].isnan()
+        else:
+            expected = row.sort(descending=True, stable=True)
+            assert torch.equal(places[index], expected.indices[:num])
+            assert torch.equal(values[index], expected.values[:num])
+    negative = torch.tensor([[1.0, -NAN]])
+    assert by_keys(torch.copysign(negative, torch.tensor(-1.0)), 1)[1].tolist() == [[1]]

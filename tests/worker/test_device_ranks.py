@@ -1,0 +1,99 @@
+"""Ranks on asynchronous devices: what crosses them is part of graphs, and they say what one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+from quire.config import EngineConfig
+from quire.errors import RankLostError
+from quire.executor.host_share import memory_of_ranks, num_sharing
+from quire.kernels.cpu import library
+from quire.kv_cache.spec import KVMemory
+from quire.layers.shard import Shard
+from quire.processes import ENDED
+from quire.sampling_params import SamplingParams
+from quire.worker.launched_step import LaunchedStep
+from quire.worker.worker import Worker
+from tests.distributed.test_group import on_all
+from tests.executor.test_multiproc import run, said, started
+from tests.fixtures import thread_ranks
+from tests.fixtures.device_ways import device_ranks
+from tests.fixtures.thread_ranks import ThreadRanks
+from tests.worker.fake_gpu import FakeGpu
+from tests.worker.harness import tiny_config
+
+needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
+
+PARAMS = [
+    SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=6, seed=3, top_k=5, ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=0.0, presence_penalty=0.5, ignore_eos=True, logprobs=2),
+]
+
+
+@needs_kernels
+def test_ranks_on_devices_replay_graphs_and_say_what_one_process_says(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"tp_invariant": True, "prefill_graph_sizes": [0], "cuda_graph_capture": "lazy"}
+    one = started(tiny_model("llama"), **options)
+    expected = said(run(one, PARAMS))
+    one.shutdown()
+    devices: list[FakeGpu] = []
+
+    def make_device(name: str) -> FakeGpu:
+        devices.append(FakeGpu())
+        return devices[-1]
+
+    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr(thread_ranks, "make_device", make_device)
+    monkeypatch.setattr(thread_ranks, "InProcess", SimpleNamespace(group=device_ranks))
+    engine = started(tiny_model("llama"), tensor_parallel_size=2, cudagraph_capture_sizes=[3], **options)
+    assert said(run(engine, PARAMS)) == expected
+    engine.shutdown()
+    first, second = devices
+    assert first.captured == second.captured
+    assert first.replayed == second.replayed
+    assert 3 in first.replayed
+    assert first.replayed_choices  # behind penalties; the likeliest tokens are exchanged
+
+
+def test_what_a_device_has_computed_behind_a_loss_is_nobodys() -> None:
+    """Be it that it can be read, or that it makes no sense."""
+
+    def fail() -> Any:
+        raise IndexError("token -7777777")
+
+    silent: dict[int, str] = {}
+    first, second = device_ranks(2, silent=silent)
+    worker = Worker(tiny_config(dtype="float32"), FakeGpu(), Shard.of_group(first))
+    fine, broken = (
+        cast("LaunchedStep", SimpleNamespace(result=result)) for result in (lambda: "tokens", fail)
+    )
+    assert worker._result(fine) == "tokens"
+    with pytest.raises(IndexError):
+        worker._result(broken)
+    silent[1] = ENDED
+    first._watch._thread.join()
+    for step in (fine, broken):
+        with pytest.raises(RankLostError, match="rank 1 is lost"):
+            worker._result(step)
+    on_all([first, second], lambda group: group.close())
+    worker.shutdown()
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 50), ("cuda", 80)])
+def test_devices_have_memory_of_their_own(device: str, expected: int) -> None:
+    config = EngineConfig.from_args(device=device)
+    found = [KVMemory(100, "free"), KVMemory(80, "free")]
+    if device == "cpu":
+        found = [KVMemory(100, "free")] * 2
+    assert memory_of_ranks(found, [num_sharing(config, 2)] * 2).free_bytes == expected
