@@ -27,6 +27,7 @@ GROUPS = {
     "kernels": imports.KERNELS,
     "engine": imports.ENGINE,
     "models": imports.MODELS,
+    "ranks": (*imports.ADAPTERS, "transformers"),
     "cases": imports.KERNELS,
 }
 """Group of checks -> the packages that it needs; first what nothing but a device can show."""
@@ -75,9 +76,20 @@ def _work(args: argparse.Namespace) -> int:
     target, journal = make_target(args.device, args.tiny), Journal(args.journal)
     journal.note(target.description() + ".")
     print(target.description(), flush=True)
+    if "ranks" in args.only:
+        _say_left_out(target, journal)
     with tempfile.TemporaryDirectory() as scratch:
         checks = _checks(target, args.only, Path(scratch))
         return 0 if run_checks(checks, args.limit, journal, answers=target.answers) else LOST
+
+
+def _say_left_out(target: Target, journal: Journal) -> None:
+    from benchmarks.gpu.rank_checks import why_left_out
+
+    reason = why_left_out(target)
+    if reason is not None:
+        journal.note(reason + ".")
+        print(reason, flush=True)
 
 
 def _report(journal: Journal, out: Path | None) -> int:
@@ -134,6 +146,12 @@ def _engine(target: Target, scratch: Path) -> Iterator[Check]:
     return engine_checks.checks(target, scratch)
 
 
+def _ranks(target: Target, scratch: Path) -> Iterator[Check]:
+    from benchmarks.gpu import rank_checks
+
+    return rank_checks.checks(target, scratch)
+
+
 def _cases(target: Target, _scratch: Path) -> Iterator[Check]:
     from benchmarks.gpu import kernel_checks
 
@@ -145,6 +163,7 @@ _CHECKS: dict[str, Callable[[Target, Path], Iterator[Check]]] = {
     "kernels": _kernels,
     "models": _models,
     "engine": _engine,
+    "ranks": _ranks,
     "cases": _cases,
 }
 

@@ -17,6 +17,8 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests, EngineCoreRequest
 from quire.engine.startup import prepare
+from quire.executor.multiproc import MultiprocExecutor
+from quire.executor.starter import HostStarter
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 
@@ -108,6 +110,13 @@ class Engine:
     def num_swapped(self) -> int:
         """How often a request's blocks were copied to the host's memory to make room."""
         return int(self._core.scheduler.stats().num_swaps)
+
+    def pid_of_rank(self, rank: int) -> int:
+        """The process of one of several."""
+        executor = self._core.executor
+        assert isinstance(executor, MultiprocExecutor), "one rank has no process of its own"
+        assert isinstance(executor._starter, HostStarter)
+        return executor._starter.pids[rank]
 
     def close(self) -> None:
         self._core.shutdown()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="no Triton for this platform")
-from benchmarks.gpu import check, engine_checks, imports, kernel_checks, late_checks, runner
+from benchmarks.gpu import check, engine_checks, imports, kernel_checks, late_checks, rank_checks, runner
 from benchmarks.gpu.journal import Journal, supervise
 from benchmarks.gpu.runner import Check, Outcome, outcome_of, run_checks
 from benchmarks.gpu.target import Target
@@ -64,6 +64,19 @@ def test_what_only_a_device_shows_comes_first(tmp_path: Path) -> None:
     assert {
         name.split("after start, ")[1] for name in names if "after start, " in name
     } == late_checks.KINDS.keys() - missing
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "said"), [("cuda", 1, "want 2 devices and there is 1"), ("cuda", 2, None)]
+)
+def test_what_wants_two_devices_is_left_out_where_there_are_none(
+    kind: str, count: int, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    target, journal = Target(torch.device(kind), tiny=True), Journal(tmp_path / "journal")
+    check._say_left_out(target, journal)
+    assert journal.notes == ([f"2 ranks: left out, they {said}."] if said else [])
+    assert len([*rank_checks.checks(target, tmp_path)]) == (0 if said else 5)
 
 
 _ON_A_DEVICE = ("graphs, ", "overlapped", "200", "swapped")

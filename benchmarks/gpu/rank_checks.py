@@ -1,0 +1,109 @@
+"""Checks of two ranks with a device each: graphs beside eager steps, tokens beside one rank's, and a lost one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.engine import Generated, engine, greedy
+from benchmarks.gpu.runner import Check
+from benchmarks.gpu.target import Target
+from quire.errors import EngineError
+from tests.fixtures.tiny_models import VOCAB_SIZE, write_tiny_model
+
+RANKS = 2
+_NAME = "llama"
+_LIMITS: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "num_gpu_blocks_override": 256,
+    "load_format": "auto",
+}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "graphs captured at start": {},
+    "graphs captured lazily": {"cuda_graph_capture": "lazy"},
+    "overlapped": {"async_scheduling": True},
+}
+_SOON_S = 12.0
+"""How long the loss of a rank may take to be said."""
+
+
+def why_left_out(target: Target) -> str | None:
+    """What is lacking for these checks; None: nothing."""
+    found = torch.cuda.device_count() if target.device.type == "cuda" else RANKS
+    if target.device.type == "xpu":
+        return f"{RANKS} ranks: left out, they are for --device cuda"
+    return (
+        None if found >= RANKS else f"{RANKS} ranks: left out, they want {RANKS} devices and there is {found}"
+    )
+
+
+def checks(target: Target, scratch: Path) -> Iterator[Check]:
+    """None where there are too few devices. `scratch` is a folder for a checkpoint."""
+    if why_left_out(target) is not None:
+        return
+    directory = scratch / "ranks"
+    write_tiny_model(_NAME, directory)
+    ranks = _Ranks(target, directory)
+    for name, args in _VARIANTS.items():
+        run = partial(ranks.beside_eager, **args)
+        yield Check(f"2 ranks: {name}, same tokens and logprobs as eager", run)
+    yield Check("2 ranks: float32, same tokens as one", ranks.beside_one)
+    yield Check("2 ranks: seconds until one that is killed is named", ranks.killed, _SOON_S)
+
+
+class _Ranks:
+    """Engines of two ranks, with a checkpoint of their own."""
+
+    def __init__(self, target: Target, directory: Path) -> None:
+        self._target, self._directory = target, directory
+        self._eager: list[Generated] | None = None
+        torch.manual_seed(0)
+        self._prompts = [torch.randint(3, VOCAB_SIZE, (length,)).tolist() for length in (1, 7, 40, 65)]
+
+    def beside_eager(self, **args: Any) -> float:
+        """With the tiles that every batch has, as bits are compared."""
+        invariant: dict[str, Any] = {"batch_invariant": True} if self._target.is_gpu else {}
+        if self._eager is None:
+            self._eager = self._generated(tensor_parallel_size=RANKS, enforce_eager=True, **invariant)
+        ours = self._generated(tensor_parallel_size=RANKS, **invariant | args)
+        return float(sum(one != other for one, other in zip(ours, self._eager, strict=True)))
+
+    def beside_one(self) -> float:
+        """Sums are of other parts, so bits are others; in float32 the likeliest tokens are the same."""
+        tokens = [
+            [one.token_ids for one in self._generated(tensor_parallel_size=ranks, dtype="float32")]
+            for ranks in (1, RANKS)
+        ]
+        return float(sum(one != other for one, other in zip(*tokens, strict=True)))
+
+    def killed(self) -> float:
+        """Seconds after which an engine says so whose second rank ends in the midst of a step."""
+        with self._engine(tensor_parallel_size=RANKS) as running:
+            running.add(self._prompts[0], greedy(200))
+            for _ in range(5):
+                running.step()
+            os.kill(running.pid_of_rank(1), signal.SIGKILL)
+            started = time.monotonic()
+            try:
+                running.finish()
+            except EngineError as error:
+                if "rank 1" not in str(error):
+                    raise
+                return time.monotonic() - started
+        raise RuntimeError("nothing was said of it")
+
+    def _generated(self, **args: Any) -> list[Generated]:
+        with self._engine(**args) as running:
+            return running.generate(self._prompts, greedy(24, logprobs=0))
+
+    def _engine(self, **args: Any) -> Any:
+        return engine(self._target, self._directory, **_LIMITS | {"async_scheduling": False} | args)
