@@ -127,8 +127,14 @@ def join_devices(group: Gloo, store: Store, device_type: str) -> Group:
         StartupError: they cannot be, or are not alike: each rank samples by itself, from what all have.
     """
     way = WAYS[device_type](group.rank, group.size, part_of(store, device_type))
-    joined = DeviceGroup(group, way, Watch(group.silent, way.abort))
-    advice = "CUDA_VISIBLE_DEVICES can name those that are alike"
-    check_same_word(group, "kind of device", way.device_name, advice)
-    joined.warm_up()
+    watch = Watch(group.silent, way.abort)
+    joined = DeviceGroup(group, way, watch)
+    try:
+        advice = "CUDA_VISIBLE_DEVICES can name those that are alike"
+        check_same_word(group, "kind of device", way.device_name, advice)
+        joined.warm_up()
+    except BaseException:
+        watch.close()
+        way.close()
+        raise
     return joined

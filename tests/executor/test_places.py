@@ -1,0 +1,51 @@
+"""Which way ranks of one host have between them: by the kind of device that they compute on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.distributed.device_group import DeviceGroup
+from quire.distributed.gloo import Gloo, file_store
+from quire.distributed.shared_memory import SharedMemory
+from quire.engine.llm_engine import LLMEngine
+from quire.errors import ConfigError
+from quire.executor.places import Place, meet
+from quire.kernels.cpu import library
+from tests.distributed.test_device_group import gloo_as_nccl as gloo_as_nccl
+
+
+def met(directory: Path, device: str) -> list[Place]:
+    parallel = EngineConfig.from_args(tensor_parallel_size=2).parallel
+
+    def join(rank: int) -> Place:
+        return meet(rank, parallel, file_store(directory / "meet", 2), "127.0.0.1", device)
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(join, range(2)))
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+@pytest.mark.parametrize(("device", "way"), [("cpu", SharedMemory), ("cuda", DeviceGroup)])
+def test_ranks_of_a_host_are_joined_by_their_devices(
+    device: str, way: type, gloo_as_nccl: None, tmp_path: Path
+) -> None:
+    places = met(tmp_path, device)
+    assert [type(place.shares) for place in places] == [way, way]
+    assert [type(place.world) for place in places] == [Gloo, Gloo]
+    assert [place.shard.group.why_not_captured() for place in places] == [None, None]
+    for place in places:
+        place.close()
+
+
+@pytest.mark.more
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_engine_says_how_many_devices_there_are(tiny_model: Callable[[str], Path]) -> None:
+    config = EngineConfig.from_args(model=str(tiny_model("llama")), device="cuda", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="2 ranks of this host want a cuda device each, and there are 0"):
+        LLMEngine(config)
