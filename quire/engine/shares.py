@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from quire.config import EngineConfig, ModelArch
+from quire.config.arch import LayerShape
 
 MOST = 64
 """Numbers of ranks up to which are tried for a model without attention."""
@@ -45,7 +46,8 @@ def _units(config: EngineConfig) -> Iterator[Units]:
     for shape in dict.fromkeys(arch.layer_shapes) or (arch,):
         yield Units(shape.num_heads, "attention heads")
         yield Units(shape.num_kv_heads, "key-value heads", are_replicated=True)
-        if any(arch.mlp_of(layer) != "sparse" for layer in range(arch.num_layers)):
+        has_mlp = not isinstance(shape, LayerShape) or shape.block is None
+        if has_mlp and any(arch.mlp_of(layer) != "sparse" for layer in range(arch.num_layers)):
             yield Units(shape.intermediate_size, "features of its MLPs")
     if "differential_attention" in arch.layer_types:
         yield Units(arch.num_heads // 2, "pairs of attention heads")

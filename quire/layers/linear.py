@@ -198,7 +198,7 @@ class QKVLinear(Linear):
     ) -> None:
         assert not (paired and (grouped or gated or blocks > 1)), "such heads are in halves as they are"
         self.clip, self.head_dim, self.parts = clip, head_dim, 2 if paired else 1
-        self._blocks = blocks
+        self.blocks = blocks
         heads = Span(num_heads // self.parts, head_dim)
         kv_heads = Span(num_kv_heads // self.parts, head_dim, replicated=True)
         whole = (heads, kv_heads, kv_heads, heads) if gated else (heads, kv_heads, kv_heads)
@@ -223,7 +223,7 @@ class QKVLinear(Linear):
         )
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
-        if self._blocks > 1:
+        if self.blocks > 1:
             return list(self.pieces_of(names[0], (0, 2, 1)))
         if len(names) == 1:
             return super().pieces(names)
