@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+OF_REQUESTS = ("bad_input", "bad_tools", "constraints", "fuzz", "field_policy", "relations")
 OF_ROUTES = (
-    "bad_input", "bad_tools", "constraints", "fuzz", "field_policy", "admission", "keys", "auth", "tenants_and_limits",
-    "failures", "disconnect", "connection", "relations", "openapi", "completions", "chat_completions", "responses",
+    "admission", "keys", "auth", "tenants_and_limits", "failures", "disconnect", "connection", "openapi", "completions",
+    "chat_completions", "responses",
 )  # fmt: skip
 
 
@@ -21,11 +22,12 @@ OF_ROUTES = (
     "files",
     [
         ["tests/reliability/test_input.py"],
+        [f"tests/entrypoints/openai/test_{name}.py" for name in OF_REQUESTS],
         [f"tests/entrypoints/openai/test_{name}.py" for name in OF_ROUTES],
         ["tests/entrypoints/anthropic", "tests/entrypoints/ollama"],
         ["tests/scheduler", "tests/kv_cache"],
     ],
-    ids=["a real server", "every refusal", "other APIs", "scheduler and cache"],
+    ids=["a real server", "requests", "routes", "other APIs", "scheduler and cache"],
 )
 def test_the_same_requests_are_refused_without_asserts(files: list[str]) -> None:
     """pytest makes statements of its tests' asserts, so these still count; the server has none left."""
