@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any, cast
 import pytest
 
 pytest.importorskip("triton", reason="no Triton for this platform")
+from triton.runtime.interpreter import GridExecutor
+
 from quire.config import EngineConfig
 from quire.errors import RankLostError
 from quire.executor.host_share import memory_of_ranks, num_sharing
@@ -38,6 +41,17 @@ PARAMS = [
 ]
 
 
+def one_at_a_time(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Kernels in Triton's interpreter, which keeps what it is doing in one place for all threads."""
+    lock = threading.Lock()
+
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return launch(*args, **kwargs)
+
+    return locked
+
+
 @needs_kernels
 def test_ranks_on_devices_replay_graphs_and_say_what_one_process_says(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -56,6 +70,7 @@ def test_ranks_on_devices_replay_graphs_and_say_what_one_process_says(
     monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
     monkeypatch.setattr(thread_ranks, "make_device", make_device)
     monkeypatch.setattr(thread_ranks, "InProcess", SimpleNamespace(group=device_ranks))
+    monkeypatch.setattr(GridExecutor, "__call__", one_at_a_time(GridExecutor.__call__))
     engine = started(tiny_model("llama"), tensor_parallel_size=2, cudagraph_capture_sizes=[3], **options)
     assert said(run(engine, PARAMS)) == expected
     engine.shutdown()
