@@ -57,7 +57,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 @pytest.mark.parametrize("steps", quick([1, 3], [3]))
-@pytest.mark.parametrize("method", quick(METHODS, ["draft_model", "eagle3"]))
+@pytest.mark.parametrize("method", quick(METHODS, ["draft_model"]))
 def test_every_method_says_on_a_device_what_is_said_without(
     method: str,
     steps: int,
