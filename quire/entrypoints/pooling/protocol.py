@@ -117,37 +117,22 @@ class RerankRequest(PairFields):
     return_documents: bool | None = None
 
 
-Numbers = Annotated[
-    msgspec.Raw,
-    Meta(
-        extra_json_schema=any_of(
-            array({"type": "number"}),
-            array(array({"type": "number"})),
-            {"type": "string", "contentEncoding": "base64"},
-        )
-    ),
-]
+_NUMBERS = (
+    array({"type": "number"}),
+    array(array({"type": "number"})),
+    {"type": "string", "contentEncoding": "base64"},
+)
+_WORDS = {"type": "object", "additionalProperties": {"type": "number"}}
+Numbers = Annotated[msgspec.Raw, Meta(extra_json_schema=any_of(*_NUMBERS))]
 """Numbers as JSON, or base64 of little-endian float32 ones."""
+NumbersOrWords = Annotated[msgspec.Raw, Meta(extra_json_schema=any_of(*_NUMBERS, _WORDS))]
+"""The same, or with `lexical_weights` token id -> weight."""
 
 
 class PromptUsage(msgspec.Struct):
     prompt_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
-
-
-NumbersOrWords = Annotated[
-    msgspec.Raw,
-    Meta(
-        extra_json_schema=any_of(
-            array({"type": "number"}),
-            array(array({"type": "number"})),
-            {"type": "string", "contentEncoding": "base64"},
-            {"type": "object", "additionalProperties": {"type": "number"}},
-        )
-    ),
-]
-"""The same, or with `lexical_weights` token id -> weight."""
 
 
 class Embedding(msgspec.Struct, kw_only=True):
