@@ -7,8 +7,10 @@ from importlib.util import find_spec
 
 KERNELS = ("torch", "triton", "numpy")
 MODELS = (*KERNELS, "tqdm", "tokenizers", "transformers", "safetensors")
-ENGINE = (*KERNELS, "tqdm", "tokenizers", "huggingface_hub", "msgspec")
+ENGINE = (*KERNELS, "tqdm", "tokenizers", "huggingface_hub", "msgspec", "zmq")
 ADAPTERS = (*ENGINE, "safetensors")
+_DISTRIBUTIONS = {"zmq": "pyzmq"}
+"""Of packages that are installed by another name."""
 
 
 def missing(packages: Sequence[str]) -> list[str]:
@@ -18,5 +20,5 @@ def missing(packages: Sequence[str]) -> list[str]:
 
 def advice(packages: Sequence[str]) -> str:
     """How to get them, for people."""
-    names = " ".join(packages)
+    names = " ".join(_DISTRIBUTIONS.get(package, package) for package in packages)
     return f"missing: {names}. Install them, or put their wheels on PYTHONPATH: pip install --target site {names}"

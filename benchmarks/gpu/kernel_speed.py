@@ -7,7 +7,6 @@ measured against twice the arithmetic of bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -122,4 +121,4 @@ def _product_seconds(target: Target, x: Tensor, weight: Tensor | PackedWeight) -
 def _copy(weight: Tensor | PackedWeight) -> Tensor | PackedWeight:
     if isinstance(weight, Tensor):
         return weight.clone()
-    return replace(weight, **{name: part.clone() for name, part in weight.tensors().items()})
+    return weight.moved(torch.clone)

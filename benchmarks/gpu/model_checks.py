@@ -15,7 +15,7 @@ from benchmarks.gpu.kernel_checks import relative_error
 from benchmarks.gpu.runner import Check
 from benchmarks.gpu.shapes import QWEN_05B, TINY_TIED
 from benchmarks.gpu.target import Target
-from tests.fixtures.tiny_models import TINY_MODELS, VOCAB_SIZE, write_tiny_model
+from tests.fixtures.tiny_models import TINY_MODELS, VOCAB_SIZE, oracle_of, write_tiny_model
 from tests.models.harness import load_tiny, logits_of
 
 _LONG_FACTORS = "phi3-longrope"
@@ -73,9 +73,10 @@ def _tiny(target: Target, name: str, scratch: Path, **args: Any) -> float:
     if not directory.exists():
         write_tiny_model(name, directory)
     prompts = _prompts(VOCAB_SIZE, 1, 17, 90)
-    return _worst(
-        _ours(directory, prompts, target, **args), _theirs(directory, prompts, torch.float32, target)
-    )
+    with torch.inference_mode():
+        oracle = oracle_of(directory)
+        theirs = [oracle(torch.tensor([prompt])).logits[0].float().to(target.device) for prompt in prompts]
+    return _worst(_ours(directory, prompts, target, **args), theirs)
 
 
 def _checkpoint(scratch: Path, target: Target) -> Path:

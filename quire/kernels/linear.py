@@ -114,8 +114,8 @@ class PackedWeight:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its memory, by the names of the fields."""
-        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        """Its memory, by the names of the fields; what kernels have made for themselves is theirs."""
+        values = {part.name: getattr(self, part.name) for part in fields(self) if part.init}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def narrowed(self, inputs: slice) -> "PackedWeight":

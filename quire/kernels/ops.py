@@ -202,7 +202,7 @@ def _float_cache(*args: Any, **_options: Any) -> bool:
     return all(getattr(arg, "dtype", None) != torch.int8 for arg in args)
 
 
-def _not_plain(_weight: Tensor, scheme: WeightScheme, _halves: int = 1) -> bool:
+def _not_plain(_weight: Tensor, scheme: WeightScheme, *_args: Any, **_options: Any) -> bool:
     """Whether a GPU's own kernels are to multiply with a weight; others stay plain, for the vendor's library."""
     return scheme.kind != "float" or scheme.invariant
 

@@ -2,7 +2,8 @@
 
 Invariant: a program owns BLOCK_M rows, which are BLOCK_Q tokens of one request times the query heads of one key-value
 head; it walks keys in tiles that start at multiples of BLOCK_N, part by part. Where a part begins follows from the
-request's own length, and never from who else is in the batch or how many programs share the parts.
+request's own length, and never from who else is in the batch or how many programs share the parts. Where a product is added to
+something, an `fma` says so: a compiler that chose would choose otherwise where keys are masked than where they are not.
 """
 
 from __future__ import annotations
@@ -113,20 +114,18 @@ def load_where(pointer, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _scores(
-    query, key, distance, reach, slope, scale, soft_cap,
+    query, key, distance, reach, slope, unit, scale, soft_cap,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores in powers of two, -inf where a key is not seen: in the future, or farther than the query's reach [M].
+    """Scores, -inf where a key is not seen: in the future, or farther than the query's reach [M].
 
-    query [M, D], key [D, N], distance [M, N].
+    query [M, D], key [D, N], distance [M, N]. Times the unit they are powers of two; with slopes they are as they are.
     """
     score = tl.dot(query, key, input_precision="ieee")
     if HAS_CAP:
-        score = (soft_cap * LOG2_E) * (2.0 / (1.0 + tl.exp(-2.0 * (score * scale) / soft_cap)) - 1.0)
-    else:
-        score *= scale * LOG2_E
+        score = 2.0 / (1.0 + tl.exp(-2.0 * (score * scale) / soft_cap)) - 1.0
     if HAS_SLOPES:
-        score -= (slope * LOG2_E)[:, None] * distance.to(tl.float32)
+        score = tl.fma(-(slope * LOG2_E)[:, None], distance.to(tl.float32), score * unit)
     if MASKED:
         seen = distance >= 0
         if HAS_WINDOW:
@@ -155,15 +154,18 @@ def _add_tile(
     distance = position[:, None] - key_position[None, :]
     if MASKED:
         distance = tl.where(known[None, :], distance, -1)
+    unit = (soft_cap if HAS_CAP else scale) * LOG2_E
     score = _scores(
-        query, key, distance, reach, slope, scale, soft_cap, HAS_CAP, HAS_SLOPES, HAS_WINDOW, MASKED
+        query, key, distance, reach, slope, unit, scale, soft_cap, HAS_CAP, HAS_SLOPES, HAS_WINDOW, MASKED
     )
-    new_largest = tl.maximum(largest, tl.max(score, 1))
+    if HAS_SLOPES:
+        unit = 1.0
+    new_largest = tl.maximum(largest, tl.max(score, 1) * unit)
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weight = tl.exp2(score - reference[:, None])
+    weight = tl.exp2(tl.fma(score, tl.full(score.shape, unit, tl.float32), -reference[:, None]))
     decay = tl.exp2(largest - reference)
-    mixed = mixed * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-    return new_largest, total * decay + tl.sum(weight, 1), mixed
+    mixed = tl.dot(weight.to(value.dtype), value, mixed * decay[:, None], input_precision="ieee")
+    return new_largest, tl.fma(total, decay, tl.sum(weight, 1)), mixed
 
 
 @triton.jit
@@ -175,8 +177,8 @@ def joined(largest, total, mixed, part_largest, part_total, part_mixed):
     decay, share = tl.exp2(largest - reference), tl.exp2(part_largest - reference)
     return (
         new_largest,
-        total * decay + part_total * share,
-        mixed * decay[:, None] + part_mixed * share[:, None],
+        tl.fma(total, decay, part_total * share),
+        tl.fma(mixed, decay[:, None], part_mixed * share[:, None]),
     )
 
 

@@ -10,22 +10,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.launch import next_power_of_2
+
 TILE = 8192
 
 
 @triton.jit
-def _unusable(out, logits, n, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    largest = tl.full([TILE], float("-inf"), tl.float32)
-    wrong = tl.zeros([TILE], tl.int1)
-    for start in range(0, n, TILE):
-        column = start + tl.arange(0, TILE)
-        value = tl.load(logits + row * n + column, mask=column < n, other=float("-inf"))
-        wrong = wrong | (value != value)
-        largest = tl.maximum(largest, value)
-    highest = tl.max(largest)
-    is_wrong = (tl.max(wrong.to(tl.int32)) > 0) | (highest == float("inf")) | (highest == float("-inf"))
-    tl.store(out + row, is_wrong)
+def _look(largest, logits, n, TILE: tl.constexpr):
+    """The largest logit of each tile of a row: +inf if one is no number."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tile * TILE + tl.arange(0, TILE)
+    value = tl.load(logits + row * n + column, mask=column < n, other=float("-inf"))
+    value = tl.where(value != value, float("inf"), value)
+    tl.store(largest + row * tl.num_programs(1) + tile, tl.max(value))
+
+
+@triton.jit
+def _judge(out, largest, num_tiles, TILES: tl.constexpr):
+    """Whether a row has a logit that is no number or +inf, or none but -inf."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.arange(0, TILES)
+    highest = tl.max(tl.load(largest + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf")))
+    tl.store(out + row, (highest == float("inf")) | (highest == float("-inf")))
 
 
 @triton.jit
@@ -52,7 +57,10 @@ def unusable_rows(logits: Tensor) -> Tensor:
     num_rows, n = logits.shape
     out = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:
-        _unusable[(num_rows,)](out, logits, n, TILE=TILE, num_warps=8)
+        num_tiles = triton.cdiv(n, TILE)
+        largest = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
+        _look[(num_rows, num_tiles)](largest, logits, n, TILE=TILE, num_warps=8)
+        _judge[(num_rows,)](out, largest, num_tiles, TILES=next_power_of_2(num_tiles), num_warps=1)
     return out
 
 
