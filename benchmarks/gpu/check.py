@@ -11,7 +11,9 @@ import faulthandler
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,10 +42,17 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--tiny", action="store_true", help="Small shapes: a dry run, which a CPU can do.")
     found.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
     found.add_argument("--limit", type=float, default=450.0, help="Seconds after which no check begins.")
+    found.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="Processes that share the checks; most of their time is compiling.",
+    )
     found.add_argument("--out", type=Path, help="The page of results.")
     found.add_argument(
         "--journal", type=Path, help=argparse.SUPPRESS
-    )  # given to the process that does the work
+    )  # given to a process that does the work, as is which of them it is
+    found.add_argument("--job", type=int, default=0, help=argparse.SUPPRESS)
     return found
 
 
@@ -56,12 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if args.journal is not None:
         return _work(args)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "journal"
-        given = sys.argv[1:] if arguments is None else arguments
-        code = supervise([sys.executable, "-m", "benchmarks.gpu.check", *given], path, args.limit)
-        journal = Journal(path)
-    return _report(journal, args.out) if journal.entries else code
+    given = sys.argv[1:] if arguments is None else arguments
+    command = [sys.executable, "-m", "benchmarks.gpu.check", *given]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        paths = [Path(folder) / f"journal {job}" for job in range(args.jobs)]
+
+        def work(job: int) -> int:
+            return supervise([*command, "--job", str(job)], paths[job], args.limit)
+
+        codes = list(pool.map(work, range(args.jobs)))
+        journals = [Journal(path) for path in paths]
+    started = all(journal.entries or code == 0 for journal, code in zip(journals, codes, strict=True))
+    return _report(journals, args.out) if started else max(codes)
 
 
 def _work(args: argparse.Namespace) -> int:
@@ -79,7 +94,7 @@ def _work(args: argparse.Namespace) -> int:
     if "ranks" in args.only:
         _say_left_out(target, journal)
     with tempfile.TemporaryDirectory() as scratch:
-        checks = _checks(target, args.only, Path(scratch))
+        checks = islice(_checks(target, args.only, Path(scratch)), args.job, None, args.jobs)
         return 0 if run_checks(checks, args.limit, journal, answers=target.answers) else LOST
 
 
@@ -92,9 +107,10 @@ def _say_left_out(target: Target, journal: Journal) -> None:
         print(reason, flush=True)
 
 
-def _report(journal: Journal, out: Path | None) -> int:
+def _report(journals: Sequence[Journal], out: Path | None) -> int:
     """Say what failed, and write the page; the exit code."""
-    outcomes = [outcome_of(name, entry) for name, entry in journal.entries.items()]
+    taken_in_turn = chain.from_iterable(zip_longest(*(journal.entries.items() for journal in journals)))
+    outcomes = [outcome_of(*entry) for entry in taken_in_turn if entry is not None]
     failed = [outcome for outcome in outcomes if not outcome.passed]
     seconds = sum(outcome.seconds for outcome in outcomes)
     summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} checks passed in {seconds:.0f} s."
@@ -105,7 +121,8 @@ def _report(journal: Journal, out: Path | None) -> int:
         ("verdict", "check", "error", "allowed", "s"), [outcome.cells() for outcome in outcomes]
     )
     path = out or page.RESULTS / f"{page.today()}-gpu-check.md"
-    page.write(path, f"GPU check, {page.today()}", [*journal.notes, summary], lines)
+    notes = dict.fromkeys(note for journal in journals for note in journal.notes)
+    page.write(path, f"GPU check, {page.today()}", [*notes, summary], lines)
     return 1 if failed else 0
 
 

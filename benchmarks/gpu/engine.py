@@ -16,6 +16,7 @@ from benchmarks.gpu.target import Target
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests, EngineCoreRequest
+from quire.engine.sleep import MEMORY_TAGS
 from quire.engine.startup import prepare
 from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.starter import HostStarter
@@ -110,6 +111,11 @@ class Engine:
     def num_swapped(self) -> int:
         """How often a request's blocks were copied to the host's memory to make room."""
         return int(self._core.scheduler.stats().num_swaps)
+
+    def sleep(self) -> None:
+        """Give the device's memory back, and take it again."""
+        self._core.utilities["sleep"](1)
+        self._core.utilities["wake_up"](MEMORY_TAGS)
 
     def pid_of_rank(self, rank: int) -> int:
         """The process of one of several."""

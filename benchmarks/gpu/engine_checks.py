@@ -112,6 +112,7 @@ def first_checks(target: Target, scratch: Path) -> Iterator[Check]:
     yield Check(f"{shape.name}: penalties and random sampling, overlapped", partial(_sampled_twice, expected))
     yield Check(f"{shape.name}: memory and blocks after 200 steps", partial(_leaks, expected))
     yield Check(f"{shape.name}: requests that are swapped out and in", partial(_swapped, expected))
+    yield Check(f"{shape.name}: int8, same tokens after a sleep", partial(_slept, expected))
     yield from late_checks.checks(target, shape, expected.prompts, _COMMON, scratch)
 
 
@@ -218,6 +219,14 @@ def _swapped(expected: Expected) -> float:
     if not num_swapped:
         raise RuntimeError("no request was swapped out, so nothing was checked")
     return _different(*results)
+
+
+def _slept(expected: Expected) -> float:
+    """What kernels keep of a quantised weight is theirs, and does not follow it into the host's memory."""
+    with expected.engine(quantization="int8", enable_prefix_caching=False) as running:
+        before = expected.generate(running)
+        running.sleep()
+        return _different(expected.generate(running), before)
 
 
 def _same_twice(expected: Expected, args: dict[str, Any]) -> float:

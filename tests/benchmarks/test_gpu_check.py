@@ -35,6 +35,15 @@ def test_every_group_passes_in_a_dry_run(
     assert "torch" in page.read_text().splitlines()[2]
 
 
+def test_processes_share_the_checks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page, args = tmp_path / "page.md", ["--device", "cpu", "--tiny", "--only", "models"]
+    assert check.main([*args, "--jobs", "2", "--out", str(page)]) == 0, capfd.readouterr().err
+    target = Target(torch.device("cpu"), tiny=True)
+    names = [one.name for one in check._checks(target, ["models"], tmp_path)]
+    rows = [line.split(" | ")[1] for line in page.read_text().splitlines() if line.startswith("| pass")]
+    assert rows == names
+
+
 @pytest.mark.more
 def test_the_engine_checks_on_a_device_with_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the fake GPU of the worker's tests, which is asynchronous and replays decode steps."""
@@ -174,7 +183,7 @@ def test_a_failed_check_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(check._CHECKS, "cases", broken)
     path, page = tmp_path / "journal", tmp_path / "page.md"
     assert check.main(["--device", "cpu", "--tiny", "--only", "cases", "--journal", str(path)]) == 0
-    assert check._report(Journal(path), page) == 1
+    assert check._report([Journal(path)], page) == 1
     assert "| FAIL | cases: could not begin |" in page.read_text()
 
 

@@ -111,12 +111,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all": {"sliding_window": 18, "soft_cap": 3.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02])},
     "chunk and sinks": {"attention_chunk": 7, "sinks": torch.tensor([-1.0, 0.5, 2.0, 9.0])},
 }
-DECODE = attention.decode_shape(2)
+DECODE = attention.decode_shape(2, 24)
+QUERY = torch.empty(1, 4, 24)
 SHAPES = {
-    "fastest": (DECODE, attention.prefill_shape(2, 24, 100)),
+    "fastest": (DECODE, attention.prefill_shape(QUERY.half(), 2, 200)),
+    "medium": (DECODE._replace(part_tokens=64, block_n=16), attention.prefill_shape(QUERY, 2, 100)),
     "small": (
         DECODE._replace(part_tokens=16, block_n=16, most_parts=3),
-        attention.prefill_shape(2, 24, 17)._replace(block_n=16),
+        attention.prefill_shape(QUERY, 2, 17)._replace(block_n=16),
     ),
     "invariant": tuple(
         attention.invariant_shape(2, one_query=one)._replace(part_tokens=32) for one in (True, False)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata, check_features
 from quire.kernels.triton import attention_kernels, launch
+from quire.kernels.triton.attention_kernels import FEW_PARTS
 from quire.kernels.triton.launch import next_power_of_2
 
 
@@ -35,32 +36,40 @@ class Shape(NamedTuple):
     part_tokens: int = 0
     """Keys per part, a multiple of `block_n`; 0: not in parts."""
     most_parts: int = 0
-    """In how many even parts, of `part_tokens` at least, what a sequence sees is cut; 0: they are all of that size."""
+    """In how many even parts at most what a sequence sees is cut, as `attention_kernels` says; 0: they are all of one
+    size."""
     num_warps: int = 4
     num_stages: int = 2
 
 
 MOST_PARTS = 32
-MIN_PART_TOKENS = 256
+PART_TOKENS = 256
 INVARIANT_PART_TOKENS = 1024
-MIN_PROGRAMS_OF_A_REQUEST = 8
+MIN_PROGRAMS_OF_A_REQUEST = 32
 """Programs that share the parts of a long request though short ones fill the device; they end at once if there is
-nothing to share."""
+nothing to share, which costs less than can be measured on an H100."""
 PARTS_AT_ONCE = 8
 """Of a request whose parts are joined in their order."""
 WAVES = 32
 """Programs beyond so many for each multiprocessor take parts in turns."""
 
 
-def decode_shape(group: int) -> Shape:
-    """For requests with one query each: 32 parts at most, which with 8 key-value heads fill a large GPU twice."""
+def decode_shape(group: int, head_size: int) -> Shape:
+    """For requests with one query each: as many parts as with 8 key-value heads fill a large GPU twice."""
     block_m = max(16, next_power_of_2(group))
-    return Shape(True, block_m, 32, MIN_PART_TOKENS, MOST_PARTS, num_warps=4, num_stages=3)
+    block_n = 64 if head_size <= 128 else 32
+    return Shape(True, block_m, block_n, PART_TOKENS, MOST_PARTS, num_warps=4, num_stages=2)
 
 
-def prefill_shape(group: int, head_size: int, max_query_len: int) -> Shape:
-    """Whole prompts take the large tile that keeps the tensor cores busy, short chunks a smaller one."""
-    large = max_query_len * group >= 128 and head_size <= 128
+def prefill_shape(q: Tensor, group: int, max_query_len: int) -> Shape:
+    """Whole prompts take large tiles, which keep the tensor cores busy, and short chunks a smaller one.
+
+    q [T, Hq, D]: the largest tile of float32 would not fit into shared memory.
+    """
+    head_size, rows = q.shape[2], max_query_len * group
+    if rows >= 256 and head_size <= 128 and q.element_size() == 2:
+        return Shape(False, max(256, next_power_of_2(group)), 64, num_warps=8, num_stages=2)
+    large = rows >= 128 and head_size <= 128
     block_m = max(128 if large else 64, next_power_of_2(group))
     return Shape(False, block_m, 64 if head_size <= 128 else 32, num_warps=8 if large else 4, num_stages=3)
 
@@ -88,7 +97,7 @@ def paged_attention(
 ) -> Tensor:
     """See `ops.paged_attention`: the fastest shapes for the batch."""
     group = q.shape[1] // k_cache.shape[1]
-    shapes = decode_shape(group), prefill_shape(group, q.shape[2], metadata.max_query_len)
+    shapes = decode_shape(group, q.shape[2]), prefill_shape(q, group, metadata.max_query_len)
     return attend(
         q,
         k_cache,
@@ -234,4 +243,5 @@ def _launch(call: _Call, out: Tensor, shape: Shape, fewest_queries: int) -> None
 def _num_parts(shape: Shape, max_seq_len: int) -> int:
     """Parts that the longest sequence may have."""
     most = triton.cdiv(max_seq_len, shape.part_tokens)
-    return min(most, shape.most_parts) if shape.most_parts else most
+    few = min(FEW_PARTS.value, triton.cdiv(max_seq_len, shape.block_n))
+    return max(few, min(most, shape.most_parts)) if shape.most_parts else most

@@ -2,8 +2,9 @@
 
 Invariant: a program owns BLOCK_M rows, which are BLOCK_Q tokens of one request times the query heads of one key-value
 head; it walks keys in tiles that start at multiples of BLOCK_N, part by part. Where a part begins follows from the
-request's own length, and never from who else is in the batch or how many programs share the parts. Where a product is added to
-something, an `fma` says so: a compiler that chose would choose otherwise where keys are masked than where they are not.
+request's own length, and never from who else is in the batch or how many programs share the parts. Where a product is
+added to something, an `fma` says so: a compiler would choose one way where keys are masked, and another where they are
+not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+FEW_PARTS = tl.constexpr(4)
+"""Of a short sequence, so that it does not wait for one program alone."""
 
 
 @triton.jit
@@ -69,15 +72,17 @@ def _parts(
 ):  # fmt: skip
     """Where the parts of a sequence with one query begin, the keys in each, and how many parts there are.
 
-    EVEN parts share what is seen, but none is smaller than `part_tokens`; others stand at multiples of that. It is
-    the sequence's own length that decides, so a launch that was recorded serves any lengths.
+    EVEN parts share what is seen: FEW_PARTS of a short sequence, as many of `part_tokens` as there are of a longer one,
+    and `most_parts` of the longest. Others stand at multiples of `part_tokens`. It is the sequence's own length that
+    decides, so a launch that was recorded serves any lengths.
     """
     first = 0
     if EVEN:
         if HAS_WINDOW:
             first = _first_key(length - 1, window, HAS_WINDOW, CHUNKED) // BLOCK_N * BLOCK_N
-        share = tl.cdiv(tl.cdiv(length - first, most_parts), BLOCK_N) * BLOCK_N
-        part_tokens = tl.maximum(share, part_tokens)
+        few = tl.cdiv(tl.cdiv(length - first, FEW_PARTS), BLOCK_N) * BLOCK_N
+        most = tl.cdiv(tl.cdiv(length - first, most_parts), BLOCK_N) * BLOCK_N
+        part_tokens = tl.maximum(most, tl.minimum(few, part_tokens))
     return first, part_tokens, tl.cdiv(length - first, part_tokens)
 
 

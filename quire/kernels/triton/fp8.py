@@ -19,7 +19,7 @@ from quire.kernels.triton.matmul import outputs_per_tile
 
 CAPABILITY = (8, 9)
 """The first NVIDIA architecture that multiplies E4M3."""
-BLOCK_M, BLOCK_K = 64, 128
+BLOCK_M = 64
 
 
 def check_device(device: torch.device) -> None:
@@ -71,15 +71,19 @@ def fp8_linear(
         block_n = outputs_per_tile(outputs)
         _multiply[(triton.cdiv(outputs, block_n), triton.cdiv(rows, BLOCK_M))](
             out, x.values, x.scales, weight, scales, bias, rows, outputs, inputs,
-            HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, num_warps=4, num_stages=3,
+            HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=256 if block_n == 64 else 128,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
     return out
 
 
-def vendor_takes(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
-    """Whether the vendor's scaled GEMM multiplies with such a weight, for a result that need not be more precise than
-    the bfloat16 which it makes of rows with scales of their own."""
-    return outputs % 16 == 0 and inputs % 16 == 0 and dtype is not torch.float32
+def vendor_takes(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+    """Whether the vendor's scaled GEMM is better, and multiplies with such a weight, for a result that need not be more
+    precise than the bfloat16 which it makes of rows with scales of their own.
+
+    Of so few rows as fill a tile here, it is slower on an H100, and of deep matrices with a bias it refuses them.
+    """
+    return rows > BLOCK_M and outputs % 16 == 0 and inputs % 16 == 0 and dtype is not torch.float32
 
 
 def vendor_linear(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -4,15 +4,14 @@ int8 with a scale per output, and int4 with a scale (and a zero point) per outpu
 all other codes are multiplied as the floats that they stand for. Many rows at a time are multiplied by the vendor's
 library, with the weight widened once. Floats are packed, as they are, for batch-invariant products only.
 
-Invariant: a tile of outputs and the number of parts into which k is cut depend on the matrix alone, and the parts are
-added in order, by the program that comes last. Where a scheme is invariant, so is the number of rows in a tile, and
-nothing depends on the batch.
+Invariant: the parts into which k is cut are added in order, by the program that comes last. Where a scheme is
+invariant, tiles and parts depend on the matrix alone, and nothing on the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,14 +31,53 @@ from quire.kernels.triton.nibbles import STEP, nibble_tile
 from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.widen import widened
 
-BLOCK_N = 64
-INT8_BLOCK_K, CODE_BLOCK_K = 128, 64
-INVARIANT_BLOCK_M = 64
 MAX_ROWS = 256
+MAX_ROWS_OF_WORDS = 128
 """Rows beyond which widening the whole weight for the vendor's library costs less than multiplying here."""
 TARGET_PROGRAMS = 264
 """Programs that fill a large GPU twice: a narrow matrix is cut along k until it has so many."""
 MAX_PARTS = 16
+MANY_OUTPUTS = 128 * 132
+"""So many fill a large GPU with tiles of 128."""
+
+
+class Tile(NamedTuple):
+    """What a program takes of rows, outputs and k, and how."""
+
+    rows: int
+    outputs: int
+    k: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def tile_of(weight: PackedWeight, rows: int, dtype: torch.dtype) -> Tile:
+    """The fastest one that was found on an H100; of an invariant scheme, one for all numbers of rows."""
+    if weight.scheme.invariant:
+        return Tile(64, 64, _step(weight))
+    most = min(max(next_power_of_2(rows), 16), 64)
+    if in_words(weight):
+        return Tile(most, 64, STEP.value)
+    if not has_own_product(weight):
+        return Tile(most, 64, _CODE_STEP)
+    if rows <= 16:
+        return Tile(16, 32, 256, num_stages=4)
+    if dtype.itemsize > 2:  # larger tiles would not fit into shared memory
+        return Tile(most, 64, _INT8_STEP)
+    if rows <= 64:
+        wide = weight.outputs >= MANY_OUTPUTS
+        return Tile(most, 128 if wide else 64, _INT8_STEP, num_warps=8 if wide else 4)
+    return Tile(128, 64, _INT8_STEP)
+
+
+_INT8_STEP, _CODE_STEP = 128, 64
+
+
+def _step(weight: PackedWeight) -> int:
+    """How much of k is multiplied at once."""
+    if in_words(weight):
+        return STEP.value
+    return _INT8_STEP if has_own_product(weight) else _CODE_STEP
 
 
 @triton.jit
@@ -178,13 +216,14 @@ def _fp8_linear(
     rows = x if isinstance(x, QuantizedRows) else quantize_rows(x)
     scheme = weight.scheme
     may = scheme.vendor and not scheme.invariant
-    if may and fp8.vendor_takes(weight.outputs, weight.inputs, dtype):
+    if may and fp8.vendor_takes(rows.shape[0], weight.outputs, weight.inputs, dtype):
         return fp8.vendor_linear(rows, weight.data, weight.scales, bias)
     return fp8.fp8_linear(rows, weight.data, weight.scales, bias, dtype)
 
 
 def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if len(x) > MAX_ROWS and not weight.scheme.invariant:
+    most = min(MAX_ROWS, MAX_ROWS_OF_WORDS) if in_words(weight) else MAX_ROWS
+    if len(x) > most and not weight.scheme.invariant:
         return reference.linear(x, widened(weight, x.dtype), bias, dtype)
     out = torch.empty(len(x), weight.outputs, dtype=dtype, device=x.device)
     if not out.numel():
@@ -199,16 +238,10 @@ _OWN: dict[str, Callable[[Any, PackedWeight, Tensor | None, torch.dtype], Tensor
 }
 
 
-def _block_k(weight: PackedWeight) -> int:
-    if in_words(weight):
-        return STEP.value
-    return INT8_BLOCK_K if has_own_product(weight) else CODE_BLOCK_K
-
-
-def _cut(weight: PackedWeight) -> tuple[int, int]:
-    """Into how many parts k is cut, and the steps of `_block_k` in each."""
-    steps = triton.cdiv(weight.inputs, _block_k(weight))
-    wanted = min(max(TARGET_PROGRAMS // triton.cdiv(weight.outputs, BLOCK_N), 1), MAX_PARTS, steps)
+def _cut(weight: PackedWeight, tile: Tile) -> tuple[int, int]:
+    """Into how many parts k is cut, and the steps in each."""
+    steps = triton.cdiv(weight.inputs, tile.k)
+    wanted = min(max(TARGET_PROGRAMS // triton.cdiv(weight.outputs, tile.outputs), 1), MAX_PARTS, steps)
     steps_per_part = triton.cdiv(steps, wanted)
     return triton.cdiv(steps, steps_per_part), steps_per_part
 
@@ -225,10 +258,9 @@ def _arrived(weight: PackedWeight, tiles: int) -> Tensor:
 def _multiply(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
     """x [M, K] -> out [M, N]."""
     rows, (outputs, inputs) = len(x), (weight.outputs, weight.inputs)
-    block_m = min(max(next_power_of_2(rows), 16), 64)
-    block_m = INVARIANT_BLOCK_M if weight.scheme.invariant else block_m
-    num_parts, steps_per_part = _cut(weight)
-    grid = (triton.cdiv(outputs, BLOCK_N), triton.cdiv(rows, block_m), num_parts)
+    tile = tile_of(weight, rows, x.dtype)
+    num_parts, steps_per_part = _cut(weight, tile)
+    grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), num_parts)
     parts = arrived = out
     if num_parts > 1:
         parts = torch.empty(num_parts, rows, outputs, dtype=torch.float32, device=x.device)
@@ -237,30 +269,16 @@ def _multiply(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None)
     variant = {
         "HAS_BIAS": bias is not None,
         "IN_PARTS": num_parts > 1,
-        "BLOCK_M": block_m,
-        "BLOCK_N": BLOCK_N,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.outputs,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
     }
     places, own = (out, parts, arrived, x, weight.data, weight.scales), has_own_product(weight)
+    codes = code_options(weight)
     if in_words(weight):
-        _multiply_nibbles[grid](
-            *places,
-            weight.zeros,
-            book_of(weight),
-            *sizes,
-            OWN=own,
-            **code_options(weight),
-            **variant,
-            num_stages=3,
-        )
+        _multiply_nibbles[grid](*places, weight.zeros, book_of(weight), *sizes, OWN=own, **codes, **variant)
     elif own:
-        _multiply_int8[grid](*places, *sizes, **variant, BLOCK_K=INT8_BLOCK_K, num_stages=3)
+        _multiply_int8[grid](*places, *sizes, **variant, BLOCK_K=tile.k)
     else:
-        _multiply_codes[grid](
-            *places,
-            weight.zeros,
-            *sizes,
-            **code_options(weight),
-            **variant,
-            BLOCK_K=CODE_BLOCK_K,
-            num_stages=3,
-        )
+        _multiply_codes[grid](*places, weight.zeros, *sizes, **codes, **variant, BLOCK_K=tile.k)

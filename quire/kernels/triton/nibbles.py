@@ -85,6 +85,16 @@ def _floats(
 
 
 @triton.jit
+def _of_groups(numbers, group_start, group_stride, step, GROUP: tl.constexpr):
+    """Scales or zero points of the groups of a step, in their order; a group may be as long as several steps."""
+    first = group_start + step * STEP // GROUP * group_stride
+    loaded = (tl.load(numbers + first),)
+    for group in tl.static_range(1, STEP // GROUP):
+        loaded = loaded + (tl.load(numbers + first + group * group_stride),)  # noqa: RUF005  (Triton unpacks none)
+    return loaded
+
+
+@triton.jit
 def nibble_tile(
     x_start, row_used, data, scales, zeros, book, output, group_start, group_stride, first_step, end_step, inputs,
     OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
@@ -101,22 +111,25 @@ def nibble_tile(
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(first_step, end_step):
         words = tl.load(w_start + step * _WORDS)
+        # All of a step at once, and before they are wanted: one after the other, each would be waited for.
+        step_scales = _of_groups(scales, group_start, group_stride, step, GROUP) if OWN else ()
+        step_zeros = _of_groups(zeros, group_start, group_stride, step, GROUP) if OWN and ZEROS else ()
         product = sums
         for plane in tl.static_range(_PLANES):
             k = step * STEP + plane * _WORDS + word
             values = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
-            place = group_start + (step * STEP + plane * _WORDS) // GROUP * group_stride
             if not OWN:
+                place = group_start + (step * STEP + plane * _WORDS) // GROUP * group_stride
                 weights = _floats(words, plane, scales, zeros, book, place, group_stride, KIND, GROUP, ZEROS)
                 sums = tl.dot(weights.to(dtype), tl.trans(values), sums, input_precision="ieee")
             else:
                 zero = tl.full([BLOCK_N, 1], 8, tl.int32)
                 if ZEROS:
-                    zero = tl.load(zeros + place).to(tl.int32)[:, None]
+                    zero = step_zeros[plane * _WORDS // GROUP].to(tl.int32)[:, None]
                 if plane * _WORDS % GROUP == 0:
                     product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 weights = _integers(words, plane, zero, dtype)
                 product = tl.dot(weights, tl.trans(values), product, input_precision="ieee")
                 if (plane + 1) * _WORDS % GROUP == 0:
-                    sums += product * tl.load(scales + place).to(tl.float32)[:, None]
+                    sums += product * step_scales[plane * _WORDS // GROUP].to(tl.float32)[:, None]
     return tl.trans(sums)
