@@ -39,7 +39,8 @@ def checks(target: Target, scratch: Path) -> Iterator[Check]:
         partial(_large, target, scratch, torch.bfloat16),
         2.0,
     )
-    for kind, limit in (("int8", 0.1), ("fp8", 0.3), ("int4", 0.6)):
+    # On a CPU int8 is 0.043 off, and int4 0.665: random weights leave no logit that stands out.
+    for kind, limit in (("int8", 0.06), ("fp8", 0.3), ("int4", 0.75)):
         run = partial(_quantized, target, scratch, kind)
         yield Check(f"0.5B Qwen 2, {kind}, logits beside float32", run, limit)
 

@@ -84,6 +84,18 @@ def test_a_matrix_in_one_part_or_in_several(
     torch.testing.assert_close(linear.packed_linear(x, packed, bias), want, rtol=1e-4, atol=1e-4)
 
 
+def test_counts_of_parts_stay_behind_when_a_weight_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when an engine sleeps: they are the kernels', and not memory of the weight."""
+    monkeypatch.setattr(linear, "MAX_PARTS", 3)
+    packed, x = linear.pack_weight(matrix(70, 700), INTEGERS[0]), randn(3, 700)
+    num_bytes, got = packed.nbytes, linear.packed_linear(x, packed)
+    assert packed.native is not None
+    assert packed.nbytes == num_bytes
+    moved = packed.moved(torch.clone)
+    assert moved.native is None
+    assert torch.equal(linear.packed_linear(x, moved), got)
+
+
 @pytest.mark.parametrize("scheme", [INTEGERS[0], INTEGERS[1], CODES[0]], ids=str)
 def test_parts_are_counted_back_to_none(scheme: WeightScheme, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a product that was recorded can be repeated, and one with more rows be made between."""

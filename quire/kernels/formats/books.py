@@ -55,8 +55,9 @@ class BookFormat(GroupedFormat):
         return (self.book / self.unit).round() * self.unit
 
     def quantized(self, rows: Tensor, scheme: WeightScheme) -> Numbers:
-        groups, (values, order) = in_groups(rows, scheme), self.book.sort(stable=True)
-        largest = self.book.abs().amax()
+        groups, book = in_groups(rows, scheme), self.book.to(rows.device)
+        values, order = book.sort(stable=True)
+        largest = book.abs().amax()
         scales = finite_or_nan(groups.abs().amax(-1) / largest)
         exact = torch.where(usable(scales).unsqueeze(-1), groups / scales.unsqueeze(-1), 0.0).nan_to_num(0.0)
         nearest = order[torch.bucketize(exact, (values[1:] + values[:-1]) / 2)].to(torch.uint8)

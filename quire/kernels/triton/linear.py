@@ -65,7 +65,7 @@ def tile_of(weight: PackedWeight, rows: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize > 2:  # larger tiles would not fit into shared memory
         return Tile(most, 64, _INT8_STEP)
     if rows <= 64:
-        wide = weight.outputs >= MANY_OUTPUTS
+        wide = rows > 32 and weight.outputs >= MANY_OUTPUTS
         return Tile(most, 128 if wide else 64, _INT8_STEP, num_warps=8 if wide else 4)
     return Tile(128, 64, _INT8_STEP)
 
