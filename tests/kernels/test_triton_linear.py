@@ -346,3 +346,16 @@ def test_memory_of_a_packed_weight() -> None:
 def packed_bytes(scheme: WeightScheme) -> int:
     packed: PackedWeight = linear.pack_weight(randn(64, 256), scheme)
     return packed.nbytes
+
+
+def test_packing_on_a_gpu_is_asked_for_with_halves_by_name() -> None:
+    row = next(row for row in ops.TABLE["pack_weight"].implementations if row.name == "triton")
+    weight = matrix(4, 32)
+    assert row.accepts(weight, INTEGERS[0], halves=2)
+    assert not row.accepts(weight, WeightScheme(), halves=2)
+
+
+@pytest.mark.parametrize("kind", ["e2m1", "iq4_nl", "nf4"])
+def test_books_are_packed_on_the_device_of_the_weight(kind: str) -> None:
+    packed = linear.pack_weight(matrix(4, 64).to("meta"), WeightScheme(kind, 32))
+    assert packed.data.is_meta
