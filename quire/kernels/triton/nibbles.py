@@ -90,7 +90,8 @@ def _of_groups(numbers, group_start, group_stride, step, GROUP: tl.constexpr):
     first = group_start + step * STEP // GROUP * group_stride
     loaded = (tl.load(numbers + first),)
     for group in tl.static_range(1, STEP // GROUP):
-        loaded = loaded + (tl.load(numbers + first + group * group_stride),)  # noqa: RUF005  (Triton unpacks none)
+        # Triton unpacks no tuple into another, and each is of a type of its own.
+        loaded = loaded + (tl.load(numbers + first + group * group_stride),)  # type: ignore[assignment]  # noqa: RUF005
     return loaded
 
 
