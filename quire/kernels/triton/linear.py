@@ -31,14 +31,17 @@ from quire.kernels.triton.nibbles import STEP, nibble_tile
 from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.widen import widened
 
-MAX_ROWS = 256
-MAX_ROWS_OF_WORDS = 128
-"""Rows beyond which widening the whole weight for the vendor's library costs less than multiplying here."""
+MAX_ROWS, MAX_ROWS_OF_WORDS = 256, 128
 TARGET_PROGRAMS = 264
 """Programs that fill a large GPU twice: a narrow matrix is cut along k until it has so many."""
 MAX_PARTS = 16
 MANY_OUTPUTS = 128 * 132
 """So many fill a large GPU with tiles of 128."""
+
+
+def most_rows(weight: PackedWeight) -> int:
+    """Rows beyond which widening the whole weight for the vendor's library costs less than multiplying here."""
+    return MAX_ROWS_OF_WORDS if in_words(weight) else MAX_ROWS
 
 
 class Tile(NamedTuple):
@@ -55,29 +58,22 @@ def tile_of(weight: PackedWeight, rows: int, dtype: torch.dtype) -> Tile:
     """The fastest one that was found on an H100; of an invariant scheme, one for all numbers of rows."""
     if weight.scheme.invariant:
         return Tile(64, 64, _step(weight))
-    most = min(max(next_power_of_2(rows), 16), 64)
-    if in_words(weight):
-        return Tile(most, 64, STEP.value)
-    if not has_own_product(weight):
-        return Tile(most, 64, _CODE_STEP)
-    if rows <= 16:
+    most, is_int8 = min(max(next_power_of_2(rows), 16), 64), has_own_product(weight) and not in_words(weight)
+    if is_int8 and rows <= 16:
         return Tile(16, 32, 256, num_stages=4)
-    if dtype.itemsize > 2:  # larger tiles would not fit into shared memory
-        return Tile(most, 64, _INT8_STEP)
-    if rows <= 64:
-        wide = rows > 32 and weight.outputs >= MANY_OUTPUTS
-        return Tile(most, 128 if wide else 64, _INT8_STEP, num_warps=8 if wide else 4)
-    return Tile(128, 64, _INT8_STEP)
-
-
-_INT8_STEP, _CODE_STEP = 128, 64
+    if not is_int8 or dtype.itemsize > 2:  # whose larger tiles would not fit into shared memory
+        return Tile(most, 64, _step(weight))
+    if rows > 64:
+        return Tile(128, 64, _step(weight))
+    wide = rows > 32 and weight.outputs >= MANY_OUTPUTS
+    return Tile(most, 128 if wide else 64, _step(weight), num_warps=8 if wide else 4)
 
 
 def _step(weight: PackedWeight) -> int:
-    """How much of k is multiplied at once."""
+    """How much of k is multiplied at once, as a rule."""
     if in_words(weight):
         return STEP.value
-    return _INT8_STEP if has_own_product(weight) else _CODE_STEP
+    return 128 if has_own_product(weight) else 64
 
 
 @triton.jit
@@ -222,8 +218,7 @@ def _fp8_linear(
 
 
 def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    most = min(MAX_ROWS, MAX_ROWS_OF_WORDS) if in_words(weight) else MAX_ROWS
-    if len(x) > most and not weight.scheme.invariant:
+    if len(x) > most_rows(weight) and not weight.scheme.invariant:
         return reference.linear(x, widened(weight, x.dtype), bias, dtype)
     out = torch.empty(len(x), weight.outputs, dtype=dtype, device=x.device)
     if not out.numel():
