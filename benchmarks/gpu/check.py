@@ -59,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks; returns the exit code."""
     args = parser().parse_args(arguments)
+    if args.jobs < 1:
+        parser().error(f"--jobs must be at least 1; it is {args.jobs}")
     absent = imports.missing(sorted({package for group in args.only for package in GROUPS[group]}))
     if absent:
         print(imports.advice(absent), file=sys.stderr)

@@ -44,6 +44,12 @@ def test_processes_share_the_checks(tmp_path: Path, capfd: pytest.CaptureFixture
     assert rows == names
 
 
+def test_no_process_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check.main(["--device", "cpu", "--tiny", "--jobs", "0"])
+    assert "--jobs must be at least 1; it is 0" in capsys.readouterr().err
+
+
 @pytest.mark.more
 def test_the_engine_checks_on_a_device_with_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the fake GPU of the worker's tests, which is asynchronous and replays decode steps."""
