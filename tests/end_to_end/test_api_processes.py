@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.end_to_end.server import CORE, Server
+from tests.end_to_end.server import CORE, Server, has_ended
 from tests.end_to_end.test_faults import BODIES, events, serving, whole
 
 MEMBER = "quire.entrypoints.openai.processes.member"
@@ -162,7 +162,7 @@ def test_a_process_that_hangs_is_replaced_and_costs_its_streams_alone(tmp_path: 
         assert results.count(None) == NUM_STREAMS // NUM_PROCESSES
         assert [one for one in results if one is not None] == [wanted] * (NUM_STREAMS - results.count(None))
         wait_until(lambda: num_starts(server) == NUM_PROCESSES)
-        assert not is_alive(before[0])
+        assert has_ended(before[0])
         assert before[1] in server.children(MEMBER)
         assert "has not gone on for" in server.log.read_text()
         wait_until(lambda: metric(server, "num_requests_running") == 0)
@@ -177,16 +177,8 @@ def test_nothing_outlives_the_first_process(tmp_path: Path) -> None:
         streams = Streams(server, pool)
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not any(is_alive(pid) for pid in children), GONE_WITHIN_S)
+        wait_until(lambda: all(map(has_ended, children)), GONE_WITHIN_S)
         assert None in streams.results()
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process, and it is not only waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.more
@@ -198,7 +190,7 @@ def test_a_process_that_cannot_act_does_not_outlive_the_first_either(tmp_path: P
         server.process.kill()
         server.process.wait()
         os.kill(stopped, signal.SIGCONT)
-        wait_until(lambda: not any(is_alive(pid) for pid in children), GONE_WITHIN_S)
+        wait_until(lambda: all(map(has_ended, children)), GONE_WITHIN_S)
 
 
 @pytest.mark.more

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.end_to_end.server import QUIRE, Server, children_of, free_port
+from tests.end_to_end.server import QUIRE, Server, children_of, free_port, has_ended
 
 FLAGS = ["--data-parallel-size=2", "--data-parallel-size-local=1", "--routing-policy=round_robin"]
 FLAGS += ["--device=cpu", "--cpu-threads=1", "--max-model-len=64"]
@@ -79,7 +79,7 @@ def test_a_host_is_killed_and_comes_back_and_ends_with_the_server(
                 os.kill(host.pid, signal.SIGKILL)
                 assert all(one.result() == expected for one in work)
                 assert server.health() == 200
-                until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in processes))
+                until(lambda: all(map(has_ended, processes)))
             with other_host(model, tmp_path, port) as host:
                 until(lambda: log.read_text().count("replica 1 has joined from 127.0.0.1") == 2)
                 until(lambda: by_replica(server, "engine_core_up") == [1, 1])

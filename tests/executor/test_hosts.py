@@ -25,7 +25,7 @@ from quire.executor.gate import Gate, Hello
 from quire.executor.gate import join as join_at
 from quire.kernels.cpu import library
 from quire.kernels.cpu.instruction_sets import arithmetic
-from tests.end_to_end.server import QUIRE, Server, children_of, free_port
+from tests.end_to_end.server import QUIRE, Server, children_of, free_port, has_ended
 
 LIMITS = {"max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 12}
 needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.status())
@@ -71,7 +71,7 @@ def second_host(
 
 def wait_for_end(pids: list[int], seconds: float) -> None:
     until = time.monotonic() + seconds
-    while alive := [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]:
+    while alive := [pid for pid in pids if not has_ended(pid)]:
         assert time.monotonic() < until, f"{alive} live on"
         time.sleep(0.05)
 

@@ -23,7 +23,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError, EngineError, StartupError
 from quire.executor.ray_cluster import NAMESPACE, actor_name
 from quire.executor.ray_executor import RayStarter
-from tests.end_to_end.server import children_of, free_port
+from tests.end_to_end.server import children_of, free_port, has_ended
 from tests.executor.test_multiproc import PARAMS, executor_of, numbers, run, said, started
 from tests.fixtures.wide_llama import write_wide_llama
 
@@ -65,10 +65,6 @@ def wait_for(what: Callable[[], bool], seconds: float = 10.0) -> None:
     while not what():
         assert time.monotonic() < until, "not within time"
         time.sleep(0.05)
-
-
-def is_over(pid: int) -> bool:
-    return not Path(f"/proc/{pid}/exe").exists()
 
 
 def below(pid: int) -> list[int]:
@@ -242,11 +238,11 @@ def test_nothing_outlives_a_ray_of_our_own_that_is_killed(
     pid = process_of(engine)
     pids, ranks = below(pid), ranks_below(pid).values()
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: all(is_over(rank) for rank, _ in ranks))
+    wait_for(lambda: all(has_ended(rank) for rank, _ in ranks))
     with pytest.raises(EngineError, match=r"rank . is lost; it says: Ray's process has ended"):
         run(engine)
     engine.shutdown()
-    wait_for(lambda: all(map(is_over, pids)))
+    wait_for(lambda: all(map(has_ended, pids)))
 
 
 @pytest.mark.more
@@ -278,7 +274,7 @@ def test_a_ray_of_our_own_is_guarded_and_goes_with_the_engine(
     if ends == "killed":
         process.kill()
     process.communicate("\n")
-    wait_for(lambda: all(map(is_over, pids)), 20)
+    wait_for(lambda: all(map(has_ended, pids)), 20)
     assert not Path(directory).exists()
 
 
