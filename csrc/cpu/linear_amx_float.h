@@ -1,8 +1,8 @@
 // bfloat16 weights by AMX, activations rounded to bfloat16.
 //
 // Of 32 k the first ones of all pairs are added in turn, and so are the second ones; then both sums, and what they are added
-// to, are added. No other instruction rounds so: a single row is multiplied by tiles as well. Two tiles of rows are multiplied
-// by two panels, so that each tile that is loaded serves twice.
+// to, are added; linear_amx_rows.h has the same bits for a few rows. Two tiles of rows are multiplied by two panels, so that each
+// tile that is loaded serves twice.
 
 #pragma once
 

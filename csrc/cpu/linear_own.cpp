@@ -4,6 +4,7 @@
 #ifdef __AMX_INT8__
 #include "linear_amx_float.h"
 #include "linear_amx_int.h"
+#include "linear_amx_rows.h"
 #endif
 
 namespace quire {
@@ -28,7 +29,11 @@ struct MakeTiledFloat {
     TiledFloatKernel operator()(const Linear& job) const { return {job, {job.weight}}; }
 };
 
-constexpr int64_t kFewestTiledRows = 24;
+struct MakeFewRows {
+    FewRowsKernel operator()(const Linear& job) const { return {job, {job.weight}}; }
+};
+
+constexpr int64_t kFewestTiledRows = 24;  // of integers
 
 template <class Panels>
 struct MakeTiledInt {
@@ -44,8 +49,9 @@ bool with_integers(int64_t rows, Body body) {
 }
 
 template <class Body>
-bool with_bfloat16(Body body) {
-    body(MakeTiledFloat{});
+bool with_bfloat16(int64_t rows, Body body) {
+    if (rows <= FewRowsKernel::kMostRows) body(MakeFewRows{});
+    else body(MakeTiledFloat{});
     return true;
 }
 
@@ -55,7 +61,7 @@ template <class Panels, class Body>
 bool with_integers(int64_t, Body) { return false; }
 
 template <class Body>
-bool with_bfloat16(Body body) {
+bool with_bfloat16(int64_t, Body body) {
     body(MakeFloat<FloatPanels<BFloat16>, Paired>{});
     return true;
 }
@@ -69,14 +75,14 @@ bool with_integers(int64_t, Body body) {
 }
 
 template <class Body>
-bool with_bfloat16(Body) { return false; }
+bool with_bfloat16(int64_t, Body) { return false; }
 
 #endif
 
 // Calls body with what makes kernels, if this set has any of its own for the fast mode of a format, and says whether.
 template <class Body>
 bool with_own(const Packing& packing, int64_t rows, Body body) {
-    if (packing.format == kBFloat16) return with_bfloat16(body);
+    if (packing.format == kBFloat16) return with_bfloat16(rows, body);
     if (packing.is_float() || packing.format == kFp8) return false;
     return with_code_panels(packing, [&](auto of) { return with_integers<typename decltype(of)::type>(rows, body); });
 }

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.linear import WeightScheme
+from quire.kernels.linear import PackedWeight, WeightScheme
 from tests.kernels.op_cases import SCHEMES
 
 ROWS, OUTPUTS, INPUTS = 40, 40, 140
+TINY = 2.0**-64
+"""Products of numbers that are smaller by this are below the normal ones, which some instructions count as 0."""
 
 
 def formats() -> list[tuple[WeightScheme, torch.dtype]]:
@@ -55,11 +57,19 @@ def _products() -> Iterator[Tensor]:
     x, w = operands()
     for scheme, dtype in formats():
         packed = ops.pack_weight(w.to(dtype), scheme)
-        alone = torch.cat([ops.packed_linear(row, packed) for row in x.split(1)])
+        alone = _alone(x, packed)
         torch.testing.assert_close(alone, ops.packed_linear.oracle(x, packed), rtol=1e-5, atol=1e-5)
-        for rows in (2, 3, 5, 7, 13, 17, 24, 40):
-            assert torch.equal(ops.packed_linear(x[:rows], packed), alone[:rows]), (scheme, dtype, rows)
+        if scheme.kind == "float" and dtype is not torch.float16:
+            _alone(x * TINY, ops.pack_weight((w * TINY).to(dtype), scheme))
         yield alone
+
+
+def _alone(x: Tensor, packed: PackedWeight) -> Tensor:
+    """Products of each row alone, which it has beside others, too."""
+    alone = torch.cat([ops.packed_linear(row, packed) for row in x.split(1)])
+    for rows in (2, 3, 4, 5, 7, 13, 17, 24, 40):
+        assert torch.equal(ops.packed_linear(x[:rows], packed), alone[:rows]), (packed.scheme, rows)
+    return alone
 
 
 if __name__ == "__main__":
