@@ -26,6 +26,9 @@ PROBE       := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_
 CANDIDATES   = $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && echo "$$p" && break; done
 
+# Hundreds of tests start a quire of their own, each of which would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install serve lint test quick test-more test-every clients sanitize soak gpu-check gpu-bench clean
 
