@@ -5,8 +5,11 @@ Invariant: the page says only what the table and these sentences say; a test com
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from quire.models.built_in import (
     ALSO_CALLED,
@@ -20,6 +23,8 @@ from quire.models.multimodal import WRAPPERS, Wrapper
 from quire.models.transformers_backend.known import REFUSED, RUN
 
 PAGE = Path("docs/models.md")
+SPEEDS = Path("benchmarks/results/families.json")
+"""What `python -m benchmarks.families --record` measured; without it the page has no speeds."""
 
 INTRODUCTION = """\
 # Models
@@ -45,9 +50,12 @@ of part, `make test-every` for all.
 
 All are batched, computed in chunks, found in the prefix cache, decoded from tapes, quantised while they load and served
 with [adapters](lora.md#limits), and cut for [ranks and stages](parallelism.md).
+"""
 
-| architecture | models | logits are those of |
-|---|---|---|
+MEASURED = """
+Speed: tokens per second of one request and of a prompt of 512, on {threads} threads of {machine}, {date}, by `python -m
+benchmarks.families`, with random weights in bfloat16, so many billions of them, in sizes of no published model. It
+tells what a family's layers cost beside another's; of experts only some are read for each token.
 """
 
 ALSO = """
@@ -140,15 +148,32 @@ To add an architecture: [CONTRIBUTING.md](../CONTRIBUTING.md); to add one from a
 
 def models_page() -> str:
     """The page."""
-    rows = "".join(f"| `{row.architecture}` | {row.models} | {_oracle(row)} |\n" for row in BUILT_IN.values())
     encoders = "".join(f"| {_architectures(family)} | {family.models} |\n" for family in ENCODER_FAMILIES)
     wrappers = "".join(
         f"| `{row.architecture}` | {row.models} | {_others(row)} |\n" for row in WRAPPERS.values()
     )
-    start = INTRODUCTION.format(count=len(BUILT_IN)) + rows + ALSO + _also_called()
+    start = INTRODUCTION.format(count=len(BUILT_IN)) + _table() + ALSO + _also_called()
     run = ", ".join(f"`{name}`" for name in RUN)
     notes = NOTES.format(run=run, refused=_refused())
     return start + MULTIMODAL + wrappers + ENCODERS + encoders + notes
+
+
+def _table() -> str:
+    """Every architecture, with its speed if that was measured."""
+    measured = json.loads(SPEEDS.read_text()) if SPEEDS.exists() else None
+    columns = ["architecture", "models", "logits are those of"]
+    columns += [] if measured is None else ["10⁹ weights", "decode", "prompt"]
+    lines = ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in BUILT_IN.values():
+        cells = [f"`{row.architecture}`", row.models, _oracle(row)]
+        cells += [] if measured is None else _speed(row, measured)
+        lines.append("| " + " | ".join(cells) + " |")
+    return ("" if measured is None else MEASURED.format(**measured)) + "\n".join(lines) + "\n"
+
+
+def _speed(row: BuiltIn, measured: Mapping[str, Any]) -> list[str]:
+    found = measured["speeds"].get(row.architecture)
+    return ["-"] * 3 if found is None else [f"{found[0]:.2f}", f"{found[1]:.0f}", f"{found[2]:.0f}"]
 
 
 def _refused() -> str:
