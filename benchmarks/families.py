@@ -56,8 +56,8 @@ GROWING = rf"{LAYERS}|num_kv_shared_layers|max_window_layers|moe_layer_end_index
 NUMBERS_OF_LAYERS = r"layer_indices|_idx$|layer_ids|only_layers|moe_layers|bskcn_\d|attn_layers|kda_layers"
 FREQUENCIES = r"(short|long)_factor"
 """Lists with a number for each pair of a head's rotated values."""
-OF_PARTS = r"(mlp|ssm)_multipliers"
-"""Lists with a number for each part of a layer."""
+OF_PARTS = r"(mlp|ssm)_multipliers|time_step_limit"
+"""Lists that have as many numbers whatever the number of layers."""
 
 
 def enlarged(config: Mapping[str, Any], repeats: int) -> dict[str, Any]:
