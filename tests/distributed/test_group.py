@@ -362,7 +362,7 @@ for _ in range(50):
 
 @pytest.mark.more
 def test_a_program_may_end_with_a_group_that_is_open(tmp_path: Path) -> None:
-    for meeting in range(10):  # a thread that wants the interpreter once it is gone aborts; not every time
+    for meeting in range(4):  # a thread that wants the interpreter once it is gone aborts; not every time
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", SURVIVOR, str(rank), str(tmp_path / f"meet{meeting}")],
