@@ -22,8 +22,6 @@ def check_device_ranks(config: EngineConfig) -> None:
         return
     executor = parallel.distributed_executor_backend
     wants = {
-        "--pipeline-parallel-size 1: stages are computed by CPUs only": parallel.pipeline_parallel_size > 1,
-        "--nnodes 1: ranks with devices are on one host": parallel.nnodes > 1,
         f"--distributed-executor-backend mp or external_launcher, not {executor}: it knows nothing of devices": executor
         not in ("mp", "external_launcher", "uni", "null"),
         "no --enable-expert-parallel: devices share out the features of experts": parallel.enable_expert_parallel,

@@ -15,7 +15,7 @@ from quire.platforms import GPUS
 def take_own_device(
     device: str, rank: int, num_ranks: int, environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Have this process, a rank of so many of this host, see no other; ranks of the CPU share it.
+    """Have this process, of so many ranks of this host the one of this number, see no other; on the CPU all share it.
 
     Raises:
         ConfigError: there are fewer devices than ranks, which all of these find alike; or it is too late.
@@ -29,7 +29,7 @@ def take_own_device(
     if num_ranks > count:
         raise ConfigError(
             f"{num_ranks} ranks of this host want a {device} device each, and there are {count}: "
-            f"--tensor-parallel-size may be {max(count, 1)} at most"
+            f"--tensor-parallel-size times --pipeline-parallel-size may be {max(count, 1)} at most for each of --nnodes"
         )
     if module.is_initialized():
         raise ConfigError(

@@ -111,7 +111,8 @@ class RankProcess:
         from quire.distributed.gloo import file_store, tcp_store  # which one rank does not need
 
         device = self._config.device.device
-        take_own_device(device, self._rank, self._size)
+        num_here = self._size // self._config.parallel.nnodes
+        take_own_device(device, self._rank % num_here, num_here)
         if place is None:
             store = file_store(self._directory / "ranks", self._size)
         else:
