@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from dataclasses import replace
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.config.device import HostShare, ParallelConfig
 from quire.errors import ConfigError, StartupError
@@ -60,7 +60,7 @@ def with_meeting(config: EngineConfig) -> EngineConfig:
         return config
     try:
         # No longer than the names of other directories of sockets.
-        return replace(config, meeting=tempfile.mkdtemp(prefix="quire-all-"))
+        return replace(config, meeting=str(private_directories.make("all-")))
     except OSError as error:
         raise StartupError(f"replicas cannot meet: {error}; look at TMPDIR and at the room there") from error
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.executor.agreement import check_ranks_agree
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
@@ -78,6 +78,7 @@ class RankProcess:
         except EOFError:
             return 0
         finally:
+            private_directories.remove(self._directory)
             self._place.close()
             if self._worker is not None:
                 self._worker.shutdown()
@@ -172,7 +173,7 @@ class RankProcess:
             poll.register(fd, select.POLLRDHUP)
         poll.poll()
         self._wire.shutdown()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        private_directories.remove(self._directory)
         time.sleep(GRACE_S)
         os._exit(1)
 
