@@ -1,4 +1,4 @@
-"""Two ranks with a device each: graphs beside eager steps, tokens beside one rank's, a lost one, and stages."""
+"""Two ranks with a device each: graphs beside eager steps, tokens beside one rank's, a lost one; stages, replicas."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def checks(target: Target, scratch: Path) -> Iterator[Check]:
         yield Check(f"2 ranks: {name}, same tokens and logprobs as eager", run)
     yield Check("2 ranks: float32, same tokens as one", ranks.beside_one)
     for name, args in _VARIANTS.items():
-        yield Check(f"2 stages: {name}, same tokens and logprobs as one", partial(ranks.stages, **args))
+        run = partial(ranks.beside_alone, pipeline_parallel_size=RANKS, **args)
+        yield Check(f"2 stages: {name}, same tokens and logprobs as one", run)
+    replicas = partial(ranks.beside_alone, data_parallel_size=RANKS)
+    yield Check("2 replicas: same tokens and logprobs as one", replicas)
     yield Check("2 ranks: seconds until one that is killed is named", ranks.killed, _SOON_S)
 
 
@@ -68,7 +71,7 @@ class _Ranks:
     def __init__(self, target: Target, directory: Path) -> None:
         self._target, self._directory = target, directory
         self._eager: list[Generated] | None = None
-        self._one: list[Generated] | None = None
+        self._alone: list[Generated] | None = None
         torch.manual_seed(0)
         self._prompts = [torch.randint(3, VOCAB_SIZE, (length,)).tolist() for length in (1, 7, 40, 65)]
 
@@ -86,11 +89,11 @@ class _Ranks:
         ]
         return _num_different(*tokens)
 
-    def stages(self, **args: Any) -> float:
-        """Nothing that one process computes is computed differently, so bits are the same."""
-        if self._one is None:
-            self._one = self._invariant()
-        return _num_different(self._invariant(pipeline_parallel_size=RANKS, **args), self._one)
+    def beside_alone(self, **args: Any) -> float:
+        """Of stages or replicas: nothing is computed otherwise than by one process, so bits are the same."""
+        if self._alone is None:
+            self._alone = self._invariant()
+        return _num_different(self._invariant(**args), self._alone)
 
     def killed(self) -> float:
         """Seconds after which an engine says so whose second rank ends in the midst of a step."""

@@ -221,6 +221,8 @@ class HostShare:
     """Of what was free before the first of them started."""
     processors: tuple[int, ...] = ()
     """That it keeps to; none: it may run anywhere."""
+    index: int = 0
+    """Which of them it is, and so which devices it has."""
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
                 f"--device is {device}, which wants all ranks on one host; LOCAL_WORLD_SIZE is {launch.local_size} of "
                 f"{size}"
             )
-        take_own_device(device, launch.rank, size)
+        take_own_device(config, launch.rank)
         serves = launch.rank == 0 and not launch.store_is_there
         store = tcp_store(launch.address, launch.port, launch.rank, serves=serves, join_s=JOIN_S)
         self._plans = Gloo(

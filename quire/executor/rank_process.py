@@ -100,6 +100,7 @@ class RankProcess:
     def load(self, place: tuple[str, int] | None) -> None:
         """Build the model, with the other ranks; `place` is where those of several hosts meet."""
         load_general_plugins()
+        take_own_device(self._config, self._rank)
         if self._size > 1:
             self._place = self._meet(place)
         if self._config.parallel.shares_experts:
@@ -112,8 +113,6 @@ class RankProcess:
         from quire.distributed.gloo import file_store, tcp_store  # which one rank does not need
 
         device = self._config.device.device
-        num_here = self._size // self._config.parallel.nnodes
-        take_own_device(device, self._rank % num_here, num_here)
         if place is None:
             store = file_store(self._directory / "ranks", self._size)
         else:

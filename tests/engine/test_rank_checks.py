@@ -177,6 +177,7 @@ def test_experts_that_cannot_be_shared_out_are_refused(
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
          "with 2 ranks, which wants --distributed-executor-backend mp or external_launcher, not ray"),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "which wants no --enable-expert-parallel"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "which wants no --enable-expert-parallel"),
     ],
 )  # fmt: skip
 def test_what_ranks_with_devices_cannot_do_is_refused(

@@ -14,7 +14,7 @@ from quire.distributed.device_group import DeviceGroup
 from quire.distributed.gloo import Gloo, file_store
 from quire.distributed.shared_memory import SharedMemory
 from quire.engine.llm_engine import LLMEngine
-from quire.errors import ConfigError
+from quire.errors import StartupError
 from quire.executor.places import Place, meet
 from quire.kernels.cpu import library
 from tests.distributed.test_device_group import gloo_as_nccl as gloo_as_nccl
@@ -61,7 +61,8 @@ def test_devices_are_joined_within_stages_and_between_them_on_whichever_hosts(
 
 @pytest.mark.more
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_an_engine_says_how_many_devices_there_are(tiny_model: Callable[[str], Path]) -> None:
-    config = EngineConfig.from_args(model=str(tiny_model("llama")), device="cuda", tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="2 ranks of this host want a cuda device each, and there are 0"):
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+def test_an_engine_says_how_many_devices_there_are(option: str, tiny_model: Callable[[str], Path]) -> None:
+    config = EngineConfig.from_args(model=str(tiny_model("llama")), device="cuda", **{option: 2})
+    with pytest.raises(StartupError, match="2 ranks of this host want a cuda device each, and there are 0"):
         LLMEngine(config)
