@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu.engine import Generated, engine, greedy
 from benchmarks.gpu.runner import Check
 from benchmarks.gpu.target import Target
+from quire.entrypoints.llm import LLM
 from quire.errors import EngineError
 from tests.fixtures.tiny_models import VOCAB_SIZE, write_tiny_model
 
@@ -58,10 +59,8 @@ def checks(target: Target, scratch: Path) -> Iterator[Check]:
         yield Check(f"2 ranks: {name}, same tokens and logprobs as eager", run)
     yield Check("2 ranks: float32, same tokens as one", ranks.beside_one)
     for name, args in _VARIANTS.items():
-        run = partial(ranks.beside_alone, pipeline_parallel_size=RANKS, **args)
-        yield Check(f"2 stages: {name}, same tokens and logprobs as one", run)
-    replicas = partial(ranks.beside_alone, data_parallel_size=RANKS)
-    yield Check("2 replicas: same tokens and logprobs as one", replicas)
+        yield Check(f"2 stages: {name}, same tokens and logprobs as one", partial(ranks.stages, **args))
+    yield Check("2 replicas: same tokens and logprobs as one", ranks.replicas)
     yield Check("2 ranks: seconds until one that is killed is named", ranks.killed, _SOON_S)
 
 
@@ -70,6 +69,7 @@ class _Ranks:
 
     def __init__(self, target: Target, directory: Path) -> None:
         self._target, self._directory = target, directory
+        self._invariance: dict[str, Any] = {"batch_invariant": True} if target.is_gpu else {}
         self._eager: list[Generated] | None = None
         self._alone: list[Generated] | None = None
         torch.manual_seed(0)
@@ -89,11 +89,30 @@ class _Ranks:
         ]
         return _num_different(*tokens)
 
-    def beside_alone(self, **args: Any) -> float:
-        """Of stages or replicas: nothing is computed otherwise than by one process, so bits are the same."""
+    def stages(self, **args: Any) -> float:
+        """Nothing is computed otherwise than by one process, so bits are the same."""
         if self._alone is None:
             self._alone = self._invariant()
-        return _num_different(self._invariant(**args), self._alone)
+        return _num_different(self._invariant(pipeline_parallel_size=RANKS, **args), self._alone)
+
+    def replicas(self) -> float:
+        """Each in a process of its own, with one engine before them."""
+        return _num_different(*(self._said_by(num) for num in (1, RANKS)))
+
+    def _said_by(self, num_replicas: int) -> list[tuple[list[int], object]]:
+        llm = LLM(
+            str(self._directory),
+            device=self._target.device.type,
+            skip_tokenizer_init=True,
+            data_parallel_size=num_replicas,
+            **_LIMITS | self._invariance,
+        )
+        try:
+            params = greedy(24, logprobs=0, detokenize=False)
+            outputs = llm.generate(self._prompts, params, use_tqdm=False)
+            return [(list(one.outputs[0].token_ids), one.outputs[0].logprobs) for one in outputs]
+        finally:
+            llm.shutdown()
 
     def killed(self) -> float:
         """Seconds after which an engine says so whose second rank ends in the midst of a step."""
@@ -112,7 +131,7 @@ class _Ranks:
         raise RuntimeError("nothing was said of it")
 
     def _invariant(self, **args: Any) -> list[Generated]:
-        return self._generated(**({"batch_invariant": True} if self._target.is_gpu else {}) | args)
+        return self._generated(**self._invariance | args)
 
     def _generated(self, **args: Any) -> list[Generated]:
         with self._engine(**args) as running:
