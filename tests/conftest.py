@@ -27,6 +27,7 @@ from hypothesis import settings
 from tests.fixtures import invariants as begun
 from tests.fixtures.entry_points import offer as offer
 from tests.fixtures.invariants import invariants as invariants
+from tests.fixtures.invariants import last_look as last_look
 from tests.fixtures.pooling import pair_model_dir as pair_model_dir
 from tests.fixtures.pooling import pools as pools
 from tests.fixtures.threads import restore_threads as restore_threads

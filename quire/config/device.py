@@ -83,7 +83,7 @@ class ParallelConfig(Config):
     )
     pipeline_partition: str | None = option(
         None,
-        "Layers of each stage, such as 3,5. Default: those with which the largest stage has the fewest bytes.",
+        "Layers of each stage, such as 3,5. Default: those with which the slowest stage reads as little as it can.",
         metavar="N,N",
     )
     tp_invariant: bool = option(
@@ -221,6 +221,8 @@ class HostShare:
     """Of what was free before the first of them started."""
     processors: tuple[int, ...] = ()
     """That it keeps to; none: it may run anywhere."""
+    index: int = 0
+    """Which of them it is, and so which devices it has."""
 
 
 @dataclass(frozen=True)

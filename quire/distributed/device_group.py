@@ -6,7 +6,8 @@ it; so it can be part of a CUDA graph. A rank that is lost is seen by nobody who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -37,6 +38,20 @@ class DeviceWay(Protocol):
             RuntimeError: that is impossible, as after `abort`.
         """
 
+    def send(self, own: Tensor, to: int) -> None:
+        """Give bytes [n] to another rank, which takes them by `recv_into`; what is launched later waits until it does.
+
+        Raises:
+            RuntimeError: see `gather_into`.
+        """
+
+    def recv_into(self, out: Tensor, source: int) -> None:
+        """Write what another rank sends into `out` [n], behind what was launched before.
+
+        Raises:
+            RuntimeError: see `gather_into`.
+        """
+
     def abort(self) -> None:
         """Have the device wait for nobody any more, from any thread; what it computes then is worth nothing."""
 
@@ -47,8 +62,8 @@ class DeviceWay(Protocol):
 class DeviceGroup(Group):
     """The ranks of another group, by which tensors of the host go.
 
-    Nothing in the steps of one replica without stages sends tensors of a device to some ranks only; these go by way of
-    the host, which waits for them.
+    What only replicas that share experts do, an exchange of tensors of a device, goes that way, too, and the host waits
+    for it.
     """
 
     def __init__(self, group: Group, way: DeviceWay, watch: Watch) -> None:
@@ -56,12 +71,13 @@ class DeviceGroup(Group):
         self._group, self._way, self._watch = group, way, watch
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        if x.device.type != self._way.device_type:
+        if not self._is_of_device(x):
             return self._group.all_gather(x)
         self.check_nobody_lost()
         every = x.new_empty((self.size, *x.shape))
         if x.numel():
-            self._gather(every.flatten().view(torch.uint8), x.contiguous().flatten().view(torch.uint8))
+            with self._losses(rank for rank in range(self.size) if rank != self.rank):
+                self._way.gather_into(_as_bytes(every), _as_bytes(x.contiguous()))
         return list(every.unbind())
 
     def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -69,12 +85,22 @@ class DeviceGroup(Group):
         return [part.to(on) for part in self._group.all_to_all([part.cpu() for part in parts])]
 
     def send(self, x: Tensor, to: int) -> None:
-        self._group.send(x.cpu(), to)
+        if not self._is_of_device(x):
+            self._group.send(x, to)
+            return
+        self.check_peer(to)
+        self.check_nobody_lost()
+        with self._losses([to]):
+            self._way.send(_as_bytes(x.contiguous()), to)
 
     def recv(self, out: Tensor, source: int) -> None:
-        on_host = torch.empty_like(out, device="cpu")
-        self._group.recv(on_host, source)
-        out.copy_(on_host)
+        if not self._is_of_device(out):
+            self._group.recv(out, source)
+            return
+        self.check_peer(source)
+        self.check_nobody_lost()
+        with self._losses([source]):
+            self._way.recv_into(_as_bytes(out), source)
 
     def close(self, reason: str = "it has ended") -> None:
         self._watch.close()
@@ -90,7 +116,7 @@ class DeviceGroup(Group):
             raise self.loss_of([rank], f"its process {how}")
 
     def warm_up(self) -> None:
-        """Exchange something with all, so that nothing is left to be set up when a graph is captured.
+        """Exchange something with all, and with neighbours, so that nothing is left to be set up when steps begin.
 
         Raises:
             StartupError: the devices cannot be joined.
@@ -100,6 +126,10 @@ class DeviceGroup(Group):
                 own = torch.zeros(num_bytes, dtype=torch.uint8, device=self._way.device_type)
                 every = own.new_empty(self.size * num_bytes)
                 self._way.gather_into(every, own)
+                if self.rank > 0:
+                    self._way.recv_into(own, self.rank - 1)
+                if self.rank < self.size - 1:
+                    self._way.send(own, self.rank + 1)
                 every[-1:].cpu()  # waits for the device
         except RuntimeError as error:
             self.check_nobody_lost()
@@ -107,13 +137,22 @@ class DeviceGroup(Group):
                 f"the ranks' devices cannot be joined: {str(error).splitlines()[0]}"
             ) from error
 
-    def _gather(self, out: Tensor, own: Tensor) -> None:
+    def _is_of_device(self, x: Tensor) -> bool:
+        return x.device.type == self._way.device_type
+
+    @contextmanager
+    def _losses(self, peers: Iterable[int]) -> Iterator[None]:
+        """What cannot be launched is the loss of one of these."""
         try:
-            self._way.gather_into(out, own)
+            yield
         except RuntimeError as error:
             self.check_nobody_lost()
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            raise self.loss_of(others, str(error).splitlines()[0]) from error
+            raise self.loss_of(peers, str(error).splitlines()[0]) from error
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """Its memory [n], which is contiguous."""
+    return x.flatten().view(torch.uint8)
 
 
 WAYS: dict[str, Callable[[int, int, Store], DeviceWay]] = {"cuda": Nccl}

@@ -22,6 +22,8 @@ _torch: Any = torch.distributed
 _SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Torch's own watch would end the process after a while, which names the rank that waited."""
 _NEVER = timedelta(days=365)
+_TAG = 0
+"""What arrives needs no name."""
 
 
 class Nccl:
@@ -50,6 +52,12 @@ class Nccl:
 
     def gather_into(self, out: Tensor, own: Tensor) -> None:
         self._open[0]._allgather_base(out, own, self._in_order).wait()
+
+    def send(self, own: Tensor, to: int) -> None:
+        self._open[0].send([own], to, _TAG).wait()
+
+    def recv_into(self, out: Tensor, source: int) -> None:
+        self._open[0].recv([out], source, _TAG).wait()
 
     def abort(self) -> None:
         for group in self._open:

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.core_client import CoreClient
 from quire.engine.interrupts import HeldInterrupts
@@ -114,7 +112,7 @@ class ProcessClient(RemoteClient):
 
     def __init__(self, config: EngineConfig) -> None:
         with startup_errors():
-            super().__init__(config, Path(tempfile.mkdtemp(prefix="quire-")), front_end=0)
+            super().__init__(config, private_directories.make(), front_end=0)
 
     def kill(self) -> None:
         """End the core at once; whoever receives hears of it."""
@@ -158,7 +156,7 @@ class ProcessClient(RemoteClient):
 
     def _release(self) -> None:
         super()._release()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        private_directories.remove(self._directory)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.core_ids import front_end_of_request
@@ -84,7 +84,7 @@ class CoreProcess:
             return self._run()
         finally:
             if self._config.meeting:  # nobody goes on without this replica
-                shutil.rmtree(self._config.meeting, ignore_errors=True)
+                private_directories.remove(Path(self._config.meeting))
 
     def _run(self) -> int:
         try:

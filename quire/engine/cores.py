@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import zmq
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.attached import AttachedClient, NoCore
 from quire.engine.client import ProcessClient, make_clients
@@ -140,7 +141,7 @@ class OwnCores(Cores):
             if other != core and isinstance(client, ProcessClient):
                 logger.error("%sends, since it shares experts with the one that is lost", self._which(other))
                 client.kill()
-        shutil.rmtree(self._met_in[core], ignore_errors=True)
+        private_directories.remove(Path(self._met_in[core]))
 
     async def replace(self, core: int, delay_s: float) -> bool:
         await asyncio.to_thread(self.clients[core].close)

@@ -18,17 +18,16 @@ def check_device_ranks(config: EngineConfig) -> None:
             f"--tp-invariant wants --device cpu, not {device}: there libraries and tiles are chosen by the shapes of "
             "products, which are others for every number of ranks"
         )
-    if parallel.num_ranks == 1:
+    num = parallel.num_ranks * parallel.data_parallel_size
+    if num == 1:
         return
     executor = parallel.distributed_executor_backend
     wants = {
-        "--pipeline-parallel-size 1: stages are computed by CPUs only": parallel.pipeline_parallel_size > 1,
-        "--nnodes 1: ranks with devices are on one host": parallel.nnodes > 1,
         f"--distributed-executor-backend mp or external_launcher, not {executor}: it knows nothing of devices": executor
         not in ("mp", "external_launcher", "uni", "null"),
         "no --enable-expert-parallel: devices share out the features of experts": parallel.enable_expert_parallel,
     }
-    require(wants, f"--device is {device}, with {parallel.num_ranks} ranks")
+    require(wants, f"--device is {device}, with {num} ranks")
 
 
 def require(wants: Mapping[str, bool], what: str) -> None:

@@ -10,10 +10,11 @@ started the process, and it would leave the private directory behind.
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from pathlib import Path
+
+from quire import private_directories
 
 LOOK_S = 0.5
 GRACE_S = 1.5
@@ -40,7 +41,7 @@ class Parent:
     def clean_up(self) -> None:
         """Remove the private directory if the parent no longer can."""
         if self._directory is not None and self.is_gone():
-            shutil.rmtree(self._directory, ignore_errors=True)
+            private_directories.remove(self._directory)
 
     def _watch(self) -> None:
         while not self.is_gone():

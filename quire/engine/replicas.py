@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from dataclasses import replace
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.config.device import HostShare, ParallelConfig
 from quire.errors import ConfigError, StartupError
@@ -30,17 +30,17 @@ def configs_of_replicas(
     config = with_meeting(config)
     configs = [config.evolve(data_parallel_rank=number) for number in config.parallel.replicas]
     if in_process:
+        if config.device.device != "cpu":
+            raise ConfigError(f"--data-parallel-size is {num}, and one process cannot give each a device")
         return configs
     host = host or Host()
     memory_bytes = host.available_bytes() // num
+    shares = [HostShare(num, memory_bytes, index=index) for index in range(num)]
     if config.device.cpu_numa == "off":
         num_threads = host.num_threads()[0] // num
-        return [_with_share(one, HostShare(num, memory_bytes), num_threads) for one in configs]
+        return [_with_share(*one, num_threads) for one in zip(configs, shares, strict=True)]
     parts = divided(host.nodes(), num)
-    return [
-        _placed(one, cores, HostShare(num, memory_bytes), host)
-        for one, cores in zip(configs, parts, strict=True)
-    ]
+    return [_placed(*one, host) for one in zip(configs, parts, shares, strict=True)]
 
 
 def _are_chosen_by_cache(config: EngineConfig) -> bool:
@@ -60,7 +60,7 @@ def with_meeting(config: EngineConfig) -> EngineConfig:
         return config
     try:
         # No longer than the names of other directories of sockets.
-        return replace(config, meeting=tempfile.mkdtemp(prefix="quire-all-"))
+        return replace(config, meeting=str(private_directories.make("all-")))
     except OSError as error:
         raise StartupError(f"replicas cannot meet: {error}; look at TMPDIR and at the room there") from error
 
@@ -106,9 +106,9 @@ def check_replicas(config: EngineConfig, host: Host | None = None, *, usage: str
     num = parallel.num_replicas
     if num == 1:
         return
-    if config.device.device != "cpu":
+    if config.device.device not in ("cpu", "cuda"):
         raise ConfigError(
-            f"--data-parallel-size is {num}, which wants --device cpu, not {config.device.device}"
+            f"--data-parallel-size is {num}, which wants --device cpu or cuda, not {config.device.device}"
         )
     if config.device.cpu_pin_threads and config.device.cpu_numa == "off":
         raise ConfigError("--cpu-pin-threads would pin all replicas to the same cores, with --cpu-numa off")

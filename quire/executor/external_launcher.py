@@ -24,7 +24,7 @@ from quire.errors import ConfigError, EngineError, ValidationError
 from quire.executor.agreement import check_ranks_agree
 from quire.executor.host_share import config_of_rank, memory_of_ranks, num_sharing
 from quire.executor.own_device import take_own_device
-from quire.executor.places import JOIN_S, of_one_host
+from quire.executor.places import JOIN_S, shortened
 from quire.executor.uniproc import UniprocExecutor
 from quire.kv_cache.spec import KVMemory, SwapCosts
 from quire.layers.shard import Shard
@@ -155,7 +155,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
                 f"--device is {device}, which wants all ranks on one host; LOCAL_WORLD_SIZE is {launch.local_size} of "
                 f"{size}"
             )
-        take_own_device(device, launch.rank, size)
+        take_own_device(config, launch.rank)
         serves = launch.rank == 0 and not launch.store_is_there
         store = tcp_store(launch.address, launch.port, launch.rank, serves=serves, join_s=JOIN_S)
         self._plans = Gloo(
@@ -168,7 +168,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
             beats=None if is_one_host else Beats(launch.rank, launch.address, launch.port),
         )
         check_ranks_agree(self._plans, config)
-        return of_one_host(self._plans, store, device, able=is_one_host)
+        return shortened(self._plans, store, device, able=is_one_host)
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, most: int) -> int:

@@ -86,11 +86,11 @@ def meet(rank: int, parallel: ParallelConfig, store: Store, address: str, device
     row = part_of(store, f"share {share}")
     names = range(share, size, num_shares)
     stages = Gloo(stage, num_stages, row, address=address, answer_s=STAGE_S, names=names)
-    return Place(world, shares, stages)
+    return Place(world, shares, stages if device == "cpu" else shortened(stages, row, device))
 
 
-def of_one_host(group: Gloo, store: Store, device: str, *, able: bool = True) -> Group:
-    """The same ranks, which are on one host: with memory in common, if they are able, or with their devices joined.
+def shortened(group: Gloo, store: Store, device: str, *, able: bool = True) -> Group:
+    """The same ranks: with memory in common, if they are able to have it, as on one host; or with their devices joined.
 
     Raises:
         StartupError: these cannot be.
@@ -103,11 +103,14 @@ def of_one_host(group: Gloo, store: Store, device: str, *, able: bool = True) ->
 
 
 def _nearer(group: Gloo, hosts: Sequence[Hashable], store: Store, address: str, device: str) -> Group:
-    """The same ranks, which are on such hosts; those of each have a shorter way between them, if that can be."""
+    """The same ranks, which are on such hosts; those of each have a shorter way between them, if that can be.
+
+    What joins devices knows by itself which are near each other.
+    """
     from quire.distributed.gloo import Gloo, part_of
 
-    if len(set(hosts)) == 1:
-        return of_one_host(group, store, device)
+    if device != "cpu" or len(set(hosts)) == 1:
+        return shortened(group, store, device)
     size = size_of_hosts(hosts)
     if size is None:
         return group

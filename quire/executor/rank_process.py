@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.executor.agreement import check_ranks_agree
 from quire.executor.messages import Call, Failed, FromRank, Returned, Step, Stepped, ToRank
@@ -78,6 +78,7 @@ class RankProcess:
         except EOFError:
             return 0
         finally:
+            private_directories.remove(self._directory)
             self._place.close()
             if self._worker is not None:
                 self._worker.shutdown()
@@ -99,6 +100,7 @@ class RankProcess:
     def load(self, place: tuple[str, int] | None) -> None:
         """Build the model, with the other ranks; `place` is where those of several hosts meet."""
         load_general_plugins()
+        take_own_device(self._config, self._rank)
         if self._size > 1:
             self._place = self._meet(place)
         if self._config.parallel.shares_experts:
@@ -111,7 +113,6 @@ class RankProcess:
         from quire.distributed.gloo import file_store, tcp_store  # which one rank does not need
 
         device = self._config.device.device
-        take_own_device(device, self._rank, self._size)
         if place is None:
             store = file_store(self._directory / "ranks", self._size)
         else:
@@ -171,7 +172,7 @@ class RankProcess:
             poll.register(fd, select.POLLRDHUP)
         poll.poll()
         self._wire.shutdown()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        private_directories.remove(self._directory)
         time.sleep(GRACE_S)
         os._exit(1)
 

@@ -6,15 +6,13 @@ is closed; so no rank outlives one of them. The private directory is gone once a
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.executor.rank_placement import Processors, on
@@ -47,7 +45,7 @@ class RankProcesses:
         self._program, self._places = program, places or {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         with startup_errors():
-            self._directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
+            self._directory = private_directories.make("ranks-")
             (self._directory / CONFIG).write_bytes(config.encoded())
 
     @property
@@ -72,7 +70,7 @@ class RankProcesses:
 
     def have_met(self) -> None:
         """All ranks know each other and have read what they are to do."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        private_directories.remove(self._directory)
 
     def stopped(self) -> dict[int, str]:
         """What is to be said of those that somebody has stopped."""

@@ -6,17 +6,17 @@ import importlib.util
 import os
 import secrets
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
+from quire import private_directories
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.executor.gate import Gate
@@ -60,7 +60,7 @@ class RayStarter(Starter):
 
     def start(self) -> list[socket.socket]:
         with startup_errors():
-            self._directory = tempfile.mkdtemp(prefix="quire-ray-")
+            self._directory = str(private_directories.make("ray-"))
             ours, theirs = socket.socketpair()
         wire = self._wire = Wire(ours)
         with theirs, startup_errors():
@@ -115,7 +115,7 @@ class RayStarter(Starter):
         if self._gate is not None:
             self._gate.close()
         if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            private_directories.remove(Path(self._directory))
 
     def _look(self) -> None:
         """Raises StartupError: an actor has ended before its rank could join."""

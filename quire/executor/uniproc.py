@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.executor.base import Executor
 from quire.executor.lane import CallerLane, EagerLane, Lane, ThreadLane
+from quire.executor.own_device import take_own_device
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.layers.shard import WHOLE, Shard
 from quire.lora_request import LoRARequest
@@ -29,6 +30,8 @@ class UniprocExecutor(Executor):
 
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         super().__init__(config)
+        if config.parallel.num_ranks == 1:
+            take_own_device(config, 0)
         device = make_device(config.device.device)
         self._worker = Worker(config, device, shard)
         overlapping = EagerLane if device.is_asynchronous else ThreadLane

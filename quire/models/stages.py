@@ -16,6 +16,7 @@ from torch import nn
 from quire.config.speculative import MEDUSA
 from quire.distributed.group import ALONE, Group
 from quire.errors import ConfigError
+from quire.layers.embedding import VocabEmbedding
 from quire.layers.kv_cache import cache_users
 from quire.models.base import CausalLM, Uncut
 from quire.models.decoder import Decoder, DecoderForCausalLM
@@ -85,11 +86,15 @@ def take_stage(model: CausalLM, stage: Stage) -> None:
     stack = _stack(model)
     keep = [next(cache_users(layer), None) is not None for layer in stack.layers]
     joined = stack.joined()
-    counts = model.config.parallel.stage_sizes or balanced(_layer_bytes(model, stack), stage.of, keep, joined)
+    counts = model.config.parallel.stage_sizes or balanced(_bytes_read(model, stack), stage.of, keep, joined)
     firsts = [0, *accumulate(counts)]
     _check_cut(firsts[1:-1], joined)
     first, end = list(pairwise(firsts))[stage.index]
-    logger.info("stage %d of %d: layers %d to %d of %d", stage.index, stage.of, first, end - 1, sum(counts))
+    partition = ",".join(map(str, counts))
+    logger.info(
+        "stage %d of %d: layers %d to %d, as by --pipeline-partition %s",
+        *(stage.index, stage.of, first, end - 1, partition),
+    )
     names = model.checkpoint_slots().keys()
     model.uncut = Uncut([*model.adapter_layers()], model.lm_head, stage.is_first)
     if not stage.is_last:
@@ -160,10 +165,15 @@ def balanced(
     return least(0, num_stages)[1]
 
 
-def _layer_bytes(model: CausalLM, stack: Stack) -> list[int]:
-    """Of each layer's parameters; what only the first or the last stage has counts with its layer."""
+def _bytes_read(model: CausalLM, stack: Stack) -> list[int]:
+    """What a step reads of each layer's parameters; what only the first or the last stage has counts with its layer.
+
+    Reading them takes most of a step's time. Of a table in which tokens are looked up a step reads next to nothing.
+    """
     costs = [_num_bytes([layer]) for layer in stack.layers]
-    costs[0] += _num_bytes(stack.end_modules(stack.entering))
+    entering = stack.end_modules(stack.entering)
+    tables = [part for module in entering for part in module.modules() if isinstance(part, VocabEmbedding)]
+    costs[0] += _num_bytes(entering) - _num_bytes(tables)
     costs[-1] += _num_bytes(stack.end_modules(stack.leaving)) + _num_bytes(model.behind_layers())
     return costs
 

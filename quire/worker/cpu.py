@@ -28,7 +28,7 @@ from quire.worker.devices import Mark
 from quire.worker.guessing_memory import kept_bytes, passing_bytes
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs
-from quire.worker.pipeline import Forward, HostPipeline, LanguageModel, Pipeline, eager_forward
+from quire.worker.pipeline import Body, Forward, HostPipeline, Pipeline, eager_forward
 from quire.worker.step_memory import ForwardPeak
 from quire.worker.taped_forward import TapedForward
 
@@ -178,7 +178,13 @@ class CpuDevice:
         return float_mode.as_in_kernels()
 
     def pipeline(
-        self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
+        self,
+        model: Body,
+        batch: InputBatch,
+        config: EngineConfig,
+        *,
+        is_rehearsal: bool = False,
+        samples_here: bool = True,
     ) -> Pipeline:
         """Steps that only decode, and an encoder's small ones, are played from tapes, unless --enforce-eager."""
         peak = self.memory.forward_peak

@@ -1,9 +1,9 @@
 """The rows of the batch as a device keeps them, and a step's inputs made from them there.
 
 Invariant: the device's rows differ from the host's only by what the next step that reads them uploads, and by sampled
-tokens, which they have first. A step's uploads travel as one block of int32 numbers in one copy. The tensors that a
-step reads keep their addresses, so a captured graph may read them; work that is in flight has read them before they
-change, because all of it runs in order.
+tokens, which they have first where the device samples. A step's uploads travel as one block of int32 numbers in one
+copy. The tensors that a step reads keep their addresses, so a captured graph may read them; work that is in flight has
+read them before they change, because all of it runs in order.
 """
 
 from __future__ import annotations
@@ -106,12 +106,16 @@ class DeviceBatch:
     Args:
         batch: the host's rows; if some device batch has their tokens already, this one reads them there.
         max_num_tokens: most tokens of a step, padding included.
+        samples_here: whether sampled tokens come by `keep`; else they are in the host's rows when a step reads them.
     """
 
-    def __init__(self, batch: InputBatch, max_num_tokens: int, transfers: Transfers) -> None:
+    def __init__(
+        self, batch: InputBatch, max_num_tokens: int, transfers: Transfers, *, samples_here: bool = True
+    ) -> None:
         on = transfers.torch_device
         self._batch = batch
         self._transfers = transfers
+        self._samples_here = samples_here
         self._max_seq_len = batch.max_model_len
         self._has_tokens = batch.device_tokens is None
         if batch.device_tokens is None:
@@ -238,9 +242,10 @@ class DeviceBatch:
         ), writes
 
     def _new_tokens(self, layout: StepLayout, is_new: NDArray[np.bool_]) -> _Segments:
-        """All tokens of a row that is new, and drafts, unless somebody else uploads them."""
+        """All tokens of a row that is new, drafts, and those of the step that are sampled elsewhere, unless somebody
+        else uploads them."""
         known = self._batch.num_tokens[layout.rows]
-        starts = np.where(is_new, 0, known)
+        starts = np.where(is_new, 0, known if self._samples_here else np.minimum(layout.starts, known))
         ends = known if layout.num_drafts is None else known + layout.num_drafts
         has_some = (ends > starts) & self._has_tokens
         return _Segments(layout.rows[has_some], starts[has_some], ends[has_some], self._batch.token_ids)

@@ -20,7 +20,7 @@ from quire.worker.graph_shapes import GraphShape, ShapeTable, shapes_of
 from quire.worker.graphs import Capturer, GraphRoom, Graphs, row_variant
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout
-from quire.worker.pipeline import LanguageModel
+from quire.worker.pipeline import Body
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +51,25 @@ class DevicePipeline:
     Args:
         capturer: records graphs; None: every step is launched kernel by kernel.
         is_rehearsal: whether `prepare` is to make graphs only to see what they take.
+        samples_here: whether the device has the tokens first.
     """
-
-    reads_host_tokens = False
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: Body,
         batch: InputBatch,
         config: EngineConfig,
         transfers: Transfers,
         capturer: Capturer | None,
         *,
         is_rehearsal: bool = False,
+        samples_here: bool = True,
     ) -> None:
         self._model = model
-        self._rows = DeviceBatch(batch, config.scheduler.max_num_batched_tokens, transfers)
+        self.reads_host_tokens = not samples_here
+        self._rows = DeviceBatch(
+            batch, config.scheduler.max_num_batched_tokens, transfers, samples_here=samples_here
+        )
         self._captures_at_start = config.device.cuda_graph_capture == "start"
         self._is_rehearsal = is_rehearsal
         self._adapts = (True, False) if config.lora.enable_lora else (False,)
@@ -97,7 +100,8 @@ class DevicePipeline:
         return self._graphs.replay(_Pass(inputs.graph, inputs.step.adapter_rows is not None))
 
     def keep(self, codes: list[Tensor]) -> None:
-        self._rows.keep(codes[0] if len(codes) == 1 else torch.cat(codes))
+        if not self.reads_host_tokens:
+            self._rows.keep(codes[0] if len(codes) == 1 else torch.cat(codes))
 
     def prepare(self) -> None:
         """Capture all graphs, unless each is to wait until it is needed; no kernel is to be compiled from then on.

@@ -21,7 +21,7 @@ from quire.plugins import FACTORY, PluginTable
 
 if TYPE_CHECKING:
     from quire.worker.input_batch import InputBatch
-    from quire.worker.pipeline import LanguageModel, Pipeline
+    from quire.worker.pipeline import Body, Pipeline
 
 
 class Mark(Protocol):
@@ -101,11 +101,18 @@ class Device(Protocol):
         """Around what a step hands over: what of the calling thread changes what it computes is as it has to be."""
 
     def pipeline(
-        self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
+        self,
+        model: Body,
+        batch: InputBatch,
+        config: EngineConfig,
+        *,
+        is_rehearsal: bool = False,
+        samples_here: bool = True,
     ) -> Pipeline:
         """How this device makes a step's inputs and runs the model on them.
 
-        Of a rehearsal, what its steps take may be measured on the way.
+        Of a rehearsal, what its steps take may be measured on the way. Tokens that are not sampled here are in the
+        host's rows before a step reads them.
         """
 
 

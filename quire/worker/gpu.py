@@ -27,7 +27,7 @@ from quire.worker.device_pipeline import DevicePipeline
 from quire.worker.devices import Mark
 from quire.worker.graphs import Capturer
 from quire.worker.input_batch import InputBatch
-from quire.worker.pipeline import LanguageModel, Pipeline
+from quire.worker.pipeline import Body, Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -161,12 +161,25 @@ class GpuDevice:
         return nullcontext()
 
     def pipeline(
-        self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
+        self,
+        model: Body,
+        batch: InputBatch,
+        config: EngineConfig,
+        *,
+        is_rehearsal: bool = False,
+        samples_here: bool = True,
     ) -> Pipeline:
-        capturer = self._capturer(model)
-        return DevicePipeline(model, batch, config, self.transfers, capturer, is_rehearsal=is_rehearsal)
+        return DevicePipeline(
+            model,
+            batch,
+            config,
+            self.transfers,
+            self._capturer(model),
+            is_rehearsal=is_rehearsal,
+            samples_here=samples_here,
+        )
 
-    def _capturer(self, model: LanguageModel) -> Capturer | None:
+    def _capturer(self, model: Body) -> Capturer | None:
         """What records graphs, where that can be done."""
         return None
 
@@ -225,7 +238,7 @@ class CudaDevice(GpuDevice):
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved()
 
-    def _capturer(self, model: LanguageModel) -> Capturer | None:
+    def _capturer(self, model: Body) -> Capturer | None:
         reason = why_not_captured(model)
         if reason is not None:
             logger.info("no CUDA graphs: %s", reason)

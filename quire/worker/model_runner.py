@@ -49,7 +49,7 @@ from quire.worker.sampler import Sampler
 from quire.worker.sampler.logprobs import LogprobsMode
 from quire.worker.samplers import Samplers
 from quire.worker.sampling import RowSampling, Sampling
-from quire.worker.stage_pipeline import SampledElsewhere, staged
+from quire.worker.stage_pipeline import SampledElsewhere, pipeline_of
 from quire.worker.validation import why_unusable
 
 
@@ -114,9 +114,7 @@ class ModelRunner:
         self.batch = InputBatch(
             max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back, adapters=adapters
         )
-        self._pipeline = staged(
-            device.pipeline(model, self.batch, config, is_rehearsal=is_rehearsal), stage, model, config
-        )
+        self._pipeline = pipeline_of(stage, model, self.batch, config, device, is_rehearsal=is_rehearsal)
         mode = LogprobsMode(config.model.logprobs_mode)
         self._logits = RowLogits(
             model, self.batch, self._vocab_size, config.max_added_tokens, device.transfers

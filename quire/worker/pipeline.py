@@ -16,11 +16,15 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout, gather_inputs
 
 
-class LanguageModel(Protocol):
-    """What the runner needs of a model."""
+class Body(Protocol):
+    """What a pipeline needs of a model."""
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Ids and positions [T] int64 -> hidden states [T, H]."""
+
+
+class LanguageModel(Body, Protocol):
+    """What the runner needs of a model."""
 
     def compute_logits(
         self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
@@ -38,7 +42,7 @@ Forward = Callable[[StepInputs], Tensor]
 """Hidden states [T, H] of a step, which the next step may overwrite."""
 
 
-def eager_forward(model: LanguageModel) -> Forward:
+def eager_forward(model: Body) -> Forward:
     """Calls the model as it is, each time."""
     return lambda inputs: model.forward(inputs.input_ids, inputs.positions, inputs.step)
 

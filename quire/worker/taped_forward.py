@@ -23,7 +23,7 @@ from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, S
 from quire.kernels.cpu.tape import Arena, ArenaFullError, RecordingError, Tape, record
 from quire.layers.step import StepContext
 from quire.worker.inputs import StepInputs
-from quire.worker.pipeline import LanguageModel, eager_forward
+from quire.worker.pipeline import Body, eager_forward
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class TapedForward:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: Body,
         max_num_tokens: int,
         table_widths: tuple[int, ...],
         arena_bytes: int,

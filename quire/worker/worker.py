@@ -156,14 +156,15 @@ class Worker:
                 self.take_part()  # others count on a step
             if self._stage.is_last and not self._device.is_asynchronous:
                 step.result()
-        return step.result if self._shard.group.size == 1 else partial(self._result, step)
+        return step.result if self._config.parallel.num_ranks == 1 else partial(self._result, step)
 
     def _result(self, step: LaunchedStep) -> ModelRunnerOutput:
         """A device that has lost another goes on, and whatever comes of that is nobody's error but the loss."""
         try:
             return step.result()
         finally:
-            self._shard.group.check_nobody_lost()
+            for group in (self._shard.group, self._stage.group):
+                group.check_nobody_lost()
 
     @torch.inference_mode()
     def take_part(self) -> None:

@@ -92,7 +92,7 @@ def test_what_wants_two_devices_is_left_out_where_there_are_none(
     target, journal = Target(torch.device(kind), tiny=True), Journal(tmp_path / "journal")
     check._say_left_out(target, journal)
     assert journal.notes == ([f"2 ranks: left out, they {said}."] if said else [])
-    assert len([*rank_checks.checks(target, tmp_path)]) == (0 if said else 5)
+    assert len([*rank_checks.checks(target, tmp_path)]) == (0 if said else 9)
 
 
 _ON_A_DEVICE = ("graphs, ", "overlapped", "200", "swapped")

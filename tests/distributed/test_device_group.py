@@ -48,7 +48,30 @@ def test_tensors_of_another_device_go_by_way_of_the_host(
         monkeypatch.setattr(group._way, "device_type", "cuda")
     got = on_all(pair, lambda group: group.all_gather(torch.tensor([group.rank])))
     assert got == [[0, 1], [0, 1]]
-    assert [group._way.num_gathered for group in pair] == [0, 0]
+    out = torch.zeros(1)
+    pair[0].send(torch.ones(1), 1)
+    pair[1].recv(out, 0)
+    assert out.tolist() == [1.0]
+    assert [(group._way.num_gathered, group._way.num_received) for group in pair] == [(0, 0)] * 2
+
+
+def test_what_one_device_sends_another_goes_their_way_in_its_order(pair: list[DeviceGroup]) -> None:
+    sent = [torch.randn(4, 3), torch.arange(5), torch.randn(2, 2).bfloat16(), torch.zeros(0, 2)]
+    received = pair[1]._way.num_received
+
+    def pass_on(group: DeviceGroup) -> list[torch.Tensor]:
+        if group.rank == 0:
+            for x in sent:
+                ops.send(x, group, 1)
+            return sent
+        got = [torch.empty_like(x) for x in sent]
+        for out in got:
+            ops.recv(out, group, 0)
+        return got
+
+    _, got = on_all(pair, pass_on)
+    assert all(torch.equal(one, x) for one, x in zip(got, sent, strict=True))
+    assert pair[1]._way.num_received - received == len(sent)
 
 
 def test_a_rank_that_is_lost_while_a_device_waits_for_it_is_named() -> None:
@@ -71,6 +94,9 @@ def test_a_failure_without_a_loss_names_those_it_may_be(pair: list[DeviceGroup])
     pair[0]._way.abort()
     with pytest.raises(RankLostError, match=r"rank 1 is lost.*the communicator was aborted$"):
         pair[0].all_gather(torch.zeros(3))
+    for broken in (lambda: pair[0].send(torch.zeros(3), 1), lambda: pair[0].recv(torch.zeros(3), 1)):
+        with pytest.raises(RankLostError, match=r"rank 1 is lost.*the communicator was aborted$"):
+            broken()
     with pytest.raises(StartupError, match=r"devices cannot be joined: the communicator was aborted$"):
         pair[1].warm_up()
 
@@ -136,6 +162,9 @@ def test_nccl_is_called_as_its_kind_wants_to_be(gloo_as_nccl: None, tmp_path: Pa
     got = on_all(groups, lambda group: ops.all_gather(parts[group.rank], group, 0))
     assert all(torch.equal(one, torch.cat(parts)) for one in got)
     assert on_all(groups, lambda group: group.all_gather(torch.zeros(0, 2))[1].shape) == [(0, 2)] * 2
+    out = torch.empty(4, 6, dtype=torch.bfloat16)
+    on_all(groups, lambda group: group.recv(out, 0) if group.rank else group.send(parts[0], 1))
+    assert torch.equal(out, parts[0])
     for group in groups:
         group.close()
 

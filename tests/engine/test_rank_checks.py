@@ -174,11 +174,10 @@ def test_experts_that_cannot_be_shared_out_are_refused(
     [
         ({"tp_invariant": True}, "--tp-invariant wants --device cpu, not cuda: there libraries"),
         ({"tensor_parallel_size": 2, "tp_invariant": True}, "--tp-invariant wants --device cpu, not cuda"),
-        ({"pipeline_parallel_size": 2}, "with 2 ranks, which wants --pipeline-parallel-size 1: stages are"),
-        ({"tensor_parallel_size": 2, "nnodes": 2}, "with 2 ranks, which wants --nnodes 1"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
          "with 2 ranks, which wants --distributed-executor-backend mp or external_launcher, not ray"),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "which wants no --enable-expert-parallel"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "which wants no --enable-expert-parallel"),
     ],
 )  # fmt: skip
 def test_what_ranks_with_devices_cannot_do_is_refused(
@@ -188,11 +187,21 @@ def test_what_ranks_with_devices_cannot_do_is_refused(
         prepare(EngineConfig.from_args(model=str(tiny_model("mixtral")), device="cuda", **args), "offline")
 
 
-@pytest.mark.parametrize("executor", ["auto", "external_launcher"])
-def test_ranks_may_have_devices(executor: str, tiny_model: Callable[[str], Path]) -> None:
-    args = {"device": "cuda", "tensor_parallel_size": 2, "distributed_executor_backend": executor}
+@pytest.mark.parametrize(
+    ("args", "executor"),
+    [
+        ({"tensor_parallel_size": 2}, "mp"),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, "mp"),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, "mp"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "external_launcher"),
+    ],
+)  # fmt: skip
+def test_ranks_may_have_devices(
+    args: dict[str, Any], executor: str, tiny_model: Callable[[str], Path]
+) -> None:
+    args = {"device": "cuda"} | args
     found = prepare(EngineConfig.from_args(model=str(tiny_model("mixtral")), **args), "offline")
-    assert found.parallel.distributed_executor_backend == {"auto": "mp"}.get(executor, executor)
+    assert found.parallel.distributed_executor_backend == executor
     with pytest.raises(ConfigError, match="which wants --device cpu or cuda, not xpu"):
         prepare(
             EngineConfig.from_args(model=str(tiny_model("mixtral")), **args | {"device": "xpu"}), "offline"

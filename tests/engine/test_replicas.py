@@ -109,6 +109,7 @@ def test_each_replica_has_processors_threads_and_memory_of_its_own(
     assert second.share.processors == (4, 5, 6, 7, 12, 13, 14, 15)
     assert first.share.memory_bytes == second.share.memory_bytes == 4 * GIB
     assert (first.device.cpu_threads, second.device.cpu_threads) == (4, 4)
+    assert (first.share.index, second.share.index) == (0, 1)
     assert (first.parallel.first_replica, second.parallel.first_replica) == (0, 1)
     assert first.parallel.num_replicas == 1
 
@@ -172,7 +173,7 @@ SIZE = "--data-parallel-size is"
     ("args", "words"),
     [
         ({"data_parallel_size": 5}, f"{SIZE} 5, and there are cores for 4 replicas"),
-        ({"data_parallel_size": 2, "device": "cuda"}, f"{SIZE} 2, which wants --device cpu, not cuda"),
+        ({"data_parallel_size": 2, "device": "xpu"}, f"{SIZE} 2, which wants --device cpu or cuda, not xpu"),
         ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "start them there with --headless"),
         ({"data_parallel_size": 2, "data_parallel_size_local": 3}, f"replicas 0 to 2 .*{SIZE} 2"),
         ({"data_parallel_size": 4, "data_parallel_start_rank": 2}, f"replicas 2 to 5 .*{SIZE} 4"),

@@ -6,7 +6,7 @@ import functools
 import json
 import time
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -29,6 +29,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM"
 VOCAB_SIZE = len(LETTERS) + 1
 EOS_ID = len(LETTERS)
 FAULT = "numbers went bad"
+_FOLDERS: list[TemporaryDirectory[str]] = []
+"""Of checkpoints, which go when this process ends."""
 
 
 @functools.cache
@@ -37,7 +39,9 @@ def letters_model(window: int | None) -> Path:
 
     It has a layer of full attention and, if there is a window, one with it.
     """
-    directory = Path(mkdtemp(prefix="quire-letters-"))
+    folder = TemporaryDirectory(prefix="letters-")
+    _FOLDERS.append(folder)
+    directory = Path(folder.name)
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

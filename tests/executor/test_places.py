@@ -14,20 +14,21 @@ from quire.distributed.device_group import DeviceGroup
 from quire.distributed.gloo import Gloo, file_store
 from quire.distributed.shared_memory import SharedMemory
 from quire.engine.llm_engine import LLMEngine
-from quire.errors import ConfigError
+from quire.errors import StartupError
 from quire.executor.places import Place, meet
 from quire.kernels.cpu import library
 from tests.distributed.test_device_group import gloo_as_nccl as gloo_as_nccl
 
 
-def met(directory: Path, device: str) -> list[Place]:
-    parallel = EngineConfig.from_args(tensor_parallel_size=2).parallel
+def met(directory: Path, device: str, **shape: int) -> list[Place]:
+    parallel = EngineConfig.from_args(**shape).parallel
+    size = parallel.num_ranks
 
     def join(rank: int) -> Place:
-        return meet(rank, parallel, file_store(directory / "meet", 2), "127.0.0.1", device)
+        return meet(rank, parallel, file_store(directory / "meet", size), "127.0.0.1", device)
 
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(join, range(2)))
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(join, range(size)))
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
@@ -35,7 +36,7 @@ def met(directory: Path, device: str) -> list[Place]:
 def test_ranks_of_a_host_are_joined_by_their_devices(
     device: str, way: type, gloo_as_nccl: None, tmp_path: Path
 ) -> None:
-    places = met(tmp_path, device)
+    places = met(tmp_path, device, tensor_parallel_size=2)
     assert [type(place.shares) for place in places] == [way, way]
     assert [type(place.world) for place in places] == [Gloo, Gloo]
     assert [place.shard.group.why_not_captured() for place in places] == [None, None]
@@ -43,9 +44,25 @@ def test_ranks_of_a_host_are_joined_by_their_devices(
         place.close()
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_devices_are_joined_within_stages_and_between_them_on_whichever_hosts(
+    num_hosts: int, gloo_as_nccl: None, tmp_path: Path
+) -> None:
+    places = met(tmp_path, "cuda", tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=num_hosts)
+    for place in places:
+        assert isinstance(place.shares, DeviceGroup)
+        assert isinstance(place.stages, DeviceGroup)
+        assert isinstance(place.world, Gloo)
+    assert [list(place.shares.names) for place in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [list(place.stages.names) for place in places] == [[0, 2], [1, 3]] * 2
+    for place in places:
+        place.close()
+
+
 @pytest.mark.more
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_an_engine_says_how_many_devices_there_are(tiny_model: Callable[[str], Path]) -> None:
-    config = EngineConfig.from_args(model=str(tiny_model("llama")), device="cuda", tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="2 ranks of this host want a cuda device each, and there are 0"):
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+def test_an_engine_says_how_many_devices_there_are(option: str, tiny_model: Callable[[str], Path]) -> None:
+    config = EngineConfig.from_args(model=str(tiny_model("llama")), device="cuda", **{option: 2})
+    with pytest.raises(StartupError, match="2 ranks of this host want a cuda device each, and there are 0"):
         LLMEngine(config)

@@ -27,6 +27,7 @@ from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick_models
 from tests.fixtures.tiny_models import TINY_MODELS
+from tests.fixtures.wide_llama import write_wide_llama
 from tests.models.harness import logits_of, prepared_config
 from tests.models.test_encoders import states_of, texts
 
@@ -180,6 +181,23 @@ def test_a_stage_has_its_layers_and_their_caches_alone(tiny_model: Callable[[str
     assert not middle & last
     sizes = [num_bytes(stage) for stage in stages]
     assert sizes[1] < sizes[0] < sizes[2] < 0.6 * num_bytes(whole)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_read_as_much_whatever_else_they_have(
+    tied: bool, tiny_model: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head is read with every step, and costs as much as layers do; of a table of tokens some rows are."""
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "tie_word_embeddings": tied}
+    directory = write_wide_llama(tiny_model("llama"), tmp_path / "model", vocab_size=2820, **sizes)
+    caplog.set_level("INFO", "quire")
+    config = prepared_config(directory)
+    one, per_head = num_bytes(without_weights(config).stack().layers[0]), 2820 * 64 * 4  # type: ignore[union-attr,arg-type]
+    assert 1.5 * one < per_head < 2.5 * one
+    for index in range(2):
+        without_weights(config.evolve(pipeline_parallel_size=2), stage=Stage(index, 2))
+        assert f"stage {index} of 2" in caplog.messages[-1]
+        assert caplog.messages[-1].endswith("as by --pipeline-partition 4,2")
 
 
 def test_a_tensor_that_no_stage_knows_is_still_named(

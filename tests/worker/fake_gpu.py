@@ -21,7 +21,7 @@ from quire.worker.cpu import HostMark
 from quire.worker.device_pipeline import DevicePipeline
 from quire.worker.gpu import copy_by_kernel
 from quire.worker.input_batch import InputBatch
-from quire.worker.pipeline import LanguageModel, Pipeline
+from quire.worker.pipeline import Body, Pipeline
 
 POISON = -7_777_777
 
@@ -149,9 +149,17 @@ class FakeGpu:
         return nullcontext()
 
     def pipeline(
-        self, model: LanguageModel, batch: InputBatch, config: EngineConfig, *, is_rehearsal: bool = False
+        self,
+        model: Body,
+        batch: InputBatch,
+        config: EngineConfig,
+        *,
+        is_rehearsal: bool = False,
+        samples_here: bool = True,
     ) -> Pipeline:
-        return DevicePipeline(model, batch, config, self, self, is_rehearsal=is_rehearsal)
+        return DevicePipeline(
+            model, batch, config, self, self, is_rehearsal=is_rehearsal, samples_here=samples_here
+        )
 
     def graph_pool(self) -> Any:
         self.pools.append(pool := object())

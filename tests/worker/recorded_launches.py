@@ -74,15 +74,15 @@ class StartedGpu(FakeGpu):
 
     variants: Variants
 
-    def pipeline(self, *args: Any, is_rehearsal: bool = False) -> Any:
-        made = super().pipeline(*args, is_rehearsal=is_rehearsal)
+    def pipeline(self, *args: Any, **options: Any) -> Any:
+        made = super().pipeline(*args, **options)
         prepare = made.prepare
 
         def prepare_and_serve() -> None:
             prepare()
             self.variants.is_serving = True
 
-        if not is_rehearsal:
+        if not options.get("is_rehearsal"):
             made.prepare = prepare_and_serve
         return made
 

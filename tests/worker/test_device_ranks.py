@@ -20,6 +20,7 @@ from quire.executor.host_share import memory_of_ranks, num_sharing
 from quire.kernels.cpu import library
 from quire.kv_cache.spec import KVMemory
 from quire.layers.shard import Shard
+from quire.models.stages import Stage
 from quire.processes import ENDED
 from quire.sampling_params import SamplingParams
 from quire.worker.launched_step import LaunchedStep
@@ -52,14 +53,9 @@ def one_at_a_time(launch: Callable[..., Any]) -> Callable[..., Any]:
     return locked
 
 
-@needs_kernels
-def test_ranks_on_devices_replay_graphs_and_say_what_one_process_says(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"tp_invariant": True, "prefill_graph_sizes": [0], "cuda_graph_capture": "lazy"}
-    one = started(tiny_model("llama"), **options)
-    expected = said(run(one, PARAMS))
-    one.shutdown()
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeGpu]:
+    """Those of ranks that an engine starts, which are threads, in no order."""
     devices: list[FakeGpu] = []
 
     def make_device(name: str) -> FakeGpu:
@@ -71,6 +67,20 @@ def test_ranks_on_devices_replay_graphs_and_say_what_one_process_says(
     monkeypatch.setattr(thread_ranks, "make_device", make_device)
     monkeypatch.setattr(thread_ranks, "InProcess", SimpleNamespace(group=device_ranks))
     monkeypatch.setattr(GridExecutor, "__call__", one_at_a_time(GridExecutor.__call__))
+    return devices
+
+
+GRAPHS: dict[str, Any] = {"prefill_graph_sizes": [0], "cuda_graph_capture": "lazy"}
+
+
+@needs_kernels
+def test_ranks_on_devices_replay_graphs_and_say_what_one_process_says(
+    tiny_model: Callable[[str], Path], devices: list[FakeGpu]
+) -> None:
+    options: dict[str, Any] = {"tp_invariant": True, **GRAPHS}
+    one = started(tiny_model("llama"), **options)
+    expected = said(run(one, PARAMS))
+    one.shutdown()
     engine = started(tiny_model("llama"), tensor_parallel_size=2, cudagraph_capture_sizes=[3], **options)
     assert said(run(engine, PARAMS)) == expected
     engine.shutdown()
@@ -81,15 +91,47 @@ def test_ranks_on_devices_replay_graphs_and_say_what_one_process_says(
     assert first.replayed_choices  # behind penalties; the likeliest tokens are exchanged
 
 
-def test_what_a_device_has_computed_behind_a_loss_is_nobodys() -> None:
-    """Be it that it can be read, or that it makes no sense."""
+@needs_kernels
+@pytest.mark.parametrize(
+    ("num_shares", "more"),
+    [
+        (1, {}),
+        pytest.param(2, {"tp_invariant": True}, marks=pytest.mark.more),
+        pytest.param(1, {"speculative_config": {"method": "ngram"}}, marks=pytest.mark.more),
+        pytest.param(1, {"enforce_eager": True}, marks=pytest.mark.more),
+    ],
+    ids=str,
+)
+def test_stages_on_devices_replay_graphs_and_say_what_one_process_says(
+    num_shares: int, more: dict[str, Any], tiny_model: Callable[[str], Path], devices: list[FakeGpu]
+) -> None:
+    """Each has graphs of its layers, which read the stream of the stage before where it arrives."""
+    options: dict[str, Any] = {**GRAPHS, **more}
+    one = started(tiny_model("llama"), **options)
+    expected = said(run(one, PARAMS))
+    one.shutdown()
+    shape = {"pipeline_parallel_size": 2, "tensor_parallel_size": num_shares}
+    engine = started(tiny_model("llama"), cudagraph_capture_sizes=[3], **shape, **options)
+    assert said(run(engine, PARAMS)) == expected
+    engine.shutdown()
+    assert len(devices) == 2 * num_shares
+    if "enforce_eager" in more:
+        return
+    assert all(3 in device.replayed for device in devices)
+    assert sum(bool(device.replayed_choices) for device in devices) == num_shares  # the last stage chooses
+
+
+@pytest.mark.parametrize("is_stage", [False, True])
+def test_what_a_device_has_computed_behind_a_loss_is_nobodys(is_stage: bool) -> None:
+    """Be it that it can be read, or that it makes no sense; whether a share is lost or another stage."""
 
     def fail() -> Any:
         raise IndexError("token -7777777")
 
     silent: dict[int, str] = {}
     first, second = device_ranks(2, silent=silent)
-    worker = Worker(tiny_config(dtype="float32"), FakeGpu(), Shard.of_group(first))
+    place = {"stage": Stage.of_group(first)} if is_stage else {"shard": Shard.of_group(first)}
+    worker = Worker(tiny_config(dtype="float32"), FakeGpu(), **place)  # type: ignore[arg-type]
     fine, broken = (
         cast("LaunchedStep", SimpleNamespace(result=result)) for result in (lambda: "tokens", fail)
     )
