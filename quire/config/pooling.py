@@ -49,10 +49,12 @@ class PoolingSpec:
 
     Attributes:
         tasks: of `POOLING_TASKS`, what it is made for first.
-        pooling: of `POOLINGS`; several ways of making one vector, with + between, if their vectors are joined.
+        pooling: of `POOLINGS`; several ways of making one vector, with + between, if their vectors are joined; of words
+            "max" or "sum".
         size: numbers per embedding, or classes.
         labels: names of the classes, if it has classes.
-        activation: what follows the head by default: "none", "normalize", "softmax", "sigmoid"; of words "log1p_relu".
+        activation: what follows the head by default: "none", "normalize", "softmax", "sigmoid"; of words "log1p_relu"
+            or "log1p_log1p_relu".
         matryoshka: sizes to which an embedding may be cut; empty: it may not be; (0,): to any.
         prompts: name -> text put before an input ("query", "document" ...).
         default_prompt: the name of the one that is put before inputs that name none.
@@ -66,7 +68,7 @@ class PoolingSpec:
         include_prompt: whether vectors are made of the tokens of those prompts, too.
         head_of_adapters: whether the checkpoint has no head, and adapters bring one.
         weighs_vocabulary: whether an embedding has a number for each token id: the greatest that the model's head gives
-            it over all tokens of a text. Such a model computes texts whole.
+            it over all tokens of a text, or the sum. Such a model computes texts whole.
         own_heads: task -> what comes there for it instead (the words' weights and the vectors of tokens of BGE-M3).
     """
 

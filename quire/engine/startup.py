@@ -29,7 +29,7 @@ from quire.models.generation_config import read_generation_config
 from quire.models.gguf.model import is_gguf
 from quire.models.pooling.settle import Settled, settle_pooling
 from quire.models.registry import ModelRegistry
-from quire.platforms import choose_device
+from quire.platforms import Host, choose_device
 from quire.plugins import load_general_plugins
 from quire.spec_decode.drafter import MODEL_KEYS, check_speculation
 
@@ -76,13 +76,13 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         model_class=ModelRegistry.place_of(arch.architecture, config.model.model_impl),
         fit_max_model_len=fit,
     )
-    pooling = settle_pooling(config)
+    pooling = settle_pooling(config, lambda token: _id_of(config, token))
     if pooling.spec is not None:
         config = dataclasses.replace(config, pooling=pooling.spec, model_arch=pooling.arch)
         logger.info("pooling = %s: %s", pooling.spec.pooling, pooling.pooling_reason)
     if config.device.device == "auto":
         config = _settled(config, Choice("device", *choose_device()))
-    for choice in _choose_whole_texts(config):
+    for choice in [*_choose_whole_texts(config), *choose_number_of_nodes(config)]:
         config = _settled(config, choice)
     choices = [
         *_choose_runner(config, pooling),
@@ -159,6 +159,11 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         return Tokenizer.from_dir(Path(config.model_dir))
     named = resolve_model_dir(config.model.tokenizer, None, config.load.download_dir)
     return Tokenizer.from_dir(named)
+
+
+def _id_of(config: EngineConfig, token: str) -> int | None:
+    tokenizer = load_tokenizer(config)
+    return None if tokenizer is None else tokenizer.id_of(token)
 
 
 def _generation_defaults(config: EngineConfig, arch: ModelArch, model_dir: Path) -> dict[str, float]:
@@ -263,6 +268,22 @@ def _check_whole_texts(config: EngineConfig) -> None:
             f"--max-num-batched-tokens is {tokens}, but an encoder computes texts of up to {longest} tokens "
             "(--max-model-len) whole, in one step"
         )
+
+
+def choose_number_of_nodes(config: EngineConfig, host: Host | None = None) -> list[Choice]:
+    """A rank, or a replica, for each NUMA node of this host, where that is asked for and their number is not given."""
+    field = _FOR_EACH_NODE.get(config.device.cpu_numa)
+    if field is None or config.device.device != "cpu" or getattr(config.parallel, field) > 1:
+        return []
+    num = len((host or Host()).nodes())
+    num_hosts = config.parallel.nnodes if field == "tensor_parallel_size" else 1
+    reason = f"one for each of {num} NUMA nodes" + (
+        f", on each of {num_hosts} hosts" if num_hosts > 1 else ""
+    )
+    return [Choice(field, num * num_hosts, reason)] if num > 1 else []
+
+
+_FOR_EACH_NODE = {"ranks": "tensor_parallel_size", "replicas": "data_parallel_size"}
 
 
 def _choose_executor(config: EngineConfig) -> Choice | None:

@@ -23,6 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
     "silu": nn.functional.silu,
     "sigmoid": torch.sigmoid,
+    "excess": lambda x: x[:, 1:] - x[:, :1],
 }
 
 

@@ -49,14 +49,26 @@ def _log1p_relu(numbers: Numbers) -> Numbers:
     return np.log1p(np.maximum(numbers, 0.0))
 
 
+def _log1p_log1p_relu(numbers: Numbers) -> Numbers:
+    return np.log1p(_log1p_relu(numbers))
+
+
 ACTIVATIONS: dict[str, Callable[[Numbers], Numbers]] = {
     "none": lambda numbers: numbers,
     "normalize": _normalized,
     "softmax": _softmax,
     "sigmoid": _sigmoid,
     "log1p_relu": _log1p_relu,
+    "log1p_log1p_relu": _log1p_log1p_relu,
 }
 """What `PoolingSpec.activation` names, over the last dimension."""
+
+_BEFORE_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda numbers: numbers,
+    "log1p_relu": lambda numbers: numbers.relu().log1p(),
+    "log1p_log1p_relu": lambda numbers: numbers.relu().log1p().log1p(),
+}
+"""The same of numbers of words that are added; the greatest one stays the greatest, and comes last."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,8 @@ class PooledNumbers:
     """Its index in the step."""
     params: PoolingParams
     spec: PoolingSpec
+    activation: str
+    """What is still to be applied."""
     parts: list[Tensor]
     """Of its tokens [n, size] each, or its one vector [size]."""
 
@@ -89,7 +103,7 @@ class PooledNumbers:
         chosen = self.params.returned_token_ids or list(self.spec.returned_token_ids)
         if self.params.dimensions is not None:
             numbers = numbers[..., : self.params.dimensions]
-        numbers = ACTIVATIONS[self.spec.activation_of(self.params)](numbers)
+        numbers = ACTIVATIONS[self.activation](numbers)
         return Pooled.of(numbers[..., chosen] if chosen else numbers)
 
 
@@ -160,8 +174,10 @@ class Pooler:
         ]
 
     def _numbers(self, index: int, wanted: _Wanted, parts: list[Tensor]) -> PooledNumbers:
-        assert self._spec is not None
-        return PooledNumbers(index, wanted.params, self._spec, parts)
+        spec, params = self._spec, wanted.params
+        assert spec is not None
+        activation = "none" if spec.pooling == "sum" else spec.activation_of(params)
+        return PooledNumbers(index, params, spec, activation, parts)
 
     def _texts(
         self, layout: StepLayout, hidden: Tensor, adapters: Tensor | None, indices: list[int], task: str
@@ -201,18 +217,24 @@ class Pooler:
         self, layout: StepLayout, hidden: Tensor, adapters: Tensor | None, indices: list[int], task: str
     ) -> dict[int, list[Tensor]]:
         """A number for each token id, of texts, which are in one step whole."""
+        assert self._spec is not None
         given = {}
         for index in indices:
             first, last = layout.query_start_loc[index : index + 2].tolist()
-            greatest = [
+            slices = [slice(start, min(start + _SLICE, last)) for start in range(first, last, _SLICE)]
+            numbers = (
                 self._model.apply_heads(
-                    hidden[start : min(start + _SLICE, last)].float(),
-                    task,
-                    None if adapters is None else adapters[start : min(start + _SLICE, last)],
-                ).amax(0)
-                for start in range(first, last, _SLICE)
-            ]
-            given[index] = [self._transfers.download(torch.stack(greatest).amax(0))]
+                    hidden[part].float(), task, None if adapters is None else adapters[part]
+                )
+                for part in slices
+            )
+            if self._spec.pooling == "sum":
+                params = self._wanted[int(layout.rows[index])].params
+                before = _BEFORE_SUMS[self._spec.activation_of(params)]
+                pooled = torch.stack([before(one).double().sum(0) for one in numbers]).sum(0).float()
+            else:
+                pooled = torch.stack([one.amax(0) for one in numbers]).amax(0)
+            given[index] = [self._transfers.download(pooled)]
         return given
 
     def _apply_heads(self, vectors: Tensor, task: str, adapters: Tensor | None, tokens: Tensor) -> Tensor:

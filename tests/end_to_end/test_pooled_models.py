@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quire.errors import StartupError
 from quire.kernels import cpu
 from quire.models.pooling.sentence_transformers import _FLAGS
 from quire.pooling_params import PoolingParams
@@ -287,6 +290,68 @@ def test_a_language_models_own_head_rewards_steps(name: str, tiny_model: Callabl
     assert_close(pool(core, texts), [one[:, tokens].softmax(-1) for one in at_steps])
     plain = PoolingParams(use_activation=False, returned_token_ids=[1])
     assert_close(pool(core, texts, plain), [one[:, tokens[1:]] for one in at_steps])
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            {"classifier_from_token": ["b", "a"], "method": "from_2_way_softmax"},
+            lambda b, a: (a - b).sigmoid(),
+        ),
+        (
+            {"classifier_from_token": ["b", "a"], "is_original_qwen3_reranker": True},
+            lambda b, a: (a - b).sigmoid(),
+        ),
+        ({"classifier_from_token": ["a"], "method": "no_post_processing"}, lambda b, a: a.sigmoid()),
+        ({"classifier_from_token": ["a"]}, lambda b, a: a.sigmoid()),
+        ({"classifier_from_token": ["b", "a"]}, lambda b, a: torch.cat((b, a), 1).softmax(1)),
+    ],
+)
+def test_a_language_model_scores_by_tokens_that_it_would_say(
+    name: str,
+    keys: dict[str, Any],
+    expected: Callable[[Tensor, Tensor], Tensor],
+    tiny_model: Callable[[str], Path],
+) -> None:
+    """Qwen 3's rerankers and their like; tied tables (Qwen 2) and others."""
+    from transformers import AutoModelForCausalLM
+
+    directory = tiny_model(name)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    vocabulary = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+    texts = prompts((5, 20, 1))
+    with torch.inference_mode():
+        logits = torch.stack([model(torch.tensor([text])).logits[0, -1] for text in texts])
+    wanted = expected(*(logits[:, vocabulary[token], None] for token in ("b", "a")))
+    overrides = {
+        "architectures": [f"{type(model).__name__.removesuffix('ForCausalLM')}ForSequenceClassification"]
+    }
+    core = pooling_core(directory, hf_overrides=overrides | keys, **CUT)
+    assert_close(pool(core, texts), list(wanted))
+    core = pooling_core(directory, convert="classify", hf_overrides=keys, **CUT)
+    assert_close(pool(core, texts), list(wanted))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"classifier_from_token": ["yes!"]}, "a list of tokens of the vocabulary"),
+        ({"classifier_from_token": []}, "a list of tokens of the vocabulary"),
+        ({"classifier_from_token": [7]}, "classifier_from_token"),
+        (
+            {"classifier_from_token": ["a"], "method": "from_2_way_softmax"},
+            "a list of two tokens, no and yes",
+        ),
+        ({"classifier_from_token": ["a"], "method": "magic"}, "method"),
+    ],
+)
+def test_tokens_that_make_no_score_are_refused(
+    keys: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
+) -> None:
+    with pytest.raises(StartupError, match=words):
+        pooling_core(tiny_model("qwen3"), convert="classify", hf_overrides=keys)
 
 
 def test_dimensions_cut_before_the_norm(tmp_path: Path) -> None:

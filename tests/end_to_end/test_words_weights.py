@@ -112,25 +112,37 @@ def write_splade(directory: Path, **options: str) -> None:
     write_json(directory / "1_SpladePooling/config.json", options)
 
 
-@pytest.mark.parametrize("name", ["bert-mlm", "distilbert-mlm", "roberta-mlm"])
+@pytest.mark.parametrize(
+    ("name", "strategy", "function"),
+    [
+        ("bert-mlm", "max", "relu"),
+        ("distilbert-mlm", "sum", "relu"),
+        ("roberta-mlm", "max", "log1p_relu"),
+        ("modernbert-mlm", "max", "relu"),
+        ("modernbert-mlm", "sum", "log1p_relu"),
+    ],
+)
 def test_all_words_have_weights_where_a_model_guesses_them(
-    name: str, tmp_path: Path, tiny_encoder: Callable[[str], Path]
+    name: str, strategy: str, function: str, tmp_path: Path, tiny_encoder: Callable[[str], Path]
 ) -> None:
     copied, batch = tmp_path / "splade", texts((9, 30, 1, 170, 6))
     shutil.copytree(tiny_encoder(name), copied)
-    write_splade(copied, pooling_strategy="max", activation_function="relu")
+    write_splade(copied, pooling_strategy=strategy, activation_function=function)
     core = pooling_core(copied)
     together = pool(core, batch)
     oracle = encoder_oracle(name, copied)
     with torch.inference_mode():
         for text, found in zip(batch, together, strict=True):
-            expected = oracle(torch.tensor([text])).logits[0].relu().log1p().amax(0)
-            assert_close(torch.tensor(found), expected)
+            each = oracle(torch.tensor([text])).logits[0].relu().log1p()
+            each = each.log1p() if function == "log1p_relu" else each
+            assert_close(torch.tensor(found), each.amax(0) if strategy == "max" else each.sum(0))
     if cpu.available():
         alone = pool(core, batch, together=False)
         assert [one.tobytes() for one in alone] == [one.tobytes() for one in together]
     (plain,) = pool(core, batch[:1], PoolingParams(use_activation=False))
-    assert plain.min() < 0
+    with torch.inference_mode():
+        logits = oracle(torch.tensor(batch[:1])).logits[0]
+    assert_close(torch.tensor(plain), logits.amax(0) if strategy == "max" else logits.sum(0))
 
 
 def test_of_a_model_without_such_guesses_no_words_are_weighed(
@@ -141,6 +153,7 @@ def test_of_a_model_without_such_guesses_no_words_are_weighed(
     write_splade(copied)
     with pytest.raises(UnsupportedModelError, match="SpladePooling needs one of BertForMaskedLM"):
         spec_of(copied)
-    write_splade(copied, pooling_strategy="sum")
-    with pytest.raises(UnsupportedModelError, match=r"1_SpladePooling/config.json: pooling_strategy"):
-        spec_of(copied)
+    for key in ("pooling_strategy", "activation_function"):
+        write_splade(copied, **{key: "mean"})
+        with pytest.raises(UnsupportedModelError, match=rf"1_SpladePooling/config.json: {key}"):
+            spec_of(copied)

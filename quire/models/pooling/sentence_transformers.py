@@ -26,6 +26,8 @@ from quire.models.pooling.model_input import read_max_seq_length
 MODULES = "modules.json"
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
 SPLADE = "SpladePooling"
+_OF_WORDS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}
+"""Its functions, behind which comes a logarithm more; that of OpenSearch's models: arXiv:2504.14839."""
 _ALSO_CALLED = {"MLMTransformer": "Transformer"}
 _POOLINGS = {
     "cls": "cls",
@@ -76,8 +78,13 @@ class SentenceTransformer:
     """What a cross-encoder applies to its classes, as torch calls it."""
     skipped_words: tuple[str, ...] = ()
     side_lengths: tuple[int | None, int | None] = (None, None)
-    weighs_vocabulary: bool = False
-    """Whether it is the numbers of all words that are pooled."""
+    word_activation: str = ""
+    """What becomes of the numbers of words, if these are pooled, and not vectors."""
+
+    @property
+    def weighs_vocabulary(self) -> bool:
+        """Whether it is the numbers of all words that are pooled."""
+        return bool(self.word_activation)
 
 
 @dataclass(frozen=True)
@@ -105,8 +112,10 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
     for key in ("truncate_dim", "max_active_dims"):
         about.only(key)
     pooling, where, include_prompt = _pooling_module(model_dir, modules.pooling)
+    word_activation = ""
     if modules.splade is not None:
-        pooling, where = _splade(read_json_object(model_dir / modules.splade / "config.json"))
+        splade = read_json_object(model_dir / modules.splade / "config.json")
+        pooling, word_activation, where = *_splade(splade), splade.where
     prompts, source = _prompts(about), "sentence_embedding"
     matched = LateInteraction(prompts, False)
     if pooling == "all":
@@ -127,7 +136,7 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
         class_function=about.text("activation_fn", ""),
         skipped_words=matched.skipped_words,
         side_lengths=matched.side_lengths,
-        weighs_vocabulary=modules.splade is not None,
+        word_activation=word_activation,
     )
 
 
@@ -190,10 +199,9 @@ def _pooling(config: JsonObject) -> str:
 
 
 def _splade(config: JsonObject) -> tuple[str, str]:
-    """How the numbers of words become those of a text, and where that is said."""
-    config.choice("pooling_strategy", ("max",), "max")
-    config.choice("activation_function", ("relu",), "relu")
-    return "max", config.where
+    """How the numbers of words become those of a text, and what becomes of each."""
+    activation = config.choice("activation_function", tuple(_OF_WORDS), "relu")
+    return config.choice("pooling_strategy", ("max", "sum"), "max"), _OF_WORDS[activation]
 
 
 def _dense(model_dir: Path, folder: str, source: str) -> HeadLayer:

@@ -19,7 +19,7 @@ from quire.models.json_object import JsonObject
 from quire.models.pooling.architectures import GENERATES, Made, made_for
 from quire.models.pooling.forms import in_form
 from quire.models.pooling.heads import classes, head_of
-from quire.models.pooling.output_head import by_output_head
+from quire.models.pooling.output_head import TOKENS, IdOf, by_output_head, by_tokens
 from quire.models.pooling.overrides import overridden
 from quire.models.pooling.sentence_transformers import (
     MODULES,
@@ -65,7 +65,7 @@ class Settled:
     """With the head that the model gets, if it pools."""
 
 
-def settle_pooling(config: EngineConfig) -> Settled:
+def settle_pooling(config: EngineConfig, id_of: IdOf) -> Settled:
     """What a model does; `config` knows its directory and its shape.
 
     Raises:
@@ -84,7 +84,7 @@ def settle_pooling(config: EngineConfig) -> Settled:
     target, target_reason = _target(asked.convert, made)
     arch = in_form(config.arch, file, made, target)
     if layout is not None and layout.weighs_vocabulary and target == "embed":
-        arch = with_vocabulary_head(arch)
+        arch = with_vocabulary_head(arch, file)
     said = asked.pooler_config
     if target == "embed":
         spec, why = _embedder(file, made, arch, model_dir, layout)
@@ -94,7 +94,7 @@ def settle_pooling(config: EngineConfig) -> Settled:
             "as --pooler-config says, by the model's own output head",
         )
     else:
-        spec, why = _classifier(file, made, arch, target, layout)
+        spec, why = _classifier(file, made, arch, target, layout, id_of)
         spec = replace(spec, head_of_adapters=_leaves_head_to_adapters(config, made, model_dir))
     if said:
         spec, why = overridden(spec, said), "as --pooler-config says"
@@ -173,7 +173,7 @@ def _embedder(
             (EMBED,),
             layout.pooling,
             arch.vocab_size,
-            activation="log1p_relu",
+            activation=layout.word_activation,
             prompts=layout.prompts,
             default_prompt=layout.default_prompt,
             similarity=layout.similarity,
@@ -239,12 +239,22 @@ def _matryoshka(file: JsonObject, size: int) -> tuple[int, ...]:
 
 
 def _classifier(
-    file: JsonObject, made: Made, arch: ModelArch, target: str, layout: SentenceTransformer | None
+    file: JsonObject,
+    made: Made,
+    arch: ModelArch,
+    target: str,
+    layout: SentenceTransformer | None,
+    id_of: IdOf,
 ) -> tuple[PoolingSpec, str]:
     """A model with a head: its own, or that of a language model in another form."""
     # Of a model with a head of its own, that says what is pooled, and how many numbers there are.
     own = None if arch.head is None else "token_classify" if arch.head.of_tokens else "classify"
     function = "" if layout is None else layout.class_function
+    of_tokens = None
+    if TOKENS in file and target == "classify" and not made.is_whole:
+        of_tokens = by_tokens(arch, file, id_of)
+        count = 1 if of_tokens.activation == "excess" else of_tokens.outputs
+        file = file.with_values(num_labels=count, id2label={})
     labels, activation = classes(file, own or target, function)
     task, pooling = _CLASSIFIERS[own or target]
     if arch.head is not None and task == CLASSIFY:
@@ -252,6 +262,8 @@ def _classifier(
     if target == "reward":
         activation = "none"
     head = () if made.is_whole else head_of(architecture_of(file), target, _width(arch), len(labels))
+    if of_tokens is not None:
+        head = (of_tokens,)
     return PoolingSpec((task,), pooling, len(labels), labels, activation, head=head), f"what {target} needs"
 
 
