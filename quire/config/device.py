@@ -26,9 +26,9 @@ class DeviceConfig(Config):
     )
     cpu_numa: str = option(
         "auto",
-        "auto: replicas and ranks have cores of their own, of one NUMA node each where possible; "
-        "off: the system places them.",
-        choices=("auto", "off"),
+        "auto: each replica and rank has cores of its own, near each other; ranks, replicas: and each NUMA node has "
+        "one; off: no.",
+        choices=("auto", "ranks", "replicas", "off"),
     )
     enforce_eager: bool = option(
         False, "Run every step kernel by kernel from Python: no CUDA graphs, and no tapes on a CPU."

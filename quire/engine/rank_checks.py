@@ -90,7 +90,7 @@ def _have_cores(config: EngineConfig) -> bool:
     parallel = config.parallel
     ranks = parallel.num_ranks // parallel.nnodes
     enough = ranks * parallel.num_replicas <= len(Host().cores())
-    return enough and config.device.cpu_numa == "auto" and parallel.distributed_executor_backend == "mp"
+    return enough and config.device.cpu_numa != "off" and parallel.distributed_executor_backend == "mp"
 
 
 def _check_cores(parallel: ParallelConfig, host: Host) -> None:

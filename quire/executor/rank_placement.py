@@ -36,7 +36,7 @@ def places_of_ranks(
 
 def are_apart(config: EngineConfig, num_ranks: int, host: Host) -> bool:
     """Whether so many ranks of a host keep to cores of their own."""
-    wanted = config.device.cpu_numa == "auto" and config.device.device == "cpu"
+    wanted = config.device.cpu_numa != "off" and config.device.device == "cpu"
     return wanted and 1 < num_ranks <= len(host.cores())
 
 

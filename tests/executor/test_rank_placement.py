@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.config import EngineConfig
+from quire.engine.startup import choose_number_of_nodes
 from quire.executor.rank_placement import on, places_of_ranks
 from quire.executor.rank_processes import RankProcesses
 from tests.engine.test_replicas import config, made_host
@@ -44,6 +46,30 @@ def test_ranks_keep_to_nodes_where_they_can(
     assert not places_of_ranks(config(cpu_numa="off"), ranks, host)
     if sizes == (2, 2) and num_ranks == 2:
         assert "rank 4: processors 0-1,4-5 of NUMA node 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("args", "chosen"),
+    [
+        ({"cpu_numa": "ranks"}, {"tensor_parallel_size": 2}),
+        ({"cpu_numa": "ranks", "nnodes": 2}, {"tensor_parallel_size": 4}),
+        ({"cpu_numa": "replicas"}, {"data_parallel_size": 2}),
+        ({"cpu_numa": "replicas", "tensor_parallel_size": 3}, {"data_parallel_size": 2}),
+        ({"cpu_numa": "ranks", "tensor_parallel_size": 3}, {}),
+        ({"cpu_numa": "replicas", "data_parallel_size": 4}, {}),
+        ({"cpu_numa": "replicas", "device": "cuda"}, {}),
+        ({"cpu_numa": "off"}, {}),
+        ({}, {}),
+    ],
+)
+def test_there_is_one_for_each_node_where_that_is_asked_for(
+    args: dict[str, Any], chosen: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And their number is not given."""
+    asked = config(**args)
+    host = made_host(tmp_path / "two", monkeypatch, (2, 2))
+    assert {one.field: one.value for one in choose_number_of_nodes(asked, host)} == chosen
+    assert not choose_number_of_nodes(asked, made_host(tmp_path / "one", monkeypatch, (4,)))
 
 
 def test_a_rank_starts_on_its_processors_and_whoever_starts_it_stays_where_it_is() -> None:
