@@ -14,6 +14,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.inputs import PromptType
 from tests.fixtures.foreign_models import FOREIGN
+from tests.fixtures.hosted_models import HOSTED
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick, quick_models
 from tests.fixtures.tiny_families import SCARCE_BLOCKS, TINY_FAMILIES
@@ -35,7 +36,7 @@ FAMILIES = (
     "deepseekv3",
 )
 OTHERS = sorted((TINY_FAMILIES.keys() | FOREIGN.keys() | PLAIN.keys()) - {*FAMILIES})
-HOSTED = ["bart", "bert", "laguna", "longcat-flash", "modernbert-decoder"]
+SOME_HOSTED = ["bart", "bert", "laguna", "longcat-flash", "modernbert-decoder"]
 """What transformers' own code runs, and `FAMILIES` have not."""
 LENGTHS = (1, 3, 8, 15, 16, 17, 40, 90)
 NUM_BLOCKS = {"gemma2": 25, "gemma3": 17, "modernbert-decoder": 26} | SCARCE_BLOCKS
@@ -58,7 +59,6 @@ oracle = functools.cache(oracle_of)
 @torch.inference_mode()
 def assert_greedy(directory: Path, prompt: list[int], generated: list[int]) -> None:
     """Every generated token must be transformers' most likely one, given the tokens before it."""
-    assert len(generated) == NUM_TOKENS
     logits = oracle(directory)(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
     assert (logits.max(dim=1).values - chosen).max().item() < TIE
@@ -69,16 +69,18 @@ def engine(directory: Path, **args: Any) -> LLM:
     return LLM(str(directory), **(limits | {"num_gpu_blocks_override": 200} | args))
 
 
-def generate(llm: LLM) -> tuple[list[list[int]], dict[str, Any]]:
+def generate(llm: LLM, params: SamplingParams = GREEDY) -> tuple[list[list[int]], dict[str, Any]]:
     """The prompts' tokens, and the engine's statistics afterwards."""
-    outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    outputs = llm.generate(prompts(), params, use_tqdm=False)
     llm.llm_engine.call_core("check_integrity")
     stats: dict[str, Any] = llm.llm_engine.call_core("stats")
     assert stats.get("kv_cache_usage", 0.0) == 0.0
-    return [output.outputs[0].token_ids for output in outputs], stats
+    found = [output.outputs[0].token_ids for output in outputs]
+    assert all(len(tokens) == params.max_tokens for tokens in found)
+    return found, stats
 
 
-@pytest.mark.parametrize("name", [*quick_models([*FAMILIES, *OTHERS], FAMILIES), *quick(HOSTED, ())])
+@pytest.mark.parametrize("name", [*quick_models([*FAMILIES, *OTHERS], FAMILIES), *quick(SOME_HOSTED, ())])
 def test_greedy_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
     directory = tiny_model(name)
     roomy = engine(directory)
@@ -95,3 +97,18 @@ def test_greedy_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
     cut, stats = generate(engine(directory, **scarce))
     assert cut == whole, "chunked prefill with a budget of 16, and preemption"
     assert stats["num_preemptions"] > 0
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", sorted(HOSTED.keys() - {*SOME_HOSTED, *FAMILIES}))
+def test_whatever_transformers_runs_says_its_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
+    """Many at once, in chunks, and again where prefixes are found."""
+    directory = tiny_model(name)
+    llm = engine(directory, max_num_batched_tokens=32)
+    cut, _ = generate(llm, GREEDY.clone(max_tokens=8))
+    for prompt, tokens in zip(prompts(), cut, strict=True):
+        assert isinstance(prompt, list)
+        assert_greedy(directory, prompt, tokens)
+    warm, stats = generate(llm, GREEDY.clone(max_tokens=8))
+    assert warm == cut
+    assert stats["prefix_cache_hits"] > 0
