@@ -99,8 +99,13 @@ def test_greedy_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
     assert stats["num_preemptions"] > 0
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", sorted(HOSTED.keys() - {*SOME_HOSTED, *FAMILIES}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.every if name == "phi4-multimodal-text" else pytest.mark.more)
+        for name in sorted(HOSTED.keys() - {*SOME_HOSTED, *FAMILIES})
+    ],
+)
 def test_whatever_transformers_runs_says_its_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
     """Many at once, in chunks, and again where prefixes are found."""
     directory = tiny_model(name)
