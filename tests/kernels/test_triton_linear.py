@@ -17,8 +17,9 @@ from quire.errors import ConfigError
 from quire.kernels import ops, reference
 from quire.kernels.formats import Numbers, format_of
 from quire.kernels.formats.words import to_words
-from quire.kernels.linear import Function, PackedWeight, WeightScheme
+from quire.kernels.linear import Function, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import activation, fp8, linear, matmul, nibbles, quantize, widen
+from quire.kernels.triton import parts as parts_of_k
 from tests.kernels.op_cases import FUNCTIONS, randn
 
 DTYPES = [torch.float32, torch.float16]
@@ -75,18 +76,19 @@ def test_integer_linear(scheme: WeightScheme, dtype: torch.dtype) -> None:
 def test_a_matrix_in_one_part_or_in_several(
     scheme: WeightScheme, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "MAX_PARTS", parts)
+    monkeypatch.setattr(parts_of_k, "MAX_PARTS", parts)
     torch.manual_seed(0)
     weight, x, bias = matrix(40, 700), randn(3, 2, 700), randn(40)
     packed = linear.pack_weight(weight, scheme)
-    assert linear._cut(packed, linear.tile_of(packed, 6, x.dtype))[0] == parts
+    tile = linear.tile_of(packed, 6, x.dtype)
+    assert parts_of_k.cut(-(-40 // tile.outputs), -(-700 // tile.k))[0] == parts
     want = reference.linear(x, stands_for(weight, scheme), bias)
     torch.testing.assert_close(linear.packed_linear(x, packed, bias), want, rtol=1e-4, atol=1e-4)
 
 
 def test_counts_of_parts_stay_behind_when_a_weight_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when an engine sleeps: they are the kernels', and not memory of the weight."""
-    monkeypatch.setattr(linear, "MAX_PARTS", 3)
+    monkeypatch.setattr(parts_of_k, "MAX_PARTS", 3)
     packed, x = linear.pack_weight(matrix(70, 700), INTEGERS[0]), randn(3, 700)
     num_bytes, got = packed.nbytes, linear.packed_linear(x, packed)
     assert packed.native is not None
@@ -99,10 +101,10 @@ def test_counts_of_parts_stay_behind_when_a_weight_is_moved(monkeypatch: pytest.
 @pytest.mark.parametrize("scheme", [INTEGERS[0], INTEGERS[1], CODES[0]], ids=str)
 def test_parts_are_counted_back_to_none(scheme: WeightScheme, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a product that was recorded can be repeated, and one with more rows be made between."""
-    monkeypatch.setattr(linear, "MAX_PARTS", 3)
+    monkeypatch.setattr(parts_of_k, "MAX_PARTS", 3)
     torch.manual_seed(0)
     packed, bias = linear.pack_weight(matrix(70, 700), scheme), randn(70)
-    x = randn(linear.most_rows(packed), 700)
+    x = randn(linear.MAX_ROWS, 700)
     first = linear.packed_linear(x[:3], packed, bias)
     counts = packed.native
     assert not counts.any()
@@ -155,7 +157,7 @@ def test_a_product_that_ends_in_an_activation_is_both_ops(function: Function) ->
 def test_many_rows_are_left_to_the_vendors_library(
     scheme: WeightScheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "most_rows", lambda _weight: 4)
+    monkeypatch.setattr(linear, "MAX_ROWS", 4)
     torch.manual_seed(0)
     weight, x, bias = matrix(34, 150), randn(5, 150), randn(34)
     packed = linear.pack_weight(weight, scheme)
@@ -171,7 +173,7 @@ def test_a_product_in_float32_is_rounded_to_nothing_else(
     scheme: WeightScheme, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As logits are: what comes out in the activations' dtype is that, rounded."""
-    monkeypatch.setattr(linear, "most_rows", lambda _weight: 8)
+    monkeypatch.setattr(linear, "MAX_ROWS", 8)
     torch.manual_seed(0)
     packed, bias = linear.pack_weight(matrix(34, 150).half(), scheme), randn(34)
     x = randn(rows, 150, dtype=torch.float16)
@@ -292,6 +294,21 @@ def test_fp8_linear(scheme: WeightScheme, vendor: bool, dtype: torch.dtype) -> N
             torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
             whole = reference.linear(x.float(), weight, bias)
             torch.testing.assert_close(got.float(), whole, rtol=0.2, atol=0.2)
+
+
+def test_fp8_in_parts_has_the_bits_of_a_program_that_walks_through_them_all() -> None:
+    packed = linear.pack_weight(matrix(40, 1100), WeightScheme("fp8"))
+    assert parts_of_k.cut(1, -(-1100 // 256))[0] == 5
+    rows = quantize.quantize_rows(torch.randn(fp8.BLOCK_M + 1, 1100))
+    alone = QuantizedRows(rows.values[:3], rows.scales[:3], rows.dtype)
+    many = fp8.fp8_linear(rows, packed, None, torch.float32)
+    torch.testing.assert_close(
+        many,
+        reference.linear(rows.values.float() * rows.scales.view(-1, 1), widen.widened(packed, torch.float32)),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    assert torch.equal(fp8.fp8_linear(alone, packed, None, torch.float32), many[:3])
 
 
 @pytest.mark.parametrize("per_tensor", [False, True])

@@ -95,7 +95,8 @@ def _activated(gate, up, KIND: tl.constexpr):
 def _gate_up(
     out, x, x_scales, row_stride, chosen, order, starts, data, scales, zeros, book, bias, count, top_k, hidden, inner,
     ACTIVATION: tl.constexpr, HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, BY_CHOICE: tl.constexpr,
-    OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    OWN: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = _tile(chosen, order, starts, count, BLOCK_M, BY_CHOICE)
@@ -110,7 +111,7 @@ def _gate_up(
     output = expert.to(tl.int64) * HALVES * inner + column % HALVES * inner + column // HALVES
     sums = product_tile(
         x, x_scales, token, row_stride, used, data, scales, zeros, book, output, column_used, HALVES * inner, hidden,
-        OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+        OWN, PAIRS, WHOLE, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
@@ -148,7 +149,8 @@ def _activate(out, raw, inner, ACTIVATION: tl.constexpr, HALVES: tl.constexpr, T
 def _down(
     out, x, x_scales, chosen, order, starts, data, scales, zeros, book, bias, count, hidden, inner,
     HAS_BIAS: tl.constexpr, BY_CHOICE: tl.constexpr, SORTED: tl.constexpr,
-    OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    OWN: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = _tile(chosen, order, starts, count, BLOCK_M, BY_CHOICE)
@@ -162,7 +164,7 @@ def _down(
     choice = tl.load(order + place, mask=used, other=0)
     sums = product_tile(
         x, x_scales, place if SORTED else choice, inner, used, data, scales, zeros, book, output, column_used,
-        hidden, inner, OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+        hidden, inner, OWN, PAIRS, WHOLE, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=column_used, other=0.0)[None, :]
@@ -251,7 +253,7 @@ def experts(
     _gate_up[(tiles, triton.cdiv(of.halves * inner, BLOCK_N))](
         raw, rows, row_scales, rows.stride(0), chosen, order, starts, *up.tensors(), count, top_k, hidden, inner,
         ACTIVATION=of.activation if slots is None else "none", HALVES=of.halves, HAS_BIAS=up.bias is not None,
-        BY_CHOICE=by_choice, **format_options(up.one),
+        BY_CHOICE=by_choice, **format_options(up.one, rows.dtype),
     )  # fmt: skip
     if slots is not None and adapters is not None:
         each = x[:, None].expand(-1, top_k, -1).reshape(choices, hidden)
@@ -263,7 +265,8 @@ def experts(
     made = torch.empty(choices, hidden, dtype=torch.float32, device=device)
     _down[(tiles, triton.cdiv(hidden, BLOCK_N))](
         made, rows, row_scales, chosen, order, starts, *down.tensors(), count, hidden, inner,
-        HAS_BIAS=down.bias is not None, BY_CHOICE=by_choice, SORTED=slots is None, **format_options(down.one),
+        HAS_BIAS=down.bias is not None, BY_CHOICE=by_choice, SORTED=slots is None,
+        **format_options(down.one, rows.dtype),
     )  # fmt: skip
     if slots is not None and adapters is not None:
         lora_linear(made, between, slots, adapters.down)

@@ -3,7 +3,7 @@
 P. Micikevicius et al., "FP8 formats for deep learning" (2022). Activations come with a scale per token, weights with
 one per output or one for all.
 
-Invariant: the tile of `fp8_linear` follows from the weight.
+Invariant: the tile of `fp8_linear`, and the parts into which k is cut, follow from the weight.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels.linear import QuantizedRows
+from quire.kernels.linear import PackedWeight, QuantizedRows
 from quire.kernels.triton.matmul import outputs_per_tile
+from quire.kernels.triton.parts import cut, put, room_for_parts
 
 CAPABILITY = (8, 9)
 """The first NVIDIA architecture that multiplies E4M3."""
 BLOCK_M = 64
+PRECISE = tl.constexpr(128)
+"""Products that tensor cores add up, of whose sums of E4M3 Hopper's keep 14 bits, before a float32 takes them over."""
 
 
 def check_device(device: torch.device) -> None:
@@ -39,40 +42,46 @@ def check_device(device: torch.device) -> None:
 
 @triton.jit(do_not_specialize=["rows"])
 def _multiply(
-    out, x, row_scales, weight, scales, bias, rows, outputs, inputs,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    out, parts, arrived, x, row_scales, weight, scales, bias, rows, outputs, inputs, steps_per_part,
+    parts_per_program, num_parts,
+    HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_used, output_used = row < rows, output < outputs
     x_start = x + row.to(tl.int64)[:, None] * inputs
     w_start = weight + output.to(tl.int64)[None, :] * inputs
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, inputs, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        a = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
-        b = tl.load(w_start + k[:, None], mask=output_used[None, :] & (k < inputs)[:, None], other=0.0)
-        sums = tl.dot(a, b, sums)
-    sums *= tl.load(row_scales + row, mask=row_used, other=0.0)[:, None]
-    sums *= tl.load(scales + output, mask=output_used, other=0.0)[None, :]
-    if HAS_BIAS:
-        sums += tl.load(bias + output, mask=output_used, other=0.0).to(tl.float32)[None, :]
-    place = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
-    tl.store(place, sums.to(out.dtype.element_ty), mask=row_used[:, None] & output_used[None, :])
+    first_part = tl.program_id(2) * parts_per_program
+    row_scale = tl.load(row_scales + row, mask=row_used, other=0.0)[:, None]
+    scale = tl.load(scales + output, mask=output_used, other=0.0)[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for part in range(first_part, first_part + parts_per_program):
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in range(part * steps_per_part, (part + 1) * steps_per_part):
+            k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            a = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
+            b = tl.load(w_start + k[:, None], mask=output_used[None, :] & (k < inputs)[:, None], other=0.0)
+            sums = tl.dot(a, b, sums, max_num_imprecise_acc=PRECISE)
+        total += sums * row_scale * scale
+    put(out, parts, arrived, total, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
 
 
-def fp8_linear(
-    x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def fp8_linear(x: QuantizedRows, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x [M, K], E4M3 weight [N, K] with float32 scales [N] -> [M, N] of that dtype; a row's bits in every batch."""
-    (rows, inputs), outputs = x.shape, len(weight)
+    (rows, inputs), outputs = x.shape, weight.outputs
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     if out.numel():
         block_n = outputs_per_tile(outputs)
-        _multiply[(triton.cdiv(outputs, block_n), triton.cdiv(rows, BLOCK_M))](
-            out, x.values, x.scales, weight, scales, bias, rows, outputs, inputs,
-            HAS_BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=256 if block_n == 64 else 128,
-            num_warps=4, num_stages=3,
+        block_k = 256 if block_n == 64 else 128
+        num_parts, steps_per_part = cut(triton.cdiv(outputs, block_n), triton.cdiv(inputs, block_k))
+        # Many rows keep a device busy without parts, and programs that walk through all of them add up the same.
+        together = num_parts if rows > BLOCK_M else 1
+        grid = (triton.cdiv(outputs, block_n), triton.cdiv(rows, BLOCK_M), num_parts // together)
+        _multiply[grid](
+            out, *room_for_parts(out, weight, grid), x.values, x.scales, weight.data, weight.scales, bias,
+            rows, outputs, inputs, steps_per_part, together, grid[2],
+            HAS_BIAS=bias is not None, IN_PARTS=grid[2] > 1, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k,
+            num_warps=4, num_stages=3, enable_fp_fusion=False,  # a sum that is stored on the way cannot be fused
         )  # fmt: skip
     return out
 

@@ -36,7 +36,8 @@ MAX_PARTS_BYTES = 1 << 28
 @triton.jit(do_not_specialize=["tokens"])
 def _per_head(
     out, x, x_scales, token_stride, head_stride, data, scales, zeros, book, tokens, outputs, inputs,
-    OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    OWN: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -48,7 +49,7 @@ def _per_head(
     sums = product_tile(
         x + head * head_stride, x_scales, token, token_stride, used, data, scales, zeros, book,
         head * outputs + column, column_used, tl.num_programs(2) * outputs, inputs,
-        OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
+        OWN, PAIRS, WHOLE, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     place = (token.to(tl.int64) * tl.num_programs(2) + head)[:, None] * outputs + column[None, :]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=used[:, None] & column_used[None, :])
@@ -67,7 +68,7 @@ def per_head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
         grid = (triton.cdiv(tokens, BLOCK_M), triton.cdiv(outputs, BLOCK_N), heads)
         _per_head[grid](
             out, x, scales, x.stride(0), x.stride(1), weight.data, weight.scales, weight.zeros,
-            book_of(weight), tokens, outputs, inputs, **format_options(weight),
+            book_of(weight), tokens, outputs, inputs, **format_options(weight, x.dtype),
         )  # fmt: skip
     return out
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 
 
@@ -20,6 +21,14 @@ def next_power_of_2(n: int) -> int:
 def num_warps(tile: int) -> int:
     """Warps for a program that works on `tile` elements at a time: 8 elements a thread, 1 to 16 warps."""
     return min(max(tile // 256, 1), 16)
+
+
+def in_pairs(dtype: torch.dtype) -> bool:
+    """Whether floats of a dtype can be made in pairs (`pairs`); Triton's interpreter and other vendors cannot."""
+    if dtype.itemsize != 2 or triton.knobs.runtime.interpret:
+        return False
+    backend: str = triton.runtime.driver.active.get_current_target().backend
+    return backend == "cuda"
 
 
 @cache

@@ -25,23 +25,17 @@ from quire.kernels.triton import fp8
 from quire.kernels.triton.activation import activate, silu_and_mul
 from quire.kernels.triton.codes import book_of, code_options, code_tile, has_own_product, in_words
 from quire.kernels.triton.embedding import embedding
-from quire.kernels.triton.launch import next_power_of_2
+from quire.kernels.triton.launch import in_pairs, next_power_of_2
 from quire.kernels.triton.matmul import invariant_linear
 from quire.kernels.triton.nibbles import STEP, nibble_tile
+from quire.kernels.triton.parts import PROGRAMS, cut, put, room_for_parts
 from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.widen import widened
 
-MAX_ROWS, MAX_ROWS_OF_WORDS = 256, 128
-TARGET_PROGRAMS = 264
-"""Programs that fill a large GPU twice: a narrow matrix is cut along k until it has so many."""
-MAX_PARTS = 16
+MAX_ROWS = 256
+"""Beyond them, widening the whole weight for the vendor's library costs less than multiplying here."""
 MANY_OUTPUTS = 128 * 132
 """So many fill a large GPU with tiles of 128."""
-
-
-def most_rows(weight: PackedWeight) -> int:
-    """Rows beyond which widening the whole weight for the vendor's library costs less than multiplying here."""
-    return MAX_ROWS_OF_WORDS if in_words(weight) else MAX_ROWS
 
 
 class Tile(NamedTuple):
@@ -52,21 +46,41 @@ class Tile(NamedTuple):
     k: int
     num_warps: int = 4
     num_stages: int = 3
+    programs: int = PROGRAMS
 
 
 def tile_of(weight: PackedWeight, rows: int, dtype: torch.dtype) -> Tile:
     """The fastest one that was found on an H100; of an invariant scheme, one for all numbers of rows."""
     if weight.scheme.invariant:
         return Tile(64, 64, _step(weight))
-    most, is_int8 = min(max(next_power_of_2(rows), 16), 64), has_own_product(weight) and not in_words(weight)
-    if is_int8 and rows <= 16:
+    if has_own_product(weight) and dtype.itemsize == 2:
+        return (_tile_of_words if in_words(weight) else _tile_of_bytes)(weight, rows)
+    return Tile(min(_filled(rows), 64), 64, _step(weight))  # larger ones would not fit into shared memory
+
+
+def _tile_of_words(weight: PackedWeight, rows: int) -> Tile:
+    """Of int4. Sums of small groups are waited for so often that several small programs do better than a large one."""
+    if rows <= 16:
+        return Tile(16, 64, STEP.value, programs=2 * PROGRAMS)
+    small_groups, wide = code_options(weight)["GROUP"] < 128, weight.outputs >= MANY_OUTPUTS
+    if wide and (rows > 64 or not small_groups):
+        return Tile(min(_filled(rows), 128), 128, STEP.value, num_warps=8)
+    return Tile(min(_filled(rows), 64 if small_groups else 128), 64, STEP.value)
+
+
+def _tile_of_bytes(weight: PackedWeight, rows: int) -> Tile:
+    """Of int8."""
+    if rows <= 16:
         return Tile(16, 32, 256, num_stages=4)
-    if not is_int8 or dtype.itemsize > 2:  # whose larger tiles would not fit into shared memory
-        return Tile(most, 64, _step(weight))
-    if rows > 64:
-        return Tile(128, 64, _step(weight))
-    wide = rows > 32 and weight.outputs >= MANY_OUTPUTS
-    return Tile(most, 128 if wide else 64, _step(weight), num_warps=8 if wide else 4)
+    if rows > 128:
+        return Tile(256, 128, 64, num_warps=8, programs=PROGRAMS // 2)
+    wide = 32 < rows <= 64 and weight.outputs >= MANY_OUTPUTS
+    return Tile(_filled(rows), 128 if wide else 64, 128, num_warps=8 if wide else 4)
+
+
+def _filled(rows: int) -> int:
+    """Rows of the smallest tile that a product has and that holds so many."""
+    return max(next_power_of_2(rows), 16)
 
 
 def _step(weight: PackedWeight) -> int:
@@ -76,61 +90,36 @@ def _step(weight: PackedWeight) -> int:
     return 128 if has_own_product(weight) else 64
 
 
-@triton.jit
-def _put(
-    out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts,
-    HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr,
-):  # fmt: skip
-    """Put this program's sums [M, N], its part of k, into out [rows, outputs], of which all parts are added in order.
-
-    Who comes last adds them up. arrived [tiles] counts who has come, from 0 to 0.
-    """
-    used = (row < rows)[:, None] & (output < outputs)[None, :]
-    place = row.to(tl.int64)[:, None] * outputs + output[None, :]
-    if IN_PARTS:
-        size, tile = (
-            rows.to(tl.int64) * outputs,
-            arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
-        )
-        tl.store(parts + tl.program_id(2) * size + place, sums, mask=used)
-        tl.debug_barrier()  # what all threads have stored comes before the count of this program
-        if tl.atomic_add(tile, 1, sem="acq_rel") < num_parts - 1:
-            return
-        tl.debug_barrier()
-        sums = tl.zeros(sums.shape, tl.float32)
-        for part in range(num_parts):
-            sums += tl.load(parts + part * size + place, mask=used, other=0.0, cache_modifier=".cg")
-        tl.store(tile, 0)
-    if HAS_BIAS:
-        sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=used)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _multiply_int8(
     out, parts, arrived, x, data, scales, bias, rows, outputs, inputs, x_row, steps_per_part, num_parts,
-    HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_used, output_used = row < rows, output < outputs
     x_start = x + row.to(tl.int64)[:, None] * x_row
-    w_start = data + output.to(tl.int64)[:, None] * inputs
+    w_start = data + tl.where(output_used, output, 0).to(tl.int64)[:, None] * inputs
     first_step = tl.program_id(2) * steps_per_part
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # weights are the rows of the product: see `nibbles`
-    for step in range(first_step, first_step + steps_per_part):
+    for step in range(first_step, tl.minimum(first_step + steps_per_part, tl.cdiv(inputs, BLOCK_K))):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        values = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
-        weights = tl.load(w_start + k[None, :], mask=output_used[:, None] & (k < inputs)[None, :], other=0)
+        if WHOLE:
+            values = tl.load(x_start + k[None, :], mask=row_used[:, None], other=0.0)
+            weights = tl.load(w_start + k[None, :])
+        else:
+            values = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
+            weights = tl.load(w_start + k[None, :], mask=(k < inputs)[None, :], other=0)
         sums = tl.dot(weights.to(values.dtype), tl.trans(values), sums, input_precision="ieee")
     sums = tl.trans(sums * tl.load(scales + output, mask=output_used, other=0.0)[:, None])
-    _put(out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
+    put(out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _multiply_nibbles(
     out, parts, arrived, x, data, scales, zeros, book, bias, rows, outputs, inputs, x_row, steps_per_part, num_parts,
-    HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr, OWN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr, OWN: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -140,9 +129,9 @@ def _multiply_nibbles(
     end_step = tl.minimum(first_step + steps_per_part, tl.cdiv(inputs, STEP))
     sums = nibble_tile(
         x + row.to(tl.int64)[:, None] * x_row, row < rows, data, scales, zeros, book, read, read, outputs,
-        first_step, end_step, inputs, OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N,
+        first_step, end_step, inputs, OWN, PAIRS, WHOLE, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    _put(out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
+    put(out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -159,7 +148,7 @@ def _multiply_codes(
         x + row.to(tl.int64)[:, None] * x_row, row < rows, data, scales, zeros, output.to(tl.int64),
         output < outputs, begin, end, inputs, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    _put(out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
+    put(out, parts, arrived, sums, bias, row, output, rows, outputs, num_parts, HAS_BIAS, IN_PARTS)
 
 
 def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
@@ -214,11 +203,11 @@ def _fp8_linear(
     may = scheme.vendor and not scheme.invariant
     if may and fp8.vendor_takes(rows.shape[0], weight.outputs, weight.inputs, dtype):
         return fp8.vendor_linear(rows, weight.data, weight.scales, bias)
-    return fp8.fp8_linear(rows, weight.data, weight.scales, bias, dtype)
+    return fp8.fp8_linear(rows, weight, bias, dtype)
 
 
 def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if len(x) > most_rows(weight) and not weight.scheme.invariant:
+    if len(x) > MAX_ROWS and not weight.scheme.invariant:
         return reference.linear(x, widened(weight, x.dtype), bias, dtype)
     out = torch.empty(len(x), weight.outputs, dtype=dtype, device=x.device)
     if not out.numel():
@@ -233,33 +222,15 @@ _OWN: dict[str, Callable[[Any, PackedWeight, Tensor | None, torch.dtype], Tensor
 }
 
 
-def _cut(weight: PackedWeight, tile: Tile) -> tuple[int, int]:
-    """Into how many parts k is cut, and the steps in each."""
-    steps = triton.cdiv(weight.inputs, tile.k)
-    wanted = min(max(TARGET_PROGRAMS // triton.cdiv(weight.outputs, tile.outputs), 1), MAX_PARTS, steps)
-    steps_per_part = triton.cdiv(steps, wanted)
-    return triton.cdiv(steps, steps_per_part), steps_per_part
-
-
-def _arrived(weight: PackedWeight, tiles: int) -> Tensor:
-    """Counts of 0 for so many tiles, which kernels leave so: a matrix has its own, since its products never overlap."""
-    counts: Tensor | None = weight.native
-    if counts is None or len(counts) < tiles:
-        counts = torch.zeros(next_power_of_2(tiles), dtype=torch.int32, device=weight.data.device)
-        object.__setattr__(weight, "native", counts)
-    return counts
-
-
 def _multiply(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
     """x [M, K] -> out [M, N]."""
     rows, (outputs, inputs) = len(x), (weight.outputs, weight.inputs)
     tile = tile_of(weight, rows, x.dtype)
-    num_parts, steps_per_part = _cut(weight, tile)
+    num_parts, steps_per_part = cut(
+        triton.cdiv(outputs, tile.outputs), triton.cdiv(inputs, tile.k), tile.programs
+    )
     grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), num_parts)
-    parts = arrived = out
-    if num_parts > 1:
-        parts = torch.empty(num_parts, rows, outputs, dtype=torch.float32, device=x.device)
-        arrived = _arrived(weight, grid[0] * grid[1])
+    parts, arrived = room_for_parts(out, weight, grid)
     sizes = bias, rows, outputs, inputs, x.stride(0), steps_per_part, num_parts
     variant = {
         "HAS_BIAS": bias is not None,
@@ -272,8 +243,18 @@ def _multiply(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None)
     places, own = (out, parts, arrived, x, weight.data, weight.scales), has_own_product(weight)
     codes = code_options(weight)
     if in_words(weight):
-        _multiply_nibbles[grid](*places, weight.zeros, book_of(weight), *sizes, OWN=own, **codes, **variant)
+        _multiply_nibbles[grid](
+            *places,
+            weight.zeros,
+            book_of(weight),
+            *sizes,
+            OWN=own,
+            PAIRS=in_pairs(x.dtype),
+            WHOLE=inputs % STEP.value == 0,
+            **codes,
+            **variant,
+        )
     elif own:
-        _multiply_int8[grid](*places, *sizes, **variant, BLOCK_K=tile.k)
+        _multiply_int8[grid](*places, *sizes, WHOLE=inputs % tile.k == 0, **variant, BLOCK_K=tile.k)
     else:
         _multiply_codes[grid](*places, weight.zeros, *sizes, **codes, **variant, BLOCK_K=tile.k)

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from quire.kernels.formats.words import PLANES, WORD_INPUTS, WORDS
+from quire.kernels.triton.pairs import BFLOAT16_BASE, FLOAT16_BASE, nibbles_less, split_words
 
 STEP = tl.constexpr(WORD_INPUTS)
 _WORDS = tl.constexpr(WORDS)
 _PLANES = tl.constexpr(PLANES)
-BFLOAT16_BASE, BFLOAT16_BITS = tl.constexpr(128), tl.constexpr(0x4300)
-FLOAT16_BASE, FLOAT16_BITS = tl.constexpr(1024), tl.constexpr(0x6400)
-"""Numbers from which on a float's last bit is 1, and their bits."""
+BFLOAT16_BITS, FLOAT16_BITS = tl.constexpr(0x4300), tl.constexpr(0x6400)
+"""Of the bases."""
 
 
 @triton.jit
@@ -96,10 +96,17 @@ def _of_groups(numbers, group_start, group_stride, step, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _values(x_start, row_used, k, inputs, WHOLE: tl.constexpr):
+    """Activations [M, k]; WHOLE: there are so many k."""
+    used = row_used[:, None] if WHOLE else row_used[:, None] & (k < inputs)[None, :]
+    return tl.load(x_start + k[None, :], mask=used, other=0.0)
+
+
+@triton.jit
 def nibble_tile(
     x_start, row_used, data, scales, zeros, book, output, group_start, group_stride, first_step, end_step, inputs,
-    OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OWN: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows of x times the weights of outputs [N], int64 and all in memory, of steps of k: float32 [M, N].
 
@@ -112,25 +119,28 @@ def nibble_tile(
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(first_step, end_step):
         words = tl.load(w_start + step * _WORDS)
-        # All of a step at once, and before they are wanted: one after the other, each would be waited for.
-        step_scales = _of_groups(scales, group_start, group_stride, step, GROUP) if OWN else ()
-        step_zeros = _of_groups(zeros, group_start, group_stride, step, GROUP) if OWN and ZEROS else ()
-        product = sums
-        for plane in tl.static_range(_PLANES):
-            k = step * STEP + plane * _WORDS + word
-            values = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
-            if not OWN:
+        if OWN:
+            # All of a step at once, and before they are wanted: one after the other, each would be waited for.
+            step_scales = _of_groups(scales, group_start, group_stride, step, GROUP)
+            step_zeros = _of_groups(zeros, group_start, group_stride, step, GROUP) if ZEROS else ()
+            halves = split_words(words) if PAIRS else (words, words)
+            for group in tl.static_range(STEP // GROUP):
+                zero = tl.full([BLOCK_N, 1], 8, tl.int32)
+                if ZEROS:
+                    zero = step_zeros[group].to(tl.int32)[:, None]
+                product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                for plane in tl.static_range(group * GROUP // _WORDS, (group + 1) * GROUP // _WORDS):
+                    values = _values(x_start, row_used, word + (step * STEP + plane * _WORDS), inputs, WHOLE)
+                    if PAIRS:
+                        weights = nibbles_less(halves[plane % 2], plane // 2, zero, dtype)
+                    else:
+                        weights = _integers(words, plane, zero, dtype)
+                    product = tl.dot(weights, tl.trans(values), product, input_precision="ieee")
+                sums += product * step_scales[group].to(tl.float32)[:, None]
+        else:
+            for plane in tl.static_range(_PLANES):
+                values = _values(x_start, row_used, word + (step * STEP + plane * _WORDS), inputs, WHOLE)
                 place = group_start + (step * STEP + plane * _WORDS) // GROUP * group_stride
                 weights = _floats(words, plane, scales, zeros, book, place, group_stride, KIND, GROUP, ZEROS)
                 sums = tl.dot(weights.to(dtype), tl.trans(values), sums, input_precision="ieee")
-            else:
-                zero = tl.full([BLOCK_N, 1], 8, tl.int32)
-                if ZEROS:
-                    zero = step_zeros[plane * _WORDS // GROUP].to(tl.int32)[:, None]
-                if plane * _WORDS % GROUP == 0:
-                    product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                weights = _integers(words, plane, zero, dtype)
-                product = tl.dot(weights, tl.trans(values), product, input_precision="ieee")
-                if (plane + 1) * _WORDS % GROUP == 0:
-                    sums += product * step_scales[plane * _WORDS // GROUP].to(tl.float32)[:, None]
     return tl.trans(sums)

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.linear import PackedWeight, QuantizedRows
 from quire.kernels.triton.codes import code_options, code_tile, has_own_product, in_words
+from quire.kernels.triton.fp8 import PRECISE
+from quire.kernels.triton.launch import in_pairs
 from quire.kernels.triton.nibbles import STEP, nibble_tile
 from quire.kernels.triton.quantize import quantize_rows
 
@@ -36,14 +39,17 @@ def _float_tile(
         k = start + tl.arange(0, BLOCK_K)
         values = tl.load(x_start + k[None, :], mask=row_used[:, None] & (k < inputs)[None, :], other=0.0)
         weights = tl.load(w_start + k[:, None], mask=output_used[None, :] & (k < inputs)[:, None], other=0.0)
-        sums = tl.dot(values, weights.to(values.dtype), sums, input_precision="ieee")
+        sums = tl.dot(
+            values, weights.to(values.dtype), sums, input_precision="ieee", max_num_imprecise_acc=PRECISE
+        )
     return sums
 
 
 @triton.jit
 def product_tile(
     x, x_scales, row, row_stride, row_used, data, scales, zeros, book, output, output_used, matrix_outputs, inputs,
-    OWN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    OWN: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows [M] of x times outputs [N] of the matrices, counted from the first one's: float32 [M, N].
@@ -60,7 +66,7 @@ def product_tile(
         start = output // matrix_outputs * (groups - 1) * matrix_outputs + output
         return nibble_tile(
             x_start, row_used, data, scales, zeros, book, output, start, matrix_outputs,
-            0, tl.cdiv(inputs, STEP), inputs, OWN, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N,
+            0, tl.cdiv(inputs, STEP), inputs, OWN, PAIRS, WHOLE, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     elif not OWN:
         return code_tile(
@@ -85,11 +91,13 @@ def as_multiplied(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor | Non
     return rows.values, rows.scales
 
 
-def format_options(weight: PackedWeight) -> dict[str, Any]:
-    """What a kernel with `product_tile` is compiled for: a weight's format, and the tile."""
+def format_options(weight: PackedWeight, dtype: torch.dtype) -> dict[str, Any]:
+    """What a kernel with `product_tile` of rows in a dtype is compiled for: a weight's format, and the tile."""
     own, options = has_own_product(weight), code_options(weight)
     return options | {
         "OWN": own,
+        "PAIRS": in_pairs(dtype),
+        "WHOLE": weight.inputs % STEP.value == 0,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
         "BLOCK_K": _BLOCK_K.get(options["KIND"], 0) if own else _CODE_BLOCK_K,
