@@ -64,13 +64,17 @@ async def test_serves_then_ends_with_code_0(engine: FakeEngine, capsys: pytest.C
     [("0.0.0.0", False, True), ("0.0.0.0", True, False), ("127.0.0.1", False, False)],
 )
 async def test_a_server_that_is_open_to_others_without_a_key_says_so(
-    engine: FakeEngine, caplog: pytest.LogCaptureFixture, host: str, needs_key: bool, warns: bool
+    engine: FakeEngine,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    host: str,
+    needs_key: bool,
+    warns: bool,
 ) -> None:
-    async with (
-        live_server(engine, host=host, needs_key=needs_key) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
-    ):
-        await ready(server, client)
+    async with live_server(engine, host=host, needs_key=needs_key) as server, asyncio.timeout(30):
+        # Not until /health is 200, which it is a moment before the server says that it is there.
+        while not capsys.readouterr().out:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
         server.lifecycle.on_signal()
         assert await server.code() == 0
     assert (f"listening on {host} without a key" in caplog.text) == warns
