@@ -43,10 +43,11 @@ WHITE_SPACE = r"[ \t\n\r]*"
 def answer_in_fork(question: Question) -> Answer:
     """Let a fork find out, and kill it when its time is over, or when nobody wants the answer any more."""
     reading, writing = os.pipe()
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _be_child(question, writing)
+        _be_child(question, writing, parent)
     os.close(writing)
     with os.fdopen(reading, "rb") as result:
         frame = _wait(result, question.timeout_s)
@@ -134,14 +135,14 @@ def _places(value: Any, path: Place) -> Iterator[tuple[Place, dict[str, Any]]]:
             yield from _places(inner, (*path, str(index)))
 
 
-def _be_child(question: Question, writing: int) -> None:
-    """Answer once, and end without coming back."""
+def _be_child(question: Question, writing: int, parent: int) -> None:
+    """Answer once, and end without coming back; `parent` as it was, since who asks for it may be an orphan already."""
     log = os.dup(2)
     # The parent's pipes are not the child's, and a library that breaks has much to say.
     for number in (0, 1, 2):
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
     try:
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         _limit(question)
         with os.fdopen(writing, "wb") as out:
             out.write(msgspec.msgpack.encode(find_out(question)))
