@@ -6,6 +6,7 @@ Invariant: torch-free data. Whoever serves requests checks them against it, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.errors import ValidationError
 from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
@@ -69,6 +70,7 @@ class PoolingSpec:
         head_of_adapters: whether the checkpoint has no head, and adapters bring one.
         weighs_vocabulary: whether an embedding has a number for each token id: the greatest that the model's head gives
             it over all tokens of a text, or the sum. Such a model computes texts whole.
+        template_options: what the chat template of the model is told that makes a prompt of two texts; None: none does.
         own_heads: task -> what comes there for it instead (the words' weights and the vectors of tokens of BGE-M3).
     """
 
@@ -90,6 +92,7 @@ class PoolingSpec:
     own_heads: tuple[tuple[str, tuple[HeadLayer, ...]], ...] = ()
     head_of_adapters: bool = False
     weighs_vocabulary: bool = False
+    template_options: tuple[tuple[str, Any], ...] | None = None
 
     @property
     def poolings(self) -> tuple[str, ...]:

@@ -67,6 +67,31 @@ class Fitter:
             one, two = cut_pair(one, two, room_in(template, most, 2), self._side)
         return template.around(one, two)
 
+    def shortened(self, text: str, most: int | None) -> str:
+        """The text if it has no more than so many tokens, or what the rest of them say.
+
+        Raises:
+            ValidationError: as `text`.
+        """
+        ids = [] if most is None else self._encode(text)
+        if most is None or len(ids) <= most:
+            return text
+        return self._tokenizer.decode(cut(ids, most, self._side), skip_special_tokens=False)
+
+    def without(self, text: str, num_tokens: int) -> str:
+        """The text less so many tokens; one stays.
+
+        Raises:
+            ValidationError: it has no more; as `text`.
+        """
+        most = len(self._encode(text)) - num_tokens
+        if most < 1:
+            raise ValidationError(
+                "there is no room for the second text beside the first and what the chat template writes",
+                param="truncate_prompt_tokens",
+            )
+        return self.shortened(text, most)
+
     def windows(self, text: str, most: int) -> list[list[int]]:
         """Tokens of a text in as few pieces of at most `most` as it has, each with the special tokens around it.
 

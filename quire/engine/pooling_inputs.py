@@ -6,7 +6,7 @@ around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +89,10 @@ _KWARGS = {"truncate_prompt_tokens", "truncation_side", "add_special_tokens", "t
 AS_THEY_ARE = TextOptions()
 
 
+Compose = Callable[[str, str, str], list[int]]
+"""Token ids of a prompt of two texts and what the model wants to be told before them, which may be empty."""
+
+
 class PoolingInputs:
     """Checks and tokenizes for one pooling model; threads may share one."""
 
@@ -153,12 +157,33 @@ class PoolingInputs:
         Raises:
             ValidationError: as `tokenize`.
         """
-        fitter, most = self._fitter(options), self._most(options)
+        fitter, most, before = self._fitter(options), self._most(options), self._prompt(options)
         for first, second in pairs:
             _check_empty(first, second)
-            self._check_text(first, second, is_cut=most is not None)
-            encoded = fitter.pair(first, second, most, options.max_tokens_per_text)
+            whole = before + first
+            self._check_text(whole, second, is_cut=most is not None)
+            encoded = fitter.pair(whole, second, most, options.max_tokens_per_text)
             yield TokenizedPrompt(encoded.token_ids, first, cache_salt, encoded.second_text_start)
+
+    def composed(
+        self, pairs: Iterable[tuple[str, str]], options: TextOptions, compose: Compose
+    ) -> Iterator[TokenizedPrompt]:
+        """Each two texts as the prompt that is composed of them and the model's own; it is the second that is cut.
+
+        Raises:
+            ValidationError: as `tokenize`, or those of `compose`.
+        """
+        fitter, most, instruction = self._fitter(options), self._most(options), self._prompt(options)
+        for pair in pairs:
+            _check_empty(*pair)
+            is_cut = most is not None or None not in options.max_tokens_per_text
+            self._check_text(*pair, is_cut=is_cut)
+            first, second = map(fitter.shortened, pair, options.max_tokens_per_text)
+            ids = compose(first, second, instruction)
+            while most is not None and len(ids) > most:
+                second = fitter.without(second, len(ids) - most)
+                ids = compose(first, second, instruction)
+            yield TokenizedPrompt(ids, first)
 
     def windows(self, text: str, options: TextOptions = AS_THEY_ARE) -> list[TokenizedPrompt]:
         """The text in as few prompts as it fits into, one behind the other, each with its special tokens.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
 
-from quire.engine.pooling_inputs import AS_THEY_ARE, PoolingInputs, TextOptions
+from quire.engine.pooling_inputs import AS_THEY_ARE, Compose, PoolingInputs, TextOptions
 from quire.engine.prompt_forms import TokenizedPrompt, parts_of
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.offline import OfflineEngine, as_prompts, per_prompt
-from quire.entrypoints.pooling.scoring import Scoring
+from quire.entrypoints.pooling.scoring import Scoring, by_template
 from quire.entrypoints.pooling.windows import Windows, is_normalized
 from quire.errors import ValidationError
 from quire.inputs import DataPrompt, PromptType
@@ -171,7 +171,8 @@ class OfflinePooling(OfflineEngine):
         """How well texts go together: one with one, one with each of several, or several with as many.
 
         A cross-encoder reads each pair as one prompt; of other models the embeddings are compared. `chat_template`, as
-        that of `LLM.chat`, makes such a prompt of two messages, of the roles query and document.
+        that of `LLM.chat`, makes such a prompt of two messages, of the roles query and document, and so does the
+        model's own if it is a language model that sentence-transformers scores by.
 
         Raises:
             ValidationError: the model does neither, the texts are not so many, or one is empty or too long.
@@ -224,13 +225,15 @@ class OfflinePooling(OfflineEngine):
             for vector, (first, *others) in zip(vectors, windows.of_each(pooled), strict=True)
         ]
 
-    def _composer(self, chat_template: str | None) -> Callable[[str, str], list[int]] | None:
-        """What makes token ids of a pair by a template."""
-        if chat_template is None:
+    def _composer(self, chat_template: str | None) -> Compose | None:
+        """What makes token ids of a pair by a template: the one that is given, or that of a model that needs one."""
+        options = self._pooling_inputs.spec.template_options
+        if chat_template is None and options is None:
             return None
         tokenizer = self.get_tokenizer()
-        template = ChatTemplate.from_tokenizer(tokenizer, chat_template)
-        return lambda query, document: template.compose_pair(query, document).encode(tokenizer)
+        return by_template(
+            ChatTemplate.from_tokenizer(tokenizer, chat_template), tokenizer, dict(options or ())
+        )
 
     def _by_plugin(
         self,

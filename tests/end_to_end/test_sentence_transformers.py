@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from quire import LLM, TextOptions
+from quire.errors import ValidationError
 from tests.fixtures.sentence_models import (
     DECODERS,
     ENCODERS,
     LONGEST,
+    write_answering,
     write_cross_encoder,
     write_embedder,
     write_multi_vector,
@@ -125,6 +127,68 @@ def test_a_cross_encoder(name: str, tmp_path: Path) -> None:
         assert_close(scores(llm), theirs.predict(pairs))
         plain = theirs.predict(pairs, activation_fn=nn.Identity())
         assert_close(scores(llm, use_activation=False), plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name", "options"),
+    [
+        ("qwen2", "Qwen2ForCausalLM", {"true_token_id": 200, "false_token_id": 7}),
+        ("qwen3", "Qwen3ForCausalLM", {"true_token_id": 200}),
+        ("qwen3", "Qwen3ForCausalLM", {"true_token_id": 200, "has_template": False}),
+        (
+            "mistral",
+            "MistralForCausalLM",
+            {
+                "true_token_id": 9,
+                "processing_kwargs": {"chat_template": {"add_generation_prompt": True, "mark": "?"}},
+            },
+        ),
+        (
+            "llama",
+            "LlamaForCausalLM",
+            {
+                "true_token_id": 5,
+                "false_token_id": 200,
+                "prompts": {"web": "Find an answer.", "code": "Find code."},
+                "default_prompt_name": "web",
+            },
+        ),
+    ],
+)
+def test_a_language_model_that_scores_by_what_it_would_say(
+    name: str, class_name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = write_answering(name, class_name, tmp_path, **options)
+    documents = DOCUMENTS[:-1]
+    pairs = [(QUERY, one) for one in documents]
+    with serving(tmp_path) as llm:
+        for extra in ({}, {"prompt_name": "code"}) if "prompts" in options else ({},):
+            found = llm.score(QUERY, documents, options=TextOptions(**extra), use_tqdm=False)
+            assert_close([one.outputs.score for one in found], theirs.predict(pairs, **extra))
+        plain = llm.score(QUERY, documents, use_activation=False, use_tqdm=False)
+        expected = theirs.predict(pairs, activation_fn=nn.Identity())
+        assert_close([one.outputs.score for one in plain], expected)
+
+
+def test_the_prompt_of_a_cross_encoder_stands_before_the_first_text(tmp_path: Path) -> None:
+    theirs = write_cross_encoder(
+        "bert", tmp_path, num_labels=1, prompts={"web": "Find: "}, default_prompt_name="web"
+    )
+    with serving(tmp_path) as llm:
+        assert_close(scores(llm), theirs.predict([(QUERY, one) for one in DOCUMENTS]))
+
+
+def test_a_document_is_cut_and_not_what_a_template_writes_behind_it(tmp_path: Path) -> None:
+    write_answering("llama", "LlamaForCausalLM", tmp_path, true_token_id=5)
+    document = "abcdefgh" * 10
+    with serving(tmp_path) as llm:
+        (whole,) = llm.score("q", document[:30], use_tqdm=False)
+        most = TextOptions(truncate_prompt_tokens=len(whole.prompt_token_ids))
+        assert llm.score("q", document, options=most, use_tqdm=False)[0].outputs == whole.outputs
+        each = TextOptions(max_tokens_per_text=(None, 30))
+        assert llm.score("q", document, options=each, use_tqdm=False)[0].outputs == whole.outputs
+        with pytest.raises(ValidationError, match="no room for the second text"):
+            llm.score("q", document, options=TextOptions(truncate_prompt_tokens=9), use_tqdm=False)
 
 
 @pytest.mark.parametrize("function", [None, nn.Softmax()])

@@ -272,6 +272,69 @@ def test_what_is_not_done_is_refused_by_file_and_key(name: str, tmp_path: Path) 
     assert file in str(raised.value)
 
 
+ANSWER = {
+    "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
+    "path": "1_LogitScore",
+}
+ANSWERS = {"true_token_id": 9, "false_token_id": 4}
+SAYS = {"transformer_task": "text-generation", "modality_config": {"text": {}, "message": {"format": "flat"}}}
+
+
+def write_answering(directory: Path, answers: dict[str, Any] = ANSWERS, **says: Any) -> None:
+    write_modules(directory, TRANSFORMER, ANSWER)
+    write_json(directory / "1_LogitScore/config.json", answers)
+    write_json(directory / "sentence_bert_config.json", SAYS | says)
+
+
+def test_a_language_model_is_asked_for_its_answer(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    about = {"prompts": {"web": "Find."}, "default_prompt_name": "web", "activation_fn": "torch.nn.Identity"}
+    write_json(tmp_path / "config_sentence_transformers.json", about)
+    write_answering(tmp_path, processing_kwargs={"chat_template": {"add_generation_prompt": True}})
+    spec = spec_of(tmp_path)
+    assert (spec.tasks, spec.pooling, spec.size, spec.activation) == (("classify",), "last", 1, "none")
+    assert spec.template_options == (("add_generation_prompt", True),)
+    assert (spec.prompts, spec.default_prompt) == ((("web", "Find."),), "web")
+    (head,) = spec.head
+    assert (head.rows, head.activation) == ((4, 9), "excess")
+    write_answering(tmp_path, {"true_token_id": 9, "false_token_id": None}, modality_config={"text": {}})
+    spec = spec_of(tmp_path)
+    assert (spec.head[0].rows, spec.head[0].activation, spec.template_options) == ((9,), "identity", None)
+    assert spec_of(tmp_path, convert="embed").tasks[0] == "embed"
+    assert prepared(tmp_path, runner="generate").pooling is None
+
+
+@pytest.mark.parametrize(
+    ("answers", "says", "problem"),
+    [
+        ({"false_token_id": 4}, {}, "'true_token_id' is missing; it must be the id of a token"),
+        ({"true_token_id": "yes"}, {}, "true_token_id"),
+        ({"true_token_id": -1}, {}, "true_token_id"),
+        ({"true_token_id": 264}, {}, "none of id 264"),
+        (ANSWERS | {"module_input_name": "logits"}, {}, "module_input_name"),
+        (ANSWERS, {"transformer_task": "feature-extraction"}, "transformer_task"),
+        (ANSWERS, {"processing_kwargs": {"text": {"padding": True}}}, "text"),
+        (ANSWERS, {"processing_kwargs": {"chat_template": {"max_length": 8}}}, "max_length"),
+        (ANSWERS, {"processing_kwargs": {"chat_template": 8}}, "chat_template"),
+        (ANSWERS, {"modality_config": {"text": {}}, "processing_kwargs": {"text": {}}}, "processing_kwargs"),
+    ],
+)
+def test_answers_that_cannot_be_asked_for(
+    answers: dict[str, Any], says: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path)
+    write_answering(tmp_path, answers, **says)
+    with pytest.raises((ModelLoadError, UnsupportedModelError, ConfigError), match=problem):
+        prepared(tmp_path)
+
+
+def test_answers_of_a_model_that_says_nothing_are_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, "Qwen3ForSequenceClassification")
+    write_answering(tmp_path)
+    with pytest.raises(ModelLoadError, match="LogitScore is for language models, not Qwen3ForSequence"):
+        prepared(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [

@@ -213,16 +213,21 @@ class ChatTemplate:
         options = {"tools": tools, "documents": documents, **chat_template_kwargs}
         return self._render(messages, options, add_generation_prompt, continue_final_message)
 
-    def compose_pair(self, query: str, document: str) -> RenderedChat:
+    def compose_pair(self, query: str, document: str, instruction: str = "", **options: Any) -> RenderedChat:
         """Two texts as one prompt, ready to be tokenized, by a template of a reranker: it has a message of each role.
+
+        What the model is told before them, if anything, is a message of the system's.
 
         Raises:
             ValidationError: the template refused them.
         """
-        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        told = {"system": instruction, "query": query, "document": document}
+        messages = [{"role": role, "content": content} for role, content in told.items() if content]
         plain = PlainText(self._literals, [messages])
         protected = [{**plain.protect(message), "role": message["role"]} for message in messages]
-        return RenderedChat(plain, self._run(plain, {"add_generation_prompt": False, "messages": protected}))
+        return RenderedChat(
+            plain, self._run(plain, {"add_generation_prompt": False, **options, "messages": protected})
+        )
 
     def encode(self, tokenizer: Encoder, messages: Conversation, /, **options: Any) -> list[int]:
         """The token ids of what `compose` makes of the same arguments."""

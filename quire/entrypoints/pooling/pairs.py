@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.config.pooling import PoolingSpec
+from quire.engine.pooling_inputs import Compose
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
@@ -27,7 +28,7 @@ from quire.entrypoints.pooling.protocol import (
     ScoreRequest,
 )
 from quire.entrypoints.pooling.run import Job, Pooled, called, text_options
-from quire.entrypoints.pooling.scoring import Scoring, scoring_task
+from quire.entrypoints.pooling.scoring import Scoring, by_template, scoring_task
 from quire.errors import ValidationError
 
 router = APIRouter()
@@ -93,11 +94,20 @@ async def _scored(
     """What was pooled for the pairs, and their scores; `names` are what the request calls the two sides."""
     limits = (body.max_tokens_per_query, body.max_tokens_per_doc)
     with called(names[1]):
-        scoring = Scoring(job.inputs, firsts, seconds, text_options(body, max_tokens_per_text=limits))
+        options = text_options(body, max_tokens_per_text=limits)
+        scoring = Scoring(job.inputs, firsts, seconds, options, _composer(job))
         num_chars = sum(map(len, firsts)) + sum(map(len, seconds))
         pooled = await job.run(scoring.params(body.use_activation), num_chars, scoring.prompts)
     scores = await beside_numbers(pooled, lambda: [one for one, _ in scoring.outputs(pooled)])
     return pooled, scores
+
+
+def _composer(job: Job) -> Compose | None:
+    """The server's chat template, for a model whose pairs are written by one."""
+    options = job.inputs.spec.template_options
+    if options is None:
+        return None
+    return by_template(job.server.form.chat_template, job.server.form.tokenizer, dict(options))
 
 
 def _texts_of(body: ScoreRequest) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.config.pooling import PoolingSpec
-from quire.engine.pooling_inputs import DOCUMENT, QUERY, PoolingInputs, TextOptions
+from quire.engine.pooling_inputs import DOCUMENT, QUERY, Compose, PoolingInputs, TextOptions
 from quire.engine.prompt_forms import PromptParts, TokenizedPrompt
+from quire.entrypoints.chat.plain_text import Encoder
+from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
 from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import CLASSIFY, EMBED, TOKEN_EMBED, PoolingParams
@@ -55,13 +57,23 @@ def scoring_task(spec: PoolingSpec) -> str | None:
     return next((task for task in (EMBED, TOKEN_EMBED) if task in spec.tasks), None)
 
 
+def by_template(template: ChatTemplate, tokenizer: Encoder, options: dict[str, Any]) -> Compose:
+    """Pairs as a chat template writes them that is told these options."""
+
+    def compose(query: str, document: str, instruction: str) -> list[int]:
+        return template.compose_pair(query, document, instruction, **options).encode(tokenizer)
+
+    return compose
+
+
 class Scoring:
     """The pairs of one request: which prompts are to be pooled for them, and what their scores are.
 
     Args:
         firsts: one text for all of `seconds`, or one for each.
         options: of the texts; those of embeddings get the model's prompts for queries and documents.
-        compose: makes token ids of a pair, in place of what the model's tokenizer puts around and between two texts.
+        compose: makes token ids of a pair, in place of what the model's tokenizer puts around and between two texts; a
+            language model that scores by what it would say needs it.
 
     Raises:
         ValidationError: the model does not score, the numbers of texts do not fit, or pairs are composed of which it
@@ -74,7 +86,7 @@ class Scoring:
         firsts: Sequence[str],
         seconds: Sequence[str],
         options: TextOptions,
-        compose: Callable[[str, str], list[int]] | None = None,
+        compose: Compose | None = None,
     ) -> None:
         task = scoring_task(inputs.spec)
         if task is None:
@@ -119,7 +131,7 @@ class Scoring:
             pairs = self._pairs(self._firsts, self._seconds)
             if self._compose is None:
                 return [*self._inputs.pairs(pairs, self._options)]
-            return [self._composed(self._compose(*pair), pair[0]) for pair in pairs]
+            return [*self._inputs.composed(pairs, self._options, self._compose)]
         asked, own = self._options.max_tokens_per_text, self._inputs.spec.side_lengths
         sides = (
             (QUERY, self._firsts, asked[0] or own[0]),
@@ -149,9 +161,6 @@ class Scoring:
     def _pairs(self, firsts: Sequence[T], seconds: Sequence[T]) -> list[tuple[T, T]]:
         each = list(firsts) * (len(seconds) if len(firsts) == 1 else 1)
         return list(zip(each, seconds, strict=True))
-
-    def _composed(self, token_ids: list[int], text: str) -> TokenizedPrompt:
-        return self._inputs.tokenize(PromptParts(text, token_ids), self._options)
 
     def _text(self, text: str, names: tuple[str, ...], limit: int | None) -> TokenizedPrompt:
         options = self._options

@@ -6,7 +6,9 @@ its classes, is refused by file and key.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.models.json_object import JsonObject, optional_json_object
 
@@ -15,15 +17,28 @@ _FILES = tuple(
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _TASKS = ("feature-extraction", "sequence-classification")
-_OF_VOCABULARY = ("fill-mask",)
+TASKS_OF_WORDS, TASKS_OF_ANSWERS = ("fill-mask",), ("text-generation",)
+"""Of models whose guesses of masked tokens are wanted, and of those whose next ones are."""
+_NOT_OF_TEMPLATES = ("max_length", "padding", "return_tensors", "truncation")
 _NO_LENGTH = 10**9
 """Tokenizers that know no limit say a number above this."""
 
 
-def read_max_seq_length(model_dir: Path, *, weighs_vocabulary: bool = False) -> int | None:
-    """Tokens to which a text is cut; None: no file says so.
+@dataclass(frozen=True)
+class ModelInput:
+    """What is done to texts.
 
-    weighs_vocabulary: whether the model's guesses of masked tokens are wanted.
+    Attributes:
+        max_seq_length: tokens to which a text is cut; None: no file says so.
+        template_options: what the chat template that makes a prompt of two texts is told; None: none does.
+    """
+
+    max_seq_length: int | None
+    template_options: tuple[tuple[str, Any], ...] | None = None
+
+
+def read_model_input(model_dir: Path, tasks: tuple[str, ...] = _TASKS) -> ModelInput:
+    """What the files beside a model say that is wanted for one of these tasks.
 
     Raises:
         ModelLoadError: a file is malformed.
@@ -31,17 +46,27 @@ def read_max_seq_length(model_dir: Path, *, weighs_vocabulary: bool = False) -> 
     """
     name = next((name for name in _FILES if (model_dir / name).is_file()), _FILES[0])
     about, tokenizer = (optional_json_object(model_dir / file) for file in (name, "tokenizer_config.json"))
-    _check(about, tokenizer, _OF_VOCABULARY if weighs_vocabulary else _TASKS)
-    return about.optional_integer("max_seq_length") or _max_length(tokenizer)
-
-
-def _check(about: JsonObject, tokenizer: JsonObject, tasks: tuple[str, ...]) -> None:
     if about.flag("do_lower_case", False) and not tokenizer.flag("do_lower_case", False):
         raise about.unsupported("do_lower_case", "false where tokenizer_config.json does not say true")
     about.choice("transformer_task", tasks, tasks[0])
-    about.only("processing_kwargs", {})
-    if "message" in about.child("modality_config"):
+    longest = about.optional_integer("max_seq_length") or _max_length(tokenizer)
+    return ModelInput(longest, _template_options(about, tasks))
+
+
+def _template_options(about: JsonObject, tasks: tuple[str, ...]) -> tuple[tuple[str, Any], ...] | None:
+    if "message" not in about.child("modality_config"):
+        about.only("processing_kwargs", {})
+        return None
+    if tasks != TASKS_OF_ANSWERS:
         raise about.unsupported("modality_config", "without message: a chat template is put around no text")
+    given = about.child("processing_kwargs")
+    for key in given.values:
+        if key != "chat_template":
+            given.only(key, {})
+    options = given.child("chat_template")
+    for key in _NOT_OF_TEMPLATES:
+        options.only(key)
+    return tuple((key, value) for key, value in options.values.items() if key != "restore_suffix")
 
 
 def _max_length(tokenizer: JsonObject) -> int | None:

@@ -61,7 +61,23 @@ def by_tokens(arch: ModelArch, file: JsonObject, id_of: IdOf) -> HeadLayer:
         return _head(arch, ids, TOKENS)
     if len(ids) != 2:
         raise file.wrong(TOKENS, f"a list of two tokens, no and yes, as {_TWO_WAYS} wants")
-    return replace(_head(arch, ids, TOKENS), activation="excess")
+    return _excess(_head(arch, ids, TOKENS))
+
+
+def by_answers(arch: ModelArch, ids: tuple[int, ...]) -> HeadLayer:
+    """The head that gives the logit of a token, [yes], or by how much that of the second is greater, [no, yes].
+
+    Raises:
+        ConfigError: the model's logits are more than a product and a bias, or it has no such tokens.
+    """
+    if max(ids) >= arch.vocab_size:
+        raise ConfigError(f"LogitScore: the model has {arch.vocab_size} tokens, and none of id {max(ids)}")
+    head = _head(arch, list(ids), "LogitScore")
+    return head if len(ids) == 1 else _excess(head)
+
+
+def _excess(head: HeadLayer) -> HeadLayer:
+    return replace(head, activation="excess")
 
 
 def _head(arch: ModelArch, tokens: list[int], what: str) -> HeadLayer:

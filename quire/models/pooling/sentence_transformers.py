@@ -3,13 +3,14 @@
 Invariant: torch-free. What the files ask for is done or refused; the chain of modules must be a model, then one way of
 pooling (or none: each token keeps its own vector), then dense layers, then perhaps a norm. Which tokens of two texts
 are matched (`late_interaction`) may be said anywhere behind the model. Or there is a model that guesses masked tokens,
-and then what pools its guesses.
+and then what pools its guesses; or a language model, and then what scores by how likely it says some token next.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.config.pooling import HeadLayer
 from quire.errors import ModelLoadError
@@ -21,13 +22,15 @@ from quire.models.json_object import (
 )
 from quire.models.pooling import late_interaction
 from quire.models.pooling.late_interaction import MASK, LateInteraction, read_late_interaction
-from quire.models.pooling.model_input import read_max_seq_length
+from quire.models.pooling.model_input import TASKS_OF_ANSWERS, TASKS_OF_WORDS, read_model_input
 
 MODULES = "modules.json"
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
 SPLADE = "SpladePooling"
+ANSWER = "LogitScore"
 _OF_WORDS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}
 """Its functions, behind which comes a logarithm more; that of OpenSearch's models: arXiv:2504.14839."""
+_KINDS = (*_ORDER, MASK, SPLADE, ANSWER)
 _ALSO_CALLED = {"MLMTransformer": "Transformer"}
 _POOLINGS = {
     "cls": "cls",
@@ -81,6 +84,11 @@ class SentenceTransformer:
     word_activation: str = ""
     """What becomes of the numbers of words, if these are pooled, and not vectors."""
 
+    template_options: tuple[tuple[str, Any], ...] | None = None
+    """As `PoolingSpec` has them."""
+    answers: tuple[int, ...] = ()
+    """The tokens that a language model scores by: no and yes, or yes alone."""
+
     @property
     def weighs_vocabulary(self) -> bool:
         """Whether it is the numbers of all words that are pooled."""
@@ -96,6 +104,7 @@ class _Modules:
     norm: str | None
     mask: str | None
     splade: str | None
+    answer: str | None = None
 
 
 def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
@@ -116,6 +125,14 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
     if modules.splade is not None:
         splade = read_json_object(model_dir / modules.splade / "config.json")
         pooling, word_activation, where = *_splade(splade), splade.where
+    last = (
+        TASKS_OF_WORDS
+        if modules.splade is not None
+        else TASKS_OF_ANSWERS
+        if modules.answer is not None
+        else None
+    )
+    model_input = read_model_input(model_dir, *([] if last is None else [last]))
     prompts, source = _prompts(about), "sentence_embedding"
     matched = LateInteraction(prompts, False)
     if pooling == "all":
@@ -128,7 +145,7 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
         pooling_file=where,
         head=tuple(_dense(model_dir, folder, source) for folder in modules.dense),
         normalizes=modules.norm is not None or matched.is_normalized,
-        max_seq_length=read_max_seq_length(model_dir, weighs_vocabulary=modules.splade is not None),
+        max_seq_length=model_input.max_seq_length,
         prompts=matched.prompts,
         default_prompt=_default_prompt(about, matched.prompts),
         include_prompt=include_prompt,
@@ -137,6 +154,8 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
         skipped_words=matched.skipped_words,
         side_lengths=matched.side_lengths,
         word_activation=word_activation,
+        template_options=model_input.template_options,
+        answers=() if modules.answer is None else _answers(model_dir / modules.answer / "config.json"),
     )
 
 
@@ -146,8 +165,8 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     for module in read_json_objects(path):
         kind, folder = module.text("type").rpartition(".")[2], module.text("path", "")
         kind = _ALSO_CALLED.get(kind, kind)
-        if kind not in (*_ORDER, MASK, SPLADE):
-            raise module.unsupported("type", f"one of {', '.join((*_ORDER, MASK, SPLADE))}")
+        if kind not in _KINDS:
+            raise module.unsupported("type", f"one of {', '.join(_KINDS)}")
         if folder != Path(folder).name:
             raise module.wrong("path", "the name of a folder beside this file")
         found.append((kind, folder))
@@ -159,13 +178,20 @@ def _checked(path: Path, modules: list[tuple[str, str]]) -> _Modules:
     kinds = [kind for kind, _ in modules]
     if kinds == ["Transformer", SPLADE]:
         return _Modules((), None, None, None, modules[1][1])
+    if kinds == ["Transformer", ANSWER]:
+        return _Modules((), None, None, None, None, modules[1][1])
     places = [_ORDER.index(kind) for kind in kinds if kind in _ORDER]
     is_once = all(kinds.count(kind) == 1 for kind in {"Transformer", *kinds} - {"Dense"})
-    if places != sorted(places) or not is_once or SPLADE in kinds or {MASK, "Pooling"} <= {*kinds}:
+    if (
+        places != sorted(places)
+        or not is_once
+        or {SPLADE, ANSWER} & {*kinds}
+        or {MASK, "Pooling"} <= {*kinds}
+    ):
         raise ModelLoadError(
             f"{path}: the modules are {', '.join(kinds)}; they must be a Transformer, then at most one Pooling, then "
             f"Dense layers, then at most one Normalize, and without a Pooling at most one {MASK}; or a Transformer "
-            f"and a {SPLADE}"
+            f"and a {SPLADE} or {ANSWER}"
         )
     folders = {kind: folder for kind, folder in modules if kind != "Dense"}
     if folders["Transformer"]:
@@ -202,6 +228,15 @@ def _splade(config: JsonObject) -> tuple[str, str]:
     """How the numbers of words become those of a text, and what becomes of each."""
     activation = config.choice("activation_function", tuple(_OF_WORDS), "relu")
     return config.choice("pooling_strategy", ("max", "sum"), "max"), _OF_WORDS[activation]
+
+
+def _answers(path: Path) -> tuple[int, ...]:
+    config = read_json_object(path)
+    config.only("module_input_name", "causal_logits")
+    answers = [key for key in ("false_token_id", "true_token_id") if config.get(key) is not None]
+    if "true_token_id" not in answers:
+        raise config.wrong("true_token_id", "the id of a token")
+    return tuple(config.integer(key, low=0) for key in answers)
 
 
 def _dense(model_dir: Path, folder: str, source: str) -> HeadLayer:

@@ -19,9 +19,10 @@ from quire.models.json_object import JsonObject
 from quire.models.pooling.architectures import GENERATES, Made, made_for
 from quire.models.pooling.forms import in_form
 from quire.models.pooling.heads import classes, head_of
-from quire.models.pooling.output_head import TOKENS, IdOf, by_output_head, by_tokens
+from quire.models.pooling.output_head import TOKENS, IdOf, by_answers, by_output_head, by_tokens
 from quire.models.pooling.overrides import overridden
 from quire.models.pooling.sentence_transformers import (
+    ANSWER,
     MODULES,
     SentenceTransformer,
     read_sentence_transformer,
@@ -78,10 +79,12 @@ def settle_pooling(config: EngineConfig, id_of: IdOf) -> Settled:
     architecture = architecture_of(file)
     made = made_for(architecture, asked.model_impl)
     layout = read_sentence_transformer(model_dir) if asked.runner != "generate" else None
+    if layout is not None and layout.answers and made.kind != GENERATES:
+        raise ModelLoadError(f"{layout.pooling_file}: {ANSWER} is for language models, not {architecture}")
     runner, reason = _runner(config, architecture, made, layout)
     if runner == "generate":
         return Settled(runner, reason, "none", "it generates")
-    target, target_reason = _target(asked.convert, made)
+    target, target_reason = _target(asked.convert, made, layout)
     arch = in_form(config.arch, file, made, target)
     if layout is not None and layout.weighs_vocabulary and target == "embed":
         arch = with_vocabulary_head(arch, file)
@@ -140,13 +143,15 @@ def _runner(
     return "generate", f"{architecture} is a language model"
 
 
-def _target(convert: str, made: Made) -> tuple[str, str]:
+def _target(convert: str, made: Made, layout: SentenceTransformer | None) -> tuple[str, str]:
     """What the model is for: "embed" or one of `_CLASSIFIERS`; and why."""
     if convert == "none" and made.kind == GENERATES:
         raise ConfigError(
             "--convert is none, and the model generates; to pool it must become something: embed, classify or reward"
         )
     if convert in ("auto", "none"):
+        if layout is not None and layout.answers:
+            return "classify", f"the checkpoint's {MODULES} says by which tokens it scores"
         generates = made.kind == GENERATES
         reason = "what a language model becomes by default" if generates else "what it was made for"
         return "embed" if generates else made.kind, reason
@@ -164,10 +169,10 @@ def _embedder(
     joined = width if layout is None else width * len(layout.pooling.split("+"))
     size = layout.head[-1].outputs if layout is not None and layout.head else joined
     matryoshka = _matryoshka(file, size)
-    if layout is None:
+    if layout is None or layout.answers:
         pooling = "mean" if made.is_whole or arch.bidirectional else "last"
         spec = PoolingSpec((EMBED, TOKEN_EMBED), pooling, size, activation="normalize", matryoshka=matryoshka)
-        return spec, f"the default, with vectors of length 1, because the checkpoint has no {MODULES}"
+        return spec, f"the default, with vectors of length 1, because no {MODULES} says how"
     if layout.weighs_vocabulary:
         spec = PoolingSpec(
             (EMBED,),
@@ -250,9 +255,9 @@ def _classifier(
     # Of a model with a head of its own, that says what is pooled, and how many numbers there are.
     own = None if arch.head is None else "token_classify" if arch.head.of_tokens else "classify"
     function = "" if layout is None else layout.class_function
-    of_tokens = None
-    if TOKENS in file and target == "classify" and not made.is_whole:
-        of_tokens = by_tokens(arch, file, id_of)
+    of_tokens, answers = None, () if layout is None else layout.answers
+    if target == "classify" and not made.is_whole and (answers or TOKENS in file):
+        of_tokens = by_answers(arch, answers) if answers else by_tokens(arch, file, id_of)
         count = 1 if of_tokens.activation == "excess" else of_tokens.outputs
         file = file.with_values(num_labels=count, id2label={})
     labels, activation = classes(file, own or target, function)
@@ -264,7 +269,11 @@ def _classifier(
     head = () if made.is_whole else head_of(architecture_of(file), target, _width(arch), len(labels))
     if of_tokens is not None:
         head = (of_tokens,)
-    return PoolingSpec((task,), pooling, len(labels), labels, activation, head=head), f"what {target} needs"
+    spec = PoolingSpec((task,), pooling, len(labels), labels, activation, head=head)
+    if layout is None:
+        return spec, f"what {target} needs"
+    written = replace(spec, prompts=layout.prompts, default_prompt=layout.default_prompt)
+    return replace(written, template_options=layout.template_options), f"what {target} needs"
 
 
 def _leaves_head_to_adapters(config: EngineConfig, made: Made, model_dir: Path) -> bool:

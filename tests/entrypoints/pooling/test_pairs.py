@@ -8,7 +8,7 @@ import pytest
 
 from quire.config.pooling import PoolingSpec
 from tests.entrypoints.pooling.conftest import Serve
-from tests.fixtures.pooling import CROSS_ENCODER, EMBEDDER, TOKEN_EMBEDDER
+from tests.fixtures.pooling import ANSWERING, CROSS_ENCODER, EMBEDDER, PAIR_TEMPLATE, TOKEN_EMBEDDER
 
 DOCUMENTS = ["abc", "d", "hello world", "x y z"]
 
@@ -98,3 +98,23 @@ async def test_late_interaction_scores_pairs_too(serve: Serve) -> None:
         reply = await client.post("/v1/embeddings", json={"input": "a"})
         assert reply.status_code == 400
         assert "/rerank" in reply.text
+
+
+async def test_pairs_of_a_language_model_are_written_by_its_template(serve: Serve) -> None:
+    async with serve(ANSWERING, chat_template=PAIR_TEMPLATE) as client:
+        body = {"query": "abc", "documents": ["xy", "x" * 30]}
+        reply = await client.post("/rerank", json=body)
+        assert reply.status_code == 400
+        assert "context" in reply.json()["error"]["message"]
+        for how, num_tokens in (({"max_tokens_per_doc": 5}, 5), ({"truncate_prompt_tokens": 20}, 9)):
+            reply = await client.post("/rerank", json=body | how)
+            assert reply.status_code == 200, reply.text
+            own = 2 * len("find:abc::z")
+            assert reply.json()["usage"]["prompt_tokens"] == own + len("xy") + num_tokens
+
+
+async def test_a_language_model_without_a_template_says_what_it_lacks(serve: Serve) -> None:
+    async with serve(ANSWERING) as client:
+        reply = await client.post("/score", json={"text_1": "abc", "text_2": "xy"})
+        assert reply.status_code == 400
+        assert "chat template" in reply.json()["error"]["message"]
