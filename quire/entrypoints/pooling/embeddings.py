@@ -54,7 +54,7 @@ async def create_embeddings(request: Request) -> Response:
     job = Job.of(request, body, "embd-")
     inputs = split_prompts(body.input, "input", MAX_INPUTS)
     params = PoolingParams(use_activation=body.use_activation, dimensions=body.dimensions, task=EMBED)
-    options = text_options(body, prompt_name=body.prompt_name)
+    options = text_options(body)
     with called("input"):
         embedded = await embed_each(job, inputs, options, params, in_windows=body.average_windows)
 
@@ -82,7 +82,7 @@ async def pool(request: Request) -> Response:
     body = checked(request, raw, PoolingRequest)
     job = Job.of(request, body, "pool-")
     inputs, params = split_prompts(body.input, "input", MAX_INPUTS), _params(body, job)
-    options = text_options(body, prompt_name=body.prompt_name)
+    options = text_options(body)
     with called("input"):
         found = await embed_each(job, inputs, options, params, in_windows=body.average_windows)
 

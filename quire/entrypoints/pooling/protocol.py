@@ -37,6 +37,7 @@ class PoolingFields(EngineRequest):
     truncate_prompt_tokens: Truncation = None
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool = True
+    prompt_name: str | None = None
     use_activation: bool | None = None
 
 
@@ -46,7 +47,6 @@ class EmbeddingRequest(PoolingFields):
     input: InputField
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
-    prompt_name: str | None = None
     average_windows: bool = False
 
 
@@ -57,7 +57,6 @@ class PoolingRequest(PoolingFields):
     task: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
-    prompt_name: str | None = None
     step_tag_id: TokenId | None = None
     returned_token_ids: Annotated[list[TokenId] | None, Field(min_length=1)] = None
     average_windows: bool = False

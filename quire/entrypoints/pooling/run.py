@@ -128,6 +128,7 @@ def text_options(body: PoolingFields, **others: Any) -> TextOptions:
         body.truncate_prompt_tokens,
         body.truncation_side,
         add_special_tokens=body.add_special_tokens,
+        prompt_name=body.prompt_name,
         **others,
     )
 

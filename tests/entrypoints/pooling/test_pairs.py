@@ -111,6 +111,11 @@ async def test_pairs_of_a_language_model_are_written_by_its_template(serve: Serv
             assert reply.status_code == 200, reply.text
             own = 2 * len("find:abc::z")
             assert reply.json()["usage"]["prompt_tokens"] == own + len("xy") + num_tokens
+        reply = await client.post("/score", json={"text_1": "abc", "text_2": "xy", "prompt_name": ""})
+        assert reply.json()["usage"]["prompt_tokens"] == len("abc:xy:z")
+        reply = await client.post("/score", json={"text_1": "abc", "text_2": "xy", "prompt_name": "code"})
+        assert reply.status_code == 400
+        assert "it has web" in reply.json()["error"]["message"]
 
 
 async def test_a_language_model_without_a_template_says_what_it_lacks(serve: Serve) -> None:
