@@ -5,6 +5,7 @@ h heads of size D, R numbers by way of which others are made.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,29 +17,36 @@ from quire.kernels.attention_metadata import StateMetadata
 from quire.kernels.linear import Function
 from quire.layers.base import Layer, Module, model_dtype, parameter
 from quire.layers.linear import Linear
-from quire.layers.shard import Cut
-from quire.layers.slot import Init, Part, Slot
-from quire.layers.states import StateCache
+from quire.layers.shard import WHOLE, Cut, Shard, Span
+from quire.layers.slot import Init, Part, Slot, length
+from quire.layers.states import Shape, StateCache
 from quire.layers.step import StepContext
+
+if TYPE_CHECKING:
+    from quire.layers.quantization import QuantMethod
 
 
 class Rows(Layer):
-    """Vectors of one size as the rows of a matrix, float32 [N, size].
+    """Vectors of one size as the rows of a matrix, float32 [N, size], all of them cut as `span` is.
 
     `stored` has what the checkpoint calls each, beside this layer, its shape there, and what it is like at first.
     """
 
     rows: Tensor
 
-    def __init__(self, stored: Sequence[tuple[str, tuple[int, ...], Init]], size: int, name: str) -> None:
+    def __init__(self, stored: Sequence[tuple[str, tuple[int, ...], Init]], span: Span, name: str) -> None:
         super().__init__(name)
-        self._stored = tuple(stored)
-        self.rows = parameter(len(stored), size, dtype=torch.float32)
+        self._stored, self._span = tuple(stored), span
+        self.create_weights(None)
+
+    def create_weights(self, method: "QuantMethod | None", shard: Shard = WHOLE) -> None:
+        self.shard, self._own = shard, self._span.piece(shard, self.name)
+        self.rows = parameter(len(self._stored), length(self._own), dtype=torch.float32)
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        at, every = names[0].rpartition(".")[0], (slice(0, self.rows.shape[1]),)
+        at, size = names[0].rpartition(".")[0], self._span.size
         for row, (stored, shape, init) in zip(self.rows, self._stored, strict=True):
-            yield f"{at}.{stored}", Slot(row, init, Part((len(row),), every, every, shape))
+            yield f"{at}.{stored}", Slot(row, init, Part((size,), (slice(0, size),), (self._own,), shape))
 
 
 class TokenShift(Rows):
@@ -47,7 +55,8 @@ class TokenShift(Rows):
     taps: Tensor
 
     def __init__(self, stored: Sequence[tuple[str, tuple[int, ...]]], size: int, name: str) -> None:
-        super().__init__([(key, shape, "normal") for key, shape in stored], size, name)
+        rows: list[tuple[str, tuple[int, ...], Init]] = [(key, shape, "normal") for key, shape in stored]
+        super().__init__(rows, Span(1, size, replicated=True), name)
         taps = torch.tensor([[1.0], [0.0]], device="cpu").repeat(1, size)
         self.register_buffer("taps", taps, persistent=False)
 
@@ -58,11 +67,14 @@ class TokenShift(Rows):
 
 
 class TimeMix(Module):
-    """What each head remembers, read by the token; all but the first layer mix their values with those of the first."""
+    """What each head remembers, read by the token; all but the first layer mix their values with those of the first.
+
+    A rank has some of the heads, and of numbers that others are made of all.
+    """
 
     def __init__(self, *, config: EngineConfig, prefix: str, layer: int) -> None:
         super().__init__()
-        size, own = config.arch.hidden_size, rwkv7_of(config)
+        size, own, heads = config.arch.hidden_size, rwkv7_of(config), heads_of(config)
         shifted = [(f"x_{name}", (1, 1, size)) for name in "rwkvag"]
         self.shift = TokenShift(shifted, size, f"{prefix}.shift")
         self.of_heads = Rows(
@@ -73,23 +85,24 @@ class TimeMix(Module):
                 ("g_norm.weight", (size,), "ones"),
                 ("g_norm.bias", (size,), "zeros"),
             ],
-            size,
+            heads,
             f"{prefix}.of_heads",
         )
-        self.r_proj, self.k_proj, self.v_proj, self.o_proj = (
-            _linear(config, size, size, f"{prefix}.{name}_proj") for name in "rkvo"
+        self.r_proj, self.k_proj, self.v_proj = (
+            _linear(config, size, heads, f"{prefix}.{name}_proj") for name in "rkv"
         )
+        self.o_proj = _linear(config, size, size, f"{prefix}.o_proj", cut="input")
         self.w_down = _linear(config, size, own.decay_rank, f"{prefix}.w_down", activation="tanh")
-        self.w_up = _linear(config, own.decay_rank, size, f"{prefix}.w_up", bias=True)
+        self.w_up = _linear(config, own.decay_rank, heads, f"{prefix}.w_up", bias=True)
         self.a_down = _linear(config, size, own.rate_rank, f"{prefix}.a_down")
-        self.a_up = _linear(config, own.rate_rank, size, f"{prefix}.a_up", bias=True)
+        self.a_up = _linear(config, own.rate_rank, heads, f"{prefix}.a_up", bias=True)
         self.g_down = _linear(config, size, own.gate_rank, f"{prefix}.g_down", activation="sigmoid")
-        self.g_up = _linear(config, own.gate_rank, size, f"{prefix}.g_up")
+        self.g_up = _linear(config, own.gate_rank, heads, f"{prefix}.g_up")
         self.v_down = self.v_up = None
         if layer:
             self.v_down = _linear(config, size, own.value_rank, f"{prefix}.v_down")
             self.v_up = _linear(
-                config, own.value_rank, size, f"{prefix}.v_up", bias=True, activation="sigmoid"
+                config, own.value_rank, heads, f"{prefix}.v_up", bias=True, activation="sigmoid"
             )
         self.norm_eps = own.head_dim * config.arch.norm_eps
 
@@ -125,7 +138,7 @@ class ChannelMix(Module):
         super().__init__()
         size, inner = config.arch.hidden_size, config.arch.intermediate_size
         self.shift = TokenShift([("x_k", (size,))], size, f"{prefix}.shift")
-        self.key = _linear(config, size, inner, f"{prefix}.key", activation="relu2", cut="output")
+        self.key = _linear(config, size, Span(inner), f"{prefix}.key", activation="relu2")
         self.value = _linear(config, inner, size, f"{prefix}.value", cut="input")
 
     def forward(self, x: Tensor, cache: StateCache, step: StepContext) -> Tensor:
@@ -136,9 +149,15 @@ class ChannelMix(Module):
 
 def state_cache(config: EngineConfig, name: str) -> StateCache:
     """What a layer keeps: what time mixing and channel mixing read of the token before, and the heads' memories."""
-    size, own = config.arch.hidden_size, rwkv7_of(config)
-    heads = (size // own.head_dim, own.head_dim, own.head_dim)
+    size, dim = config.arch.hidden_size, rwkv7_of(config).head_dim
+    heads: Shape = ((Span(size // dim),), dim, dim)
     return StateCache(config=config, name=name, parts=[(1, size), (1, size), heads])
+
+
+def heads_of(config: EngineConfig) -> Span:
+    """What the heads have of the numbers of a token."""
+    dim = rwkv7_of(config).head_dim
+    return Span(config.arch.hidden_size // dim, dim)
 
 
 def rwkv7_of(config: EngineConfig) -> RWKV7Arch:
@@ -151,19 +170,22 @@ def rwkv7_of(config: EngineConfig) -> RWKV7Arch:
 def _linear(
     config: EngineConfig,
     inputs: int,
-    outputs: int,
+    outputs: int | Span,
     name: str,
     *,
     bias: bool = False,
     activation: Function | None = None,
     cut: Cut = "whole",
 ) -> Linear:
+    """Outputs that are a span are those that ranks share."""
+    spans = (outputs,) if isinstance(outputs, Span) else ()
     return Linear(
         in_features=inputs,
-        out_features=outputs,
+        out_features=outputs.size if isinstance(outputs, Span) else outputs,
         bias=bias,
         dtype=model_dtype(config),
         name=name,
-        cut=cut,
+        cut="output" if spans else cut,
+        spans=spans,
         activation=activation,
     )

@@ -4,6 +4,7 @@ Shapes: T tokens of the step, H hidden size, N rows of logits, V vocabulary rows
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ def crossing_layers(arch: ModelArch) -> tuple[int, ...]:
 class Decoder(Stack):
     """Embeddings, decoder layers and final norm.
 
-    A stage hands on the stream, and beside it what layers so far have kept for a model that guesses.
+    A stage hands on the stream, and beside it what layers so far have kept for a model that guesses, and what came into
+    those where skips start.
     """
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -69,14 +71,14 @@ class Decoder(Stack):
         self.kept_layers = arch.kept_layers
         self.skips = arch.skips
         self._crossing = crossing_layers(arch)
+        self._skipped_from = tuple(sorted({skip.start for skip in arch.skips}))
 
     def stream_size(self, layer: int) -> int:
-        return self._hidden_size * (1 + len(self._crossing))
+        return self._hidden_size * (1 + len(self._crossing) + len(self._skipped_from))
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Of a stage that is not the last: what the next one goes on from."""
-        (x, kept), residual = self._entering(inputs, positions, step), None
-        streams: dict[int, Tensor] = {}
+        (x, kept, streams), residual = self._entering(inputs, positions, step), None
         for number, layer in self.own_layers():
             if self.skips:
                 x, residual = self._skipping(number, x, residual, streams)
@@ -84,7 +86,7 @@ class Decoder(Stack):
                 kept[number] = x if residual is None else x + residual
             x, residual = layer(x, residual, positions, step)
         if self.norm is None:  # it is in a later stage
-            return self._handed_on(x if residual is None else x + residual, kept)
+            return self._handed_on(x if residual is None else x + residual, kept, streams)
         if len(self.layers) in self.kept_layers:
             kept[len(self.layers)] = x if residual is None else x + residual
         hidden, _ = self.norm.add(x, residual)
@@ -104,22 +106,30 @@ class Decoder(Stack):
 
     def _entering(
         self, inputs: Tensor, positions: Tensor, step: StepContext
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """[T, H] what the first of the layers reads, and what those before have kept, in their order."""
+    ) -> tuple[Tensor, dict[int, Tensor], dict[int, Tensor]]:
+        """[T, H] what the first of the layers reads, what those before have kept, in their order, and what came into
+        those where skips start."""
         if self.enters:
-            return self._embedded(inputs, positions, step), {}
+            return self._embedded(inputs, positions, step), {}, {}
         stream = self.came(step)
-        if not self._crossing:
-            return stream, {}
+        if not self._crossing and not self._skipped_from:
+            return stream, {}, {}
         x, *found = stream.split(self._hidden_size, dim=-1)
-        pairs = zip(self._crossing, found, strict=True)
-        return x.contiguous(), {number: rows for number, rows in pairs if number < self.own.start}
+        kept = zip(self._crossing, found, strict=False)
+        skipped = zip(self._skipped_from, found[len(self._crossing) :], strict=True)
+        return x.contiguous(), self._so_far(kept), self._so_far(skipped)
 
-    def _handed_on(self, x: Tensor, kept: dict[int, Tensor]) -> Tensor:
+    def _so_far(self, rows: Iterable[tuple[int, Tensor]]) -> dict[int, Tensor]:
+        """Those of layers before these; what came for others means nothing yet."""
+        return {number: one.contiguous() for number, one in rows if number < self.own.start}
+
+    def _handed_on(self, x: Tensor, kept: dict[int, Tensor], streams: dict[int, Tensor]) -> Tensor:
         """[T, `stream_size`]; what later layers are to keep means nothing yet."""
-        if not self._crossing:
+        if not self._crossing and not self._skipped_from:
             return x
-        return torch.cat((x, *(kept.get(number, x) for number in self._crossing)), dim=-1)
+        more = [kept.get(number, x) for number in self._crossing]
+        more += [streams.get(number, x) for number in self._skipped_from]
+        return torch.cat((x, *more), dim=-1)
 
     def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         x: Tensor = self.embed_tokens(inputs, step.adapter_rows)

@@ -106,8 +106,7 @@ NOTES = """
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
 - JetMoE's attention reads the projections of all its experts in each step.
-- RWKV-7 is computed on a CPU; elsewhere its recurrence has no kernel of its own, and is slow. It is not cut for ranks,
-  nor for stages, for which Solar Pro is not cut either: it hands on the streams of earlier layers.
+- RWKV-7 is computed on a CPU; elsewhere its recurrence has no kernel of its own, and is slow.
 - Not there, and refused: RWKV 4 to 6, xLSTM and Zaya.
 
 ## Any other

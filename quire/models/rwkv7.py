@@ -3,15 +3,19 @@
 Shapes: T tokens of the step, H hidden size.
 """
 
+import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
-from quire.layers.norm import block_norm
-from quire.layers.rwkv7 import ChannelMix, TimeMix, state_cache
+from quire.layers.norm import LayerNorm, RMSNorm, block_norm
+from quire.layers.rwkv7 import ChannelMix, TimeMix, heads_of, state_cache
+from quire.layers.shard import WHOLE, Shard
+from quire.layers.slot import length
 from quire.layers.step import StepContext
 from quire.models.decoder import DecoderForCausalLM
+from quire.models.stack import Stack
 
 
 class RWKV7Layer(Module):
@@ -32,11 +36,11 @@ class RWKV7Layer(Module):
         return x + self.ffn(normed, self.cache, step), first
 
 
-class RWKV7Decoder(Module):
-    """Embeddings, which are normed, layers and final norm."""
+class RWKV7Decoder(Stack):
+    """Embeddings, which are normed, layers and final norm; a stage hands on the first layer's values, too."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
-        super().__init__()
+        super().__init__(config=config)
         arch = config.arch
         self.embed_tokens = VocabEmbedding(
             vocab_size=arch.vocab_size,
@@ -51,16 +55,33 @@ class RWKV7Decoder(Module):
             RWKV7Layer(config=config, prefix=f"{prefix}.layers.{layer}", layer=layer)
             for layer in range(arch.num_layers)
         )
-        self.norm = block_norm(config, f"{prefix}.norm")
+        self.norm: RMSNorm | LayerNorm | None = block_norm(config, f"{prefix}.norm")
+
+        self._heads = heads_of(config)
+        self.take_share(WHOLE)
+
+    def take_share(self, shard: Shard) -> None:
+        self._num_values = length(self._heads.piece(shard, "heads"))
+
+    def stream_size(self, layer: int) -> int:
+        return self._hidden_size + self._num_values
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """As `CausalLM.forward`."""
-        x, first = self.embed_tokens(inputs, step.adapter_rows), None
-        if self.embed_norm is not None:
-            x = self.embed_norm(x)
-        for layer in self.layers:
+        """As `CausalLM.forward`; of a stage that is not the last: what the next one goes on from."""
+        x, first = self._entering(inputs, step)
+        for _, layer in self.own_layers():
             x, first = layer(x, first, step)
+        if self.norm is None:
+            assert first is not None, "a stage has a layer"
+            return torch.cat((x, first), dim=-1)
         return self.norm(x)
+
+    def _entering(self, inputs: Tensor, step: StepContext) -> tuple[Tensor, Tensor | None]:
+        if not self.enters:
+            x, first = self.came(step).split((self._hidden_size, self._num_values), dim=-1)
+            return x.contiguous(), first.contiguous()
+        embedded: Tensor = self.embed_tokens(inputs, step.adapter_rows)
+        return embedded if self.embed_norm is None else self.embed_norm(embedded), None
 
 
 class RWKV7ForCausalLM(DecoderForCausalLM):

@@ -44,6 +44,7 @@ from quire.layers.recurrent_unit import RGLRU, RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding, Unrotated
 from quire.layers.rotated_lightning import RotatedLightningAttention
 from quire.layers.router import Router
+from quire.layers.rwkv7 import ChannelMix, Rows, TimeMix, TokenShift
 from quire.layers.self_attention import SelfAttention
 from quire.layers.shard import Shard
 from quire.layers.shared_attention import SharedKVAttention
@@ -63,6 +64,7 @@ from quire.models.encoder import ClassifierHead, Encoder, EncoderModel
 from quire.models.gemma3n import Gemma3nBlock, Gemma3nDecoder, Gemma3nForCausalLM, Laurel, TokenRows
 from quire.models.opt import NoProjection, OPTDecoder, OPTDecoderLayer, OPTForCausalLM, OPTModel
 from quire.models.pooling.model import PoolingModel
+from quire.models.rwkv7 import RWKV7Decoder, RWKV7ForCausalLM, RWKV7Layer
 from quire.models.zamba2 import HybridLayer, MambaLayer, Zamba2Decoder, Zamba2ForCausalLM
 
 _MATRICES = frozenset(
@@ -136,6 +138,7 @@ _ZAMBA2 = frozenset(
         Adapters,
     }
 )
+_RWKV7 = frozenset({RWKV7ForCausalLM, RWKV7Decoder, RWKV7Layer, TimeMix, ChannelMix, TokenShift, Rows})
 _ENCODERS = frozenset({EncoderModel, Encoder, ClassifierHead})
 _POOLED = frozenset({PoolingModel, PoolingHead, HeadLinear, TableLinear})
 """Heads are small: each rank has all of them."""
@@ -143,6 +146,7 @@ _OF_SUCH_PARTS = (
     _OPT
     | _GEMMA3N
     | _ZAMBA2
+    | _RWKV7
     | _ENCODERS
     | _POOLED
     | {nn.ModuleList, nn.ModuleDict, DecoderForCausalLM, Decoder, SelfAttention, GatedMLP, PlainMLP}

@@ -24,6 +24,7 @@ from quire.models.encoder import Encoder, EncoderModel
 from quire.models.gemma3n import Gemma3nDecoder, Gemma3nForCausalLM
 from quire.models.opt import OPTDecoder, OPTForCausalLM
 from quire.models.pooling.model import PoolingModel
+from quire.models.rwkv7 import RWKV7Decoder, RWKV7ForCausalLM
 from quire.models.stack import Stack
 from quire.models.zamba2 import Zamba2Decoder, Zamba2ForCausalLM
 
@@ -64,11 +65,13 @@ CUT: frozenset[type[nn.Module]] = frozenset(
         DecoderForCausalLM,
         OPTForCausalLM,
         Gemma3nForCausalLM,
+        RWKV7ForCausalLM,
         Zamba2ForCausalLM,
         EncoderModel,
         Decoder,
         OPTDecoder,
         Gemma3nDecoder,
+        RWKV7Decoder,
         Zamba2Decoder,
         Encoder,
     }
@@ -119,7 +122,7 @@ def _read_here_too(model: CausalLM, stage: Stage) -> list[nn.Module]:
 def _stack(model: CausalLM) -> Stack:
     """Raises ConfigError: the model has no layers that can be cut apart."""
     stack, body = model.stack(), model.body if isinstance(model, PoolingModel) else model
-    if stack is None or not {type(body), type(stack)} <= CUT or model.config.arch.skips:
+    if stack is None or not {type(body), type(stack)} <= CUT:
         raise ConfigError(
             f"{OPTION}: what {type(body).__name__} hands from layer to layer is not known here, so it cannot be cut "
             "into stages; --tensor-parallel-size may share out its layers"

@@ -32,8 +32,7 @@ from tests.models.harness import logits_of, prepared_config
 from tests.models.test_encoders import states_of, texts
 
 SEQUENCES = [[5, 9, 31, 7, 12, 80, 3, 44, 21, 18, 6], [3, 1, 4], [250, 17, 99, 100, 101, 102, 8]]
-REFUSED = {"rwkv7", "solar"}
-EVERY_FAMILY = (TINY_MODELS.keys() | FOREIGN.keys() | PLAIN.keys()) - REFUSED
+EVERY_FAMILY = TINY_MODELS.keys() | FOREIGN.keys() | PLAIN.keys()
 MOST_STAGES = {"gemma3n": 2}
 """Of models whose last layers are together, since they read keys and values of each other."""
 
@@ -128,14 +127,6 @@ def test_a_stage_has_the_blocks_that_its_layers_take_turns_of(tiny_model: Callab
     own = [stage.checkpoint_slots().keys() for stage in stages]
     assert own[0] | own[1] == slots.keys()
     assert not any("adapter_list" in name for name in own[0] & own[1])
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_family_of_which_stages_would_need_more_is_refused(
-    name: str, tiny_model: Callable[[str], Path]
-) -> None:
-    with pytest.raises(ConfigError, match="hands from layer to layer is not known"):
-        without_weights(prepared_config(tiny_model(name)), stage=Stage(0, 2))
 
 
 def test_a_model_that_hands_on_nobody_knows_what_is_refused(tiny_model: Callable[[str], Path]) -> None:
