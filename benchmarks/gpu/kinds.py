@@ -93,7 +93,7 @@ def _latents() -> Iterator[Launch]:
 
 
 def _states(what: str, query_lens: list[int]) -> Iterator[Launch]:
-    from quire.kernels.triton import recurrence, scan, states
+    from quire.kernels.triton import recurrence, rwkv7, scan, states
 
     rows, step = sum(query_lens), state_metadata(query_lens)
     wide = partial(empty, dtype=torch.float32)
@@ -114,6 +114,8 @@ def _states(what: str, query_lens: list[int]) -> Iterator[Launch]:
     qkv, ba = empty(rows, 3 * 4096), empty(rows, 32 + 4096)
     by_channel = partial(recurrence.gated_delta, qkv, ba, heads, wide(4096), kept, step)
     yield f"gated_delta by channels, {what}", by_channel
+    parts, of_heads = [empty(rows, 2048) for _ in range(5)], wide(5, 2048)
+    yield f"rwkv7, {what}", partial(rwkv7.rwkv7, *parts, of_heads, wide(9, 32, 64, 64), step, 64e-5)
     gates, channels = wide(10, 256, 512), wide(2560)
     arguments = empty(rows, 2560), gates, wide(10, 512), channels, wide(9, 2560), step
     yield f"rg_lru, {what}", partial(recurrence.rg_lru, *arguments)

@@ -661,7 +661,7 @@ def _whole_squares(
     return states.shape[2] <= 256 and states.shape[2] % 16 == 0
 
 
-@op(_cpu("recurrence.rwkv7", _whole_squares))
+@op(_cpu("recurrence.rwkv7", _whole_squares), _triton("rwkv7.rwkv7"))
 def rwkv7(
     r: Tensor,
     w: Tensor,

@@ -106,7 +106,6 @@ NOTES = """
   embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
 - JetMoE's attention reads the projections of all its experts in each step.
-- RWKV-7 is computed on a CPU; elsewhere its recurrence has no kernel of its own, and is slow.
 - Not there, and refused: RWKV 4 to 6, xLSTM and Zaya.
 
 ## Any other

@@ -48,6 +48,7 @@ from quire.kernels.triton import (
     recurrence,
     rotary,
     route,
+    rwkv7,
     sampling,
     scan,
     states,
@@ -228,6 +229,7 @@ def _states(size: int) -> Launches:
         yield partial(scan.ssd_scan, x, dt, heads, b, b, heads, heads, None, kept, step)
         qkv, ba, kept = empty(rows, 2 * 128 + 256), empty(rows, 8), wide(blocks, 4, 64, 64)
         yield partial(recurrence.gated_delta, qkv, ba, heads, heads, kept, step)
+        yield partial(rwkv7.rwkv7, *[x] * 5, wide(5, 256), kept, step, 64e-5)
         gates = wide(4, 64, 128)
         yield partial(recurrence.rg_lru, x, gates, wide(4, 128), channels, wide(blocks, 256), step)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.kernels import ops
-from quire.kernels.triton import recurrence, scan, states
+from quire.kernels.triton import recurrence, rwkv7, scan, states
 from tests.fixtures.quick import quick
 from tests.kernels.op_cases import compare, randn
 from tests.kernels.state_batches import NUM_BLOCKS, state_batch
@@ -21,6 +21,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "ssd_scan": scan.ssd_scan,
     "gated_delta": recurrence.gated_delta,
     "rg_lru": recurrence.rg_lru,
+    "rwkv7": rwkv7.rwkv7,
 }
 every_kernel = pytest.mark.parametrize("name", list(KERNELS))
 BLOCK = 4
@@ -55,6 +56,8 @@ def operands(name: str) -> tuple[list[Tensor], list[Tensor | None], tuple[int, .
         return [randn(ROWS, size) for size in (40, 2, 5, 5, 40)], list(shared), (2, 5, 20)
     if name == "gated_delta":
         return [randn(ROWS, 2 * 8 + 2 * 20), randn(ROWS, 4)], [-torch.rand(2), randn(2)], (2, 8, 20)
+    if name == "rwkv7":
+        return [randn(ROWS, 2 * 12) for _ in range(5)], [randn(5, 2 * 12)], (2, 12, 12)
     shared = [randn(2, 10, 20) * 0.3, randn(2, 20), -8 * torch.rand(20)]
     return [randn(ROWS, 20)], list(shared), (20,)
 
@@ -65,6 +68,7 @@ def call(name: str, rows: list[Tensor], shared: list[Any], kept: Tensor, step: A
         "selective_scan": lambda x, dt, b, c, gate: (x, dt, shared[0], b, c, shared[1], gate, kept, step),
         "ssd_scan": lambda x, dt, b, c, gate: (x, dt, shared[0], b, c, *shared[1:], gate, kept, step),
         "gated_delta": lambda qkv, ba: (qkv, ba, *shared, kept, step),
+        "rwkv7": lambda r, w, k, v, a: (r, w, k, v, a, *shared, kept, step, 1e-4),
         "rg_lru": lambda x: (x, *shared, kept, step),
     }
     result: Tensor = KERNELS[name](*arguments[name](*rows))
