@@ -4,6 +4,7 @@
 // processor refuses, one trap for each instruction. It knows the forms that compilers emit, and ends the process at any other.
 // The encodings and operations are those of Intel's "Architecture Instruction Set Extensions Programming Reference".
 
+#include <cmath>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <ucontext.h>
 #include <unistd.h>
+#include <xmmintrin.h>
 
 namespace {
 
@@ -129,7 +131,18 @@ float widened(const uint8_t* bf16) {
     return value;
 }
 
-// Products of two bfloat16 are exact in float32, so that a product and a sum are a fused one.
+// Numbers below the normal ones count as 0, and none are made: of sums, that is, for products are not rounded.
+__attribute__((noinline)) void multiply_floats(const uint8_t* a, const uint8_t* b, int quads, uint8_t* place) {
+    float sum, first = 0.0f, second = 0.0f;
+    std::memcpy(&sum, place, 4);
+    for (int k = 0; k < quads; ++k, a += 4, b += sizeof(Tile::bytes[0])) {
+        first = std::fma(widened(a), widened(b), first);
+        second = std::fma(widened(a + 2), widened(b + 2), second);
+    }
+    sum += first + second;
+    std::memcpy(place, &sum, 4);
+}
+
 void multiply_tiles(const Instruction& in, const uint8_t* at) {
     Tile& out = tiles.tile[in.reg];
     const Tile &a = tiles.tile[in.rm], &b = tiles.tile[in.vvvv];
@@ -148,14 +161,7 @@ void multiply_tiles(const Instruction& in, const uint8_t* at) {
                 std::memcpy(place, &sum, 4);
                 continue;
             }
-            float sum, first = 0.0f, second = 0.0f;
-            std::memcpy(&sum, place, 4);
-            for (int k = 0; k < quads; ++k) {
-                first += widened(a.bytes[m] + 4 * k) * widened(b.bytes[k] + 4 * n);
-                second += widened(a.bytes[m] + 4 * k + 2) * widened(b.bytes[k] + 4 * n + 2);
-            }
-            sum += first + second;
-            std::memcpy(place, &sum, 4);
+            multiply_floats(a.bytes[m], b.bytes[0] + 4 * n, quads, place);
         }
     }
 }
@@ -191,7 +197,12 @@ void step(int, siginfo_t*, void* context) {
     const Instruction in = decode(at, registers);
     if (in.opcode == 0x50 && in.prefix == 1) multiply_bytes(in, registers);
     else if (in.opcode == 0x5e && in.prefix == 3) multiply_tiles(in, at);  // tdpbssd
-    else if (in.opcode == 0x5c && in.prefix == 2) multiply_tiles(in, at);  // tdpbf16ps
+    else if (in.opcode == 0x5c && in.prefix == 2) {  // tdpbf16ps
+        const unsigned mode = _mm_getcsr();
+        _mm_setcsr(mode | 0x8040);
+        multiply_tiles(in, at);
+        _mm_setcsr(mode);
+    }
     else if (in.opcode == 0x4b && in.in_memory) move_tile(in, at);
     else if (in.opcode == 0x49) set_tiles(in, at);
     else fail("not an instruction that it knows", at);
