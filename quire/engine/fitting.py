@@ -5,7 +5,7 @@ Invariant: what is cut off is text; special tokens stay, so a model finds its fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.engine.special_tokens import Encoded, Template
 from quire.engine.tokenizer import Tokenizer
@@ -78,19 +78,32 @@ class Fitter:
             return text
         return self._tokenizer.decode(cut(ids, most, self._side), skip_special_tokens=False)
 
-    def without(self, text: str, num_tokens: int) -> str:
-        """The text less so many tokens; one stays.
+    def composed(
+        self, first: str, second: str, most: int | None, compose: Callable[[str, str], list[int]]
+    ) -> list[int]:
+        """Tokens that are composed of two texts, at most `most`; it is the second that loses some, and one of it stays.
+
+        What is left of a text may have more tokens than it was cut to, where half a character is another one.
 
         Raises:
-            ValidationError: it has no more; as `text`.
+            ValidationError: there is no room for it; as `text`.
         """
-        most = len(self._encode(text)) - num_tokens
-        if most < 1:
-            raise ValidationError(
-                "there is no room for the second text beside the first and what the chat template writes",
-                param="truncate_prompt_tokens",
-            )
-        return self.shortened(text, most)
+        composed = compose(first, second)
+        if most is None or len(composed) <= most:
+            return composed
+        ids = self._encode(second)
+        left = len(ids)
+        while len(composed) > most:
+            if left <= 1:
+                raise ValidationError(
+                    "there is no room for the second text beside the first and what the chat template writes",
+                    param="truncate_prompt_tokens",
+                )
+            # At most half at a time: what is composed may have a text more than once.
+            left = max(left - (len(composed) - most), left // 2)
+            rest = self._tokenizer.decode(cut(ids, left, self._side), skip_special_tokens=False)
+            composed = compose(first, rest)
+        return composed
 
     def windows(self, text: str, most: int) -> list[list[int]]:
         """Tokens of a text in as few pieces of at most `most` as it has, each with the special tokens around it.

@@ -174,16 +174,16 @@ class PoolingInputs:
             ValidationError: as `tokenize`, or those of `compose`.
         """
         fitter, most, instruction = self._fitter(options), self._most(options), self._prompt(options)
+
+        def written(first: str, second: str) -> list[int]:
+            return compose(first, second, instruction)
+
         for pair in pairs:
             _check_empty(*pair)
             is_cut = most is not None or None not in options.max_tokens_per_text
             self._check_text(*pair, is_cut=is_cut)
             first, second = map(fitter.shortened, pair, options.max_tokens_per_text)
-            ids = compose(first, second, instruction)
-            while most is not None and len(ids) > most:
-                second = fitter.without(second, len(ids) - most)
-                ids = compose(first, second, instruction)
-            yield TokenizedPrompt(ids, first)
+            yield TokenizedPrompt(fitter.composed(first, second, most, written), first)
 
     def windows(self, text: str, options: TextOptions = AS_THEY_ARE) -> list[TokenizedPrompt]:
         """The text in as few prompts as it fits into, one behind the other, each with its special tokens.

@@ -140,7 +140,7 @@ def test_a_cross_encoder(name: str, tmp_path: Path) -> None:
             "MistralForCausalLM",
             {
                 "true_token_id": 9,
-                "processing_kwargs": {"chat_template": {"add_generation_prompt": True, "mark": "?"}},
+                "processing_kwargs": {"chat_template": {"add_generation_prompt": True, "instruction": "?"}},
             },
         ),
         (
@@ -187,6 +187,9 @@ def test_a_document_is_cut_and_not_what_a_template_writes_behind_it(tmp_path: Pa
         assert llm.score("q", document, options=most, use_tqdm=False)[0].outputs == whole.outputs
         each = TextOptions(max_tokens_per_text=(None, 30))
         assert llm.score("q", document, options=each, use_tqdm=False)[0].outputs == whole.outputs
+        for most in range(len(whole.prompt_token_ids) - 20, len(whole.prompt_token_ids)):
+            (cut,) = llm.score("q", "東京 naïve " * 9, options=TextOptions(most), use_tqdm=False)
+            assert len(cut.prompt_token_ids) <= most, "also where half a character is left"
         with pytest.raises(ValidationError, match="no room for the second text"):
             llm.score("q", document, options=TextOptions(truncate_prompt_tokens=9), use_tqdm=False)
 

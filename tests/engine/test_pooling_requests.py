@@ -228,6 +228,17 @@ def test_a_text_gets_the_prompt_that_is_named_or_the_models_own(pair_model_dir: 
     assert inputs.prompt_named(("nothing",)) is None
 
 
+def test_a_composed_pair_that_gets_no_shorter_is_refused(pair_model_dir: Path) -> None:
+    """Be it that a template leaves the document out, or that each rest of it has as many tokens as all of it."""
+    inputs = inputs_of(CROSS_ENCODER, pair_model_dir)
+    cut = TextOptions(8)
+    for compose in (lambda *_: [1] * 9, lambda _one, two, _told: [1] * (9 + (len(two) == 1))):
+        with pytest.raises(ValidationError, match="no room for the second text"):
+            list(inputs.composed([("a", "abcdef")], cut, compose))
+    (found,) = inputs.composed([("a", "abcdef")], cut, lambda one, two, _told: [1] * (2 + 2 * len(two)))
+    assert len(found.token_ids) <= 8
+
+
 def test_a_prompt_that_is_not_pooled_is_known_by_its_length(pair_model_dir: Path) -> None:
     spec = dataclasses.replace(EMBEDDER, include_prompt=False)
     inputs, query = inputs_of(spec, pair_model_dir), TextOptions(prompt_name="query")

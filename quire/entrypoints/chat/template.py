@@ -213,7 +213,9 @@ class ChatTemplate:
         options = {"tools": tools, "documents": documents, **chat_template_kwargs}
         return self._render(messages, options, add_generation_prompt, continue_final_message)
 
-    def compose_pair(self, query: str, document: str, instruction: str = "", **options: Any) -> RenderedChat:
+    def compose_pair(
+        self, query: str, document: str, instruction: str, options: Mapping[str, Any]
+    ) -> RenderedChat:
         """Two texts as one prompt, ready to be tokenized, by a template of a reranker: it has a message of each role.
 
         What the model is told before them, if anything, is a message of the system's.

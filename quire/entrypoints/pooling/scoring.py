@@ -61,7 +61,7 @@ def by_template(template: ChatTemplate, tokenizer: Encoder, options: dict[str, A
     """Pairs as a chat template writes them that is told these options."""
 
     def compose(query: str, document: str, instruction: str) -> list[int]:
-        return template.compose_pair(query, document, instruction, **options).encode(tokenizer)
+        return template.compose_pair(query, document, instruction, options).encode(tokenizer)
 
     return compose
 
