@@ -16,7 +16,8 @@ from torch import Tensor
 from quire.kernels.formats import format_of
 from quire.kernels.formats.books import BookFormat
 from quire.kernels.linear import PackedWeight
-from quire.kernels.triton.nibbles import nibble_at
+from quire.kernels.triton.launch import in_pairs
+from quire.kernels.triton.nibbles import STEP, nibble_at
 
 _LEAST_GROUP = 32
 """Of int4: what one product adds up is scaled as a whole."""
@@ -111,6 +112,15 @@ def has_own_product(weight: PackedWeight) -> bool:
         "int4": group >= _LEAST_GROUP and zeros < 2,
     }
     return own.get(kind, False)
+
+
+def product_options(weight: PackedWeight, dtype: torch.dtype) -> dict[str, Any]:
+    """What a kernel that multiplies rows in a dtype with such a weight is compiled for."""
+    return code_options(weight) | {
+        "OWN": has_own_product(weight),
+        "PAIRS": in_pairs(dtype),
+        "WHOLE": weight.inputs % STEP.value == 0,
+    }
 
 
 def book_of(weight: PackedWeight) -> Tensor | None:

@@ -23,9 +23,16 @@ from quire.kernels.formats import format_of
 from quire.kernels.linear import Ending, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.triton import fp8
 from quire.kernels.triton.activation import activate, silu_and_mul
-from quire.kernels.triton.codes import book_of, code_options, code_tile, has_own_product, in_words
+from quire.kernels.triton.codes import (
+    book_of,
+    code_options,
+    code_tile,
+    has_own_product,
+    in_words,
+    product_options,
+)
 from quire.kernels.triton.embedding import embedding
-from quire.kernels.triton.launch import in_pairs, next_power_of_2
+from quire.kernels.triton.launch import next_power_of_2
 from quire.kernels.triton.matmul import invariant_linear
 from quire.kernels.triton.nibbles import STEP, nibble_tile
 from quire.kernels.triton.parts import PROGRAMS, cut, put, room_for_parts
@@ -240,21 +247,13 @@ def _multiply(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None)
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-    places, own = (out, parts, arrived, x, weight.data, weight.scales), has_own_product(weight)
-    codes = code_options(weight)
+    places = out, parts, arrived, x, weight.data, weight.scales
     if in_words(weight):
-        _multiply_nibbles[grid](
-            *places,
-            weight.zeros,
-            book_of(weight),
-            *sizes,
-            OWN=own,
-            PAIRS=in_pairs(x.dtype),
-            WHOLE=inputs % STEP.value == 0,
-            **codes,
-            **variant,
-        )
-    elif own:
+        options = product_options(weight, x.dtype)
+        _multiply_nibbles[grid](*places, weight.zeros, book_of(weight), *sizes, **options, **variant)
+    elif has_own_product(weight):
         _multiply_int8[grid](*places, *sizes, WHOLE=inputs % tile.k == 0, **variant, BLOCK_K=tile.k)
     else:
-        _multiply_codes[grid](*places, weight.zeros, *sizes, **codes, **variant, BLOCK_K=tile.k)
+        _multiply_codes[grid](
+            *places, weight.zeros, *sizes, **code_options(weight), **variant, BLOCK_K=tile.k
+        )

@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.linear import PackedWeight, QuantizedRows
-from quire.kernels.triton.codes import code_options, code_tile, has_own_product, in_words
+from quire.kernels.triton.codes import code_tile, has_own_product, in_words, product_options
 from quire.kernels.triton.fp8 import PRECISE
-from quire.kernels.triton.launch import in_pairs
 from quire.kernels.triton.nibbles import STEP, nibble_tile
 from quire.kernels.triton.quantize import quantize_rows
 
@@ -93,14 +92,11 @@ def as_multiplied(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor | Non
 
 def format_options(weight: PackedWeight, dtype: torch.dtype) -> dict[str, Any]:
     """What a kernel with `product_tile` of rows in a dtype is compiled for: a weight's format, and the tile."""
-    own, options = has_own_product(weight), code_options(weight)
+    options = product_options(weight, dtype)
     return options | {
-        "OWN": own,
-        "PAIRS": in_pairs(dtype),
-        "WHOLE": weight.inputs % STEP.value == 0,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
-        "BLOCK_K": _BLOCK_K.get(options["KIND"], 0) if own else _CODE_BLOCK_K,
+        "BLOCK_K": _BLOCK_K.get(options["KIND"], 0) if options["OWN"] else _CODE_BLOCK_K,
         "num_warps": 8
         if in_words(weight)
         else 4,  # which take planes out of words, and have less room for sums
