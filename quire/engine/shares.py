@@ -77,5 +77,7 @@ def _with_states(arch: ModelArch) -> Iterator[Units]:
         yield Units(arch.delta.value_heads, "value heads with a state")
     if arch.recurrent_unit is not None:
         yield Units(arch.recurrent_unit.heads, "blocks of channels with a state")
+    if arch.rwkv7 is not None:
+        yield Units(arch.hidden_size // arch.rwkv7.head_dim, "heads with a state")
     if arch.short_conv is not None:
         yield Units(arch.hidden_size, "channels of its convolutions")
