@@ -78,11 +78,12 @@ def choosing(
     drafts: dict[str, list[int]] = {}
 
     def step(known: dict[str, NDArray[np.int32]]) -> None:
-        counts = {name: len(drafts.get(name, ())) for name in names}
-        verified = {name: Verified(count, count) for name, count in counts.items()}
-        speculation.note_step(verified, num_requests + sum(counts.values()), 0.05)
+        verified = {name: Verified(len(guessed), len(guessed)) for name, guessed in drafts.items()}
+        width = num_requests + sum(one.num_drafts for one in verified.values())
+        speculation.note_step(verified, num_requests, width, 0.05)
         drafts.clear()
-        drafts.update(speculation.propose(known))
+        if not speculation.rests():
+            drafts.update(speculation.propose(known))
 
     for length in range(len(ids) - num_asked, len(ids)):
         known = dict.fromkeys(names, array[:length])

@@ -108,26 +108,32 @@ class Speculation:
         for drafter in self._drafters.values():
             drafter.forget(request_id)
 
-    def note_step(self, verified: Mapping[str, Verified], width: int, seconds: float) -> None:
-        """A step is done; `width` tokens were computed, 0 if it did more than to generate."""
-        if self._adaptive:
-            self._note_times(verified, width, seconds)
-        for request_id, (num_drafts, num_accepted) in verified.items():
-            kind = self._kinds.get(request_id)
-            if kind is None:  # nothing was ever guessed for it, or it is gone
-                continue
-            if num_drafts:
-                self._acceptance.note(request_id, kind, num_drafts, num_accepted)
-            else:
-                self._acceptance.note_idle(request_id)
+    def note_step(
+        self, verified: Mapping[str, Verified], num_requests: int, width: int, seconds: float
+    ) -> None:
+        """A step is done, in which so many requests sampled.
 
-    def _note_times(self, verified: Mapping[str, Verified], width: int, seconds: float) -> None:
+        Args:
+            verified: of those that had drafts.
+            width: tokens that were computed, 0 if it did more than to generate.
+        """
+        if self._adaptive:
+            self._note_times(verified, num_requests, width, seconds)
+        for request_id, kind in self._kinds.items():  # nothing was ever guessed for others
+            found = verified.get(request_id)
+            if found is None:
+                self._acceptance.note_idle(request_id)
+            else:
+                self._acceptance.note(request_id, kind, found.num_drafts, found.num_accepted)
+
+    def _note_times(
+        self, verified: Mapping[str, Verified], num_requests: int, width: int, seconds: float
+    ) -> None:
         """What the step took, and what asking took for it."""
         seconds, spent_s = self._settle(seconds)
         self._balance.note_time(seconds)
         if not width:
             return
-        num_requests = len(verified)
         self._costs.note(num_requests, width, seconds)
         if spent_s is not None and self._costs.knows(num_requests):
             share = sum([one.num_accepted for one in verified.values()]) / num_requests
@@ -148,15 +154,17 @@ class Speculation:
         is_planned = len(self._spent) > self._num_ahead  # steps that were planned without asking come first
         return seconds, self._spent.popleft() if is_planned else None
 
+    def rests(self) -> bool:
+        """Whether nobody is to be asked for guesses now; asked once after each step, before `propose`."""
+        self._asking = None
+        return self._adaptive and self._balance.rests()
+
     def propose(self, known: Mapping[str, NDArray[np.int32]]) -> dict[str, list[int]]:
         """The tokens of requests that have just sampled -> what may follow them.
 
         Args:
             known: request id -> all its tokens, of prompt and output.
         """
-        self._asking = None
-        if self._adaptive and self._balance.rests():
-            return {}
         asking, started = _Asking(), self._clocks.now()
         texts = [
             Text(name, tokens, *self._requests[name])

@@ -179,15 +179,17 @@ class LaunchedStep:
         )
 
     def _propose(self, outcome: Outcome) -> dict[str, list[int]]:
-        """Drafts to follow what was sampled, if somebody guesses."""
+        """Drafts to follow what was sampled, if somebody guesses; while guessing rests, little is looked at."""
         if self.speculation is None or self.sampled is None:
             return {}
-        ids, drafts = self.request_ids, self.sampled.drafts
+        ids = self.request_ids
         verified = {
-            ids[index]: Verified(len(drafts.get(index, ())), len(token_ids) - 1)
-            for index, token_ids in outcome.token_ids.items()
+            ids[index]: Verified(len(drafts), len(outcome.token_ids[index]) - 1)
+            for index, drafts in self.sampled.drafts.items()
         }
         took = self.marks.done.seconds_since(self.marks.started)
-        self.speculation.note_step(verified, self.width, took)
+        self.speculation.note_step(verified, len(outcome.token_ids), self.width, took)
+        if self.speculation.rests():
+            return {}
         known = self.sampled.known_tokens(self.batch, outcome)
         return self.speculation.propose({ids[index]: tokens for index, tokens in known.items()})
