@@ -93,20 +93,22 @@ def _work(args: argparse.Namespace) -> int:
     target, journal = make_target(args.device, args.tiny), Journal(args.journal)
     journal.note(target.description() + ".")
     print(target.description(), flush=True)
-    if "ranks" in args.only:
-        _say_left_out(target, journal)
+    for remark in _remarks(target, args.only):
+        journal.note(remark + ".")
+        print(remark, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         checks = islice(_checks(target, args.only, Path(scratch)), args.job, None, args.jobs)
         return 0 if run_checks(checks, args.limit, journal, answers=target.answers) else LOST
 
 
-def _say_left_out(target: Target, journal: Journal) -> None:
-    from benchmarks.gpu.rank_checks import why_left_out
+def _remarks(target: Target, groups: Sequence[str]) -> Iterator[str]:
+    """What is to be known of results here."""
+    if "ranks" in groups:
+        from benchmarks.gpu.rank_checks import why_left_out
 
-    reason = why_left_out(target)
-    if reason is not None:
-        journal.note(reason + ".")
-        print(reason, flush=True)
+        yield from filter(None, [why_left_out(target)])
+    if "models" in groups:
+        yield from filter(None, [imports.older_oracle()])
 
 
 def _report(journals: Sequence[Journal], out: Path | None) -> int:

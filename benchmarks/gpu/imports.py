@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 KERNELS = ("torch", "triton", "numpy")
@@ -11,6 +12,8 @@ ENGINE = (*KERNELS, "tqdm", "tokenizers", "huggingface_hub", "msgspec", "zmq")
 ADAPTERS = (*ENGINE, "safetensors")
 _DISTRIBUTIONS = {"zmq": "pyzmq"}
 """Of packages that are installed by another name."""
+ORACLE = "5.23"
+"""The version of transformers that models were compared with."""
 
 
 def missing(packages: Sequence[str]) -> list[str]:
@@ -22,3 +25,19 @@ def advice(packages: Sequence[str]) -> str:
     """How to get them, for people."""
     names = " ".join(_DISTRIBUTIONS.get(package, package) for package in packages)
     return f"missing: {names}. Install them, or put their wheels on PYTHONPATH: pip install --target site {names}"
+
+
+def older_oracle() -> str | None:
+    """What is to be said of a transformers that knows some models not, or otherwise; None: nothing."""
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        return None
+    from packaging.version import Version  # comes with transformers
+
+    if Version(found) >= Version(ORACLE):
+        return None
+    return (
+        f"transformers {found} is older than {ORACLE}, and so no oracle for models that it had otherwise or not: "
+        "see whether what fails does so beside it on a CPU"
+    )

@@ -207,6 +207,18 @@ def test_a_gpu_that_is_not_there_ends_the_run_at_once(monkeypatch: pytest.Monkey
         check.main(["--only", "cases", "--journal", "unused"])
 
 
+@pytest.mark.parametrize(
+    ("installed", "is_older"), [("5.17.0", True), ("5.9.1", True), ("5.23.0", False), ("6.0", False)]
+)
+def test_an_oracle_that_is_too_old_is_told_of(
+    installed: str, is_older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imports, "version", lambda _package: installed)
+    found = imports.older_oracle()
+    assert found is None or f"transformers {installed} is older than {imports.ORACLE}" in found
+    assert (found is not None) is is_older
+
+
 def test_importing_the_command_imports_no_torch() -> None:
     assert "torch" not in vars(check)
     assert "torch" not in vars(imports)
