@@ -38,7 +38,7 @@ from quire.engine.progress import Progress
 from quire.engine.remote import CONFIG, PROGRESS, REQUESTS
 from quire.errors import EngineError, StartupError
 from quire.logging_setup import configure_logging
-from quire.processes import PARENTS_SIGNALS
+from quire.processes import PARENTS_SIGNALS, settle_garbage
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class CoreProcess:
         except StartupError as error:
             self._outboxes.send(CoreFailed(str(error)))
             return 1
+        settle_garbage()
         self._outboxes.send(core.ready)
         try:
             self._serve(core)

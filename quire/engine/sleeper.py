@@ -6,7 +6,6 @@ an empty cache, and requests that were kept are computed again, with the tokens 
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterable
 
@@ -14,6 +13,7 @@ from quire.engine.progress import Progress
 from quire.engine.sleep import MEMORY_TAGS, Rest
 from quire.engine.step_loop import Clock, StepLoop
 from quire.executor.base import Executor
+from quire.processes import collect_garbage
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
 
@@ -54,7 +54,7 @@ class Sleeper:
             self._scheduler.forget(self._clock())
             self._drain()  # the worker lets go of the rows
             self._executor.sleep(level)
-            gc.collect()
+            collect_garbage()
         self.rest = self.rest.deeper(level)
         logger.info("asleep at level %d: %s", self.rest.level, ", ".join(sorted(self.rest.asleep)))
         return sorted(self.rest.asleep)

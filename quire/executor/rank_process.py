@@ -35,7 +35,7 @@ from quire.kv_cache.plain import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
 from quire.lora_request import LoRARequest
 from quire.plugins import load_general_plugins
-from quire.processes import PARENTS_SIGNALS
+from quire.processes import PARENTS_SIGNALS, settle_garbage
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
 from quire.worker.devices import make_device
@@ -182,7 +182,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "load": RankProcess.load,
     "kv_cache_specs": lambda rank: encode_specs(rank.worker.kv_cache_specs()),
     "kv_memory": lambda rank: msgspec.to_builtins(rank.worker.kv_memory()),
-    "initialize_kv_cache": lambda rank, plain: rank.worker.initialize_kv_cache(decode_kv_config(plain)),
+    "initialize_kv_cache": lambda rank, plain: _initialize_kv_cache(rank.worker, plain),
     "take_part": lambda rank: rank.worker.take_part(),
     "sleep": lambda rank, level: rank.worker.sleep(level),
     "wake_up": lambda rank, tag: rank.worker.wake_up(tag),
@@ -194,6 +194,11 @@ CALLS: dict[str, Callable[..., Any]] = {
     "drop_adapter": lambda rank, key: rank.worker.adapters.drop(key),
 }
 """What an executor may ask of a rank, from plain data to plain data, or to a future without a result."""
+
+
+def _initialize_kv_cache(worker: Worker, plain: dict[str, Any]) -> None:
+    worker.initialize_kv_cache(decode_kv_config(plain))
+    settle_garbage()
 
 
 def _use_vocabulary(worker: Worker, plain: dict[str, Any]) -> None:

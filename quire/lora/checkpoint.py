@@ -33,6 +33,8 @@ from quire.models.safetensors_file import SafetensorsFile
 _COLUMNS = 16384
 """Of a weight that are looked at together: those of a table are many."""
 _PICKLED_NAME = "adapter_model.bin"
+_BLOCK_BYTES = 4 << 20
+"""Of memory that is asked for at a time: it takes as long to ask for that of each layer as to fill it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,9 @@ def read_adapter(
                 by_layer.setdefault(index, []).append(module)
     rows = read_own_rows(file, modules, targets, max_rows, row_dtype or dtype)
     layers, lengths = {}, {}
+    memory = SlotMemory(torch.device("cpu"), _BLOCK_BYTES)
     for index, found in by_layer.items():
-        reader = _LayerReader(file, targets, index)
+        reader = _LayerReader(file, targets, index, memory)
         layers[index] = reader.stacks(found, dtype)
         if reader.lengths is not None:
             lengths[index] = reader.lengths
@@ -130,8 +133,9 @@ def _row_lengths(own: Adaptable) -> RowLengths:
 class _LayerReader:
     """Puts what modules have, as far as this rank has them, where a layer makes their outputs."""
 
-    def __init__(self, file: SafetensorsFile, targets: Targets, index: int) -> None:
+    def __init__(self, file: SafetensorsFile, targets: Targets, index: int, memory: SlotMemory) -> None:
         self._file = file
+        self._memory = memory
         self._index = index
         self._own = targets.layers[index]
         self._layer = self._own.layer
@@ -142,12 +146,11 @@ class _LayerReader:
     def stacks(self, modules: Sequence[AdaptedModule], dtype: torch.dtype) -> LoraStacks:
         """Those of one adapter."""
         rank = max(module.rank for module in modules)
-        stacks = self._own.stacks(1, rank, read_as(self._own.kept(dtype)), SlotMemory(torch.device("cpu"), 0))
+        stacks = self._own.stacks(1, rank, read_as(self._own.kept(dtype)), self._memory)
         stacks.factors.fill_(1.0)
         for module in modules:
             tensors = {
-                kind: module.take(kind, self._file.tensor(info)).float()
-                for kind, info in module.of_layers.items()
+                kind: module.take(kind, self._file.tensor(info)) for kind, info in module.of_layers.items()
             }
             if "weight" in tensors:
                 tensors |= {"a": tensors["weight"], "b": torch.eye(module.rank)}
@@ -165,8 +168,8 @@ class _LayerReader:
             if "magnitude" in tensors:
                 self._lengths().add(
                     here,
-                    self._changed(here, module.scale, a, b[rows]),
-                    tensors["magnitude"][rows],
+                    self._changed(here, module.scale, a.float(), b[rows].float()),
+                    tensors["magnitude"][rows].float(),
                     self._own_bias(place),
                 )
             self._own.put(stacks, part, place.piece, a, b)
@@ -186,9 +189,9 @@ class _LayerReader:
             return tensors["bias"][rows] if "bias" in tensors else self._own_bias(place)
         offsets: Tensor | float = 0.0
         if "bias" in tensors:
-            offsets = tensors["bias"][rows] - self._own_bias(place)
+            offsets = tensors["bias"][rows].float() - self._own_bias(place)
         if "expand_bias" in tensors:
-            offsets = offsets + module.scale * tensors["expand_bias"][rows]
+            offsets = offsets + module.scale * tensors["expand_bias"][rows].float()
         return offsets
 
     def _own_bias(self, place: Place) -> Tensor | float:

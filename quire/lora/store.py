@@ -7,6 +7,9 @@ say (`quire.engine.adapter_holds`): an adapter stays until it is dropped.
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -17,6 +20,8 @@ from quire.lora.directory import directory_of
 from quire.lora.targets import Targets
 from quire.lora_request import LoRARequest
 
+NICENESS = 10
+"""Of who reads: a tenth of what a thread of the steps gets, where both want the same core."""
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +63,7 @@ class AdapterStore:
     def prepare(self, request: LoRARequest) -> Future[None]:
         """Read an adapter in the background; the result may be a ValidationError, and nothing is kept then."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "quire-adapters")
+            self._thread = ThreadPoolExecutor(1, "quire-adapters", initializer=_give_way)
         return self._thread.submit(self._read, request)
 
     def get(self, request: LoRARequest) -> Adapter:
@@ -103,6 +108,12 @@ class AdapterStore:
                 )
             return
         raise ValidationError(f"adapter {request.lora_name!r}: {problem}", param="lora_request")
+
+
+def _give_way() -> None:
+    """Let this thread, and those that it starts, compute when others have nothing to do, or little at a time."""
+    if sys.platform == "linux":  # elsewhere it would be all of the process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _end_of(model: str) -> str:

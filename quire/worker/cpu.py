@@ -5,7 +5,6 @@ Invariant: what is handed to it is done when the call has returned, so nothing i
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
@@ -23,6 +22,7 @@ from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.cpu.unrecorded import UnrecordedOps
 from quire.layers.kv_cache import why_not_captured
 from quire.platforms import Host
+from quire.processes import collect_garbage
 from quire.worker.block_copies import Moves, copy_on_host
 from quire.worker.devices import Mark
 from quire.worker.guessing_memory import kept_bytes, passing_bytes
@@ -144,7 +144,7 @@ class CpuMemory:
 
     def give_back(self) -> None:
         """Also what the C library keeps for later, where it can be asked to (glibc)."""
-        gc.collect()
+        collect_garbage()
         trim = getattr(CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

@@ -22,6 +22,7 @@ from quire.errors import ConfigError, StartupError
 from quire.kernels.triton import compiles
 from quire.kernels.triton.copies import copy_blocks
 from quire.layers.kv_cache import why_not_captured
+from quire.processes import collect_garbage
 from quire.worker.block_copies import Moves
 from quire.worker.device_pipeline import DevicePipeline
 from quire.worker.devices import Mark
@@ -99,7 +100,7 @@ class GpuMemory:
         return None
 
     def give_back(self) -> None:
-        gc.collect()
+        collect_garbage()
         self._module.empty_cache()
 
 

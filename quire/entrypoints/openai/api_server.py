@@ -8,7 +8,6 @@ this process imports.
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from quire.entrypoints.openai.start_signals import StartSignals
 from quire.errors import ConfigError, StartupError
 from quire.log_format import hide_queries
 from quire.logging_setup import say_error
+from quire.processes import settle_garbage
 
 if TYPE_CHECKING:
     import uvicorn
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 64 * 2**10
 KEEP_ALIVE_S = 5
 GRACEFUL_SHUTDOWN_S = 5
-COLLECT_AFTER = 10_000
-"""Objects that can be in cycles, made and not yet freed; Python's own number is 700."""
 
 
 def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -98,15 +96,6 @@ async def _serve(
         return await Lifecycle(app.state.server, http, listener, needs_key=needs_key).run()
     finally:
         await engine.shutdown()
-
-
-def settle_garbage() -> None:
-    """What has been imported and made by now stays: the collector need not walk over it again and again, which takes
-    tens of milliseconds that every stream would wait for. Streams are what lives later, some 300 objects each; young
-    ones are looked at when many have come together, as a request leaves few that only the collector can free."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, 10, 10)
 
 
 def http_config(app: FastAPI, config: ServerConfig, census: Census | None = None) -> uvicorn.Config:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 
@@ -25,6 +24,8 @@ def num_warps(tile: int) -> int:
 
 def in_pairs(dtype: torch.dtype) -> bool:
     """Whether floats of a dtype can be made in pairs (`pairs`); Triton's interpreter and other vendors cannot."""
+    import triton  # a CPU reads this file, too, and need not have it
+
     if dtype.itemsize != 2 or triton.knobs.runtime.interpret:
         return False
     backend: str = triton.runtime.driver.active.get_current_target().backend

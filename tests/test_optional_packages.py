@@ -1,0 +1,43 @@
+"""What no plain install brings is not needed: an engine works, and a server loads, where none of it can be imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+ABSENT = (
+    "triton",
+    "transformers",
+    "xgrammar",
+    "ray",
+    "opentelemetry.sdk",
+    "safetensors",
+    "gguf",
+    "scipy",
+    "PIL",
+)
+GENERATES = """
+from quire import LLM, SamplingParams
+from quire.sampling_params import StructuredOutputsParams
+
+params = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["yes"]))
+assert LLM(device="cpu").generate("Is it?", params)[0].outputs[0].text == "yes"
+"""
+EMBEDS = """
+from quire import LLM
+
+assert len(LLM("quire-demo-embed", device="cpu").embed("Hello")[0].outputs.embedding)
+"""
+SERVES = (
+    "import quire.entrypoints.cli.main, quire.entrypoints.openai.api_server, quire.entrypoints.openai.app"
+)
+RANKS = "import quire.engine.core_process, quire.executor.multiproc, quire.executor.rank_process"
+
+
+@pytest.mark.parametrize("program", [GENERATES, EMBEDS, SERVES, RANKS])
+def test_nothing_is_imported_that_a_plain_install_lacks(program: str) -> None:
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r}))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", blocked + program], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
