@@ -39,18 +39,14 @@ UNASKED_SHARE = 0.5
 """Of the memory that is free after loading: who did not say how much has other programs, too."""
 LOGITS_ELEMENTS = 1 << 23
 """32 MiB of float32."""
-SMALL_STEP = 64
+SMALL_STEP = 128
 """Tokens. Of larger steps, Python between the kernels is a small part."""
 
 
 def taped_tokens(config: EngineConfig) -> int:
-    """Tokens of the largest step that is recorded: one of every request, and drafts where few requests run."""
-    if config.arch.bidirectional:
-        return SMALL_STEP
-    most = config.scheduler.max_num_seqs
-    if config.speculative.settings.method is None:
-        return most
-    return max(most, min(most * (1 + config.speculative.settings.most_drafts), SMALL_STEP))
+    """Tokens of the largest step that is recorded: one of every request, or a few requests' drafts and prompts."""
+    limits = config.scheduler
+    return max(limits.max_num_seqs, min(SMALL_STEP, limits.max_num_batched_tokens))
 
 
 class HostMark:
@@ -199,8 +195,7 @@ class CpuDevice:
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
         num_tokens = taped_tokens(config)
         arena_bytes = peak.bytes_of_tapes(num_tokens)
-        taped = TapedForward(model, num_tokens, widths, arena_bytes, is_encoder=config.arch.bidirectional)
-        return HostPipeline(batch, taped)
+        return HostPipeline(batch, TapedForward(model, num_tokens, widths, arena_bytes))
 
     def _rehearsed(self, forward: Forward) -> Forward:
         """The same passes: of prompts, measured; of a token, it is noted what no tape could hold."""

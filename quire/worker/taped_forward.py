@@ -1,9 +1,8 @@
-"""The forward pass of a CPU: steps that only generate, and small ones of encoders, are played from a tape, one for each
-number of requests and of tokens, and another where some of them have adapters or are of second texts.
+"""The forward pass of a CPU: small steps are played from a tape that is open to any number of requests and tokens.
 
-There are more tokens than requests where drafts are verified. Neither number is rounded up to few sizes, as those of
-CUDA graphs are: on a CPU a padded row costs as much as any other, and what tapes take is bounded all the same. Their
-tensors share one arena, which the largest of them fills, and at most `MAX_TAPES` are kept.
+There is another for steps of one token, and others where tokens have adapters or are of second texts. No number is
+rounded up to few sizes, as those of CUDA graphs are: on a CPU a padded row costs as much as any other. The tensors of
+all tapes share one arena, which the largest step fills.
 
 Invariant: a tape has the kernels, and so the bits, of the pass that it was recorded from. Whatever differs from step to
 step is copied to where the tape reads it; models and steps that cannot be recorded run as they are.
@@ -12,7 +11,6 @@ step is copied to where the tape reads it; models and steps that cannot be recor
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from dataclasses import replace
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from quire.errors import EngineError
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
+from quire.kernels.cpu.open_tape import OpenTape, StepSize, record_open
 from quire.kernels.cpu.tape import Arena, ArenaFullError, RecordingError, Tape, record
 from quire.layers.step import StepContext
 from quire.worker.inputs import StepInputs
@@ -27,12 +26,8 @@ from quire.worker.pipeline import Body, eager_forward
 
 logger = logging.getLogger(__name__)
 
-MAX_TAPES = 128
-"""Recorded calls take some 0.5 KB each, so a tape of a large model about 150 KB; the tapes last played are kept."""
-
-
-_Kind = tuple[int, int, bool, bool]
-"""What steps of one tape have in common: how many requests and tokens, and whether tokens have adapters, and types."""
+_Traits = tuple[bool, bool]
+"""Whether tokens of a step have adapters, and types."""
 
 
 class TapedForward:
@@ -43,58 +38,72 @@ class TapedForward:
         max_num_tokens: most tokens of a step that is taped.
         table_widths: for each KV cache group, block ids of the longest request.
         arena_bytes: memory for the tensors of tapes; a step that needs more runs as it is.
-        is_encoder: whether steps have texts whole, so that nothing but the elements of tensors tells one from another.
     """
 
     def __init__(
-        self,
-        model: Body,
-        max_num_tokens: int,
-        table_widths: tuple[int, ...],
-        arena_bytes: int,
-        *,
-        is_encoder: bool = False,
+        self, model: Body, max_num_tokens: int, table_widths: tuple[int, ...], arena_bytes: int
     ) -> None:
         self._eager = eager_forward(model)
         self._max_taped = max_num_tokens
-        self._is_encoder = is_encoder
         self._places = _Places(max_num_tokens, table_widths)
         self._arena = Arena(arena_bytes)
-        self._tapes: OrderedDict[_Kind, Tape] = OrderedDict()
+        self._of_one: dict[_Traits, Tape] = {}
+        self._of_more: dict[_Traits, OpenTape] = {}
 
     def __call__(self, inputs: StepInputs) -> Tensor:
-        layout = inputs.layout
-        is_taped = layout.only_generates or self._is_encoder
-        if layout.num_tokens > self._max_taped or not is_taped:
-            return self._eager(inputs)
-        placed = self._places.place(inputs)
-        kind = _kind_of(placed)
-        tape = self._tapes.get(kind)
+        size, traits = _size_of(inputs), _traits_of(inputs)
+        try:
+            if size.tokens == 1 <= self._max_taped:
+                return self._play_one(self._places.place(inputs), traits)
+            while 1 < size.tokens <= self._max_taped:
+                if traits in self._of_more:
+                    return self._play(self._places.place(inputs), self._of_more[traits], size)
+                self._record_open(inputs, traits)
+        except RecordingError as reason:
+            self._tape_no_more_than(0, reason)
+        return self._eager(inputs)
+
+    def _play(self, placed: StepInputs, tape: OpenTape, size: StepSize) -> Tensor:
+        self._check(placed, tape.play(size))
+        return tape.result(size.tokens)
+
+    def _play_one(self, placed: StepInputs, traits: _Traits) -> Tensor:
+        tape = self._of_one.get(traits)
         if tape is None:
-            return self._record(placed, kind)
-        self._tapes.move_to_end(kind)
-        if not tape.play():
+            tape = self._of_one[traits] = record(lambda: self._eager(placed), self._arena)
+        else:
+            self._check(placed, tape.play())
+        return tape.result
+
+    def _record_open(self, inputs: StepInputs, traits: _Traits) -> None:
+        """For steps like this one, whatever their size; of fewer tokens, if there is too little memory."""
+        largest = StepSize(self._max_taped, self._max_taped)
+        self._places.place(inputs)  # all that there is of them is made before
+        try:
+            self._of_more[traits] = record_open(
+                lambda size: self._eager(self._places.of(inputs, size)), largest, self._arena
+            )
+        except ArenaFullError as reason:
+            self._tape_no_more_than(self._max_taped // 2, reason)
+        except RecordingError as reason:
+            self._tape_no_more_than(1, reason)
+
+    def _tape_no_more_than(self, num_tokens: int, reason: Exception) -> None:
+        self._max_taped = num_tokens
+        logger.info("steps of over %d tokens are not recorded: %s", num_tokens, reason)
+
+    def _check(self, placed: StepInputs, was_played: bool) -> None:
+        if not was_played:
             self._eager(placed)  # raises what the kernel has to say
             raise EngineError("a kernel refused a recorded step and took the same step afterwards")
-        return tape.result
-
-    def _record(self, placed: StepInputs, kind: _Kind) -> Tensor:
-        """Run the first step of its kind."""
-        try:
-            tape = record(lambda: self._eager(placed), self._arena)
-        except RecordingError as reason:
-            self._max_taped = placed.layout.num_tokens - 1 if isinstance(reason, ArenaFullError) else 0
-            logger.info("steps of over %d tokens are not recorded: %s", self._max_taped, reason)
-            return self._eager(placed)
-        self._tapes[kind] = tape
-        if len(self._tapes) > MAX_TAPES:
-            self._tapes.popitem(last=False)
-        return tape.result
 
 
-def _kind_of(inputs: StepInputs) -> _Kind:
-    layout, step = inputs.layout, inputs.step
-    return len(layout.rows), layout.num_tokens, step.adapter_rows is not None, step.token_types is not None
+def _size_of(inputs: StepInputs) -> StepSize:
+    return StepSize(len(inputs.layout.rows), inputs.layout.num_tokens)
+
+
+def _traits_of(inputs: StepInputs) -> _Traits:
+    return inputs.step.adapter_rows is not None, inputs.step.token_types is not None
 
 
 class _Places:
@@ -114,49 +123,61 @@ class _Places:
 
     def place(self, inputs: StepInputs) -> StepInputs:
         """The same step, its tensors in their places."""
-        size, num_tokens = len(inputs.layout.rows), inputs.layout.num_tokens
-        self._input_ids[:num_tokens] = inputs.input_ids
-        self._positions[:num_tokens] = inputs.positions
+        size = _size_of(inputs)
+        requests, tokens = size
+        self._input_ids[:tokens] = inputs.input_ids
+        self._positions[:tokens] = inputs.positions
         step = inputs.step
-        self._starts[: size + 1] = step.groups[0].query_start_loc
-        self._seq_lens[:size] = step.groups[0].seq_lens
+        self._starts[: requests + 1] = step.groups[0].query_start_loc
+        self._seq_lens[:requests] = step.groups[0].seq_lens
         for own, slots, table in zip(step.groups, self._slots, self._tables, strict=True):
             if isinstance(own, AttentionMetadata):
-                slots[:num_tokens] = own.slot_mapping
+                slots[:tokens] = own.slot_mapping
             if isinstance(own, StateMetadata):
-                self._kept_lens[:size] = own.kept
-            table[:size, : own.block_tables.shape[1]] = own.block_tables
-        adapter_rows, token_types = (
-            None if own is None else place[:num_tokens].copy_(own)
-            for own, place in ((step.adapter_rows, self._adapter_rows), (step.token_types, self._token_types))
+                self._kept_lens[:requests] = own.kept
+            table[:requests, : own.block_tables.shape[1]] = own.block_tables
+        for rows, place in ((step.adapter_rows, self._adapter_rows), (step.token_types, self._token_types)):
+            if rows is not None:
+                place[:tokens] = rows
+        for place, rows in zip(
+            self._handed_over(step).values(), (step.intermediate or {}).values(), strict=True
+        ):
+            place[:tokens] = rows
+        return self.of(inputs, size)
+
+    def of(self, inputs: StepInputs, size: StepSize) -> StepInputs:
+        """A step like this one but of that size, whose tensors are what stands in their places."""
+        step, tokens = inputs.step, size.tokens
+        intermediate = {name: place[:tokens] for name, place in self._handed_over(step).items()}
+        context = StepContext(
+            tuple(
+                self._metadata(*each, size)
+                for each in zip(step.groups, self._slots, self._tables, strict=True)
+            ),
+            None if step.adapter_rows is None else self._adapter_rows[:tokens],
+            None if step.token_types is None else self._token_types[:tokens],
+            None if step.intermediate is None else intermediate,
         )
-        groups = tuple(map(self._metadata, step.groups, self._slots, self._tables))
         return replace(
-            inputs,
-            input_ids=self._input_ids[:num_tokens],
-            positions=self._positions[:num_tokens],
-            step=StepContext(groups, adapter_rows, token_types, self._handed_over(step, num_tokens)),
+            inputs, input_ids=self._input_ids[:tokens], positions=self._positions[:tokens], step=context
         )
 
-    def _handed_over(self, step: StepContext, num_tokens: int) -> dict[str, Tensor] | None:
-        """Rows that a model reads beside tokens; it always does, or never, and they are always of one size."""
-        if step.intermediate is None:
-            return None
-        for name, rows in step.intermediate.items():
+    def _handed_over(self, step: StepContext) -> dict[str, Tensor]:
+        """Places of what a model reads beside tokens; it always does, or never, and rows are always of one size."""
+        for name, rows in (step.intermediate or {}).items():
             if name not in self._intermediate:
                 self._intermediate[name] = rows.new_zeros(len(self._input_ids), rows.shape[1])
-            self._intermediate[name][:num_tokens] = rows
-        return {name: place[:num_tokens] for name, place in self._intermediate.items()}
+        return {name: self._intermediate[name] for name in step.intermediate or ()}
 
-    def _metadata(self, own: GroupMetadata, slots: Tensor, table: Tensor) -> GroupMetadata:
-        size = len(own.seq_lens)
+    def _metadata(self, own: GroupMetadata, slots: Tensor, table: Tensor, size: StepSize) -> GroupMetadata:
+        requests, tokens = size
         places = {
-            "query_start_loc": self._starts[: size + 1],
-            "seq_lens": self._seq_lens[:size],
-            "block_tables": table[:size],
+            "query_start_loc": self._starts[: requests + 1],
+            "seq_lens": self._seq_lens[:requests],
+            "block_tables": table[:requests],
         }
         if isinstance(own, AttentionMetadata):
-            places["slot_mapping"] = slots[: len(own.slot_mapping)]
+            places["slot_mapping"] = slots[:tokens]
         if isinstance(own, StateMetadata):
-            places["kept_lens"] = self._kept_lens[:size]
+            places["kept_lens"] = self._kept_lens[:requests]
         return replace(own, **places)  # type: ignore[arg-type]

@@ -45,7 +45,8 @@ def test_no_step_takes_more_than_was_left_for_it(
 ) -> None:
     """The largest step there can be, with penalties and logprobs for every row."""
     monkeypatch.setattr(linear, "SCRATCH", linear._Scratch())  # kept by the process, and so by other tests
-    config = prepared_config(tiny_model(name), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=128)
+    limits = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    config = prepared_config(tiny_model(name), enforce_eager=True, **limits)
     left = loaded(config.evolve(gpu_memory_utilization=1.0)).kv_memory().free_bytes
     driver = driver_of(config)
     params = SamplingParams(

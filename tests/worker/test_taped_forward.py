@@ -18,6 +18,8 @@ from quire import LLM, SamplingParams
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.cpu import library
+from quire.kernels.cpu.open_tape import OpenTape
+from quire.kernels.cpu.tape import Tape
 from quire.layers.step import StepContext
 from quire.worker import taped_forward
 from quire.worker.cpu import CpuDevice
@@ -53,16 +55,19 @@ ROOM = 1 << 12
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[taped_forward.Tape]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tape | OpenTape]:
     """The tapes that the test records."""
-    tapes: list[taped_forward.Tape] = []
+    tapes: list[Tape | OpenTape] = []
 
-    def record(*args: Any) -> taped_forward.Tape:
-        tapes.append(original(*args))
-        return tapes[-1]
+    def noting(record: Callable[..., Tape | OpenTape]) -> Callable[..., Tape | OpenTape]:
+        def note(*args: Any) -> Tape | OpenTape:
+            tapes.append(record(*args))
+            return tapes[-1]
 
-    original = taped_forward.record
-    monkeypatch.setattr(taped_forward, "record", record)
+        return note
+
+    for name in ("record", "record_open"):
+        monkeypatch.setattr(taped_forward, name, noting(getattr(taped_forward, name)))
     return tapes
 
 
@@ -78,7 +83,7 @@ def test_every_family_gives_the_same_with_tapes(
     family: str,
     dtype: str,
     tiny_model: Callable[[str], Path],
-    recorded: list[taped_forward.Tape],
+    recorded: list[Tape | OpenTape],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -124,7 +129,7 @@ def step(ids: list[int], starts: list[int], *, drafts: bool = False) -> StepInpu
 
 
 class Lookup:
-    """A model of one kernel, which counts its passes."""
+    """A model of one kernel, which counts its passes: five find out what depends on a step's size."""
 
     def __init__(self) -> None:
         self.table = torch.arange(8.0)[:, None]
@@ -141,21 +146,21 @@ class Lookup:
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
-def test_python_runs_once_for_each_number_of_requests_and_of_tokens() -> None:
+def test_python_runs_for_one_token_and_for_more_and_no_more() -> None:
     model = Lookup()
     forward = TapedForward(model, 4, (4,), ROOM)
-    for ids in ([1, 2], [3, 4], [5], [6, 7], [2]):
+    for ids in ([1, 2], [3, 4], [6, 7, 5], [1, 2, 3, 4], [6, 7]):
         assert forward(step(ids, list(range(len(ids))))).flatten().tolist() == ids
-    assert model.passes == 2
-    assert forward(step([1, 2, 3], [0, 5])).flatten().tolist() == [1, 2, 3]
-    assert forward(step([3, 2, 1], [0, 5])).flatten().tolist() == [3, 2, 1]
-    assert model.passes == 4, "a step that prefills is not recorded"
-    for ids in ([1, 2, 3], [3, 2, 1], [4, 5, 6]):
-        assert forward(step(ids, [0, 5], drafts=True)).flatten().tolist() == ids
-    assert forward(step([1, 2, 3], [4], drafts=True)).flatten().tolist() == [1, 2, 3]
+    assert model.passes == 5
+    for ids in ([5], [2], [3, 4], [7]):
+        assert forward(step(ids, list(range(len(ids))))).flatten().tolist() == ids
     assert model.passes == 6
-    assert forward(step([1, 2, 3, 4, 5], [0, 5], drafts=True)).flatten().tolist() == [1, 2, 3, 4, 5]
-    assert forward(step([5, 4, 3, 2, 1], [0, 5], drafts=True)).flatten().tolist() == [5, 4, 3, 2, 1]
+    for ids, starts in (([1, 2, 3], [0, 5]), ([3, 2, 1], [5]), ([3, 4], [0])):
+        assert forward(step(ids, starts)).flatten().tolist() == ids
+        assert forward(step(ids, starts, drafts=True)).flatten().tolist() == ids
+    assert model.passes == 6
+    for ids in ([1, 2, 3, 4, 5], [5, 4, 3, 2, 1]):
+        assert forward(step(ids, [0, 5])).flatten().tolist() == ids
     assert model.passes == 8, "there are places for four tokens"
 
 
@@ -191,7 +196,7 @@ def test_rows_that_are_handed_over_are_read_in_their_places() -> None:
         states = {"states": 10.0 * torch.tensor(ids)[:, None]}
         got = forward(replace(plain, step=replace(plain.step, intermediate=states)))
         assert got.flatten().tolist() == [11 * token_id for token_id in ids]
-    assert model.passes == 2
+    assert model.passes == 6
 
 
 class Described(Lookup):
@@ -228,22 +233,43 @@ def test_a_recorded_step_with_a_bad_id_says_so() -> None:
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 def test_steps_that_are_too_large_for_the_arena_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     model = Lookup()
-    forward = TapedForward(model, 40, (4,), arena_bytes=128)
+    forward = TapedForward(model, 40, (4,), arena_bytes=64)
     with caplog.at_level(logging.INFO):
-        for size in (32, 40, 33, 32, 32, 40):
+        for size in (8, 40, 33, 10, 11, 10, 40):
             assert forward(step([3] * size, [0] * size)).flatten().tolist() == [3] * size
-    assert "steps of over 39 tokens are not recorded" in caplog.text
-    assert "steps of over 32 tokens are not recorded" in caplog.text
+    assert "steps of over 20 tokens are not recorded" in caplog.text
+    assert "steps of over 10 tokens are not recorded" in caplog.text
+    assert model.passes == 1 + 1 + 5 + 4
+
+
+class Uneven(Lookup):
+    """A model that does something else where steps are large, or small."""
+
+    def __init__(self, otherwise: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.is_other = otherwise
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        found = super().forward(input_ids, positions, step)
+        return found + found - found if self.is_other(len(input_ids)) else found
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
-def test_the_tapes_last_played_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taped_forward, "MAX_TAPES", 2)
-    model = Lookup()
-    forward = TapedForward(model, 4, (4,), ROOM)
-    for size in (1, 2, 1, 3, 1, 2):  # 3 replaces 2, which is recorded again
-        assert forward(step([size] * size, [0] * size)).flatten().tolist() == [size] * size
-    assert model.passes == 4
+@pytest.mark.parametrize(
+    ("otherwise", "problem"),
+    [
+        (lambda size: size > 3, "what a small step gives is not the first rows of what a large one gives"),
+        (lambda size: size == 2, "steps of one size do otherwise than those of another"),
+    ],
+)
+def test_steps_of_a_model_that_differs_by_size_run_as_they_are(
+    otherwise: Callable[[int], bool], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = TapedForward(Uneven(otherwise), 8, (4,), ROOM)
+    with caplog.at_level(logging.INFO):
+        for size in (2, 5, 7, 1, 1, 2):
+            assert forward(step([size] * size, [0] * size)).flatten().tolist() == [size] * size
+    assert f"steps of over 1 tokens are not recorded: {problem}" in caplog.text
 
 
 class Asking(Lookup):
@@ -259,7 +285,7 @@ def test_a_model_that_computes_otherwise_runs_as_it_is(caplog: pytest.LogCapture
     forward = TapedForward(model, 2, (4,), ROOM)
     with caplog.at_level(logging.INFO):
         assert forward(step([1, 4], [0, 0])).flatten().tolist() == [1, 4]
-    assert "steps of over 0 tokens are not recorded: aten._local_scalar_dense" in caplog.text
+    assert "steps of over 1 tokens are not recorded: aten._local_scalar_dense" in caplog.text
     assert forward(step([4, 1], [0, 0])).flatten().tolist() == [4, 1]
     assert model.passes == 3
 

@@ -21,7 +21,7 @@ from quire.kv_cache.spec import KVCacheConfig
 from quire.platforms import Host
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
-from quire.worker.cpu import CpuDevice
+from quire.worker.cpu import CpuDevice, taped_tokens
 from quire.worker.worker import Worker
 from tests.models.harness import prepared_config
 from tests.worker.harness import Driver, Sequence
@@ -65,7 +65,7 @@ def reserved_bytes(worker: Worker) -> int:
     assert isinstance(device, CpuDevice)
     peak, num_seqs = device.memory.forward_peak, limits.max_num_seqs
     step = peak.bytes_of_step(limits.max_num_batched_tokens, num_seqs * vocab_size)
-    return step + peak.bytes_of_tapes(num_seqs)
+    return step + peak.bytes_of_tapes(taped_tokens(worker._config))
 
 
 def ready(config: EngineConfig) -> Worker:
@@ -112,7 +112,7 @@ def test_cache_may_take_a_share_of_what_is_free(config: EngineConfig) -> None:
     assert memory.free_bytes == GIB // 2 - reserved_bytes(worker) < GIB // 2
     assert memory.reason == (
         "50% of the 1024 MiB that are free after loading, less 0 MiB for a step of 64 tokens and "
-        "0 MiB for recorded steps of 4 tokens"
+        "0 MiB for recorded steps of 64 tokens"
     )
     assert loaded(config, free=1000).kv_memory().free_bytes == 0
     assert memory.default_bytes is None

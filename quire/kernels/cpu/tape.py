@@ -14,7 +14,8 @@ import threading
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -68,11 +69,20 @@ class Arena:
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         start = self._first_fit(-(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT)
-        tensor = torch.from_numpy(self._bytes[start : start + num_bytes])
+        tensor = self.at(start, shape, dtype)
         user = StorageWeakRef(tensor.untyped_storage())
         insort(self._taken, _Place(start, start + num_bytes, user), key=_start_of)
         self.peak_bytes = max(self.peak_bytes, start + num_bytes)
-        return tensor.view(dtype).view(shape)
+        return tensor
+
+    def at(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor whose memory begins there; it takes no room."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(self._bytes[start : start + num_bytes]).view(dtype).view(shape)
+
+    def start_of(self, tensor: Tensor) -> int:
+        """Where a tensor's memory begins, for one in here."""
+        return tensor.data_ptr() - int(self._bytes.ctypes.data)
 
     def held_by_tape(self, value: Any) -> Any:
         """For a tape to keep: a tensor in here becomes one at the same address that takes no room."""
@@ -109,7 +119,9 @@ class _Place(NamedTuple):
 _start_of = attrgetter("start")
 
 
-Part = list[RecordedCall] | Callable[[], bool]
+Computation = Callable[[], bool]
+"""Something that is done between kernels; whether it went well."""
+Part = list[RecordedCall] | Computation
 
 
 class Tape:
@@ -124,7 +136,7 @@ class Tape:
     def __init__(self, parts: Sequence[Part], result: Tensor, arena: Arena) -> None:
         self.result = result
         self._arena = arena
-        self._parts = [_Run(part) if isinstance(part, list) else part for part in parts]
+        self._parts = [Run(part) if isinstance(part, list) else part for part in parts]
 
     def play(self) -> bool:
         """Do it all again; False if a kernel refused what it read, and what came after it was not done."""
@@ -158,12 +170,16 @@ class _Timing(threading.local):
 timing = _Timing()
 
 
-class _Run:
+class Run:
     """Kernel calls without Python between them."""
 
-    def __init__(self, calls: list[RecordedCall]) -> None:
-        self._recorded = calls  # the array holds addresses in them
-        self._calls = (Call * len(calls))(*(Call(*call) for call in calls))
+    def __init__(self, calls: Sequence[RecordedCall]) -> None:
+        self.numbers = np.frombuffer(bytearray().join(packed for _, packed in calls), dtype=np.int64)
+        """What is packed for all of them, one after the other, as int64; of floats, their bits."""
+        sizes = [len(packed) for _, packed in calls]
+        starts = [self.numbers.ctypes.data + place for place in accumulate(sizes, initial=0)]
+        self._functions, self._sizes = [address for address, _ in calls], sizes
+        self._calls = (Call * len(calls))(*map(Call, self._functions, starts))
         loaded = library.loaded()
         assert loaded is not None, "what was recorded was loaded"
         self._library = loaded
@@ -178,8 +194,12 @@ class _Run:
         took = (ctypes.c_int64 * len(self._calls))()
         played = self._library.play_timed(self._calls, len(self._calls), took)
         names = {kernel.address: name for name, kernel in self._library.kernels.items()}
-        for (address, arguments), nanoseconds in zip(self._recorded[:played], took, strict=False):
-            name = names[address]
+        packed = memoryview(self.numbers.tobytes())
+        ends = accumulate(self._sizes)
+        for address, size, end, nanoseconds in zip(
+            self._functions[:played], self._sizes, ends, took, strict=False
+        ):
+            name, arguments = names[address], bytes(packed[end - size : end])
             listener(
                 TimedCall(traffic.label(name, arguments), nanoseconds, traffic.num_bytes(name, arguments))
             )
@@ -196,7 +216,7 @@ def record(function: Callable[[], Tensor], arena: Arena) -> Tape:
             allocate; it was not run to its end.
         ArenaFullError: the same, because it needs more memory than the arena has.
     """
-    recorder = _Recorder(arena)
+    recorder = Recorder(arena)
     arena.begin()
     with recording.into(recorder.add), recorder:
         result = function()
@@ -253,7 +273,7 @@ def _makes_tensors_of_tensors(func: Any) -> bool:
     return all(isinstance(made.real_type, torch.TensorType) for made in func._schema.returns)
 
 
-class _Recorder(DispatchMode):
+class Recorder(DispatchMode):
     """Puts new tensors into an arena, lets views pass, and refuses what may depend on the step."""
 
     def __init__(self, arena: Arena) -> None:
@@ -274,9 +294,9 @@ class _Recorder(DispatchMode):
         options = kwargs or {}
         if func is torch.ops.aten.new_empty.default:
             like, shape = args
-            return self._arena.empty(tuple(shape), options.get("dtype") or like.dtype)
+            return self._empty(tuple(shape), options.get("dtype") or like.dtype)
         if func is torch.ops.aten.empty.memory_format:
-            return self._arena.empty(tuple(args[0]), options.get("dtype") or torch.get_default_dtype())
+            return self._empty(tuple(args[0]), options.get("dtype") or torch.get_default_dtype())
         if func in _COPIES:
             return self._copy(args[0], func(*args, **options))
         if func.is_view:
@@ -287,19 +307,22 @@ class _Recorder(DispatchMode):
             return self._computed(func, args, options)
         raise RecordingError(f"{func} runs between the kernels")
 
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._arena.empty(shape, dtype)
+
     def _copy(self, source: Tensor, value: Tensor) -> Tensor:
-        if _share_memory(source, value):
-            return value
-        out = self._arena.empty(tuple(value.shape), value.dtype)
-        target, source = self._arena.held_by_tape(out), self._arena.held_by_tape(source)
+        return value if _share_memory(source, value) else self._copied(source, value)
 
-        def again() -> bool:
-            target.copy_(source)
-            return True
+    def _copied(self, source: Tensor, value: Tensor) -> Tensor:
+        out = self._empty(tuple(value.shape), value.dtype)
+        self._keep(copying, out, source)
+        return out
 
+    def _keep(self, make: Callable[..., Computation], *operands: Any) -> None:
+        """Do what is made of these between the kernels, now and whenever the tape is played."""
+        again = make(*tree_map(self._arena.held_by_tape, operands))
         again()
         self.parts.append(again)
-        return out
 
     def _seen(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Views of a tensor, if that is what they are: in inference mode torch also takes for one what may copy."""
@@ -315,23 +338,37 @@ class _Recorder(DispatchMode):
         """One new tensor, or several."""
         value = func(*args, **options)
         values = [value] if isinstance(value, Tensor) else list(value)
-        outs = [self._arena.empty(tuple(part.shape), part.dtype) for part in values]
-        targets = [self._arena.held_by_tape(out) for out in outs]
-        args, options = tree_map(self._arena.held_by_tape, (args, options))
-        in_place = _IN_PLACE.get(func)
-
-        def again() -> bool:
-            if in_place is not None:
-                in_place(*args, **options, out=targets[0])
-                return True
-            made = func(*args, **options)
-            for target, part in zip(targets, [made] if isinstance(made, Tensor) else made, strict=True):
-                target.copy_(part)
-            return True
-
-        again()
-        self.parts.append(again)
+        outs = [self._empty(tuple(part.shape), part.dtype) for part in values]
+        self._keep(partial(computing, func), outs, args, options)
         return outs[0] if isinstance(value, Tensor) else tuple(outs)
+
+
+def copying(target: Tensor, source: Tensor) -> Computation:
+    """What copies a tensor."""
+
+    def again() -> bool:
+        target.copy_(source)
+        return True
+
+    return again
+
+
+def computing(
+    func: Any, targets: Sequence[Tensor], args: Sequence[Any], options: dict[str, Any]
+) -> Computation:
+    """What calls a function of torch and puts what it gives into tensors that are there."""
+    in_place = _IN_PLACE.get(func)
+
+    def again() -> bool:
+        if in_place is not None:
+            in_place(*args, **options, out=targets[0])
+            return True
+        made = func(*args, **options)
+        for target, part in zip(targets, [made] if isinstance(made, Tensor) else made, strict=True):
+            target.copy_(part)
+        return True
+
+    return again
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
