@@ -3,8 +3,8 @@
     python -m benchmarks.arrivals [MODEL] [--quantization int8] [--num-requests 64] [--rounds 3]
 
 An engine, and one with --enforce-eager, take turns in one process; 16 requests run at any time, with prompts of 8 to 32
-tokens and answers of 8 to 40. Weights are random. Prints medians of tokens per second, and of the 99th percentile of the times
-between two tokens of a request.
+tokens and answers of 8 to 40. Weights are random. Prints medians of tokens per second, and of the 99th percentile of
+the times between two tokens of a request.
 """
 
 from __future__ import annotations
