@@ -290,6 +290,38 @@ def test_a_model_that_computes_otherwise_runs_as_it_is(caplog: pytest.LogCapture
     assert model.passes == 3
 
 
+class Picking(Lookup):
+    """A model that looks up, by torch, what a kernel has computed."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        found = super().forward(input_ids, positions, step)
+        return self.table[1:].index_select(0, found.flatten().long() - 1)
+
+
+class Cold(Lookup):
+    """A model that fails at first."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        found = super().forward(input_ids, positions, step)
+        if self.passes == 1:
+            raise RuntimeError("too cold")
+        return found
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
+@pytest.mark.parametrize(("model", "problem"), [(Picking(), None), (Cold(), "too cold")])
+def test_what_fails_on_numbers_that_nobody_computed_runs_as_it_is(
+    model: Lookup, problem: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = TapedForward(model, 4, (4,), ROOM)
+    with caplog.at_level(logging.INFO):
+        for ids in ([1, 4], [4, 1, 3], [5]):
+            assert forward(step(ids, [0] * len(ids))).flatten().tolist() == ids
+    said = f"steps of over 1 tokens are not recorded: it fails where no kernel runs: {problem}"
+    assert (said in caplog.text) is (problem is not None)
+    assert caplog.text.count("not recorded") == (problem is not None)
+
+
 class Choosing(Lookup):
     """A model that asks torch for something between kernels that no tape holds."""
 

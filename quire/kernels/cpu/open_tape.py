@@ -230,8 +230,12 @@ class _Dry(Recorder):
     def of(self, function: Callable[[StepSize], Tensor], size: StepSize) -> Tensor:
         """What the function gives, of which nothing is computed."""
         self._arena.begin()
-        with recording.into(self._call, dry=self._scratch), self:
-            return function(size)
+        try:
+            with recording.into(self._call, dry=self._scratch), self:
+                return function(size)
+        except (RuntimeError, IndexError, ValueError) as error:
+            # Of numbers that nobody computed: if it is wrong with others, too, the step that follows says so.
+            raise RecordingError(f"it fails where no kernel runs: {error}") from error
 
     def _call(self, call: RecordedCall) -> None:
         if not (self.kept and isinstance(self.kept[-1], _Calls)):
