@@ -21,7 +21,7 @@ from quire.lora.targets import Targets
 from quire.lora_request import LoRARequest
 
 NICENESS = 10
-"""Of who reads: a tenth of what a thread of the steps gets, where both want the same core."""
+"""Of who reads, more than that of others: a tenth of what a thread of the steps gets where both want the same core."""
 logger = logging.getLogger(__name__)
 
 
@@ -113,7 +113,8 @@ class AdapterStore:
 def _give_way() -> None:
     """Let this thread, and those that it starts, compute when others have nothing to do, or little at a time."""
     if sys.platform == "linux":  # elsewhere it would be all of the process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + NICENESS)
 
 
 def _end_of(model: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import torch
 from quire import LLM, LoRARequest, SamplingParams
 from quire.errors import ConfigError, ValidationError
 from quire.inputs import PromptType
-from quire.lora.store import AdapterStore
+from quire.lora.store import NICENESS, AdapterStore
 from quire.lora.targets import Targets
 from quire.sampling_params import BeamSearchParams
 from quire.structured_output.params import StructuredOutputsParams
@@ -141,6 +144,24 @@ def test_an_adapter_of_another_base_is_told_in_the_log(
     store.use_targets(Targets(load_tiny(tiny_model("llama"))))
     store.prepare(LoRARequest("own", 1, str(tmp_path / "own"))).result()
     assert ("says that it was trained on 'x/Other-7B'" in caplog.text) == is_told
+    store.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+def test_who_reads_adapters_gives_way_to_the_steps(
+    adapters: list[LoRARequest], tiny_model: Callable[[str], Path]
+) -> None:
+    def niceness(thread: int) -> int:
+        return os.getpriority(os.PRIO_PROCESS, thread)
+
+    store = AdapterStore(16, torch.float32, max_rows=0, max_added=0)
+    store.use_targets(Targets(load_tiny(tiny_model("llama"))))
+    before = set(threading.enumerate())
+    store.prepare(adapters[1]).result()
+    (reader,) = set(threading.enumerate()) - before
+    assert reader.native_id is not None
+    own = niceness(threading.get_native_id())
+    assert niceness(reader.native_id) == min(own + NICENESS, 19)
     store.close()
 
 
