@@ -169,35 +169,34 @@ def _measure(
 ) -> TapeResult:
     prompts = random_prompts(rows, PROMPT_LEN, range(1, 100), seed=0)
     backend.generate(prompts, 2)  # records the tape
-    calls: list[TimedCall] = []
+    calls, of_prompts = list[TimedCall](), list[TimedCall]()
     steps, probes = [], [machine.read_bandwidth(buffer)]
     for _ in range(rounds):
-        first = _seconds(lambda: backend.generate(prompts, 1))
+        with timing.into(of_prompts.append):
+            first = _seconds(lambda: backend.generate(prompts, 1))
         with timing.into(calls.append):
             whole = _seconds(lambda: backend.generate(prompts, 1 + NUM_STEPS))
         steps.append((whole - first) / NUM_STEPS)
         probes.append(max(machine.read_bandwidth(buffer) for _ in range(2)))
     step_s = percentile(steps, 50)
-    ops = [*_ops(calls, rounds * NUM_STEPS)]
+    ops = [*_ops(calls, of_prompts, rounds * NUM_STEPS)]
     rest = step_s - sum(op.seconds for op in ops)
     read = head_bytes + sum(op.num_bytes for op in ops if op.name.startswith(_WEIGHTED))
     ops.append(OpTime("head, sampling, host", 1, rest, 0))
     return TapeResult(weights, rows, ops, step_s, int(read), percentile(probes, 50))
 
 
-def _ops(calls: Iterable[TimedCall], num_steps: int) -> Iterator[OpTime]:
-    """Equal ops of all steps together, those that take longest first."""
-    groups: defaultdict[str, list[TimedCall]] = defaultdict(list)
-    for call in calls:
-        groups[call.label].append(call)
+def _ops(calls: Iterable[TimedCall], of_prompts: Iterable[TimedCall], num_steps: int) -> Iterator[OpTime]:
+    """Equal ops of all steps together, less those of steps that compute prompts; those that take longest first."""
+    sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for sign, some in ((1, calls), (-1, of_prompts)):
+        for call in some:
+            for place, number in enumerate((1, call.nanoseconds, call.num_bytes)):
+                sums[call.label][place] += sign * number
     ops = [
-        OpTime(
-            name,
-            len(group) / num_steps,
-            sum(call.nanoseconds for call in group) / num_steps / 1e9,
-            sum(call.num_bytes for call in group) / num_steps,
-        )
-        for name, group in groups.items()
+        OpTime(name, count / num_steps, nanoseconds / num_steps / 1e9, num_bytes / num_steps)
+        for name, (count, nanoseconds, num_bytes) in sums.items()
+        if count
     ]
     return iter(sorted(ops, key=lambda op: -op.seconds))
 

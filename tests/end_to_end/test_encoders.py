@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quire.errors import StartupError
 from quire.kernels import cpu
-from quire.kernels.cpu.tape import Tape
+from quire.kernels.cpu.open_tape import OpenTape, StepSize
 from quire.pooling_params import PoolingParams
 from tests.fixtures.pooled import pool, pooling_core
 from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle
@@ -73,21 +73,20 @@ def test_second_texts_have_tokens_of_their_own(name: str, tiny_encoder: Callable
 def test_small_steps_are_recorded_and_played(
     name: str, tiny_encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts of the same length, or of others that make as many tokens, have the bits that they have without tapes."""
-    directory, batch, played = tiny_encoder(name), texts((9, 14, 6, 9, 14)), list[Tape]()
-    play = Tape.play
-    monkeypatch.setattr(Tape, "play", lambda tape: played.append(tape) or play(tape))
+    """Texts of any length have the bits that they have without tapes."""
+    directory, batch, played = tiny_encoder(name), texts((9, 14, 6, 9, 14)), list[StepSize]()
+    play = OpenTape.play
+    monkeypatch.setattr(OpenTape, "play", lambda tape, size: played.append(size) or play(tape, size))
     plain, taped = pooling_core(directory, max_num_seqs=2, enforce_eager=True), pooling_core(directory)
     expected = [one.tobytes() for one in pool(plain, batch, together=False)]
     assert not played
-    for _ in range(2):
-        assert [one.tobytes() for one in pool(taped, batch, together=False)] == expected
-    assert len(played) == 2 * len(batch) - 3, "three lengths are recorded"
+    assert [one.tobytes() for one in pool(taped, batch, together=False)] == expected
+    assert played == [(1, len(text)) for text in batch]
     pairs = pooling_core(directory, max_num_seqs=2)
     for one, other in ((0, 1), (1, 0), (3, 4), (1, 2), (2, 1)):
         found = pool(pairs, [batch[one], batch[other]])
         assert [numbers.tobytes() for numbers in found] == [expected[one], expected[other]]
-    assert len(played) == 2 * len(batch) - 3 + 3, "two sums of lengths are"
+        assert played[-1] == (2, len(batch[one]) + len(batch[other]))
 
 
 def test_a_text_of_the_longest_that_there_is(tiny_encoder: Callable[[str], Path]) -> None:
