@@ -52,41 +52,43 @@ class TapedForward:
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         size, traits = _size_of(inputs), _traits_of(inputs)
-        try:
-            if size.tokens == 1 <= self._max_taped:
-                return self._play_one(self._places.place(inputs), traits)
-            while 1 < size.tokens <= self._max_taped:
-                if traits in self._of_more:
-                    return self._play(self._places.place(inputs), self._of_more[traits], size)
-                self._record_open(inputs, traits)
-        except RecordingError as reason:
-            self._tape_no_more_than(0, reason)
-        return self._eager(inputs)
+        if 1 < size.tokens <= self._max_taped and traits not in self._of_more:
+            self._record_open(inputs, traits)
+        if size.tokens > self._max_taped:
+            return self._eager(inputs)
+        placed = self._places.place(inputs)
+        return self._play_one(placed, traits) if size.tokens == 1 else self._play(placed, size, traits)
 
-    def _play(self, placed: StepInputs, tape: OpenTape, size: StepSize) -> Tensor:
+    def _play(self, placed: StepInputs, size: StepSize, traits: _Traits) -> Tensor:
+        tape = self._of_more[traits]
         self._check(placed, tape.play(size))
         return tape.result(size.tokens)
 
     def _play_one(self, placed: StepInputs, traits: _Traits) -> Tensor:
         tape = self._of_one.get(traits)
-        if tape is None:
-            tape = self._of_one[traits] = record(lambda: self._eager(placed), self._arena)
-        else:
+        if tape is not None:
             self._check(placed, tape.play())
+            return tape.result
+        try:
+            tape = self._of_one[traits] = record(lambda: self._eager(placed), self._arena)
+        except RecordingError as reason:
+            self._tape_no_more_than(0, reason)
+            return self._eager(placed)
         return tape.result
 
     def _record_open(self, inputs: StepInputs, traits: _Traits) -> None:
         """For steps like this one, whatever their size; of fewer tokens, if there is too little memory."""
-        largest = StepSize(self._max_taped, self._max_taped)
         self._places.place(inputs)  # all that there is of them is made before
-        try:
-            self._of_more[traits] = record_open(
-                lambda size: self._eager(self._places.of(inputs, size)), largest, self._arena
-            )
-        except ArenaFullError as reason:
-            self._tape_no_more_than(self._max_taped // 2, reason)
-        except RecordingError as reason:
-            self._tape_no_more_than(1, reason)
+        while self._max_taped > 1 and traits not in self._of_more:
+            largest = StepSize(self._max_taped, self._max_taped)
+            try:
+                self._of_more[traits] = record_open(
+                    lambda size: self._eager(self._places.of(inputs, size)), largest, self._arena
+                )
+            except ArenaFullError as reason:
+                self._tape_no_more_than(self._max_taped // 2, reason)
+            except RecordingError as reason:
+                self._tape_no_more_than(1, reason)
 
     def _tape_no_more_than(self, num_tokens: int, reason: Exception) -> None:
         self._max_taped = num_tokens
