@@ -82,8 +82,8 @@ def record_open(function: Callable[[StepSize], Tensor], largest: StepSize, arena
     for size in (*_SMALL, _ALSO):
         again = _Dry(arena, first.places)
         _check_result(again.of(function, size), result, size)
-        recorded.append(again.kept)
-    recorded.append(first.kept)
+        recorded.append(again.kept())
+    recorded.append(first.kept())
     if len({len(parts) for parts in recorded}) > 1:
         raise _differ()
     sizes = (*_SMALL, _ALSO, largest)
@@ -223,7 +223,6 @@ class _Dry(Recorder):
 
     def __init__(self, arena: Arena, places: Sequence[tuple[int, int]]) -> None:
         super().__init__(arena)
-        self.kept: list[_Calls | _Between] = []
         self.places: list[tuple[int, int]] = []
         self._given: Iterator[tuple[int, int]] | None = iter(places) if places else None
 
@@ -231,21 +230,18 @@ class _Dry(Recorder):
         """What the function gives, of which nothing is computed."""
         self._arena.begin()
         try:
-            with recording.into(self._call, dry=self._scratch), self:
+            with recording.into(self.add, dry=self._scratch), self:
                 return function(size)
         except (RuntimeError, IndexError, ValueError) as error:
             # Of numbers that nobody computed: if it is wrong with others, too, the step that follows says so.
             raise RecordingError(f"it fails where no kernel runs: {error}") from error
 
-    def _call(self, call: RecordedCall) -> None:
-        if not (self.kept and isinstance(self.kept[-1], _Calls)):
-            self.kept.append(_Calls())
-        run = self.kept[-1]
-        assert isinstance(run, _Calls)
-        run.append(call)
+    def kept(self) -> list[_Calls | _Between]:
+        """What was recorded, in turn."""
+        return [_Calls(part) if isinstance(part, list) else part for part in self.parts]
 
     def _keep(self, make: Callable[..., Computation], *operands: Any) -> None:
-        self.kept.append(_Between(make, tree_map(self._arena.held_by_tape, operands)))
+        self.parts.append(_Between(make, tree_map(self._arena.held_by_tape, operands)))
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = self._placed(shape, dtype)

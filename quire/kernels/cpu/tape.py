@@ -278,15 +278,15 @@ class Recorder(DispatchMode):
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
-        self.parts: list[Part] = []
+        self.parts: list[Any] = []
+        """Runs of kernel calls, each a list, and what `_keep` makes of what stands between them."""
         self._arena = arena
 
     def add(self, call: RecordedCall) -> None:
+        """A kernel was called."""
         if not (self.parts and isinstance(self.parts[-1], list)):
             self.parts.append([])
-        run = self.parts[-1]
-        assert isinstance(run, list)
-        run.append(call)
+        self.parts[-1].append(call)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
