@@ -24,22 +24,20 @@ class _Recording(threading.local):
     """Who hears of this thread's kernel calls."""
 
     listener: Callable[[RecordedCall], None] | None = None
-    is_dry = False
-    """Whether kernels are told of only, and nothing is computed."""
-    scratch: Callable[[int], Tensor] | None = None
-    """Then: gives memory for so many float32, which a kernel may overwrite."""
+    dry: Callable[[int], Tensor] | None = None
+    """Kernels are told of only, none runs; gives what they would have as scratch memory, so many float32."""
 
     @contextmanager
     def into(
         self, listener: Callable[[RecordedCall], None], *, dry: Callable[[int], Tensor] | None = None
     ) -> Iterator[None]:
-        """Tell `listener` of each call, once it is done; or, with what gives scratch memory then, instead of it."""
+        """Tell `listener` of each call, once it is done, or with `dry` instead of it."""
         assert self.listener is None, "one recording at a time"
-        self.listener, self.is_dry, self.scratch = listener, dry is not None, dry
+        self.listener, self.dry = listener, dry
         try:
             yield
         finally:
-            self.listener, self.is_dry, self.scratch = None, False, None
+            self.listener = self.dry = None
 
 
 recording = _Recording()
@@ -68,7 +66,7 @@ def call(name: str, tensors: tuple[Tensor, ...], *numbers: float) -> int:
         packed = pack(_WIDEST, *map(_address, tensors), *numbers)
     except StructError as cause:
         raise ValueError(f"{name}: a size does not fit into 64 bits: {numbers}") from cause
-    if recording.is_dry:
+    if recording.dry is not None:
         assert recording.listener is not None, "somebody hears of it"
         if any(tensor.data_ptr() % _WIDEST for tensor in tensors):
             packed = pack(1, *map(_address, tensors), *numbers)

@@ -105,8 +105,8 @@ class _Scratch(threading.local):
 
     def of(self, num_floats: int) -> Tensor:
         """At least so many float32."""
-        if recording.scratch is not None:
-            return recording.scratch(num_floats)
+        if recording.dry is not None:
+            return recording.dry(num_floats)
         if recording.listener is not None:  # a recording outlives what is kept here
             return torch.empty(num_floats, dtype=torch.float32)
         if self._kept.numel() < num_floats:
