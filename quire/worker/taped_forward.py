@@ -56,19 +56,20 @@ class TapedForward:
             self._record_open(inputs, traits)
         if size.tokens > self._max_taped:
             return self._eager(inputs)
-        placed = self._places.place(inputs)
-        return self._play_one(placed, traits) if size.tokens == 1 else self._play(placed, size, traits)
+        self._places.fill(inputs)
+        return self._play_one(inputs, traits) if size.tokens == 1 else self._play(inputs, size, traits)
 
-    def _play(self, placed: StepInputs, size: StepSize, traits: _Traits) -> Tensor:
+    def _play(self, inputs: StepInputs, size: StepSize, traits: _Traits) -> Tensor:
         tape = self._of_more[traits]
-        self._check(placed, tape.play(size))
+        self._check(inputs, tape.play(size))
         return tape.result(size.tokens)
 
-    def _play_one(self, placed: StepInputs, traits: _Traits) -> Tensor:
+    def _play_one(self, inputs: StepInputs, traits: _Traits) -> Tensor:
         tape = self._of_one.get(traits)
         if tape is not None:
-            self._check(placed, tape.play())
+            self._check(inputs, tape.play())
             return tape.result
+        placed = self._places.of(inputs, _size_of(inputs))
         try:
             tape = self._of_one[traits] = record(lambda: self._eager(placed), self._arena)
         except RecordingError as reason:
@@ -78,7 +79,7 @@ class TapedForward:
 
     def _record_open(self, inputs: StepInputs, traits: _Traits) -> None:
         """For steps like this one, whatever their size; of fewer tokens, if there is too little memory."""
-        self._places.place(inputs)  # all that there is of them is made before
+        self._places.fill(inputs)  # all that there is of them is made before
         while self._max_taped > 1 and traits not in self._of_more:
             largest = StepSize(self._max_taped, self._max_taped)
             try:
@@ -94,9 +95,9 @@ class TapedForward:
         self._max_taped = num_tokens
         logger.info("steps of over %d tokens are not recorded: %s", num_tokens, reason)
 
-    def _check(self, placed: StepInputs, was_played: bool) -> None:
+    def _check(self, inputs: StepInputs, was_played: bool) -> None:
         if not was_played:
-            self._eager(placed)  # raises what the kernel has to say
+            self._eager(self._places.of(inputs, _size_of(inputs)))  # raises what the kernel has to say
             raise EngineError("a kernel refused a recorded step and took the same step afterwards")
 
 
@@ -123,10 +124,9 @@ class _Places:
         self._tables = [torch.zeros(max_num_tokens, width, dtype=torch.int32) for width in table_widths]
         self._intermediate: dict[str, Tensor] = {}
 
-    def place(self, inputs: StepInputs) -> StepInputs:
-        """The same step, its tensors in their places."""
-        size = _size_of(inputs)
-        requests, tokens = size
+    def fill(self, inputs: StepInputs) -> None:
+        """Copy a step's tensors to their places."""
+        requests, tokens = _size_of(inputs)
         self._input_ids[:tokens] = inputs.input_ids
         self._positions[:tokens] = inputs.positions
         step = inputs.step
@@ -141,16 +141,15 @@ class _Places:
         for rows, place in ((step.adapter_rows, self._adapter_rows), (step.token_types, self._token_types)):
             if rows is not None:
                 place[:tokens] = rows
-        for place, rows in zip(
-            self._handed_over(step).values(), (step.intermediate or {}).values(), strict=True
-        ):
-            place[:tokens] = rows
-        return self.of(inputs, size)
+        for name, rows in (step.intermediate or {}).items():
+            self._handed_over(name, rows)[:tokens] = rows
 
     def of(self, inputs: StepInputs, size: StepSize) -> StepInputs:
         """A step like this one but of that size, whose tensors are what stands in their places."""
         step, tokens = inputs.step, size.tokens
-        intermediate = {name: place[:tokens] for name, place in self._handed_over(step).items()}
+        handed_over = {
+            name: self._handed_over(name, rows)[:tokens] for name, rows in (step.intermediate or {}).items()
+        }
         context = StepContext(
             tuple(
                 self._metadata(*each, size)
@@ -158,18 +157,17 @@ class _Places:
             ),
             None if step.adapter_rows is None else self._adapter_rows[:tokens],
             None if step.token_types is None else self._token_types[:tokens],
-            None if step.intermediate is None else intermediate,
+            None if step.intermediate is None else handed_over,
         )
         return replace(
             inputs, input_ids=self._input_ids[:tokens], positions=self._positions[:tokens], step=context
         )
 
-    def _handed_over(self, step: StepContext) -> dict[str, Tensor]:
-        """Places of what a model reads beside tokens; it always does, or never, and rows are always of one size."""
-        for name, rows in (step.intermediate or {}).items():
-            if name not in self._intermediate:
-                self._intermediate[name] = rows.new_zeros(len(self._input_ids), rows.shape[1])
-        return {name: self._intermediate[name] for name in step.intermediate or ()}
+    def _handed_over(self, name: str, rows: Tensor) -> Tensor:
+        """The place of rows that a model reads beside tokens; it always does, or never, and they are of one size."""
+        if name not in self._intermediate:
+            self._intermediate[name] = rows.new_zeros(len(self._input_ids), rows.shape[1])
+        return self._intermediate[name]
 
     def _metadata(self, own: GroupMetadata, slots: Tensor, table: Tensor, size: StepSize) -> GroupMetadata:
         requests, tokens = size

@@ -35,6 +35,7 @@ class StepSize(NamedTuple):
 _SMALL = (StepSize(1, 2), StepSize(1, 3), StepSize(2, 3))
 """Of the second one more is a token than of the first, and of the third one more a request than of the second."""
 _ALSO = StepSize(2, 2)
+"""What these three say is to be true of it, too, as it is to be of the largest."""
 
 
 class _Part(Protocol):
