@@ -195,7 +195,8 @@ class CpuDevice:
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
         num_tokens = taped_tokens(config)
         arena_bytes = peak.bytes_of_tapes(num_tokens)
-        return HostPipeline(batch, TapedForward(model, num_tokens, widths, arena_bytes))
+        taped = TapedForward(model, num_tokens, widths, arena_bytes)
+        return HostPipeline(batch, taped, taped.record)
 
     def _rehearsed(self, forward: Forward) -> Forward:
         """The same passes: of prompts, measured; of a token, it is noted what no tape could hold."""

@@ -136,6 +136,21 @@ def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLay
     )
 
 
+def first_tokens(num_tokens: int) -> StepLayout:
+    """The first so many tokens of row 0; where nobody has it, they are tokens 0 in the null block."""
+    none = np.zeros(0, dtype=np.int64)
+    return StepLayout(
+        rows=np.array([0]),
+        starts=np.array([0]),
+        ends=np.array([num_tokens]),
+        query_start_loc=np.array([0, num_tokens]),
+        num_samples=np.array([0]),
+        sampling=none,
+        logits_indices=none,
+        pools=np.array([False]),
+    )
+
+
 def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
     """The inputs of a layout, gathered by the host."""
     token_rows, positions = _places(layout)

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.layers.step import StepContext
 from quire.worker.graphs import GraphRoom
 from quire.worker.input_batch import InputBatch
-from quire.worker.inputs import StepInputs, StepLayout, gather_inputs
+from quire.worker.inputs import StepInputs, StepLayout, first_tokens, gather_inputs
 
 
 class Body(Protocol):
@@ -71,14 +71,21 @@ class Pipeline(Protocol):
 
 
 class HostPipeline:
-    """numpy and the model, one call after the other."""
+    """numpy and the model, one call after the other.
+
+    Args:
+        record: has steps like a given one recorded, whatever their size, and computes none of them.
+    """
 
     reads_host_tokens = True
     room: GraphRoom | None = None
 
-    def __init__(self, batch: InputBatch, forward: Forward) -> None:
+    def __init__(
+        self, batch: InputBatch, forward: Forward, record: Callable[[StepInputs], None] | None = None
+    ) -> None:
         self._batch = batch
         self._forward = forward
+        self._record = record
 
     def gather(self, layout: StepLayout) -> StepInputs:
         return gather_inputs(self._batch, layout)
@@ -90,4 +97,6 @@ class HostPipeline:
         """The runner appends them to the host's rows."""
 
     def prepare(self) -> None:
-        """Nothing is slow the first time."""
+        """Only to record is slow the first time."""
+        if self._record is not None:
+            self._record(self.gather(first_tokens(2)))  # one token's steps have a recording of their own

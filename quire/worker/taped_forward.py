@@ -52,12 +52,17 @@ class TapedForward:
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         size, traits = _size_of(inputs), _traits_of(inputs)
-        if 1 < size.tokens <= self._max_taped and traits not in self._of_more:
-            self._record_open(inputs, traits)
+        self.record(inputs)
         if size.tokens > self._max_taped:
             return self._eager(inputs)
         self._places.fill(inputs)
         return self._play_one(inputs, traits) if size.tokens == 1 else self._play(inputs, size, traits)
+
+    def record(self, inputs: StepInputs) -> None:
+        """Make the tape of steps like this one, of several tokens, unless there is one; nothing is computed."""
+        traits = _traits_of(inputs)
+        if 1 < _size_of(inputs).tokens <= self._max_taped and traits not in self._of_more:
+            self._record_open(inputs, traits)
 
     def _play(self, inputs: StepInputs, size: StepSize, traits: _Traits) -> Tensor:
         tape = self._of_more[traits]
