@@ -24,16 +24,26 @@ from benchmarks.embeddings.engines import ENGINES, Engine
 from benchmarks.embeddings.shapes import LOADS, SHAPES, texts_of, write_model
 
 NUM_COMPARED = 64
+ALONE = 30
+"""Texts of a round that come one by one, where a load is of one: a server that has work is not cold."""
+REST_S = 0.2
+"""After an engine's turn, so that no threads of its still wait for more on the processors of the next."""
 QUERY = "What money do they use in Japan?"
 
 
 def seconds(engine: Engine, texts: list[str], *, scores: bool) -> float:
+    """What it takes together."""
     start = time.perf_counter()
     if scores:
         engine.score(QUERY, texts)
     else:
         engine.embed(texts)
     return time.perf_counter() - start
+
+
+def latency(engine: Engine, texts: list[str], *, scores: bool) -> float:
+    """Median of what each takes alone."""
+    return statistics.median(seconds(engine, [text], scores=scores) for text in texts)
 
 
 def likeness(ours: NDArray[Any], theirs: NDArray[Any]) -> str:
@@ -62,6 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     shape, load = SHAPES[args.shape], LOADS[args.load]
     load = load._replace(num_texts=args.num_texts or load.num_texts)
+    measure, num_drawn = (latency, ALONE) if load.num_texts == 1 else (seconds, load.num_texts)
     scores = shape.class_name.endswith("Classification")
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder))
@@ -70,9 +81,10 @@ def main() -> None:
     compare(engines, args, texts_of(load, 0), scores=scores)
     times: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(args.rounds):
-        texts = texts_of(load, number + 1)
+        texts = texts_of(load._replace(num_texts=num_drawn), number + 1)
         for name in sorted(engines, reverse=bool(number % 2)):
-            times[name].append(seconds(engines[name], texts, scores=scores))
+            time.sleep(REST_S)
+            times[name].append(measure(engines[name], texts, scores=scores))
     report(times, load.num_texts)
 
 
