@@ -110,7 +110,9 @@ def larger(config: dict[str, Any]) -> dict[str, Any]:
     }
     rope = config.get("rope_parameters") or {}
     factors = {
-        key: rope[key] * 2 for key in ("short_factor", "long_factor") if key in rope
+        key: rope[key] * 2
+        for key in ("short_factor", "long_factor")
+        if key in rope and "qk_rope_head_dim" not in config  # of which the rotated part stays as it is
     }  # heads are twice as large
     longrope = {"rope_parameters": rope | factors} if factors else {}
     return config | sizes | widened | lists | local | sparse | mixed | few | nested | longrope
