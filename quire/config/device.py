@@ -116,7 +116,9 @@ class ParallelConfig(Config):
         choices=("prefix", "least_loaded", "round_robin"),
     )
     data_parallel_size_local: int | None = option(
-        None, "Of the replicas, those that run here. Default: all, or one with --data-parallel-rank.", ge=1
+        None,
+        "Of the replicas, those that run here. Default: all; one with --data-parallel-rank, or with Ray.",
+        ge=1,
     )
     data_parallel_start_rank: int | None = option(None, "Number of the first replica here. Default: 0.", ge=0)
     data_parallel_rank: int | None = option(
@@ -130,7 +132,9 @@ class ParallelConfig(Config):
         False, "Each replica has a server, and a load balancer of your own is before them."
     )
     data_parallel_backend: str = option(
-        "mp", "How replicas are started: mp: as processes of this host.", choices=("mp", "ray")
+        "mp",
+        "Who starts replicas: mp: each host its own; ray: Ray those that do not run here, where it has room.",
+        choices=("mp", "ray"),
     )
     data_parallel_address: str | None = option(
         None,
@@ -176,7 +180,8 @@ class ParallelConfig(Config):
         """Those that run here."""
         if self.data_parallel_rank is not None:
             return 1
-        return self.data_parallel_size_local or self.data_parallel_size
+        by_default = 1 if self.data_parallel_backend == "ray" else self.data_parallel_size
+        return self.data_parallel_size_local or by_default
 
     @property
     def first_replica(self) -> int:

@@ -20,9 +20,10 @@ import zmq
 from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.attached import AttachedClient, NoCore
-from quire.engine.client import ProcessClient, make_clients
+from quire.engine.client import ProcessClient, make_clients, startup_errors
 from quire.engine.core_client import CoreClient
 from quire.engine.guests import JOIN_S, GuestClient, Guests
+from quire.engine.ray_guests import RayGuests
 from quire.engine.remote import CoreAddress
 from quire.engine.replicas import configs_of_replicas, with_meeting
 from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Blame, Supervisor, Verdict
@@ -98,9 +99,16 @@ class OwnCores(Cores):
         self._supervisor = Supervisor(resume=config.supervision.on_core_death == "resume")
         self._stopped = asyncio.Event()
         self._guests = Guests(config) if config.parallel.guests else None
+        self._ray: RayGuests | None = None
+        if self._guests is not None:
+            self._let_in(self._guests)
         self._was_ready = False
-        # They load while this goes on.
-        self.clients = [*make_clients(self._configs, in_process=in_process), *self._guest_clients()]
+        try:
+            # They load while this goes on.
+            self.clients = [*make_clients(self._configs, in_process=in_process), *self._guest_clients()]
+        except BaseException:
+            self.stop()
+            raise
         self._met_in = [config.meeting for config in self._configs]
 
     def lost(
@@ -172,6 +180,16 @@ class OwnCores(Cores):
         self._stopped.set()
         if self._guests is not None:
             self._guests.close()
+        if self._ray is not None:
+            self._ray.end()
+
+    def _let_in(self, guests: Guests) -> None:
+        """Replicas that others start, or that are to be started by others."""
+        if self.config.parallel.data_parallel_backend == "mp":
+            guests.open(self.config.parallel.join_place)
+            return
+        with startup_errors():
+            self._ray = RayGuests(self.config, guests)
 
     def _guest_clients(self) -> list[CoreClient]:
         return (

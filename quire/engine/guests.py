@@ -7,6 +7,7 @@ those are is settled, and what does not fit is refused on the connection, with t
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -35,7 +36,7 @@ from quire.engine.replica_wire import (
     sent_to,
 )
 from quire.errors import EngineDeadError, StartupError
-from quire.joining import answered, heard, listening
+from quire.joining import Place, answered, heard, listening
 from quire.kernels.cpu.instruction_sets import VARIABLE
 from quire.version import __version__
 
@@ -59,21 +60,33 @@ class Joined(NamedTuple):
 
 
 class Guests:
-    """The port at which replicas of other hosts join, held as long as the server is there.
-
-    Raises:
-        StartupError: it is taken, as by another server, or the address is none of this host.
-    """
+    """The port at which replicas of other hosts join, held as long as the server is there."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._parallel = config.parallel
         self._facts, self._arithmetic = facts_of(config), arithmetic_of(config)
         self._arrived = {replica: SimpleQueue[Joined]() for replica in config.parallel.guests}
+        self._hopeless: dict[int, str] = {}
         self._inside: set[int] = set()
         self._lock = threading.Lock()
-        place = config.parallel.join_place
-        self._listener = listening(place, "--data-parallel-address and --data-parallel-rpc-port")
-        threading.Thread(target=self._let_in, name="quire-guests", daemon=True).start()
+        self._listener: socket.socket | None = None
+        self._is_closed = False
+
+    def open(self, place: Place) -> int:
+        """Let replicas in at this address and port, or any that is free (0); returns the port.
+
+        Raises:
+            StartupError: it is taken, as by another server, or the address is none of this host.
+        """
+        listener = listening(place, "--data-parallel-address and --data-parallel-rpc-port")
+        with self._lock:
+            self._listener = listener
+            if self._is_closed:
+                listener.close()
+                return 0
+        threading.Thread(target=self._let_in, args=[listener], name="quire-guests", daemon=True).start()
+        port: int = listener.getsockname()[1]
+        return port
 
     def client(self, replica: int, join_s: float = JOIN_S) -> GuestClient:
         """That of a replica which is yet to join, or to join again."""
@@ -83,6 +96,14 @@ class Guests:
             f"{replica} --data-parallel-size-local N --data-parallel-address {address} --data-parallel-rpc-port {port}"
         )
         return GuestClient(self, replica, hint, join_s)
+
+    def give_up(self, replicas: Iterable[int], problem: str) -> None:
+        """Whoever still waits for these to join for the first time waits in vain, for this reason."""
+        self._hopeless |= dict.fromkeys(replicas, problem)
+
+    def why_hopeless(self, replica: int) -> str | None:
+        """The reason, if it was given up."""
+        return self._hopeless.get(replica)
 
     def next(self, replica: int) -> Joined | None:
         """The replica, once it has joined; waits for a moment."""
@@ -97,18 +118,21 @@ class Guests:
 
     def close(self) -> None:
         """Let the port go, and who has joined and is not wanted any more; twice is fine."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes who accepts
-        self._listener.close()
+        with self._lock:
+            self._is_closed, listener = True, self._listener
+        if listener is not None:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # which wakes who accepts
+            listener.close()
         for arrived in self._arrived.values():
             while not arrived.empty():
                 arrived.get().wire.release()
 
-    def _let_in(self) -> None:
+    def _let_in(self, listener: socket.socket) -> None:
         """Runs in a thread; who comes is heard in another, so that one who says nothing keeps nobody waiting."""
         while True:
             try:
-                guest, peer = self._listener.accept()
+                guest, peer = listener.accept()
             except OSError:  # closed
                 return
             threading.Thread(target=self._welcome, args=(guest, peer[0]), daemon=True).start()
@@ -173,7 +197,7 @@ class GuestClient(CoreClient):
 
     Args:
         hint: what to do there, for the operator.
-        join_s: how long `receive` waits for it to be there and to have loaded.
+        join_s: how long `receive` waits for it to be there and to have loaded; for ever, it may go and come back.
     """
 
     def __init__(self, guests: Guests, replica: int, hint: str, join_s: float) -> None:
@@ -219,9 +243,11 @@ class GuestClient(CoreClient):
             self._closed.set()
 
     def _join(self) -> Joined | None:
-        """Wait a moment for the replica; raises StartupError when that has taken too long."""
+        """Wait a moment for the replica; raises StartupError when that has taken too long, or is in vain."""
         joined = self._guests.next(self._replica)
         if joined is None:
+            if math.isfinite(self._until) and (problem := self._guests.why_hopeless(self._replica)):
+                raise StartupError(problem)
             if time.monotonic() > self._until:
                 raise StartupError(
                     f"replica {self._replica} has not joined within {self._join_s:g} s; {self._hint}"

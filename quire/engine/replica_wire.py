@@ -31,6 +31,8 @@ from quire.version import __version__
 
 OF_EACH_PART = frozenset(
     {
+        "data_parallel_address",
+        "data_parallel_rpc_port",
         "data_parallel_size_local",
         "data_parallel_start_rank",
         "kv_cache_memory_bytes",
@@ -38,7 +40,10 @@ OF_EACH_PART = frozenset(
         "swap_space",
     }
 )
-"""Fields that hosts with replicas may have apart, beside those of each host: which these are, and what memory."""
+"""Fields that hosts with replicas may have apart, beside those of each host.
+
+By what name they reach the server, which replicas they have, and what memory.
+"""
 
 
 class ReplicaHello(msgspec.Struct, tag="replica", frozen=True):

@@ -13,6 +13,7 @@ from quire import private_directories
 from quire.config import EngineConfig
 from quire.config.device import HostShare, ParallelConfig
 from quire.errors import ConfigError, StartupError
+from quire.executor import ray_process
 from quire.placement import Core, divided, nodes_of, shown
 from quire.platforms import Host
 
@@ -97,12 +98,9 @@ def check_replicas(config: EngineConfig, host: Host | None = None, *, usage: str
         ConfigError: names the option, and says what to do.
     """
     parallel = config.parallel
-    if parallel.data_parallel_backend != "mp":
-        raise ConfigError(
-            "--data-parallel-backend ray would start replicas on other hosts, which is not there yet; start them there "
-            "with --headless"
-        )
     _check_numbers(config, usage)
+    if parallel.data_parallel_backend == "ray":
+        _check_ray(config, usage)
     num = parallel.num_replicas
     if num == 1:
         return
@@ -117,6 +115,29 @@ def check_replicas(config: EngineConfig, host: Host | None = None, *, usage: str
         raise ConfigError(
             f"--data-parallel-size is {num}, and there are cores for {num_cores} replicas; each needs one of its own"
         )
+
+
+def _check_ray(config: EngineConfig, usage: str) -> None:
+    """Ray brings to a server what does not run on its host."""
+    option, parallel = "--data-parallel-backend ray", config.parallel
+    if usage == "headless":
+        raise ConfigError(f"{option} starts replicas on other hosts by itself; --headless does so by hand")
+    if not parallel.guests:
+        raise ConfigError(
+            f"{option} leaves nothing to Ray: all replicas of this server run on its host (--data-parallel-size, "
+            "--data-parallel-size-local)"
+        )
+    if config.device.device != "cpu":
+        raise ConfigError(f"{option} wants --device cpu, not {config.device.device}")
+    if parallel.distributed_executor_backend == "ray":
+        raise ConfigError(
+            f"{option} places whole replicas, and --distributed-executor-backend ray ranks: choose one"
+        )
+    if os.environ.get(ray_process.ADDRESS, "") in ("", "local"):
+        raise ConfigError(
+            f"{option} finds room in a cluster, and {ray_process.ADDRESS} names none; on one host replicas need no Ray"
+        )
+    ray_process.check_installed(option)
 
 
 def _check_numbers(config: EngineConfig, usage: str) -> None:

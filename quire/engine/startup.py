@@ -239,11 +239,9 @@ def context_limit(arch: ModelArch) -> int:
 def _choose_batch(config: EngineConfig, usage: Usage) -> list[Choice]:
     choices = []
     if not config.scheduler.max_num_seqs:
-        choices.append(
-            Choice("max_num_seqs", DEFAULT_MAX_NUM_SEQS[usage], f"the default of a {usage} engine")
-        )
+        choices.append(Choice("max_num_seqs", DEFAULT_MAX_NUM_SEQS[usage], f"the default for {usage} use"))
     if not config.scheduler.max_num_batched_tokens:
-        tokens, reason = DEFAULT_MAX_NUM_BATCHED_TOKENS[usage], f"the default of a {usage} engine"
+        tokens, reason = DEFAULT_MAX_NUM_BATCHED_TOKENS[usage], f"the default for {usage} use"
         needed = max(config.model.max_model_len, 0) or context_limit(config.arch)
         if not config.scheduler.enable_chunked_prefill and needed > tokens:
             tokens, reason = needed, "without chunked prefill a step must hold the longest prompt"

@@ -1,10 +1,10 @@
-"""The process that knows Ray: `python -m quire.executor.ray_cluster FD`, which the engine core starts.
+"""What processes that know Ray have in common: one for an engine's ranks, one for a server's replicas.
 
-Ray brings threads, signal handlers and servers, and none of that into the core. What it is for is to find hosts with
-room, and to start there one actor for each rank; the ranks speak to the core themselves, by sockets of ours.
+Ray brings threads, signal handlers and servers, and none of that into a core or a server. What it is for is to find
+hosts with room, and to start there one actor for each; what actors start speaks to the engine itself.
 
-Invariant: when the other end of the socket FD is closed, actors, placement group and a Ray of our own end, with all
-that it has written.
+Invariant: when the other end of the socket is closed, actors, placement group and a Ray of our own end, with all that
+it has written.
 """
 
 from __future__ import annotations
@@ -17,24 +17,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
-from quire.config import EngineConfig
 from quire.errors import QuireError, StartupError
 from quire.executor.messages import Failed
-from quire.executor.ray_host import RayHost
-from quire.executor.ray_messages import Come, FromRay, Lost, Placed, Wanted
+from quire.executor.ray_messages import FromRay, Wanted
+from quire.executor.ray_process import ADDRESS
 from quire.executor.starter import LOOPBACK
 from quire.executor.wire import Wire
 from quire.logging_setup import configure_logging
 from quire.processes import PARENTS_SIGNALS
 
-ADDRESS = "RAY_ADDRESS"
-"""The variable by which all of Ray's tools know the cluster to join."""
 LOOK_S = 0.5
 JOIN_S = 5.0
 NAMESPACE = "quire"
@@ -46,44 +43,37 @@ _SETTINGS_OF_OUR_OWN = {
 _OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray takes; nothing of ours lies there."""
 
+Bundle = Mapping[str, float]
+"""What one place has: so much of each of Ray's resources."""
 
-def main() -> int:
+
+def run(serve: Callable[[Wanted, Wire], None]) -> int:
+    """Serve whoever has the other end of the socket FD, the program's argument; returns the exit code."""
     configure_logging()
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     try:
-        _serve(wire)
+        serve(msgspec.msgpack.decode(wire.recv(), type=Wanted), wire)
     except EOFError:
         return 0
     except QuireError as error:
-        _tell(wire, Failed.of(error))
+        tell(wire, Failed.of(error))
         return 1
     return 0
 
 
-def _serve(wire: Wire) -> None:
-    """Until the engine is gone, which is an EOFError."""
-    wanted = msgspec.msgpack.decode(wire.recv(), type=Wanted)
-    config = EngineConfig.decoded(wanted.config)
-    bundle, size = {"CPU": float(config.device.cpu_threads or 1)}, config.parallel.num_ranks
-    with _ray(wanted.directory, bundle["CPU"] * size) as (ray, address):
-        group, nodes = _placed(ray, [bundle] * size, wanted.patience_s, wire)
-        order = sorted(range(size), key=lambda index: (nodes[index], index))
-        hosts = [nodes[index] for index in order]
-        _tell(wire, Placed(address, hosts))
-        come = msgspec.msgpack.decode(wire.recv(), type=Come)
-        runs = {}
-        for rank, index in enumerate(order):
-            actor = _actor(ray, rank, group, index, bundle)
-            told = wanted.config, rank, hosts.count(hosts[rank]), come.address, come.port, come.key
-            runs[actor.run.remote(*told)] = rank, actor
-        _watch(ray, runs, wire)
+def tell(wire: Wire, message: FromRay) -> None:
+    """Raises EOFError: nobody hears it."""
+    try:
+        wire.send(msgspec.msgpack.encode(message))
+    except OSError as error:
+        raise EOFError("the engine is gone") from error
 
 
 @contextmanager
-def _ray(directory: str, num_cpus: float) -> Iterator[tuple[Any, str]]:
-    """Ray, joined or of our own, and this host's address there.
+def joined(wanted: Wanted, wire: Wire, num_cpus: float) -> Iterator[Cluster]:
+    """The cluster that `RAY_ADDRESS` names, or one of our own with so many CPUs.
 
     Raises:
         StartupError: it is not there, or does not start.
@@ -100,20 +90,26 @@ def _ray(directory: str, num_cpus: float) -> Iterator[tuple[Any, str]]:
         os.environ.update(_SETTINGS_OF_OUR_OWN, RAY_AUTH_TOKEN=secrets.token_hex(32))
         options |= {"address": "local", "num_cpus": num_cpus, "num_gpus": 0, "include_dashboard": False}
         # Ray lets everybody into its directory; into that one they cannot go.
-        options |= {"_temp_dir": f"{directory}/ray", "object_store_memory": _OBJECT_STORE_BYTES}
+        options |= {"_temp_dir": f"{wanted.directory}/ray", "object_store_memory": _OBJECT_STORE_BYTES}
     import ray
 
     try:
         try:
             ray.init(**options)
         except Exception as error:  # of many kinds, all Ray's
-            what = f"cannot be joined at {ADDRESS}={address}" if address else f"does not start in {directory}"
+            what = (
+                f"cannot be joined at {ADDRESS}={address}"
+                if address
+                else f"does not start in {wanted.directory}"
+            )
             raise StartupError(f"Ray {what}: {_first_line(error)}") from error
         util: Any = ray.util
-        yield ray, util.get_node_ip_address() if address else LOOPBACK
+        yield Cluster(
+            ray, util.get_node_ip_address() if address else LOOPBACK, wire, patience_s=wanted.patience_s
+        )
     finally:
         ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(wanted.directory, ignore_errors=True)
 
 
 def _check_there(address: str) -> None:
@@ -129,87 +125,96 @@ def _check_there(address: str) -> None:
         raise StartupError(f"Ray cannot be joined at {ADDRESS}={address}: {error}") from error
 
 
-def _placed(
-    ray: Any, bundles: Sequence[Mapping[str, float]], patience_s: float, wire: Wire
-) -> tuple[Any, list[str]]:
-    """A placement group on as few hosts as possible, and the host of each bundle.
+class Cluster:
+    """Hosts that Ray knows, and what it has placed and started there for an engine.
 
-    Raises:
-        StartupError: there is no room; the message says for what, and what there is.
+    Every call raises EOFError once the engine is gone.
+
+    Args:
+        ray: the package, which has joined.
+        address: of this host, as others reach it.
+        wire: to the engine.
+        patience_s: how long to wait for room.
     """
-    group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
-    until = time.monotonic() + patience_s
-    while not group.wait(LOOK_S):
-        _check_wanted(wire)
-        if time.monotonic() > until:
-            raise StartupError(
-                f"Ray has found no room for {len(bundles)} ranks of {bundles[0]['CPU']:g} CPUs each within "
-                f"{patience_s:g} s: {_room(ray)}; fewer ranks or --cpu-threads, or more hosts"
-            )
-    found = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    return group, [found[index] for index in range(len(bundles))]
 
+    def __init__(self, ray: Any, address: str, wire: Wire, patience_s: float) -> None:
+        self.address = address
+        self._ray, self._wire, self._patience_s = ray, wire, patience_s
+        self._group: Any = None
+        self._bundles: Sequence[Bundle] = ()
+        self._runs: dict[Any, tuple[int, Any]] = {}
 
-def _room(ray: Any) -> str:
-    sizes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    free = ray.available_resources().get("CPU", 0)
-    return f"its hosts have {' + '.join(f'{size:g}' for size in sizes)} CPUs, of which {free:g} are free"
+    def own_bundle(self, num_cpus: float) -> Bundle:
+        """So many CPUs of this host, or as many as Ray may give there; none if that is nothing."""
+        own = self._ray.get_runtime_context().get_node_id()
+        (resources,) = (node["Resources"] for node in self._ray.nodes() if node["NodeID"] == own)
+        num_cpus = min(num_cpus, resources.get("CPU", 0.0))
+        mark = next(name for name in resources if name.startswith("node:") and "internal" not in name)
+        return {"CPU": num_cpus, mark: 0.001} if num_cpus else {}
 
+    def place(self, bundles: Sequence[Bundle], strategy: str, wanted: str) -> None:
+        """Find room for bundles, by one of Ray's strategies.
 
-def actor_name(pid: int, rank: int) -> str:
-    """What Ray calls the actor of a rank of an engine, by the process that knows Ray."""
-    return f"{socket.gethostname()}.{pid}.rank{rank}"
+        Args:
+            wanted: what for, in front of a message.
 
+        Raises:
+            StartupError: there is no room; the message says what there is.
+        """
+        self._bundles = bundles
+        self._group = self._ray.util.placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+        until = time.monotonic() + self._patience_s
+        while not self._group.wait(LOOK_S):
+            self._check_wanted()
+            if time.monotonic() > until:
+                raise StartupError(
+                    f"Ray has found no room for {wanted} within {self._patience_s:g} s: {self._room()}; fewer of them "
+                    "or --cpu-threads, or more hosts"
+                )
 
-def _actor(ray: Any, rank: int, group: Any, index: int, bundle: Mapping[str, float]) -> Any:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    def hosts(self) -> list[str]:
+        """The host of each bundle, as far as there is one at the moment."""
+        found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        return [found.get(index, "") for index in range(len(self._bundles))]
 
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    options = {"num_cpus": bundle["CPU"], "scheduling_strategy": strategy, "max_restarts": 0}
-    options["name"] = actor_name(os.getpid(), rank)
-    return ray.remote(RayHost).options(**options).remote()
+    def start(self, kind: type, name: str, bundle: int, number: int, told: tuple[Any, ...]) -> None:
+        """Have an actor of a class, in one of the places, `run` what it is told; it is known by `number`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        options = {"num_cpus": self._bundles[bundle]["CPU"], "scheduling_strategy": strategy}
+        actor = self._ray.remote(kind).options(name=name, max_restarts=0, **options).remote()
+        self._runs[actor.run.remote(*told)] = number, actor
 
-def _watch(ray: Any, runs: dict[Any, tuple[int, Any]], wire: Wire) -> None:
-    """Tell the engine which actors end, and why."""
-    while True:
-        _check_wanted(wire)
-        if not runs:
+    def ended(self) -> list[tuple[int, str]]:
+        """Numbers of actors that have ended within a moment, and why."""
+        self._check_wanted()
+        if not self._runs:
             time.sleep(LOOK_S)
-            continue
-        for run in ray.wait(list(runs), timeout=LOOK_S)[0]:
-            rank, _ = runs.pop(run)
-            _tell(wire, Lost(rank, _end_of(ray, run)))
+            return []
+        ended = self._ray.wait(list(self._runs), timeout=LOOK_S)[0]
+        return [(self._runs.pop(run)[0], self._end_of(run)) for run in ended]
 
+    def _end_of(self, run: Any) -> str:
+        try:
+            how: str = self._ray.get(run)
+        except self._ray.exceptions.RayTaskError as error:
+            return _first_line(error.cause)
+        except self._ray.exceptions.RayError as error:
+            return f"its actor has ended: {_first_line(error)}"
+        return how
 
-def _end_of(ray: Any, run: Any) -> str:
-    try:
-        how: str = ray.get(run)
-    except ray.exceptions.RayTaskError as error:
-        return _first_line(error.cause)
-    except ray.exceptions.RayError as error:
-        return f"its actor has ended: {_first_line(error)}"
-    return how
+    def _room(self) -> str:
+        sizes = [node["Resources"].get("CPU", 0) for node in self._ray.nodes() if node["Alive"]]
+        free = self._ray.available_resources().get("CPU", 0)
+        return f"its hosts have {' + '.join(f'{size:g}' for size in sizes)} CPUs, of which {free:g} are free"
+
+    def _check_wanted(self) -> None:
+        poll = select.poll()
+        poll.register(self._wire.fileno(), select.POLLRDHUP)
+        if poll.poll(0):
+            raise EOFError("the engine is gone")
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _check_wanted(wire: Wire) -> None:
-    """Raises EOFError: the engine is gone."""
-    poll = select.poll()
-    poll.register(wire.fileno(), select.POLLRDHUP)
-    if poll.poll(0):
-        raise EOFError("the engine is gone")
-
-
-def _tell(wire: Wire, message: FromRay) -> None:
-    try:
-        wire.send(msgspec.msgpack.encode(message))
-    except OSError as error:
-        raise EOFError("the engine is gone") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -119,6 +119,7 @@ async def test_a_host_that_goes_costs_no_request_anything_and_may_come_back(
 def open_guests(config: EngineConfig) -> Iterator[Guests]:
     guests = Guests(config)
     try:
+        guests.open(config.parallel.join_place)
         yield guests
     finally:
         guests.close()
@@ -147,7 +148,7 @@ def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
     )
     right = ReplicaHello(1, time.monotonic(), facts_of(config))
     wrong = {
-        "the same --data-parallel-rpc-port, --max-num-seqs$": replace_facts(right, facts_of(other)),
+        "the same --max-num-seqs$": replace_facts(right, facts_of(other)),
         "the same checkpoint$": replace_facts(right, right.facts | {"checkpoint": b"another"}),
         "there is no replica 0 to come from another host, but 1": msgspec.structs.replace(right, replica=0),
         "its version of quire is 0.0": msgspec.structs.replace(right, version="0.0"),
@@ -155,7 +156,7 @@ def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
     with open_guests(config) as guests:
         client = guests.client(1)
         with pytest.raises(StartupError, match="--data-parallel-address and --data-parallel-rpc-port"):
-            Guests(config)
+            Guests(config).open(config.parallel.join_place)
         for stranger in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64):
             with reached(config) as way, suppress(OSError):  # it is left before all of it is read
                 way.sendall(stranger)

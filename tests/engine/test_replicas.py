@@ -174,7 +174,10 @@ SIZE = "--data-parallel-size is"
     [
         ({"data_parallel_size": 5}, f"{SIZE} 5, and there are cores for 4 replicas"),
         ({"data_parallel_size": 2, "device": "xpu"}, f"{SIZE} 2, which wants --device cpu or cuda, not xpu"),
-        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "start them there with --headless"),
+        (
+            {"data_parallel_size": 2, "data_parallel_backend": "ray", "device": "cuda"},
+            "--data-parallel-backend ray wants --device cpu, not cuda",
+        ),
         ({"data_parallel_size": 2, "data_parallel_size_local": 3}, f"replicas 0 to 2 .*{SIZE} 2"),
         ({"data_parallel_size": 4, "data_parallel_start_rank": 2}, f"replicas 2 to 5 .*{SIZE} 4"),
         (

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,15 +19,15 @@ import pytest
 
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError, EngineError, ModelLoadError, StartupError
-from quire.executor.ray_cluster import NAMESPACE, actor_name
 from quire.executor.ray_executor import RayStarter
-from tests.end_to_end.server import children_of, free_port, has_ended
+from quire.executor.ray_process import RayProcess
+from quire.executor.ray_ranks import actor_name
+from tests.end_to_end.server import has_ended
 from tests.executor.test_multiproc import PARAMS, executor_of, numbers, run, said, started
+from tests.fixtures.ray_cluster import Cluster, below, ranks_below, wait_for, with_ray
+from tests.fixtures.ray_cluster import cluster as cluster
 from tests.fixtures.wide_llama import write_wide_llama
 
-with_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed; make test-more does"
-)
 CASES: dict[str, dict[str, Any]] = {
     "shares": {"tensor_parallel_size": 2, "tp_invariant": True},
     "stages, int8": {"pipeline_parallel_size": 2, "quantization": "int8", "async_scheduling": True},
@@ -52,91 +50,17 @@ def ray(model: Path, **args: Any) -> LLMEngine:
     return started(model, **{"distributed_executor_backend": "ray"} | args)
 
 
-def process_of(engine: LLMEngine) -> int:
+def ray_of(engine: LLMEngine) -> RayProcess:
     """The process that knows Ray."""
     starter = executor_of(engine)._starter
     assert isinstance(starter, RayStarter)
     assert starter._process is not None
-    return starter._process.pid
-
-
-def wait_for(what: Callable[[], bool], seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, "not within time"
-        time.sleep(0.05)
-
-
-def below(pid: int) -> list[int]:
-    """All processes that one has started, and those that they have."""
-    return [found for child in children_of(pid) for found in (child, *below(child))]
-
-
-def ranks_below(pid: int) -> dict[int, tuple[int, int]]:
-    """The process of each rank, and that of its actor."""
-    found = {}
-    for actor in below(pid):
-        for child in children_of(actor):
-            words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-            if "quire.executor.rank_process" in words:
-                found[int(words[words.index("quire.executor.rank_process") + 2])] = child, actor
-    return found
-
-
-class Cluster:
-    """Two hosts of two processors, as Ray sees it, to which RAY_ADDRESS points."""
-
-    def __init__(self, directory: Path) -> None:
-        port = free_port()
-        self.address = f"127.0.0.1:{port}"
-        head = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={directory}"]
-        self._log = (directory / "log").open("wb")
-        self.hosts = [self._host(*head)]
-        wait_for(lambda: self.num_hosts() == 1, 120)
-        self.hosts.append(self._host(f"--address={self.address}"))
-        wait_for(lambda: self.num_hosts() == 2, 120)
-
-    def _host(self, *args: str) -> subprocess.Popen[bytes]:
-        size = ["--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *size, *args]
-        return subprocess.Popen(command, stdout=self._log, stderr=self._log, start_new_session=True)
-
-    def num_hosts(self) -> int:
-        return int(self.ask("print(sum(node['Alive'] for node in ray.nodes()))", default="0"))
-
-    def ask(self, program: str, default: str | None = None) -> str:
-        """What a program prints that has joined."""
-        start = f"import ray; ray.init({self.address!r}, namespace={NAMESPACE!r}, configure_logging=False); "
-        ran = subprocess.run([sys.executable, "-c", start + program], capture_output=True, text=True)
-        assert default is not None or not ran.returncode, ran.stderr
-        return ran.stdout if not ran.returncode else str(default)
-
-    def ranks(self) -> dict[int, tuple[int, int]]:
-        return {rank: pids for host in self.hosts for rank, pids in ranks_below(host.pid).items()}
-
-    def end(self) -> None:
-        for host in reversed(self.hosts):
-            host.terminate()
-            host.wait(60)
-        self._log.close()
+    return starter._process
 
 
 @pytest.fixture(scope="module")
 def wide(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_wide_llama(tiny_model("llama"), tmp_path_factory.mktemp("wide"))
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    directory = Path(tempfile.mkdtemp(prefix="quire-test-ray-", dir="/tmp"))  # a socket's path must be short
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", "t" * 64)
-        cluster = Cluster(directory)
-        patch.setenv("RAY_ADDRESS", cluster.address)
-        yield cluster
-        cluster.end()
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.mark.more
@@ -168,12 +92,12 @@ def test_a_rank_that_ends_is_named_and_all_end(
     how: str, cluster: Cluster, tiny_model: Callable[[str], Path]
 ) -> None:
     engine = ray(tiny_model("llama"), **CASES["shares of stages"])
-    starter = executor_of(engine)._starter
+    process = ray_of(engine)
     engine.add_request("last", [1, 2, 3], PARAMS[0])
     engine.step()
     rank, actor = cluster.ranks()[2]
     if how == "ray.kill":
-        cluster.ask(f"ray.kill(ray.get_actor({actor_name(process_of(engine), 2)!r}))")
+        cluster.ask(f"ray.kill(ray.get_actor({actor_name(ray_of(engine).pid, 2)!r}))")
     else:
         os.kill(actor if "actor" in how else rank, signal.SIGSTOP if "stop" in how else signal.SIGKILL)
     began = time.monotonic()
@@ -184,7 +108,7 @@ def test_a_rank_that_ends_is_named_and_all_end(
     assert time.monotonic() - began < 10
     engine.shutdown()
     wait_for(lambda: not cluster.ranks())
-    assert not Path(starter._directory).exists()  # type: ignore[attr-defined]
+    assert not Path(process.directory).exists()
 
 
 def run_for_ever(engine: LLMEngine) -> NoReturn:
@@ -197,7 +121,7 @@ def run_for_ever(engine: LLMEngine) -> NoReturn:
 def test_too_little_room_is_said_with_numbers(
     cluster: Cluster, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.executor.ray_executor.PLACE_S", 0.5)
+    monkeypatch.setattr("quire.executor.ray_process.PLACE_S", 0.5)
     words = (
         r"no room for 2 ranks of 3 CPUs each within 0.5 s: its hosts have 2 \+ 2 CPUs, of which 4 are free"
     )
@@ -221,10 +145,10 @@ def test_what_a_rank_of_ray_cannot_load_is_a_startup_error_of_the_same_words(
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from tests.executor.test_ray import process_of, ray, run, said
+from tests.executor.test_ray import ray, ray_of
 if __name__ == "__main__":
     engine = ray(Path(sys.argv[1]), tensor_parallel_size=2)
-    print(process_of(engine), engine._clients[0]._core.executor._starter._directory, flush=True)
+    print(ray_of(engine).pid, ray_of(engine).directory, flush=True)
     sys.stdin.readline()
     engine.shutdown()
 """
@@ -237,7 +161,7 @@ def test_nothing_outlives_a_ray_of_our_own_that_is_killed(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     engine = ray(tiny_model("llama"), tensor_parallel_size=2)
-    pid = process_of(engine)
+    pid = ray_of(engine).pid
     pids, ranks = below(pid), ranks_below(pid).values()
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: all(has_ended(rank) for rank, _ in ranks))
