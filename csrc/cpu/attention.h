@@ -8,7 +8,8 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 constexpr int64_t kKeyTile = 64;       // keys that share one step of the running maximum
 constexpr int64_t kSplitTiles = 8;     // tiles that are summed up on their own
-constexpr int64_t kItemRows = 96;      // enough to pay for what a tile costs once, few enough for the cache
+constexpr int64_t kLeastItemRows = 96, kMostItemRows = 192;  // enough to pay for what a tile costs once
+constexpr int64_t kItemFloats = 1 << 16;                     // of queries, scores and sums: half of a second-level cache
 constexpr int64_t kTileCostRows = 4;   // a tile costs about as much as this many rows before it has any
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -92,11 +93,18 @@ inline int64_t cost(const Call& call, const Item& item, int64_t split) {
     return 1 + larger_of(tiles, 0) * (item.rows(call) + kTileCostRows);
 }
 
-// Calls body(item) for all items, in an order that keeps neighbours on the same keys.
+// Rows of the largest item, of which there should be so many at least. How rows are cut into items changes no bit.
+inline int64_t item_rows(const Call& call, int64_t items) {
+    const int64_t all = call.batch.tokens * call.shape.heads * call.group;
+    const int64_t fit = kItemFloats / (kKeyTile + call.shape.head_size + call.value_size);
+    return larger_of(kLeastItemRows, smaller_of(kMostItemRows, smaller_of(fit, all / items)));
+}
+
+// Calls body(item) for all items of up to so many rows, in an order that keeps neighbours on the same keys.
 template <class Body>
-inline void for_each_item(const Call& call, Body body) {
+inline void for_each_item(const Call& call, int64_t rows, Body body) {
     const Batch& batch = call.batch;
-    const int64_t most = larger_of(kItemRows / call.group, 1);
+    const int64_t most = larger_of(rows / call.group, 1);
     for (int64_t r = 0; r < batch.requests; ++r) {
         const int64_t start = batch.starts[r], count = batch.starts[r + 1] - start;
         for (int64_t head = 0; head < call.shape.heads; ++head)

@@ -14,6 +14,7 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 constexpr int64_t kStretchWork = 1 << 15;   // multiply-adds for which a stretch of its own is worth the merging
 constexpr int64_t kStretchesPerThread = 4;  // at most, for threads are not equally fast
+constexpr int64_t kItemsPerStretch = 8;     // at least, where there are so many rows
 
 // Memory of one thread that grows and is kept.
 template <class T>
@@ -54,7 +55,7 @@ struct Planned {
 
 // All that a plan depends on.
 struct PlanKey {
-    int64_t requests, heads, group, head_size, value_size, window, chunked, ahead, threads;
+    int64_t tokens, requests, heads, group, head_size, value_size, window, chunked, ahead, threads;
 };
 
 class Plan {
@@ -65,7 +66,7 @@ public:
 
     // Makes this the plan of a call, if it is not yet; false if there is no memory.
     bool serve(const Call& call) {
-        const PlanKey key{call.batch.requests, call.shape.heads, call.group, call.shape.head_size, call.value_size,
+        const PlanKey key{call.batch.tokens, call.batch.requests, call.shape.heads, call.group, call.shape.head_size, call.value_size,
                           call.features.window, call.features.chunked, call.features.ahead, team_threads()};
         if (is_of(key, call.batch)) return true;
         is_made_ = false;
@@ -120,7 +121,7 @@ private:
     bool list_items(const Call& call) {
         bool fits = true;
         total = rows = count_ = 0;
-        for_each_item(call, [&](const Item& item) {
+        for_each_item(call, item_rows(call, key_.threads * kStretchesPerThread * kItemsPerStretch), [&](const Item& item) {
             fits = fits && items_.reserve(count_ + 1);
             if (!fits) return;
             items_[count_++] = Planned{item, total, 0, 0, -1};

@@ -57,31 +57,48 @@ struct Running {
 
 // What exponents are taken relative to; any number does while nothing was seen.
 inline float shift_of(float top) { return top == -__builtin_inff() ? 0.0f : top; }
+inline Vec shift_of(Vec top) { return top == -__builtin_inff() ? Vec{} : top; }
 
 // 2^(from - to), exactly 1 if nothing changed, and 0 if nothing was seen before.
-inline float rescale(float from, float to) { return from == to ? 1.0f : exp2(splat(from - shift_of(to)))[0]; }
+inline Vec rescale(Vec from, Vec to) { return from == to ? splat(1.0f) : exp2(from - shift_of(to)); }
+inline float rescale(float from, float to) { return rescale(splat(from), splat(to))[0]; }
 
-// Scores to weights relative to the new maximum (Milakov and Gimelshein, 2018, arXiv:1805.02867). Returns what earlier
-// weights have to be multiplied with. Keys of weight 0 change nothing, not even a bit.
-inline float softmax_row(Float32* scores, Columns columns, Running& running) {
-    Vec top = splat(running.top);
+// The largest score of a row, and what it was before.
+inline float top_of_row(const Float32* scores, Columns columns, float before) {
+    Vec top = splat(before);
     for (int64_t i = columns.begin; i < columns.end; i += kLanes) top = larger(load(scores + i, All{}), top);
-    const float new_top = largest(top), shift = shift_of(new_top);
-    Vec total = {};
-    for (int64_t i = columns.begin; i < columns.end; i += kLanes) {
-        const Vec weight = exp2(load(scores + i, All{}) - shift);
-        total = total + weight;
-        store(scores + i, weight, All{});
-    }
-    const float factor = rescale(running.top, new_top);
-    running = {new_top, running.sum * factor + sum(total)};
-    return factor;
+    return largest(top);
 }
 
-// A row's scores to weights, in all columns that its block of rows sees; returns what earlier sums must be multiplied with.
-inline float weigh_row(const Call& call, const Item& item, const Seen& seen, int64_t row, Float32* scores, Running& running) {
+// The scores of a piece to weights relative to a maximum; returns the sum of these, eight after eight, and of those before.
+inline Vec weigh_piece(Float32* scores, float shift, Vec total) {
+#ifdef __AVX512F__
+    Wide weights;
+    __builtin_memcpy(&weights, scores, sizeof weights);
+    weights = exp2(weights - shift);
+    __builtin_memcpy(scores, &weights, sizeof weights);
+    return total + low_half(weights) + high_half(weights);
+#else
+    for (int64_t i = 0; i < kPiece; i += kLanes) {
+        const Vec weights = exp2(load(scores + i, All{}) - shift);
+        total = total + weights;
+        store(scores + i, weights, All{});
+    }
+    return total;
+#endif
+}
+
+// A row's scores to weights; returns their sum.
+inline float weigh_row(Float32* scores, Columns columns, float top) {
+    const float shift = shift_of(top);
+    Vec total = {};
+    for (int64_t i = columns.begin; i < columns.end; i += kPiece) total = weigh_piece(scores + i, shift, total);
+    return sum(total);
+}
+
+// What features make of a row's scores.
+inline void change_row(const Call& call, const Item& item, const Seen& seen, int64_t row, Float32* scores, Columns columns) {
     const Features& features = call.features;
-    const Columns columns(seen);
     const int64_t position = item.position + row / call.group, start = seen.start;
     if (features.soft_cap != 0.0f || features.slopes) {
         const float slope = features.slopes ? features.slopes[item.head * call.group + row % call.group] : 0.0f;
@@ -94,18 +111,49 @@ inline float weigh_row(const Call& call, const Item& item, const Seen& seen, int
     const int64_t low = larger_of(features.first_key(position) - start, 0);
     const int64_t high = smaller_of(item.end_key(features, position) - start, kKeyTile);
     if (low > columns.begin || high < columns.end) mask_row(scores, columns, low, high);
-    return softmax_row(scores, columns, running);
 }
 
-// Scores of a tile to weights, row by row; `factors` are what earlier sums must be multiplied with.
+// Whether some of `count` rows have scores that do not count, or others than their products.
+inline bool are_changed(const Call& call, const Item& item, const Seen& seen, int64_t row, int64_t count, Columns columns) {
+    const Features& features = call.features;
+    const int64_t first = item.position + row / call.group, last = item.position + (row + count - 1) / call.group;
+    const bool is_masked = features.first_key(last) - seen.start > columns.begin ||
+                           item.end_key(features, first) - seen.start < columns.end;
+    return is_masked || features.soft_cap != 0.0f || features.slopes || features.biases;
+}
+
+// Scores of a block of rows to weights, in all columns that one of them sees, relative to the new maximum (Milakov and
+// Gimelshein, 2018, arXiv:1805.02867); `factors` are what earlier sums must be multiplied with. Keys of weight 0 change
+// nothing, not even a bit. What is done once for a row is done for all of them side by side.
+inline void weigh_rows(const Call& call, const Item& item, const Seen& seen, int64_t row, int64_t count, Float32* scores,
+                       Running* running, float* factors) {
+    constexpr int64_t kMost = (kMaxRows + kLanes - 1) / kLanes * kLanes;
+    const Columns columns(seen);
+    Float32 before[kMost] = {}, tops[kMost] = {}, changes[kMost];
+    if (are_changed(call, item, seen, row, count, columns)) {
+        for (int64_t r = 0; r < count; ++r) change_row(call, item, seen, row + r, scores + r * kKeyTile, columns);
+    }
+    for (int64_t r = 0; r < count; ++r) {
+        before[r].value = running[r].top;
+        tops[r].value = top_of_row(scores + r * kKeyTile, columns, running[r].top);
+    }
+    for (int64_t r = 0; r < kMost; r += kLanes)
+        store(changes + r, rescale(load(before + r, All{}), load(tops + r, All{})), All{});
+    for (int64_t r = 0; r < count; ++r) {
+        const float sum = weigh_row(scores + r * kKeyTile, columns, tops[r].value);
+        factors[r] = changes[r].value;
+        running[r] = {tops[r].value, running[r].sum * factors[r] + sum};
+    }
+}
+
+// The same of all rows that see the tile.
 inline void weigh(const Call& call, const Item& item, const Seen& tile, Float32* scores, Running* running, float* factors) {
     const int64_t rows = item.rows(call);
     for (int64_t block = 0; block < row_blocks(rows); ++block) {
-        const int64_t first = block_row(rows, block), end = block_row(rows, block + 1);
-        const Seen seen = tile.by_rows(call, item, first, end - first);
+        const int64_t first = block_row(rows, block), count = block_row(rows, block + 1) - first;
+        const Seen seen = tile.by_rows(call, item, first, count);
         if (seen.is_empty()) continue;
-        for (int64_t row = first; row < end; ++row)
-            factors[row] = weigh_row(call, item, seen, row, scores + row * kKeyTile, running[row]);
+        weigh_rows(call, item, seen, first, count, scores + first * kKeyTile, running + first, factors + first);
     }
 }
 

@@ -49,6 +49,26 @@ inline bool in_place(const Call& call, const Item& item) {
     return fits && (std::is_same_v<C, Float32> || item.rows(call) <= kInPlaceRows);
 }
 
+// Eight dimensions of R queries, times the scale: [R][8] at `d` -> [8][R].
+template <int R, class T>
+inline void turn_queries(Float32* out, const T* const (&q)[R], int64_t d, float scale) {
+    if constexpr (R >= kLanes) {
+        // Of more than eight rows the last eight as well, some of them once more.
+        for (int64_t first = 0;; first = R - kLanes) {
+            Vec square[kLanes];
+            for (int64_t i = 0; i < kLanes; ++i) square[i] = load(q[first + i] + d, All{}) * scale;
+            transpose(square);
+            for (int64_t i = 0; i < kLanes; ++i) store(out + i * R + first, square[i], All{});
+            if (first + kLanes == R) break;
+        }
+    } else {
+        Float32 scaled[R][kLanes];
+        for (int64_t r = 0; r < R; ++r) store(scaled[r], load(q[r] + d, All{}) * scale, All{});
+        for (int64_t i = 0; i < kLanes; ++i)
+            for (int64_t r = 0; r < R; ++r) out[i * R + r] = scaled[r][i];
+    }
+}
+
 // Queries of a row block lie side by side for each dimension, multiplied by the scale of scores.
 template <class T>
 void load_queries(Float32* rows, const Call& call, const Item& item) {
@@ -60,12 +80,7 @@ void load_queries(Float32* rows, const Call& call, const Item& item) {
             const int64_t token = item.token + (first + r) / call.group, head = (first + r) % call.group;
             q[r] = static_cast<const T*>(call.q) + token * call.token_stride + (item.head * call.group + head) * call.head_stride;
         }
-        for (int64_t d = 0; d < n; d += kLanes) {
-            Float32 scaled[R][kLanes];
-            for (int64_t r = 0; r < R; ++r) store(scaled[r], load(q[r] + d, All{}) * call.scale, All{});
-            for (int64_t i = 0; i < kLanes; ++i)
-                for (int64_t r = 0; r < R; ++r) rows[first * n + (d + i) * R + r] = scaled[r][i];
-        }
+        for (int64_t d = 0; d < n; d += kLanes) turn_queries(rows + first * n + d * R, q, d, call.scale);
     });
 }
 

@@ -59,6 +59,8 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 typedef float Wide __attribute__((vector_size(64)));
 typedef uint32_t WideBits __attribute__((vector_size(64)));
 
+inline Vec low_half(Wide v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline Vec high_half(Wide v) { return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15); }
 inline WideBits as_bits(Wide v) { return reinterpret_cast<WideBits>(v); }
 inline Wide as_floats(WideBits v) { return reinterpret_cast<Wide>(v); }
 inline Wide fma(Wide a, Wide b, Wide c) {
