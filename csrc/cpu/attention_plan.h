@@ -66,8 +66,8 @@ public:
 
     // Makes this the plan of a call, if it is not yet; false if there is no memory.
     bool serve(const Call& call) {
-        const PlanKey key{call.batch.tokens, call.batch.requests, call.shape.heads, call.group, call.shape.head_size, call.value_size,
-                          call.features.window, call.features.chunked, call.features.ahead, team_threads()};
+        const PlanKey key{call.batch.tokens, call.batch.requests, call.shape.heads, call.group, call.shape.head_size,
+                          call.value_size, call.features.window, call.features.chunked, call.features.ahead, team_threads()};
         if (is_of(key, call.batch)) return true;
         is_made_ = false;
         is_made_ = remember(key, call.batch) && make(call);
