@@ -1,6 +1,6 @@
 """The commands of docs/parallelism.md that want several processes or hosts, run together, all of them on this host.
 
-Ray's are not run here, nor is pip: tests/executor/test_ray.py makes clusters of its own for what these commands start.
+Those that have Ray place ranks are not run here, nor is pip: tests/executor/test_ray.py starts what they start.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import httpx
 import pytest
 
 from tests.end_to_end.server import QUIRE, Server, free_port
+from tests.fixtures.ray_cluster import Cluster, with_ray
+from tests.fixtures.ray_cluster import cluster as cluster
 
 PAGE = Path(__file__).parents[2] / "docs/parallelism.md"
 LIMITS = [
@@ -27,6 +29,7 @@ LIMITS = [
     "--num-gpu-blocks-override=12",
 ]
 KUBERNETES, RAY = "command: [sh, -c]", "pip install 'quire[ray]'"
+BY_RAY = "--data-parallel-backend ray"
 
 
 def blocks() -> list[str]:
@@ -81,6 +84,7 @@ def test_no_block_is_left_out() -> None:
         KUBERNETES,
         RAY,
         "--data-parallel-size-local 2 --data-parallel-address 10.0.0.1",
+        BY_RAY,
         "--data-parallel-hybrid-lb --data-parallel-size-local 2 --data-parallel-start-rank 2",
     ]
     assert [one for one, end in zip(firsts, wanted, strict=True) if not one.endswith(end)] == []
@@ -114,6 +118,21 @@ def test_two_hosts(
         stack.callback(server.process.kill)
         answers(server.wait_ready(), num_engines)
         assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.mark.more
+@with_ray
+def test_replicas_where_ray_has_room(
+    cluster: Cluster, tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    ((address, *command),) = holding(BY_RAY)
+    assert address.startswith("RAY_ADDRESS="), "which names the cluster of these tests"
+    server = Server(*adapted(command, tiny_model("llama")), log=tmp_path / "log").wait_ready()
+    try:
+        answers(server, 4)
+        assert server.stop() == 0, server.log.read_text()
+    finally:
+        server.process.kill()
 
 
 @pytest.mark.more
