@@ -60,8 +60,13 @@ class RayProcess:
         self._wire = Wire(ours)
         with theirs:
             command = [sys.executable, "-m", module, str(theirs.fileno())]
-            # Apart from signals that a terminal gives to all processes of its own.
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            try:
+                # Apart from signals that a terminal gives to all processes of its own.
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            except OSError:
+                self._wire.close()
+                private_directories.remove(Path(self.directory))
+                raise
         self.tell(Wanted(config.encoded(), self.directory, PLACE_S))
 
     @property

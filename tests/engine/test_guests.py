@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from quire.scheduler.output import RequestUpdate
 from tests.end_to_end.server import free_port
 from tests.engine.slow_schedulers import Slow
 from tests.engine.test_progress import plan
-from tests.engine.test_replica_processes import all_up, check_verbs
+from tests.engine.test_replica_processes import all_up, check_verbs, disturbing
 from tests.engine.test_restart import expected, run_all, started
 from tests.fixtures.quick import quick
 
@@ -85,19 +85,12 @@ async def test_a_host_that_goes_costs_no_request_anything_and_may_come_back(
     other = OtherHost(null_model_dir, port)
     engine = await started(null_model_dir, **args_of(port))
 
-    def disturbing(how: Callable[[], None]) -> Callable[[], None]:
-        def disturb() -> None:
-            assert all(engine._front_end.in_flight(core) for core in range(2))
-            how()
-
-        return disturb
-
     try:
         if comes_back:
-            assert await run_all(engine, stop, disturbing(other.kill_core)) == results
+            assert await run_all(engine, stop, disturbing(engine, other.kill_core)) == results
             assert engine.is_ready
             await all_up(engine)
-        gone = disturbing(lambda: threading.Thread(target=other.go).start())
+        gone = disturbing(engine, lambda: threading.Thread(target=other.go).start())
         assert await run_all(engine, stop, gone) == results
         assert engine.is_ready
         other.thread.join(10)
@@ -105,7 +98,7 @@ async def test_a_host_that_goes_costs_no_request_anything_and_may_come_back(
             return
         other = OtherHost(null_model_dir, port)
         await all_up(engine)
-        assert await run_all(engine, stop, disturbing(lambda: None)) == results
+        assert await run_all(engine, stop, disturbing(engine, lambda: None)) == results
         await check_verbs(engine)
         await engine.shutdown()
         other.thread.join(10)

@@ -27,7 +27,7 @@ from quire.engine.startup import prepare
 from quire.errors import ConfigError, StartupError
 from quire.executor.ray_process import RayProcess
 from tests.end_to_end.server import children_of, has_ended
-from tests.engine.test_replica_processes import all_up, check_verbs
+from tests.engine.test_replica_processes import all_up, check_verbs, disturbing
 from tests.engine.test_replicas import made_host
 from tests.engine.test_restart import expected, run_all, started
 from tests.fixtures.ray_cluster import Cluster, below, with_ray
@@ -94,23 +94,16 @@ async def test_an_actor_that_is_killed_costs_no_request_anything_and_another_tak
         ((_, actor),) = cores_of(cluster).items()
         os.kill(actor, signal.SIGKILL)
 
-    def disturbing(how: Callable[[], None]) -> Callable[[], None]:
-        def disturb() -> None:
-            assert all(engine._front_end.in_flight(core) for core in range(2))
-            how()
-
-        return disturb
-
     try:
-        assert await run_all(engine, stop, disturbing(kill)) == results
+        assert await run_all(engine, stop, disturbing(engine, kill)) == results
         assert engine.is_ready
         await all_up(engine)
-        assert await run_all(engine, stop, disturbing(lambda: None)) == results
+        assert await run_all(engine, stop, disturbing(engine, lambda: None)) == results
         (before,) = cores_of(cluster)
         cluster.ask(f"ray.kill(ray.get_actor({name!r}))")
         await until(lambda: bool(cores_of(cluster).keys() - {before}))
         await all_up(engine)
-        assert await run_all(engine, stop, disturbing(lambda: None)) == results
+        assert await run_all(engine, stop, disturbing(engine, lambda: None)) == results
         await check_verbs(engine)
     finally:
         await engine.shutdown()

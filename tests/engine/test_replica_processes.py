@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ def pid_of(engine: AsyncLLM, core: int) -> int:
     client = engine._clients[core]
     assert isinstance(client, ProcessClient)
     return client.process.pid
+
+
+def disturbing(engine: AsyncLLM, how: Callable[[], None]) -> Callable[[], None]:
+    """Something that is done while both replicas have work."""
+
+    def disturb() -> None:
+        assert all(engine._front_end.in_flight(core) for core in range(2))
+        how()
+
+    return disturb
 
 
 async def all_up(engine: AsyncLLM) -> None:
