@@ -191,7 +191,10 @@ def test_without_ray_it_is_said_what_to_install(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "here:1")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: None if name == "ray" else find(name, *of)
+    )
     with pytest.raises(
         ConfigError, match=r"--data-parallel-backend ray needs Ray, .*pip install 'quire\[ray\]'"
     ):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -211,7 +212,10 @@ def words_of(pid: int) -> list[str]:
 def test_without_ray_it_is_said_what_to_install(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: None if name == "ray" else find(name, *of)
+    )
     with pytest.raises(ConfigError, match=r"needs Ray, which is not installed: pip install 'quire\[ray\]'"):
         ray(tiny_model("llama"))
 
