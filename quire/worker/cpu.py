@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.cpu import float_mode, library
+from quire.kernels.cpu.kept_memory import KEPT, MOST_WASTED
 from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.cpu.unrecorded import UnrecordedOps
 from quire.layers.kv_cache import why_not_captured
@@ -133,6 +134,7 @@ class CpuMemory:
         limits = config.scheduler
         num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
         step = self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
+        step = int(step * (1 + MOST_WASTED))
         step += limits.max_num_batched_tokens * passing_bytes(config) + kept_bytes(config)
         num_models = 1 if config.draft is None else 2
         tapes = num_models * self.forward_peak.bytes_of_tapes(taped_tokens(config))
@@ -141,6 +143,7 @@ class CpuMemory:
     def give_back(self) -> None:
         """Also what the C library keeps for later, where it can be asked to (glibc)."""
         collect_garbage()
+        KEPT.clear()
         trim = getattr(CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

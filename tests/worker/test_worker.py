@@ -15,6 +15,7 @@ from quire.errors import ConfigError, StartupError
 from quire.executor import uniproc
 from quire.executor.base import resolve_executor
 from quire.executor.uniproc import UniprocExecutor
+from quire.kernels.cpu.kept_memory import MOST_WASTED
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.sizing import size_kv_cache
 from quire.kv_cache.spec import KVCacheConfig
@@ -65,7 +66,7 @@ def reserved_bytes(worker: Worker) -> int:
     assert isinstance(device, CpuDevice)
     peak, num_seqs = device.memory.forward_peak, limits.max_num_seqs
     step = peak.bytes_of_step(limits.max_num_batched_tokens, num_seqs * vocab_size)
-    return step + peak.bytes_of_tapes(taped_tokens(worker._config))
+    return int(step * (1 + MOST_WASTED)) + peak.bytes_of_tapes(taped_tokens(worker._config))
 
 
 def ready(config: EngineConfig) -> Worker:

@@ -8,13 +8,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from struct import error as StructError
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
+from quire.kernels.cpu.kept_memory import KEPT, LARGE
 
 RecordedCall = tuple[int, bytes]
 """Address and packed arguments of a kernel call."""
@@ -108,13 +111,21 @@ def _poisoned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Te
     return out.fill_(limits.min or limits.max)
 
 
+def _kept(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Large ones in memory that is used again, unless somebody looks at what torch makes."""
+    dtype = dtype or like.dtype
+    if prod(shape) * dtype.itemsize < LARGE or _get_current_dispatch_mode() is not None:
+        return like.new_empty(shape, dtype=dtype)
+    return KEPT.empty(shape, dtype)
+
+
 def _empty() -> Callable[..., Tensor]:
     value = os.environ.get("QUIRE_DEBUG_KERNELS", "0")
     if value not in ("0", "1"):
         raise ConfigError(f"QUIRE_DEBUG_KERNELS is {value!r}; it must be '0' or '1'")
-    return _poisoned if value == "1" else Tensor.new_empty
+    return _poisoned if value == "1" else _kept
 
 
 empty = _empty()
-"""`empty(like, *shape, dtype=None)`: the memory of an output. With QUIRE_DEBUG_KERNELS=1 it is filled first with what
-is no result, so that an element that a kernel does not write shows."""
+"""`empty(like, *shape, dtype=None)`: the memory of an output, which is not for long. With QUIRE_DEBUG_KERNELS=1 it is
+filled first with what is no result, so that an element that a kernel does not write shows."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.calls import empty
 
 HUGE_PAGE = 2 * 2**20
 
@@ -28,8 +27,8 @@ def matrix_memory(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < HUGE_PAGE:
-        return empty(like, *shape, dtype=dtype)
-    memory = empty(like, num_bytes + HUGE_PAGE, dtype=torch.uint8)
+        return like.new_empty(shape, dtype=dtype)
+    memory = like.new_empty(num_bytes + HUGE_PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
     return memory[start : start + num_bytes].view(dtype).view(shape)
 
