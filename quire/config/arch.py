@@ -143,6 +143,8 @@ class ExpertsArch:
     """The layers that have experts, by number; the others have the model's MLP."""
     stack: ExpertStack | None = None
     """How the checkpoint has the matrices of all experts in one tensor; None: they are apart."""
+    listed: bool = False
+    """Whether apart they are in lists of modules, "down_projs.3", gate and up as one whose outputs alternate."""
     activation: str = "silu"
     """A key of `quire.layers.activation.FUSED`."""
     gated: bool = True

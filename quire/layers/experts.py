@@ -24,6 +24,7 @@ from quire.kernels.lora import SharedStacks
 from quire.layers.activation import FUNCTIONS, FUSED
 from quire.layers.base import Module, activation_dtype, device_type, model_dtype
 from quire.layers.expert_exchange import Adapted, Exchange, exchange_of
+from quire.layers.expert_lists import GateUpInList, InList, LinearInList
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Member, Shard, members_of
@@ -108,9 +109,9 @@ class Expert(Module):
         transposed = () if stack is None else stack.transposed
         member = Member(index, experts.count) if config.parallel.enable_expert_parallel else None
         hidden = experts.latent_size or arch.hidden_size
-        plain = Linear if stack is None else LinearInStack
+        plain, gate_up = _kinds(experts)
         if experts.gated:
-            self.gate_up_proj = (GateUpLinear if stack is None else _GateUpInStack)(
+            self.gate_up_proj = gate_up(
                 hidden_size=hidden,
                 intermediate_size=experts.intermediate_size,
                 bias=experts.bias,
@@ -146,6 +147,8 @@ class Expert(Module):
             layer.takes_adapters = layer.makes_products = False  # `Experts` does both
             layer.rounds_inputs = member is None and not config.lora.enable_lora
             layer.expert = index
+            if isinstance(layer, InList):
+                layer.index = index
             if isinstance(layer, InStack):
                 assert stack is not None, "a member of it"
                 layer.index, layer.count, layer.stack = index, experts.count, stack
@@ -164,6 +167,13 @@ class Expert(Module):
     def up(self) -> Linear:
         """The first matrix."""
         return self.gate_up_proj if "gate_up_proj" in self._modules else self.up_proj
+
+
+def _kinds(experts: ExpertsArch) -> tuple[type[Linear], type[GateUpLinear]]:
+    """Of a plain layer and of gate and up, by where the checkpoint has them."""
+    if experts.listed:
+        return LinearInList, GateUpInList
+    return (Linear, GateUpLinear) if experts.stack is None else (LinearInStack, _GateUpInStack)
 
 
 class Experts(Module):
@@ -298,7 +308,9 @@ def take_part(model: nn.Module) -> None:
             module.take_part()
 
 
-EXPERTS: frozenset[type[nn.Module]] = frozenset({Experts, Expert, LinearInStack, _GateUpInStack})
+EXPERTS: frozenset[type[nn.Module]] = frozenset(
+    {Experts, Expert, LinearInStack, _GateUpInStack, LinearInList, GateUpInList}
+)
 """Modules of which experts are made."""
 
 

@@ -18,6 +18,7 @@ from quire.kernels import reference
 from quire.kernels.linear import FLOAT, PackedWeight
 from quire.layers.base import Layer, parameter
 from quire.layers.quantization import FLOATS, Elsewhere, QuantMethod
+from quire.layers.quantized.codec import Codec
 from quire.layers.rounded_inputs import RoundedInputs
 from quire.layers.shard import WHOLE, Cut, Member, Shard, Span
 from quire.layers.slot import Part, Slot, length
@@ -129,6 +130,10 @@ class MatrixLayer(Layer):
         """Those of a module's tensors that are in `files`."""
         at = {tensor: self.stored_name(module, tensor) for tensor in tensors}
         return {tensor: files[name] for tensor, name in at.items() if name in files}
+
+    def codec_of(self, module: str, codec: Codec) -> Codec:
+        """What reads this layer's part of a module, which `codec` reads."""
+        return codec
 
     def own(self, tensor: Tensor) -> Tensor:
         """What is this layer's of a tensor that files have for its module."""

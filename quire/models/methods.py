@@ -177,7 +177,7 @@ class _Encodings:
     def _module(self, layer: MatrixLayer, name: str, encoding: Encoding) -> EncodedModule:
         codec = codec_of(encoding)
         groups = self._groups(layer, name, codec)
-        codec = codec if groups is None else codec.by_groups(groups)
+        codec = layer.codec_of(name, codec if groups is None else codec.by_groups(groups))
         in_files = layer.in_files(name, codec.tensors(1, 1), self._tensors)
         rounding = self._rounding(layer, name, encoding) if self._as_checkpoint else None
         return EncodedModule(name, codec, in_files, encoding.weight_only, rounding)

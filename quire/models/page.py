@@ -93,7 +93,7 @@ NOTES = """
 - Falcon 1B's linear biases are computed in float32. transformers rounds them to bfloat16, which shows after 256 tokens.
 - QWen (2023) contexts end at `seq_length`: beyond it the model would rescale queries by the length of the prompt.
 - TeleChat's end at `training_seqlen`, for the same reason.
-- gpt-oss's experts may be floats or in MXFP4, and no other [quantised form](quantized_checkpoints.md).
+- gpt-oss's experts may be floats, MXFP4, in lists (bitsandbytes) or one by one in [any form](quantized_checkpoints.md).
 - Llama 4 has one expert for each token.
 - Gemma 3n's MLPs are of one size in all layers.
 - A checkpoint of a model that sees or hears says by `tie_word_embeddings` beside `text_config` whether its head is the

@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from quire.config.arch import ModelArch
+from quire.config.arch import ExpertsArch, ModelArch
 from quire.models.json_object import MAX_JSON_BYTES, read_json_object
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ONE_OF_MANY = re.compile(r"\.experts\.\d+\.")
+_OF_A_LIST = re.compile(r"\.experts\.\w+_projs\.\d+\.")
 _FULL_NAME = re.compile(r"\.experts\.\w+_proj_weight_\w+$")
 
 
@@ -27,8 +28,19 @@ def as_stored(arch: ModelArch, model_dir: Path) -> ModelArch:
     names = list(_tensor_names(model_dir))
     if any(_ONE_OF_MANY.search(name) for name in names):
         return replace(arch, experts=replace(experts, stack=None))
+    if experts.alternates and any(_OF_A_LIST.search(name) for name in names):
+        return _in_lists(arch, experts, names)
     full_names = any(_FULL_NAME.search(name) for name in names)
     return replace(arch, experts=replace(experts, stack=replace(experts.stack, full_names=full_names)))
+
+
+def _in_lists(arch: ModelArch, experts: ExpertsArch, names: Iterable[str]) -> ModelArch:
+    """As Unsloth has them, whose routers hold a linear layer, too; adapters name what transformers has."""
+    called, router = arch.names, arch.names.renamed.get("gate", "gate")
+    if any(f".{router}.linear.weight" in name for name in names):
+        renamed = {**called.renamed, "gate": f"{router}.linear"}
+        called = replace(called, renamed=renamed, adapters=called.adapters or called)
+    return replace(arch, names=called, experts=replace(experts, stack=None, listed=True))
 
 
 def _tensor_names(model_dir: Path) -> Iterable[str]:

@@ -83,11 +83,13 @@ the head, and where a rank has some of the inputs, weights become floats. What t
 (`g_idx`, `weight_g_idx`), whatever the config says of it.
 
 Experts may be one by one, also in families that keep those of a layer in one tensor (Llama 4, gpt-oss), as tools leave
-them that look for linear layers: in any form. Where those of a layer are one module (Granite, JetMoE) its tensors may
-be stacks of what one matrix has, in all forms but those that have a matrix's numbers all in a row (bitsandbytes, HQQ).
-Where they are a parameter that no module bears (Llama 4, gpt-oss, Qwen 3.5), a stack may be in MXFP4 (OpenAI's layout),
-in FP8 as transformers writes it (`fp8`, per matrix or in blocks, and `fbgemm_fp8`), and, transposed as Llama 4's, in
-ModelOpt's FP8 and NVFP4, with one scale for all of a stack. Floats may be in either form, too.
+them that look for linear layers: in any form. gpt-oss's may also be in lists, as Unsloth has them for bitsandbytes
+(`experts.gate_up_projs.3`, whose outputs are gate and up in turn, beside `router.linear`): in 4 bits, in LLM.int8() or
+in floats. Where those of a layer are one module (Granite, JetMoE) its tensors may be stacks of what one matrix has, in
+all forms but those that have a matrix's numbers all in a row (bitsandbytes, HQQ). Where they are a parameter that no
+module bears (Llama 4, gpt-oss, Qwen 3.5), a stack may be in MXFP4 (OpenAI's layout), in FP8 as transformers writes it
+(`fp8`, per matrix or in blocks, and `fbgemm_fp8`), and, transposed as Llama 4's, in ModelOpt's FP8 and NVFP4, with one
+scale for all of a stack. Floats may be in either form, too.
 
 A table of tokens that is quantised in the files becomes floats of `--dtype`, unless it is the output head, too.
 
