@@ -4,7 +4,8 @@
 
 Multiplied are the four matrices of a layer in the shape of half a billion parameters: by one row, with so many copies
 of the layer in turn that none is in a cache, and by many rows. Forms take turns in each round; printed is the median
-of bfloat16's time by that of the form, where bfloat16 is multiplied as `--matmul-precision auto` does it. `--record`
+of bfloat16's time by that of the form, where bfloat16 is multiplied as `--matmul-precision auto` does it. Then the same
+of products by activations that are rounded first, as in mode "checkpoint". `--record`
 writes the numbers with the date and the machine, and docs/quantized_checkpoints.md with them: run it in the root of
 the repository, and on a machine that does nothing else.
 """
@@ -28,12 +29,15 @@ from quire.entrypoints.cli.machine import cpu_model
 from quire.kernels import cpu, ops
 from quire.kernels.cpu.huge_pages import in_matrix_memory
 from quire.kernels.linear import FLOAT, Ending, PackedWeight, WeightScheme
-from quire.models.quantized.page import PAGE, SPEEDS, kept_forms, page
+from quire.kernels.rounding import RowRounding
+from quire.models.quantized.page import PAGE, SPEEDS, kept_forms, page, rounded_forms
 
 FLOATS = "floats"
 COLD_BYTES = 96 * 2**20
 """What the copies of a layer take at least, more than a cache holds."""
 Layer = Sequence[PackedWeight]
+Forms = Mapping[str, tuple[WeightScheme | None, RowRounding | None]]
+"""What weights are kept in, None for floats, and how what they are multiplied by is rounded."""
 Speeds = Mapping[str, tuple[float, float]]
 """How often a form's products are done while bfloat16's are once: in decode, and in prefill."""
 
@@ -52,6 +56,8 @@ def layers_of(scheme: WeightScheme | None, shape: ModelShape, cold_bytes: int) -
         ops.pack_weight(torch.randn(outputs, inputs, generator=random).bfloat16(), kept, halves)
         for outputs, inputs, halves in matrices
     ]
+    if kept.is_plain_int8:
+        first = [matrix.with_code_sums() for matrix in first]
     count = cold_bytes // sum(matrix.nbytes for matrix in first)
     return [first, *([matrix.moved(_copied) for matrix in first] for _ in range(count))]
 
@@ -62,8 +68,8 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.clone() if moved is tensor else moved
 
 
-def product_of(layer: Layer, rows: int) -> Callable[[], None]:
-    """Multiplies so many rows by each matrix of a layer."""
+def product_of(layer: Layer, rows: int, rounding: RowRounding | None = None) -> Callable[[], None]:
+    """Multiplies so many rows by each matrix of a layer, after they were rounded if that is said."""
     inputs = [torch.randn(rows, matrix.inputs) for matrix in layer]
     endings: list[Ending | None] = [None if matrix.halves == 1 else "silu_and_mul" for matrix in layer]
 
@@ -71,7 +77,13 @@ def product_of(layer: Layer, rows: int) -> Callable[[], None]:
         for x, matrix, ending in zip(inputs, layer, endings, strict=True):
             ops.packed_linear(x, matrix, None, ending)
 
-    return run
+    def run_rounded() -> None:
+        for x, matrix, ending in zip(inputs, layer, endings, strict=True):
+            made = ops.rounded_linear(x, matrix, rounding=rounding)
+            if ending is not None:
+                ops.silu_and_mul(made)
+
+    return run if rounding is None else run_rounded
 
 
 def seconds_of(runs: Sequence[Callable[[], None]]) -> float:
@@ -84,11 +96,33 @@ def seconds_of(runs: Sequence[Callable[[], None]]) -> float:
 
 def measured(shape: ModelShape, rounds: int, prefill_rows: int, cold_bytes: int = COLD_BYTES) -> Speeds:
     """All forms, by what the page calls them."""
-    layers = {name: layers_of(scheme, shape, cold_bytes) for name, scheme in kept_forms().items()}
-    decode = {name: [product_of(layer, 1) for layer in copies] for name, copies in layers.items()}
-    prefill = {name: [product_of(copies[0], prefill_rows)] for name, copies in layers.items()}
+    return _measured(
+        {name: (scheme, None) for name, scheme in kept_forms().items()},
+        shape,
+        rounds,
+        prefill_rows,
+        cold_bytes,
+    )
+
+
+def measured_rounded(
+    shape: ModelShape, rounds: int, prefill_rows: int, cold_bytes: int = COLD_BYTES
+) -> Speeds:
+    """All roundings of activations, by what the page calls them."""
+    forms: Forms = {FLOATS: (None, None), **rounded_forms()}
+    speeds = _measured(forms, shape, rounds, prefill_rows, cold_bytes)
+    return {name: times for name, times in speeds.items() if name != FLOATS}
+
+
+def _measured(forms: Forms, shape: ModelShape, rounds: int, prefill_rows: int, cold_bytes: int) -> Speeds:
+    kept = {scheme: layers_of(scheme, shape, cold_bytes) for scheme, _ in forms.values()}
+    decode, prefill = {}, {}
+    for name, (scheme, rounding) in forms.items():
+        copies = kept[scheme]
+        decode[name] = [product_of(layer, 1, rounding) for layer in copies]
+        prefill[name] = [product_of(copies[0], prefill_rows, rounding)]
     times = [_medians(runs, rounds) for runs in (decode, prefill)]
-    return {name: (times[0][FLOATS] / times[0][name], times[1][FLOATS] / times[1][name]) for name in layers}
+    return {name: (times[0][FLOATS] / times[0][name], times[1][FLOATS] / times[1][name]) for name in forms}
 
 
 def _medians(runs: Mapping[str, Sequence[Callable[[], None]]], rounds: int) -> dict[str, float]:
@@ -109,17 +143,22 @@ def _in_turn(names: Sequence[str], number: int) -> Iterator[str]:
         yield next(turn)
 
 
-def record(speeds: Speeds, prefill_rows: int) -> None:
+def record(speeds: Speeds, rounded: Speeds, prefill_rows: int) -> None:
     """Write the numbers, and the page that has them."""
     about = {
         "date": datetime.now(UTC).strftime("%d %B %Y").lstrip("0"),
         "machine": f"{cpu_model()} ({cpu.status()})",
         "threads": torch.get_num_threads(),
         "prefill_rows": prefill_rows,
-        "speeds": {name: [round(each, 2) for each in both] for name, both in speeds.items()},
+        "speeds": _in_file(speeds),
+        "rounded": _in_file(rounded),
     }
     SPEEDS.write_text(json.dumps(about, indent=1) + "\n")
     PAGE.write_text(page())
+
+
+def _in_file(speeds: Speeds) -> dict[str, list[float]]:
+    return {name: [round(each, 2) for each in both] for name, both in speeds.items()}
 
 
 def main() -> None:
@@ -130,12 +169,15 @@ def main() -> None:
     parser.add_argument("--prefill-rows", type=int, default=512)
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
-    speeds = measured(ModelShape(), args.rounds, args.prefill_rows)
+    speeds, rounded = (
+        dict(measure(ModelShape(), args.rounds, args.prefill_rows))
+        for measure in (measured, measured_rounded)
+    )
     print(f"{'form':36} {'decode':>8} {'prefill':>8}   times as fast as bfloat16")
-    for name, (decode, prefill) in speeds.items():
+    for name, (decode, prefill) in (speeds | rounded).items():
         print(f"{name:36} {decode:8.2f} {prefill:8.2f}")
     if args.record:
-        record(speeds, args.prefill_rows)
+        record(speeds, rounded, args.prefill_rows)
         print(f"{SPEEDS} and {PAGE} are written")
 
 

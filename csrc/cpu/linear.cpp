@@ -27,9 +27,6 @@ bool is_format(const Matrix& matrix) {
 
 }  // namespace
 
-// How activations meet integer weights: rounded to 8 bits, or, by plain int8 alone, as the integers of 8 bits that they are.
-enum Fast : int64_t { kRoundedHere = 1, kIntegers = 2 };
-
 // Returns -1 for an unknown format, -2 for too little scratch memory.
 int64_t packed_linear(void* out, const void* x, const void* data, const void* scales, const void* zeros, const void* bias,
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
@@ -39,15 +36,26 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const Float32*>(bias), scratch, rows,
         activation, {data, scales, zeros, outputs, inputs, halves, {group, scales_type, zeros_type, format}});
     if (scratch_bytes < needed_scratch(job)) return -2;
-    if (fast == kIntegers) {
-        if (!job.weight.packing.is_plain_int8()) return -1;
-        run(job, MakeInt<WideInt8Panels>{});
-        return 0;
-    }
     return with_format(job.weight.packing, fast != 0, [&](auto kernel_of) {
         run(job, kernel_of);
         return int64_t{0};
     });
+}
+
+// By plain int8, of activations that are rounded to integers of 8 bits with one step for all of a row. Where they may have zero
+// points, code_sums [panels][16] is what the weights' integers come to, else null. Returns as packed_linear.
+int64_t rounded_linear(void* out, const void* x, const void* data, const void* scales, const void* code_sums, const void* bias,
+                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
+                       int64_t group, int64_t scales_type, int64_t zeros_type, float lowest, float bound, float scale,
+                       float zero, int64_t asymmetric) {
+    const Linear job = contiguous(
+        static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const Float32*>(bias), scratch, rows, 0,
+        {data, scales, nullptr, outputs, inputs, halves, {group, scales_type, zeros_type, kInt8}});
+    if (!job.weight.packing.is_plain_int8()) return -1;
+    if (scratch_bytes < needed_scratch(job)) return -2;
+    const Rounding how{kIntegers, lowest, bound, scale, zero, asymmetric != 0};
+    run(job, MakeStepped{how, static_cast<const Float32*>(code_sums)});
+    return 0;
 }
 
 // Returns how many choices are of no expert, or of no adapter, in which case nothing is computed; else as packed_linear.

@@ -157,7 +157,12 @@ struct CodePanels {
     // What a step of an integer is worth.
     float unit() const { return weight.packing.has_book() ? book_of(weight.packing.format).unit : 1.0f; }
 
-    // Of a chunk of activations, as integers; returns their scale.
+    static constexpr bool kStepsRows = false;
+
+    // What rounds the chunks of a row of activations.
+    const CodePanels& of_row(const Float32*) const { return *this; }
+
+    // Of a chunk, as integers; returns their scale.
     template <bool pairs, int parts>
     float rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
         return round_chunk<pairs>(out, sums, x, size) * unit();
@@ -173,16 +178,30 @@ struct Int8Panels : CodePanels<Int8Dot<kChunk>> {
     Lanes16 scale(int64_t index) const { return weight.scale_stream().at(index, 0); }
 };
 
-// The same by activations that are integers of 8 bits already, any of them.
-struct WideInt8Panels : CodePanels<WideDot<kChunk>> {
-    static constexpr bool kPairs = false, kShifts = false, kScalesOutputs = true;
+// The same by activations that have one step for all of a row, and may become any integers of 8 bits. Where they have zero
+// points, `code_sums` is what the integers of each output come to.
+struct SteppedInt8Panels : CodePanels<WideDot<kChunk>> {
+    static constexpr bool kPairs = false, kShifts = false, kScalesOutputs = true, kStepsRows = true;
 
+    const Rounding& how;
+    const Float32* code_sums;
+
+    struct Row {
+        const Rounding& how;
+        Step step;
+
+        template <bool pairs, int parts>
+        float rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
+            return round_in_steps(out, sums, x, size, how, step);
+        }
+    };
+
+    Row of_row(const Float32* x) const { return {how, step_of(how, x, weight.inputs)}; }
     NoGroups groups(int64_t, int64_t) const { return {}; }
     Lanes16 scale(int64_t index) const { return weight.scale_stream().at(index, 0); }
-
-    template <bool pairs, int parts>
-    float rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
-        return take_chunk(out, sums, x, size);
+    // What takes the zero point out of a row's sums.
+    Lanes16 without_zero(const Step& step, int64_t index) const {
+        return code_sums ? load16(code_sums + index * kPanel) * splat16(-step.zero) : splat16(0.0f);
     }
 };
 
@@ -246,7 +265,7 @@ struct IntKernel {
     int64_t chunks() const { return job.weight.padded() / kChunk; }
 
     // The scratch memory: words of all rows of the block, then their scales, then what their sums start with, and then their
-    // negated sums; each tile is contiguous.
+    // negated sums; each tile is contiguous. Behind them are the rows' steps.
     int32_t* words(int64_t row) const { return static_cast<int32_t*>(job.scratch) + row * chunks() * kChunkWords; }
     Float32* scales(const Tiling& tiling, int64_t row) const {
         return reinterpret_cast<Float32*>(words(tiling.rows)) + row * chunks();
@@ -257,6 +276,7 @@ struct IntKernel {
     Float32* minus(const Tiling& tiling, int64_t row) const {
         return reinterpret_cast<Float32*>(starts(tiling, tiling.rows)) + row * kParts * chunks();
     }
+    Step& step(const Tiling& tiling, int64_t row) const { return reinterpret_cast<Step*>(minus(tiling, tiling.rows))[row]; }
     PackedRows packed(const Tiling& tiling, int64_t tile, int64_t chunk) const {
         const int64_t start = tiling.start(tile), skip = chunk * tiling.size(tile);
         return {words(start) + skip * kChunkWords, scales(tiling, start) + skip, starts(tiling, start) + skip * kParts,
@@ -267,19 +287,22 @@ struct IntKernel {
         const int64_t rows = tiling.size(tile), start = tiling.start(tile), inputs = job.weight.inputs;
         for (int64_t r = 0; r < rows; ++r) {
             const Float32* x = job.row(start + r);
+            const auto& of_row = panels.of_row(x);
+            if constexpr (Panels::kStepsRows) step(tiling, start + r) = of_row.step;
             for (int64_t chunk = 0; chunk < chunks(); ++chunk) {
                 const int64_t at = chunk * kChunk, left = inputs - at, size = left < kChunk ? left : kChunk;
-                pack_chunk(tiling, start, chunk, r, rows, x + at, size);
+                pack_chunk(of_row, tiling, start, chunk, r, rows, x + at, size);
             }
         }
     }
 
     // Rounds a chunk of `size` values of a tile's row.
-    void pack_chunk(const Tiling& tiling, int64_t start, int64_t chunk, int64_t row, int64_t rows, const Float32* x,
-                    int64_t size) const {
+    template <class OfRow>
+    void pack_chunk(const OfRow& of_row, const Tiling& tiling, int64_t start, int64_t chunk, int64_t row, int64_t rows,
+                    const Float32* x, int64_t size) const {
         alignas(64) int8_t rounded[kChunk];
         int32_t sums[kParts] = {};
-        scales(tiling, start)[chunk * rows + row].value = panels.template rounded<Panels::kPairs>(rounded, sums, x, size);
+        scales(tiling, start)[chunk * rows + row].value = of_row.template rounded<Panels::kPairs>(rounded, sums, x, size);
         for (int64_t part = 0; part < kParts; ++part) {
             const int8_t* values = rounded + part * Dot::kPart;
             const int64_t place = (chunk * kParts + part) * rows + row;
@@ -297,12 +320,31 @@ struct IntKernel {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
         const int64_t start = tiling.start(tiles.begin), rows = tiling.start(tiles.end) - start;
         const Outputs outputs = outputs_of(panel, count);
-        for (int64_t i = 0; i < rows * count; ++i) store16(sums + i * kPanel, splat16(0.0f));
+        begin(sums, tiling, start, rows, panel, count);
         if (tiling.tiles == 1) multiply_tile_of_rows(sums, tiling, panel, count);
         else for_panels<1, 1, kWidePanels>(count, [&](auto width, int64_t p) {
             multiply_panels<decltype(width)::value>(sums + p * kPanel, count * kPanel, tiling, tiles, panel + p, outputs);
         });
+        if constexpr (Panels::kStepsRows) scale_rows(sums, tiling, start, rows, count);
         outputs.write(start, rows, sums);
+    }
+
+    // What the sums [rows][count][16] of some rows with some panels begin with.
+    void begin(Float32* sums, const Tiling& tiling, int64_t start, int64_t rows, int64_t panel, int64_t count) const {
+        for (int64_t row = start; row < start + rows; ++row) {
+            for (int64_t p = 0; p < count; ++p, sums += kPanel) {
+                Lanes16 first = splat16(0.0f);
+                if constexpr (Panels::kStepsRows) first = panels.without_zero(step(tiling, row), panel + p);
+                store16(sums, first);
+            }
+        }
+    }
+
+    void scale_rows(Float32* sums, const Tiling& tiling, int64_t start, int64_t rows, int64_t count) const {
+        for (int64_t row = start; row < start + rows; ++row) {
+            const Lanes16 scale = splat16(step(tiling, row).scale);
+            for (int64_t p = 0; p < count; ++p, sums += kPanel) store16(sums, load16(sums) * scale);
+        }
     }
 
     Outputs outputs_of(int64_t panel, int64_t count) const {
@@ -371,6 +413,13 @@ struct IntKernel {
 template <class Panels>
 struct MakeInt {
     IntKernel<Panels> operator()(const Linear& job) const { return {job, {job.weight}}; }
+};
+
+struct MakeStepped {
+    const Rounding& how;
+    const Float32* code_sums;
+
+    IntKernel<SteppedInt8Panels> operator()(const Linear& job) const { return {job, {{job.weight}, how, code_sums}}; }
 };
 
 }}}  // namespace quire::QUIRE_ISA

@@ -101,7 +101,7 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
         static_cast<Float32*>(out), static_cast<const Float32*>(x), static_cast<const Float32*>(bias), scratch, rows,
         activation, {data, scales, zeros, outputs, inputs, halves, {group, scales_type, zeros_type, format}});
     const auto run_job = [&](auto kernel_of) { run(job, kernel_of); };
-    if (fast == 1 && scratch_bytes >= needed_scratch(job) && with_own(job.weight.packing, rows, run_job)) return 0;
+    if (fast && scratch_bytes >= needed_scratch(job) && with_own(job.weight.packing, rows, run_job)) return 0;
     return QUIRE_BASE::packed_linear(out, x, data, scales, zeros, bias, scratch, scratch_bytes, rows, outputs, inputs, halves,
                                      group, scales_type, zeros_type, activation, fast, format);
 }

@@ -4,6 +4,7 @@
 
 #include "dot.h"
 #include "panels.h"
+#include "rounding.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -34,16 +35,19 @@ inline void to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, int6
     }
 }
 
-// Takes integers of 8 bits as they are. Returns 1; NaN if a value is none.
+// Rounds in a step that is given. Returns 1; NaN if a value is none.
 template <int parts>
-inline float take_chunk(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
+inline float round_in_steps(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size, const Rounding& how,
+                            const Step& step) {
+    alignas(64) Float32 codes[kChunk] = {};
     Vec poison = {};
-    for_each_vector(size, [&](int64_t i, auto lanes) { poison = poison + load(x + i, lanes) * 0.0f; });
-    const bool is_finite = sum(poison) == 0.0f;
-    if (!is_finite || size < kChunk) __builtin_memset(out, 0, kChunk);
-    if (!is_finite) return __builtin_nanf("");
-    to_bytes(out, sums, x, size, 1.0f);
-    return 1.0f;
+    for_each_vector(size, [&](int64_t i, auto lanes) {
+        const Vec v = in_steps(load(x + i, lanes), how, step);
+        poison = poison + v * 0.0f;
+        store(codes + i, v == v ? v : Vec{}, lanes);
+    });
+    to_bytes(out, sums, codes, kChunk, 1.0f);
+    return sum(poison) == 0.0f ? 1.0f : __builtin_nanf("");
 }
 
 // Rounds to steps of the largest magnitude / 127, or that of a pair, and adds up what each part comes to. Returns the

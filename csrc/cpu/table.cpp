@@ -16,7 +16,7 @@ int64_t fused_add_rms_norm(void* out, void* total, const void* x, const void* re
                            int64_t rows, int64_t n, float eps, int64_t dtype, int64_t weight_dtype);
 int64_t silu_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t dtype);
 int64_t activate(void* out, const void* x, int64_t size, int64_t function, int64_t dtype);
-int64_t round_rows(void* out, void* scales, const void* x, int64_t rows, int64_t inputs, int64_t group, int64_t codes, float lowest,
+int64_t round_rows(void* out, const void* x, int64_t rows, int64_t inputs, int64_t group, int64_t codes, float lowest,
                    float bound, float scale, float zero, int64_t asymmetric);
 int64_t rotary_embedding(void* q, void* k, const int64_t* positions, const void* cos_sin, int64_t tokens,
                          int64_t num_positions, int64_t rot_dim, int64_t q_heads, int64_t q_token_stride,
@@ -28,6 +28,10 @@ int64_t packed_linear(void* out, const void* x, const void* data, const void* sc
                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
                       int64_t group, int64_t scales_type, int64_t zeros_type, int64_t activation, int64_t fast,
                       int64_t format);
+int64_t rounded_linear(void* out, const void* x, const void* data, const void* scales, const void* code_sums, const void* bias,
+                       void* scratch, int64_t scratch_bytes, int64_t rows, int64_t outputs, int64_t inputs, int64_t halves,
+                       int64_t group, int64_t scales_type, int64_t zeros_type, float lowest, float bound, float scale,
+                       float zero, int64_t asymmetric);
 int64_t lora_linear(void* out, const void* x, const int32_t* adapter_rows, const void* adapters, void* scratch,
                     int64_t scratch_bytes, int64_t rows);
 int64_t experts(void* out, const void* x, const void* chosen, const void* weights, const void* table,
@@ -185,6 +189,7 @@ const Kernel kernels[] = {
     QUIRE_ROW(activate),
     QUIRE_ROW(silu_and_mul),
     QUIRE_ROW(round_rows),
+    QUIRE_ROW(rounded_linear),
     QUIRE_ROW(rotary_embedding),
     QUIRE_ROW(pack_weight),
     QUIRE_ROW(packed_embedding),

@@ -58,7 +58,7 @@ ENGINE: Mapping[str, Mapping[str, Any]] = {
 """Weight formats of `quire bench kernels` as engine arguments."""
 
 
-_WEIGHTED = ("packed_linear", "experts", "per_head_linear")
+_WEIGHTED = ("packed_linear", "rounded_linear", "experts", "per_head_linear")
 """Ops of which what they read is weights."""
 
 

@@ -47,6 +47,11 @@ class WeightScheme:
     vendor: bool = True
     invariant: bool = False
 
+    @property
+    def is_plain_int8(self) -> bool:
+        """Whether all k of an output are integers of 8 bits times one scale."""
+        return self.kind == "int8" and not self.group_size and self.symmetric
+
 
 FLOAT = WeightScheme(fast=False)
 
@@ -99,6 +104,8 @@ class PackedWeight:
     inputs: int
     halves: int = 1
     layout: Layout = "panels"
+    code_sums: Tensor | None = None
+    """float32 [P, 16], of plain int8 whose activations have zero points: what the integers of each output come to."""
     native: Any = field(default=None, init=False, repr=False, compare=False)
     """Set by the kernels of a device once they have seen it: `Native`, or a GPU's counts of the parts of a product."""
 
@@ -118,11 +125,17 @@ class PackedWeight:
         values = {part.name: getattr(self, part.name) for part in fields(self) if part.init}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
+    def with_code_sums(self) -> "PackedWeight":
+        """The same matrix, of plain int8 in panels, with `code_sums`."""
+        codes = self.data.transpose(1, 2).flatten(2)[..., : self.inputs]
+        sums = codes.sum(-1, dtype=torch.int64) - INT8_ZERO * self.inputs
+        return replace(self, code_sums=sums.float())
+
     def narrowed(self, inputs: slice) -> "PackedWeight":
         """The matrix of these inputs alone: int8 of whole chunks, or fp8, whose scales stand for all k of an output."""
         step = QUAD if self.layout == "panels" else 1
         data = self.data[:, inputs.start // step : inputs.stop // step].contiguous()
-        return replace(self, data=data, inputs=inputs.stop - inputs.start)
+        return replace(self, data=data, inputs=inputs.stop - inputs.start, code_sums=None)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "PackedWeight":
         """The same matrix, of tensors that `move` makes of its own."""

@@ -746,8 +746,9 @@ def rounded_linear(
 ) -> Tensor:
     """`packed_linear`, by the weight's own numbers, of what `round_rows` makes of x: float32 [..., K] -> [..., N].
 
-    On a CPU int8 with a scale per output meets the integers of a rounding that makes bytes, so that nothing is lost
-    but in sums of 64 products, which are exact, and in what they are scaled by; whatever the instruction set.
+    On a CPU int8 with a scale per output meets the integers of a rounding that makes bytes, with `code_sums` also where
+    there is a zero point, which is taken out of their sums before these are scaled: whatever the instruction set, sums
+    of 64 products are exact, and all of a row's until they leave the 24 bits of a float32.
     """
     return reference.rounded_linear(x, weight, rounding, bias)
 

@@ -25,5 +25,10 @@ class RowRounding:
 
     @property
     def makes_bytes(self) -> bool:
-        """Whether all of a row becomes integers of 8 bits times one scale."""
-        return self.codes == "int8" and not self.group and self.zero == 0.0 and self.symmetric
+        """Whether all of a row becomes integers of 8 bits with one scale and one zero point."""
+        return self.codes == "int8" and not self.group
+
+    @property
+    def shifts(self) -> bool:
+        """Whether there may be a zero point that is not 0."""
+        return not self.symmetric if self.scale is None else self.zero != 0.0

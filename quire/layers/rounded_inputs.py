@@ -40,6 +40,11 @@ class RoundedInputs:
         )
         return RoundedInputs(ways, tuple(outputs))
 
+    @property
+    def shifts(self) -> bool:
+        """Whether any way may have zero points."""
+        return any(way is not None and way.shifts for way in self.ways)
+
     def product(self, x: Tensor, product: Callable[[Tensor, RowRounding | None], Tensor]) -> Tensor:
         """What `product`, from [..., K] to [..., N], makes of x, rounded for each output as its module wants it."""
         made = [product(x, way) for way in self.ways]

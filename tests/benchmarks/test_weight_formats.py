@@ -14,16 +14,18 @@ from quire.models.quantized import page as pages
 def test_what_is_recorded_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelShape(hidden=64, qkv=96, intermediate=128)
     speeds = weight_formats.measured(shape, rounds=1, prefill_rows=3, cold_bytes=1)
-    assert speeds.keys() == pages.kept_forms().keys()
-    assert all(times > 0 for both in speeds.values() for times in both)
+    rounded = weight_formats.measured_rounded(shape, rounds=1, prefill_rows=3, cold_bytes=1)
+    assert (speeds.keys(), rounded.keys()) == (pages.kept_forms().keys(), pages.rounded_forms().keys())
+    assert all(times > 0 for both in (*speeds.values(), *rounded.values()) for times in both)
     assert speeds[weight_formats.FLOATS] == (1.0, 1.0)
     recorded, written = tmp_path / "speeds.json", tmp_path / "page.md"
     for module in (weight_formats, pages):
         monkeypatch.setattr(module, "SPEEDS", recorded)
     assert "| decode |" not in pages.page()
     monkeypatch.setattr(weight_formats, "PAGE", written)
-    weight_formats.record(dict.fromkeys(speeds, (2.25, 0.5)), prefill_rows=3)
+    weight_formats.record(dict.fromkeys(speeds, (2.25, 0.5)), dict.fromkeys(rounded, (1.5, 0.25)), 3)
     page = written.read_text()
     assert "| error, fast | decode | prefill |" in page
     assert page.count("| 2.25 | 0.50 |") == len(pages.EXAMPLES)
+    assert page.count("| 1.50 | 0.25 |") == len(rounded)
     assert "by one row (decode) and by 3 (prefill)" in page

@@ -354,6 +354,8 @@ def rounded_linear(dtype: torch.dtype) -> Iterator[Arguments]:
         ]:
             rows = randn(outputs, shape[-1]) * shape[-1] ** -0.5
             weight = reference.pack_weight(rows, scheme, halves)
+            if way.shifts and scheme.is_plain_int8:
+                weight = weight.with_code_sums()
             yield (randn(*shape, dtype=dtype), weight), {"rounding": way}
             yield (randn(*shape, dtype=dtype), weight), {"rounding": way, "bias": randn(outputs)}
 

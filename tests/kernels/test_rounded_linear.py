@@ -10,13 +10,18 @@ from quire.kernels import ops, reference
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.rounding import RowRounding
 
-WAYS = {"token": RowRounding("int8"), "static": RowRounding("int8", scale=0.04)}
+WAYS = {
+    "token": RowRounding("int8"),
+    "static": RowRounding("int8", scale=0.04),
+    "token, shifted": RowRounding("int8", symmetric=False),
+    "static, shifted": RowRounding("int8", scale=0.04, zero=-9.0, symmetric=False),
+}
 
 
 def int8_weight(outputs: int, inputs: int, numbers: Tensor | None = None) -> PackedWeight:
     """Integers of 8 bits with scales that no sum depends on."""
     weight = torch.randn(outputs, inputs) if numbers is None else numbers
-    return ops.pack_weight(weight, WeightScheme("int8", fast=False))
+    return ops.pack_weight(weight, WeightScheme("int8", fast=False)).with_code_sums()
 
 
 def exact(x: Tensor, weight: PackedWeight, way: RowRounding) -> tuple[Tensor, Tensor]:
@@ -34,14 +39,48 @@ def test_products_are_nearer_than_float32_sums_would_be(way: str) -> None:
     assert ((got.double() - want).abs() <= 4e-7 * terms).all()
 
 
+def steps_of(x: Tensor, way: RowRounding) -> tuple[Tensor, Tensor]:
+    """Scales and zero points [T, 1]."""
+    if way.scale is not None:
+        return torch.full((len(x), 1), way.scale), torch.full((len(x), 1), way.zero)
+    scales, zeros = reference._step_of(x.unsqueeze(-2), way, 127.0)
+    return scales[:, 0], zeros[:, 0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 8, 16), (3, 50, 77), (40, 130, 1000), (205, 34, 640)]
+)
+def test_sums_have_the_bits_of_integers(way: str, rows: int, outputs: int, inputs: int) -> None:
+    """They are scaled, and a bias is added, in float32; with any instruction set."""
+    torch.manual_seed(2)
+    x, weight, bias = torch.randn(rows, inputs), int8_weight(outputs, inputs), torch.randn(outputs)
+    scales, zeros = steps_of(x, WAYS[way])
+    codes = (x / scales + zeros).clamp(-128, 127).round() - zeros
+    plain = reference.unpack_weight(weight).double()
+    of_weight = plain.abs().amax(1) / 127
+    integers = (plain / of_weight[:, None]).round().long()
+    sums = (codes.long() @ integers.t()).float()
+    want = sums * scales * of_weight.float() + bias
+    assert torch.equal(ops.rounded_linear(x, weight, rounding=WAYS[way], bias=bias), want)
+
+
+@pytest.mark.parametrize("zero", [0.0, -128.0, 127.0])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_no_sum_of_the_largest_integers_overflows(sign: float) -> None:
+def test_no_sum_of_the_largest_integers_overflows(sign: float, zero: float) -> None:
     inputs = 640
     weight = int8_weight(16, inputs, torch.full((16, inputs), sign))
-    x = torch.tensor([[-200.0], [200.0]]).expand(2, inputs).contiguous()
-    got = ops.rounded_linear(x, weight, rounding=RowRounding("int8", scale=1.0))
-    want = sign * torch.tensor([[-128.0], [127.0]]) * inputs
+    x = torch.tensor([[-300.0], [300.0]]).expand(2, inputs).contiguous()
+    got = ops.rounded_linear(x, weight, rounding=RowRounding("int8", scale=1.0, zero=zero))
+    want = sign * (torch.tensor([[-128.0], [127.0]]) - zero) * inputs
     torch.testing.assert_close(got, want.expand(2, 16), rtol=1e-6, atol=0.0)
+
+
+def test_without_sums_of_its_integers_a_matrix_is_widened() -> None:
+    weight = ops.pack_weight(torch.randn(50, 200), WeightScheme("int8"))
+    x, way = torch.randn(3, 200), WAYS["static, shifted"]
+    want, terms = exact(x, weight, way)
+    assert ((ops.rounded_linear(x, weight, rounding=way).double() - want).abs() <= 1e-6 * terms).all()
 
 
 @pytest.mark.parametrize("way", WAYS)

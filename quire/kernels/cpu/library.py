@@ -22,7 +22,7 @@ from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 13, "panels-6"
+ABI_VERSION, WEIGHT_LAYOUT = 14, "panels-6"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 
@@ -36,10 +36,11 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "fused_add_rms_norm": ("out total x residual weight", "qqdqq"),
     "activate": ("out x", "qqq"),
     "silu_and_mul": ("out x", "qqq"),
-    "round_rows": ("out scales x", "qqqqddddq"),
+    "round_rows": ("out x", "qqqqddddq"),
     "rotary_embedding": ("q k positions cos_sin_cache", "qqqqqqqqqqq"),
     "pack_weight": ("data scales zeros weight", "qqqqqqqq"),
     "packed_linear": ("out x data scales zeros bias scratch", "qqqqqqqqqqq"),
+    "rounded_linear": ("out x data scales code_sums bias scratch", "qqqqqqqqddddq"),
     "lora_linear": ("out x adapter_rows adapters scratch", "qq"),
     "experts": ("out x chosen weights table adapter_rows adapters scratch", "qqqqqqqqqqqqqqqqqqq"),
     "add_choices": ("out rows chosen weights", "qqq"),

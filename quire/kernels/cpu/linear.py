@@ -18,8 +18,6 @@ from quire.kernels.linear import GATED, Ending, Native, PackedWeight, WeightSche
 
 _NO_STREAM = -1
 """Stands for the type of what is not there: `kNoStream` of csrc/cpu/scaling.h."""
-_INTEGERS = 2
-"""Of `enum Fast` of csrc/cpu/linear.cpp."""
 BLOCK_ROWS = 192
 """Rows that a kernel packs at a time, as in csrc/cpu/linear.h; it checks the scratch memory that follows from it."""
 
@@ -72,20 +70,6 @@ def packed_linear(
     return out if wanted is torch.float32 else out.to(wanted)
 
 
-def integer_linear(codes: Tensor, weight: PackedWeight) -> Tensor:
-    """By plain int8: integers of 8 bits, as float32 [..., K], are multiplied as they are: float32 [..., N].
-
-    Where a row has what is not finite its outputs are NaN.
-    """
-    matrix, sizes, (_, layout), padded = weight.native or checked("integer_linear", weight)
-    rows = codes.numel() // weight.inputs
-    out = empty(codes, *codes.shape[:-1], weight.outputs)
-    scratch = SCRATCH.of(BLOCK_ROWS + min(rows, BLOCK_ROWS) * (padded + 1))
-    tensors = (out, codes, *matrix, NOTHING, scratch)
-    call("packed_linear", tensors, scratch.nbytes, rows, *sizes, ACTIVATIONS[None], _INTEGERS, layout)
-    return out
-
-
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
     matrix, sizes, (_, layout), _ = weight.native or checked("packed_embedding", weight)
     check_index("packed_embedding", "ids", ids, ids.shape[0] if ids.dim() else 0)
@@ -134,9 +118,7 @@ def checked(op: str, weight: PackedWeight) -> Native:
 
 def _rounded_here(scheme: WeightScheme) -> bool:
     """Whether C++ rounds such weights; others are rare, and torch does."""
-    return scheme.kind in ("float", "int4") or (
-        scheme.kind == "int8" and scheme.symmetric and not scheme.group_size
-    )
+    return scheme.kind in ("float", "int4") or (scheme.is_plain_int8)
 
 
 def _tensors(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,10 @@ from quire.kernels.linear import GATED
 
 _BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4, 5: 8} | dict.fromkeys(range(6, 10), 4)
 """Of a weight, by `enum Format` of csrc/cpu/panels.h."""
+_INT8 = 3
+_PRODUCTS = ("packed_linear", "rounded_linear")
+_SIZES = slice(9, 15)
+"""Of a call of these: outputs, inputs, halves, and what is said of groups."""
 _GATED = [ACTIVATIONS[activation] for activation in GATED]
 _STREAM_BITS = {-1: 0} | {code: 8 * dtype.itemsize for dtype, code in STREAM_CODES.items()}
 """Of what a group is scaled or shifted by, but for the steps of blocks."""
@@ -29,15 +33,20 @@ def num_bytes(name: str, arguments: bytes) -> int:
 
 def label(name: str, arguments: bytes) -> str:
     """The op, and for a product the matrix: outputs x inputs."""
-    if name != "packed_linear":
+    if name not in _PRODUCTS:
         return name
-    outputs, inputs = library.unpacked(name, arguments)[-9:-7]
+    outputs, inputs, *_ = library.unpacked(name, arguments)[_SIZES]
     return f"{name} {outputs}x{inputs}"
 
 
 def _of_linear(values: Sequence[int]) -> int:
-    outputs, inputs, _, *groups, _, _, weight_format = values[-9:]
-    return _of_matrix(outputs, inputs, groups, weight_format)
+    outputs, inputs, _, *groups = values[_SIZES]
+    return _of_matrix(outputs, inputs, groups, values[-1])
+
+
+def _of_rounded_linear(values: Sequence[int]) -> int:
+    outputs, inputs, _, *groups = values[_SIZES]
+    return _of_matrix(outputs, inputs, groups, _INT8)
 
 
 def _of_matrix(outputs: int, inputs: int, groups: Sequence[int], weight_format: int) -> int:
@@ -107,6 +116,7 @@ def _of_states(requests: int, numbers: int) -> int:
 
 _READERS: Mapping[str, Callable[[Sequence[int]], int]] = {
     "packed_linear": _of_linear,
+    "rounded_linear": _of_rounded_linear,
     "experts": _of_experts,
     "paged_attention": _of_attention,
     "per_head_linear": _of_heads,

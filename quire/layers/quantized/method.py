@@ -19,7 +19,7 @@ from quire.kernels import ops
 from quire.kernels.cpu.huge_pages import in_matrix_memory
 from quire.kernels.formats import format_of
 from quire.kernels.formats.grouped import GroupedFormat
-from quire.kernels.linear import Layout, WeightScheme
+from quire.kernels.linear import Layout, PackedWeight, WeightScheme
 from quire.kernels.rounding import RowRounding
 from quire.layers.base import parameter
 from quire.layers.quantization import TABLE, QuantMethod
@@ -170,7 +170,7 @@ class Encoded(QuantMethod):
             numbers = merged_numbers(layer.num_rows, modules, self.scheme)
             layout: Layout = "panels" if device.type == "cpu" else "rows"
             packed = format_of(self.scheme).from_numbers(numbers, self.scheme, layer.halves(), layout)
-            layer.packed = packed.moved(in_matrix_memory) if layout == "panels" else packed
+            layer.packed = _in_panels(layer, packed) if layout == "panels" else packed
             order = self._packed.order
             if order is not None and not torch.equal(order, torch.arange(len(order))):
                 layer.input_order = nn.Parameter(order.to(device), requires_grad=False)
@@ -249,6 +249,13 @@ class Encoded(QuantMethod):
         }  # one may stand for several parts of a layer
         for index, (module, (name, parts)) in enumerate(zip(modules.values(), pieces.items(), strict=True)):
             yield _Source(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
+
+
+def _in_panels(layer: MatrixLayer, packed: PackedWeight) -> PackedWeight:
+    """As a CPU's kernels have it, with what they need where activations have zero points."""
+    shifts = layer.rounded_inputs is not None and layer.rounded_inputs.shifts
+    summed = packed.with_code_sums() if shifts and packed.scheme.is_plain_int8 else packed
+    return summed.moved(in_matrix_memory)
 
 
 def _coded(decoded: Coded | Tensor) -> Coded:

@@ -20,6 +20,7 @@ from quire.config.encoding import Encoding
 from quire.kernels import ops, reference
 from quire.kernels.formats import format_of
 from quire.kernels.linear import WeightScheme
+from quire.kernels.rounding import RowRounding
 from quire.layers.quantized.method import scheme_kept
 from quire.layers.quantized.table import codec_of
 from quire.models.json_object import JsonObject
@@ -108,17 +109,19 @@ A checkpoint may say that activations are to be rounded as well. What is done in
 | not at all | integers, 4-bit floats: 8 bits, 64 values a scale; "precise": not rounded | not rounded |
 
 "checkpoint" (CPU) follows the file to the letter: what a linear layer, or an expert's matrix, is multiplied by is
-rounded to int8 or E4M3 and widened again, by the formula of those who define it, in float32, with a scale for each
-token, for each group or block of its inputs, or the one in the file (`input_scale`, `input_zero_point`), and then
-multiplied as in the precise mode. int8 with a scale per token, or a static one without zero point, meets int8 weights
-with a scale per output as the integers that both are: 64 products at a time are summed exactly, so a result is within
-4e-7 of what the magnitudes of its products come to, nearer than float32 sums in order, and each row has its bits in any
-batch; weights are not widened for it. Modules that are merged keep scales of their own. Nothing else is rounded:
-where weights alone are quantised it is the precise mode, and all but int8 by int8
-costs what that costs, and a pass over activations; experts are called one by one, and without tapes. Refused with a
-message that says so: activations of 4 bits, a scale that all tokens of a step share (results would depend on the
-batch), latent attention (whose products are not a linear layer's own), experts with adapters or with
-`--enable-expert-parallel`, and ranks that have parts of what shares a scale.
+rounded to int8 or E4M3 by the formula of those who define it, in float32, with a scale for each token, for each group
+or block of its inputs, or the one in the file (`input_scale`, `input_zero_point`), and then multiplied as in the
+precise mode. int8 with one scale for a token, found or static, with a zero point or without, meets int8 weights with a
+scale per output as the integers that both are. Zero points are taken out of their sums by what the integers of each
+output come to, which is counted while loading. 64 products at a time are summed exactly, and all of them where they
+come to less than 2^24, before they are scaled; so a result is within 4e-7 of what the magnitudes of its products come
+to, nearer than float32 sums in order, and each row has its bits in any batch. All else is widened again and multiplied
+as floats: E4M3, too, by weights in E4M3, after one more pass over the activations, for no instruction set here
+multiplies it. Modules that are merged keep scales of their own. Nothing else is rounded: where weights alone are
+quantised it is the precise mode. Experts are called one by one, and without tapes. Refused with a message that says so:
+activations of 4 bits, a scale that all tokens of a step share (results would depend on the batch), latent attention
+(whose products are not a linear layer's own), experts with adapters or with `--enable-expert-parallel`, and ranks that
+have parts of what shares a scale.
 bitsandbytes' LLM.int8() computes in 8 bits, which its files do not ask for, and stays with weights.
 
 It is for those who compare; for speed "fast" rounds less, and takes less time.
@@ -132,7 +135,16 @@ Of the logits of the model in the box, its weights floats, by `python -m benchma
 | E4M3, static | 4.9e-02 |
 | quire's 8 bits with int8 weights | 1.6e-02 |
 | quire's 8 bits with int4 weights | 1.3e-02 |
+"""
 
+_OF_ROUNDED = """
+How many times as fast as in bfloat16 (as above) matrices are multiplied in mode "checkpoint":
+
+| rounding, by weights in | decode | prefill |
+|---|---|---|
+"""
+
+LAST_NOTES = """
 ## Keys and values
 
 With `--kv-cache-dtype fp8` (GPU) keys and values are kept as the checkpoint says: divided by its scales, of a layer or
@@ -251,8 +263,15 @@ def page() -> str:
     table += [
         f"| {each.config['quant_method']} | {each.what} | {_kept(each, measured)} |" for each in EXAMPLES
     ]
-    about = "" if measured is None else _MEASURED.format(**measured, int4=measured["speeds"][OWN_INT4])
-    return INTRODUCTION + about + "\n".join(table) + "\n" + NOTES
+    about, rounded = "", ""
+    if measured is not None:
+        about = _MEASURED.format(**measured, int4=measured["speeds"][OWN_INT4])
+        rounded = _OF_ROUNDED + "".join(_row(name, *times) for name, times in measured["rounded"].items())
+    return INTRODUCTION + about + "\n".join(table) + "\n" + NOTES + rounded + LAST_NOTES
+
+
+def _row(name: str, decode: float, prefill: float) -> str:
+    return f"| {name} | {decode:.2f} | {prefill:.2f} |\n"
 
 
 OWN_INT4 = "int4, groups of 32"
@@ -263,6 +282,18 @@ def kept_forms() -> dict[str, WeightScheme | None]:
     """What matrices are kept in, in all the examples and by `--quantization int4`; None: floats."""
     schemes = [WeightScheme("int4", 32), *(_scheme(_encoding(each)) for each in EXAMPLES)]
     return {_said(scheme): scheme for scheme in schemes}
+
+
+def rounded_forms() -> dict[str, tuple[WeightScheme, RowRounding]]:
+    """What weights are kept in, and what they are multiplied by, where a checkpoint says how that is rounded."""
+    int8, fp8 = WeightScheme("int8"), WeightScheme("fp8")
+    return {
+        "int8, a scale per token, by int8": (int8, RowRounding("int8")),
+        "int8, static, by int8": (int8, RowRounding("int8", scale=0.03)),
+        "int8, static, a zero point, by int8": (int8, RowRounding("int8", scale=0.03, zero=9.0)),
+        "E4M3, a scale per token, by E4M3": (fp8, RowRounding("e4m3")),
+        "E4M3, static, by E4M3": (fp8, RowRounding("e4m3", scale=0.01)),
+    }
 
 
 def _kept(example: _Example, measured: Mapping[str, Any] | None) -> str:

@@ -223,7 +223,7 @@ def test_weights_alone_are_multiplied_as_in_the_precise_mode(llama: Path, tmp_pa
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["int8-token", "fp8-blocks", "int8-tensor"])
+@pytest.mark.parametrize("name", ["int8-token", "fp8-blocks", "int8-tensor", "int8-tensor-asym"])
 def test_neither_batches_nor_chunks_change_bits(name: str, llama: Path, tmp_path: Path) -> None:
     config, writer, _ = CASES[name]
     path, _ = write(llama, tmp_path, dict(config), writer, but_head)
@@ -233,7 +233,7 @@ def test_neither_batches_nor_chunks_change_bits(name: str, llama: Path, tmp_path
     assert torch.equal(logits_of(model, others, chunk_sizes=[3])[1], alone)
 
 
-@pytest.mark.parametrize("name", ["int8-tensor", "fp8-blocks"])
+@pytest.mark.parametrize("name", ["int8-tensor", "int8-tensor-asym", "fp8-blocks"])
 def test_ranks_share_what_has_scales_of_its_own(name: str, llama: Path, tmp_path: Path) -> None:
     config, writer, _ = CASES[name]
     paths = write(llama, tmp_path, dict(config), writer, but_head)
@@ -248,6 +248,19 @@ def test_ranks_share_what_has_scales_of_its_own(name: str, llama: Path, tmp_path
         if isinstance(layer, MatrixLayer) and "layers." in layer.name
     ]
     assert rounds == [True] * 8
+
+
+def test_a_file_of_packed_weights_has_what_zero_points_need(llama: Path, tmp_path: Path) -> None:
+    config, writer, _ = CASES["int8-tensor-asym"]
+    path, _ = write(llama, tmp_path, dict(config), writer, but_head)
+    models = [load_tiny(path, packed_weights_cache=str(tmp_path / "kept"), **CHECKPOINT) for _ in range(2)]
+    sums = [
+        [layer.packed.code_sums for _, layer in model.checkpoint_layers() if isinstance(layer, Linear)]
+        for model in models
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*sums, strict=True))
+    one, other = (logits_of(model, IDS, chunk_sizes=[5])[0] for model in models)
+    assert torch.equal(one, other)
 
 
 def without(path: Path, leaf: str, tensor: Tensor | None = None) -> Path:
@@ -353,7 +366,7 @@ def test_ranks_that_have_parts_of_what_shares_a_scale_are_refused(llama: Path, t
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
-@pytest.mark.parametrize("name", ["int8-token", "fp8-tensor"])
+@pytest.mark.parametrize("name", ["int8-token", "int8-tensor-asym", "fp8-tensor"])
 def test_tapes_hold_it(name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, writer, _ = CASES[name]
     path, _ = write(llama, tmp_path, dict(config), writer, but_head)
