@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import ops, reference
+from quire.kernels.cpu import library
+from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.rounding import RowRounding
 
@@ -43,26 +45,33 @@ def steps_of(x: Tensor, way: RowRounding) -> tuple[Tensor, Tensor]:
     """Scales and zero points [T, 1]."""
     if way.scale is not None:
         return torch.full((len(x), 1), way.scale), torch.full((len(x), 1), way.zero)
-    scales, zeros = reference._step_of(x.unsqueeze(-2), way, 127.0)
-    return scales[:, 0], zeros[:, 0]
+    low, high = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
+    if way.symmetric:
+        return torch.maximum(high, -low) / 127.5, torch.zeros(len(x), 1)
+    scales = (high - low) / 255
+    return scales, (-128 - low / scales).clamp(-128, 127).round()
 
 
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"), [(1, 8, 16), (3, 50, 77), (40, 130, 1000), (205, 34, 640)]
 )
-def test_sums_have_the_bits_of_integers(way: str, rows: int, outputs: int, inputs: int) -> None:
-    """They are scaled, and a bias is added, in float32; with any instruction set."""
+def test_sums_have_the_bits_of_integers(
+    way: str, rows: int, outputs: int, inputs: int, restore_threads: None
+) -> None:
+    """They are scaled, and a bias is added, in float32; with any instruction set, on any threads."""
     torch.manual_seed(2)
     x, weight, bias = torch.randn(rows, inputs), int8_weight(outputs, inputs), torch.randn(outputs)
     scales, zeros = steps_of(x, WAYS[way])
     codes = (x / scales + zeros).clamp(-128, 127).round() - zeros
-    plain = reference.unpack_weight(weight).double()
-    of_weight = plain.abs().amax(1) / 127
-    integers = (plain / of_weight[:, None]).round().long()
-    sums = (codes.long() @ integers.t()).float()
-    want = sums * scales * of_weight.float() + bias
-    assert torch.equal(ops.rounded_linear(x, weight, rounding=WAYS[way], bias=bias), want)
+    kept = reference.unpack_weight(weight).double()
+    of_outputs = kept.abs().amax(1) / 127
+    sums = codes.long() @ (kept / of_outputs[:, None]).round().long().t()
+    want = sums.float() * scales * of_outputs.float() + bias
+    for threads in (1, 2, 3):
+        set_num_threads(threads)
+        assert torch.equal(ops.rounded_linear(x, weight, rounding=WAYS[way], bias=bias), want)
 
 
 @pytest.mark.parametrize("zero", [0.0, -128.0, 127.0])
