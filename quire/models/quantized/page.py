@@ -124,7 +124,7 @@ activations of 4 bits, a scale that all tokens of a step share (results would de
 have parts of what shares a scale.
 bitsandbytes' LLM.int8() computes in 8 bits, which its files do not ask for, and stays with weights.
 
-It is for those who compare; for speed "fast" rounds less, and takes less time.
+It is for those who compare: "fast" rounds less, and takes no more time.
 Of the logits of the model in the box, its weights floats, by `python -m benchmarks.activations`:
 
 | rounding | relative error |
