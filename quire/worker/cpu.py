@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import CDLL, c_int64
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.cpu import float_mode, library
-from quire.kernels.cpu.kept_memory import KEPT, MOST_WASTED
+from quire.kernels.cpu.arena import Arena
+from quire.kernels.cpu.calls import lending
 from quire.kernels.cpu.threads import set_num_threads
 from quire.kernels.cpu.unrecorded import UnrecordedOps
 from quire.layers.kv_cache import why_not_captured
@@ -30,7 +31,7 @@ from quire.worker.guessing_memory import kept_bytes, passing_bytes
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import Body, Forward, HostPipeline, Pipeline, eager_forward
-from quire.worker.step_memory import ForwardPeak
+from quire.worker.step_memory import GAPS, ForwardPeak
 from quire.worker.taped_forward import TapedForward
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class CpuMemory:
 
     Attributes:
         forward_peak: what forward passes take; whoever runs a rehearsal's measures them.
+        outputs: where the large ones of a step lie, one step's where those of the last one were; None: anywhere.
     """
 
     warm_up_tokens = 32
@@ -99,6 +101,7 @@ class CpuMemory:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.forward_peak = ForwardPeak()
+        self.outputs: Arena | None = None
 
     def rehearsal(self) -> AbstractContextManager[None]:
         """The pipeline of a rehearsal measures its forward passes itself."""
@@ -131,19 +134,27 @@ class CpuMemory:
 
     def _working_bytes(self, config: EngineConfig) -> tuple[int, int]:
         """What the largest step takes, with states that are kept to guess by, and what recorded steps keep."""
-        limits = config.scheduler
-        num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
-        step = self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits)
-        step = int(step * (1 + MOST_WASTED))
-        step += limits.max_num_batched_tokens * passing_bytes(config) + kept_bytes(config)
+        step = self._output_bytes(config) + kept_bytes(config)
+        step += config.scheduler.max_num_batched_tokens * passing_bytes(config)
         num_models = 1 if config.draft is None else 2
         tapes = num_models * self.forward_peak.bytes_of_tapes(taped_tokens(config))
         return step, 0 if config.device.enforce_eager else tapes
 
+    def _output_bytes(self, config: EngineConfig) -> int:
+        """For those of the largest step."""
+        limits = config.scheduler
+        num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
+        return int(GAPS * self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits))
+
+    def place_outputs(self, config: EngineConfig) -> None:
+        """From now on, until memory is given back; pages that no step reaches cost none."""
+        if self.outputs is None:
+            self.outputs = Arena(self._output_bytes(config))
+
     def give_back(self) -> None:
         """Also what the C library keeps for later, where it can be asked to (glibc)."""
+        self.outputs = None
         collect_garbage()
-        KEPT.clear()
         trim = getattr(CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
@@ -172,9 +183,11 @@ class CpuDevice:
         if config.device.cpu_pin_threads:
             self._pin(threads)
 
-    def step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def step(self) -> Iterator[None]:
         """Torch's operations between the kernels, too, are with floats as those have them."""
-        return float_mode.as_in_kernels()
+        with float_mode.as_in_kernels(), lending.of(self.memory.outputs):
+            yield
 
     def pipeline(
         self,
@@ -189,6 +202,7 @@ class CpuDevice:
         peak = self.memory.forward_peak
         if is_rehearsal:
             return HostPipeline(batch, self._rehearsed(eager_forward(model)))
+        self.memory.place_outputs(config)
         if config.device.enforce_eager:
             return HostPipeline(batch, eager_forward(model))
         reason = why_not_captured(model) or self._unrecorded

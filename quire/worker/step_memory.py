@@ -19,6 +19,8 @@ from quire.worker.pipeline import Forward
 
 TAPE_SLACK = 2.0
 """An arena over the tensors that are in it at one time; gaps between them were seen to take up to 0.6 of them."""
+GAPS = 1.25
+"""The same of large tensors alone."""
 LOGITS_ARRAYS = 3
 """As the model gives them, as they are kept for logprobs, and what sampling writes down of their order."""
 FLOAT_BYTES = 4

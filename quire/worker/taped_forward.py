@@ -18,8 +18,9 @@ from torch import Tensor
 
 from quire.errors import EngineError
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
+from quire.kernels.cpu.arena import Arena, ArenaFullError
 from quire.kernels.cpu.open_tape import OpenTape, StepSize, record_open
-from quire.kernels.cpu.tape import Arena, ArenaFullError, RecordingError, Tape, record
+from quire.kernels.cpu.tape import RecordingError, Tape, record
 from quire.layers.step import StepContext
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import Body, eager_forward
@@ -77,7 +78,7 @@ class TapedForward:
         placed = self._places.of(inputs, _size_of(inputs))
         try:
             tape = self._of_one[traits] = record(lambda: self._eager(placed), self._arena)
-        except RecordingError as reason:
+        except (RecordingError, ArenaFullError) as reason:
             self._tape_no_more_than(0, reason)
             return self._eager(placed)
         return tape.result

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.kernels import ops
-from quire.kernels.cpu.kept_memory import KEPT
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
 from quire.layers.base import lora_dtype, model_dtype
 from quire.layers.experts import take_part
@@ -211,7 +210,6 @@ class Worker:
         self._model = self._draft = self._runner = self._copier = None
         self.grammars.close()
         self.adapters.close()
-        KEPT.clear()
 
     def _load_model(self) -> None:
         """The model, with slots for adapters if they are served, and what guesses for it, if anything does."""

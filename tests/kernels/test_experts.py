@@ -22,7 +22,8 @@ if library.loaded() is None:
 
 from quire.kernels.cpu import experts as binding
 from quire.kernels.cpu import linear
-from quire.kernels.cpu.tape import Arena, record
+from quire.kernels.cpu.arena import Arena
+from quire.kernels.cpu.tape import record
 
 FORMATS = [
     *((FLOAT, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),

@@ -18,8 +18,9 @@ from quire.kernels.linear import WeightScheme
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
+from quire.kernels.cpu.arena import Arena, ArenaFullError
 from quire.kernels.cpu.open_tape import OpenTape, StepSize, record_open
-from quire.kernels.cpu.tape import Arena, ArenaFullError, RecordingError
+from quire.kernels.cpu.tape import RecordingError
 from tests.kernels.test_tape import SIZE, layers
 
 MOST, HEADS, BLOCK = 24, 2, 16

@@ -18,7 +18,8 @@ from quire.kernels.linear import WeightScheme
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
-from quire.kernels.cpu.tape import Arena, ArenaFullError, RecordingError, record
+from quire.kernels.cpu.arena import Arena, ArenaFullError
+from quire.kernels.cpu.tape import RecordingError, record
 
 SIZE = 96
 ROOM = 1 << 16
@@ -203,6 +204,6 @@ def test_tapes_take_what_the_largest_of_them_takes() -> None:
 
 def test_what_does_not_fit_is_not_recorded() -> None:
     place = torch.randn(16, SIZE)
-    with pytest.raises(ArenaFullError, match="more than the 4096 bytes kept for tapes"):
+    with pytest.raises(ArenaFullError, match="more than the 4096 bytes kept for them"):
         record(lambda: layers(place), Arena(4096))
     assert calls.recording.listener is None

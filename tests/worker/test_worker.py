@@ -15,7 +15,6 @@ from quire.errors import ConfigError, StartupError
 from quire.executor import uniproc
 from quire.executor.base import resolve_executor
 from quire.executor.uniproc import UniprocExecutor
-from quire.kernels.cpu.kept_memory import MOST_WASTED
 from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.sizing import size_kv_cache
 from quire.kv_cache.spec import KVCacheConfig
@@ -23,6 +22,7 @@ from quire.platforms import Host
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
 from quire.worker.cpu import CpuDevice, taped_tokens
+from quire.worker.step_memory import GAPS
 from quire.worker.worker import Worker
 from tests.models.harness import prepared_config
 from tests.worker.harness import Driver, Sequence
@@ -66,7 +66,7 @@ def reserved_bytes(worker: Worker) -> int:
     assert isinstance(device, CpuDevice)
     peak, num_seqs = device.memory.forward_peak, limits.max_num_seqs
     step = peak.bytes_of_step(limits.max_num_batched_tokens, num_seqs * vocab_size)
-    return int(step * (1 + MOST_WASTED)) + peak.bytes_of_tapes(taped_tokens(worker._config))
+    return int(GAPS * step) + peak.bytes_of_tapes(taped_tokens(worker._config))
 
 
 def ready(config: EngineConfig) -> Worker:

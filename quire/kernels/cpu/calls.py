@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
-from quire.kernels.cpu.kept_memory import KEPT, LARGE
+from quire.kernels.cpu.arena import Arena, ArenaFullError
 
 RecordedCall = tuple[int, bytes]
 """Address and packed arguments of a kernel call."""
@@ -111,19 +111,46 @@ def _poisoned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Te
     return out.fill_(limits.min or limits.max)
 
 
-def _kept(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Large ones in memory that is used again, unless somebody looks at what torch makes."""
-    dtype = dtype or like.dtype
-    if prod(shape) * dtype.itemsize < LARGE or _get_current_dispatch_mode() is not None:
+LARGE = 1 << 20
+"""Bytes of an output from which on its place is worth the microseconds that Python takes to find it."""
+
+
+class _Lending(threading.local):
+    """Where outputs of this thread's kernels lie."""
+
+    arena: Arena | None = None
+
+    @contextmanager
+    def of(self, arena: Arena | None) -> Iterator[None]:
+        """Within, large ones lie in there while there is room: fresh memory costs a page fault per 4 KiB, and the C
+        library gives large pieces back as soon as they are free, so of a long prompt that took up to a sixth.
+        """
+        before, self.arena = self.arena, arena
+        try:
+            yield
+        finally:
+            self.arena = before
+
+
+lending = _Lending()
+
+
+def _placed(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Unless somebody looks at what torch makes, who is to see all of it."""
+    arena, dtype = lending.arena, dtype or like.dtype
+    if arena is None or prod(shape) * dtype.itemsize < LARGE or _get_current_dispatch_mode() is not None:
         return like.new_empty(shape, dtype=dtype)
-    return KEPT.empty(shape, dtype)
+    try:
+        return arena.empty(shape, dtype)
+    except ArenaFullError:  # the system has more
+        return like.new_empty(shape, dtype=dtype)
 
 
 def _empty() -> Callable[..., Tensor]:
     value = os.environ.get("QUIRE_DEBUG_KERNELS", "0")
     if value not in ("0", "1"):
         raise ConfigError(f"QUIRE_DEBUG_KERNELS is {value!r}; it must be '0' or '1'")
-    return _poisoned if value == "1" else _kept
+    return _poisoned if value == "1" else _placed
 
 
 empty = _empty()

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from quire.kernels.cpu.arena import Arena
 from quire.kernels.cpu.calls import RecordedCall, recording
-from quire.kernels.cpu.tape import Arena, Computation, Recorder, RecordingError, Run
+from quire.kernels.cpu.tape import Computation, Recorder, RecordingError, Run
 
 Numbers = NDArray[np.int64]
 
