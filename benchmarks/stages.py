@@ -5,7 +5,9 @@ different requests. Scheduler and loop are the real ones; the null executor comp
 for as long as a cost model says. No real time goes in, so every run gives the same numbers: tokens per second, and the
 part of the time in which each stage has worked.
 
-With `--measured` a random model is computed by as many processes with a thread each, and real time goes in.
+With `--measured` a random model is computed by as many processes with a thread each, and real time goes in. With
+`--model benchmarks/models/dummy-qwen3-next` it has the shape of one: cut as its layers were measured at start, or, with
+`--by-bytes`, by what a step reads of them.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from quire.engine.core import EngineCore
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.messages import AddRequest, EngineCoreRequest
 from quire.engine.startup import prepare
+from quire.models.loader import without_weights
+from quire.models.partition import partition
+from quire.models.stages import stack_of
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
@@ -74,7 +79,9 @@ def prompt(number: int) -> list[int]:
     return [1 + (number * 7 + place * 3) % 60 for place in range(PROMPT_LEN)]
 
 
-def config_of(directory: Path, num_stages: int, overlapped: bool, executor: str) -> EngineConfig:
+def config_of(
+    directory: Path, num_stages: int, overlapped: bool, executor: str, partition: str | None = None
+) -> EngineConfig:
     return EngineConfig.from_args(
         model=str(directory),
         load_format="dummy",
@@ -84,6 +91,7 @@ def config_of(directory: Path, num_stages: int, overlapped: bool, executor: str)
         max_model_len=512,
         num_gpu_blocks_override=2048,
         pipeline_parallel_size=num_stages,
+        pipeline_partition=partition,
         async_scheduling=overlapped,
         enable_prefix_caching=False,
         distributed_executor_backend=executor,
@@ -114,6 +122,11 @@ def measured(config: EngineConfig, num_requests: int) -> Found:
     return Found(num_requests * OUTPUT_LEN / took, [])
 
 
+def partition_by_bytes(config: EngineConfig) -> str:
+    model = without_weights(prepare(config, "offline"))
+    return ",".join(map(str, partition(model, stack_of(model), config.parallel.pipeline_parallel_size)))
+
+
 def write_model(directory: Path, num_stages: int, size: int) -> None:
     model = {
         "architectures": ["LlamaForCausalLM"],
@@ -138,12 +151,18 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--measured", action="store_true", help="by processes, in real time")
+    parser.add_argument("--model", type=Path, help="directory with a config.json")
+    parser.add_argument("--by-bytes", action="store_true", help="cut by bytes, measured or not")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        write_model(directory, args.stages, 512)
+        directory, executor = args.model or Path(name), "mp" if args.measured else "null"
+        if args.model is None:
+            write_model(directory, args.stages, 512)
         for way, overlapped in WAYS.items():
-            config = config_of(directory, args.stages, overlapped, "mp" if args.measured else "null")
+            config = config_of(directory, args.stages, overlapped, executor)
+            if args.by_bytes:
+                cut = partition_by_bytes(config)
+                config = config_of(directory, args.stages, overlapped, executor, cut)
             found = (
                 measured(config, args.requests)
                 if args.measured

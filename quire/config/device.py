@@ -83,7 +83,7 @@ class ParallelConfig(Config):
     )
     pipeline_partition: str | None = option(
         None,
-        "Layers of each stage, such as 3,5. Default: those with which the slowest stage reads as little as it can.",
+        "Layers of each stage, such as 3,5. Default: as many as make the slowest one fastest, by measuring at start.",
         metavar="N,N",
     )
     tp_invariant: bool = option(

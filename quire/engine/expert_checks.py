@@ -27,11 +27,6 @@ def check_experts(config: EngineConfig) -> None:
             f"{OPTION} shares out {count} experts, of which each rank has one at least, and there are {ranks} ranks: "
             f"--tensor-parallel-size times --data-parallel-size may be {count} at most"
         )
-    if parallel.pipeline_parallel_size > 1 and count % ranks and not parallel.stage_sizes:
-        raise ConfigError(
-            f"{OPTION} shares out {count} experts unevenly among {ranks} ranks, which would cut the model into "
-            "different stages: give --pipeline-partition"
-        )
     if parallel.shares_experts:
         _check_replicas(config)
 

@@ -30,7 +30,14 @@ from quire.models.registry import ModelRegistry
 from quire.models.sharing import SHARED, SLICED, check_ranks, check_shared, take_shares
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
 from quire.models.stages import ALL, Stage, take_stage
-from quire.models.weights import CheckpointWeights, MappedCopy, RandomWeights, TensorReader, Weights
+from quire.models.weights import (
+    AnyWeights,
+    CheckpointWeights,
+    MappedCopy,
+    RandomWeights,
+    TensorReader,
+    Weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +63,7 @@ def load_model(
     cache = _cache(model)
     tensors = cache.read() if cache is not None else None
     if tensors is None:
-        _fill(model, config)
+        _fill(model, _weights(model, config))
         if cache is not None:
             cache.write(_final_tensors(model))
     else:
@@ -64,6 +71,14 @@ def load_model(
     take_cache_scales(model, shard)
     model.eval().loaded()
     return model
+
+
+@torch.no_grad()
+def with_any_weights(config: EngineConfig, shard: Shard, stage: Stage) -> CausalLM:
+    """As `load_model`, with weights of no meaning that are there at once, for a model that is only timed."""
+    model = without_weights(config, shard, stage)
+    _fill(model, AnyWeights())
+    return model.eval()
 
 
 def without_weights(
@@ -91,10 +106,10 @@ def without_weights(
     return model
 
 
-def _fill(model: CausalLM, config: EngineConfig) -> None:
-    """Give every layer its weights from where the config says, in their final form."""
+def _fill(model: CausalLM, weights: Weights) -> None:
+    """Give every layer its weights, in their final form."""
     num_bytes = sum(param.nbytes for param in model.parameters())
-    weights, device = _weights(model, config), torch.device(device_type(config))
+    device = torch.device(device_type(model.config))
     staging = _Staging(device)
     for names, layer in model.checkpoint_layers():
         try:

@@ -34,6 +34,9 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MOST_TOLD = 8
 """Tensors that do not fit and are named in one message."""
+_HOST = torch.device("cpu")
+_NUM_DRAWN = (1 << 20) - 3
+"""A prime, so that numbers repeat themselves in no two rows of a matrix at the same place."""
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
@@ -167,6 +170,36 @@ class RandomWeights:
 
     def end_layer(self) -> None:
         pass
+
+
+class AnyWeights:
+    """As `RandomWeights`, but the same few numbers again and again: to draw them takes longer than all else."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.empty(_NUM_DRAWN).normal_(0.0, 0.02, generator=_generator("any", _HOST))
+
+    def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
+        for _, slot in slots:
+            target = slot.target
+            if slot.init != "normal":
+                target.fill_(1.0 if slot.init == "ones" else 0.0)
+            elif not target.numel():
+                continue
+            elif target.is_contiguous():
+                self._repeat(target.view(-1))
+            else:
+                target.copy_(self._repeat(target.new_empty(target.numel())).view(target.shape))
+
+    def _repeat(self, numbers: Tensor) -> Tensor:
+        """Fill a vector."""
+        drawn = self._numbers[: numbers.numel()].to(numbers)
+        whole = numbers.numel() // len(drawn) * len(drawn)
+        numbers[:whole].view(-1, len(drawn)).copy_(drawn)
+        numbers[whole:].copy_(drawn[: numbers.numel() - whole])
+        return numbers
+
+    def end_layer(self) -> None:
+        """Nothing is held."""
 
 
 def _num_bytes(info: TensorInfo, slot: Slot) -> int:

@@ -46,6 +46,7 @@ from quire.worker.refused_memory import refused_memory
 from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 from quire.worker.row_adapters import RowAdapters
 from quire.worker.shared_clocks import all_clocks, clocks_of
+from quire.worker.stage_sizes import with_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Worker:
         with refused_memory(
             "the model", "--max-model-len, --dtype and --quantization decide how much it takes"
         ):
+            self._stage = with_sizes(self._config, self._shard, self._stage)
             self._load_model()
             loaded = time.monotonic()
             self._warm_up()

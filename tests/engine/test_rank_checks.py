@@ -158,7 +158,6 @@ def test_what_guesses_for_stages_is_whole_and_may_have_fewer_layers(
         ({"data_parallel_size": 2, "enable_lora": True}, "size is 2, which wants no --enable-lora"),
         ({"data_parallel_size": 2, "pipeline_parallel_size": 2}, "which wants --pipeline-parallel-size 1"),
         ({"data_parallel_size": 4, "data_parallel_rank": 1}, "which wants all replicas in one server"),
-        ({"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, "6 experts unevenly among 4"),
     ],
 )  # fmt: skip
 def test_experts_that_cannot_be_shared_out_are_refused(

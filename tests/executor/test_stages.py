@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.config import EngineConfig
 from quire.errors import EngineError
+from quire.kv_cache.spec import KVCacheConfig
+from quire.layers.shard import Shard
 from tests.executor.test_multiproc import PARAMS, is_gone, numbers, pids_of, run, said, started
 from tests.fixtures.quick import quick, quick_models
 from tests.fixtures.thread_ranks import ThreadRanks
@@ -53,6 +58,75 @@ def test_stages_have_the_bits_of_one_process(
     engine.shutdown()
 
 
+SIZES_SAID = re.compile(r"stage \d of \d: .*, as by --pipeline-partition (\S+)")
+SIX_LAYERS: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 6}}
+
+
+class Clocks:
+    """In the place of `seconds_alone`: by the clock of each share one layer takes as long as ten others."""
+
+    def __init__(self, costly: Sequence[int]) -> None:
+        self._costly = costly
+        self.asked: set[int] = set()
+
+    def __call__(
+        self, config: EngineConfig, shard: Shard, cache: KVCacheConfig, own: range, num_layers: int
+    ) -> float:
+        self.asked.add(threading.get_ident())
+        return 10.0 if self._costly[shard.rank] in own else 1.0
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+def test_all_ranks_have_the_cut_that_the_first_one_measures(
+    shares: int,
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever the other share measures; those of the later stage do not even try."""
+    caplog.set_level("INFO", "quire.worker.stage_sizes")
+    clocks = Clocks([0, 5])
+    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.worker.layer_costs.seconds_alone", clocks)
+    monkeypatch.setattr("quire.worker.layer_costs.kinds_of", lambda layers: [[n] for n in range(len(layers))])
+    one = started(tiny_model("llama"), **SIX_LAYERS)
+    alone = said(run(one, UNCONSTRAINED))
+    one.shutdown()
+    engine = started(tiny_model("llama"), pipeline_parallel_size=2, tensor_parallel_size=shares, **SIX_LAYERS)
+    assert said(run(engine, UNCONSTRAINED)) == alone
+    engine.shutdown()
+    assert len(clocks.asked) == shares
+    found = [match[1] for match in map(SIZES_SAID.fullmatch, caplog.messages) if match]
+    assert found == ["1,5"] * (2 * shares)
+
+
+def test_stages_are_cut_by_bytes_where_measuring_fails(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> float:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.worker.layer_costs.seconds_alone", fail)
+    engine = started(tiny_model("llama"), pipeline_parallel_size=2, **SIX_LAYERS)
+    engine.shutdown()
+    assert (
+        "by the bytes that a step reads of them: to time them failed: RuntimeError: no memory" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("option", [{"pipeline_partition": "2,4"}, {}])
+def test_nothing_is_measured_where_the_cut_is_said_or_there_is_none(
+    option: dict[str, Any], tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = Clocks([0])
+    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.worker.layer_costs.seconds_alone", clocks)
+    stages = 2 if option else 1
+    started(tiny_model("llama"), pipeline_parallel_size=stages, **option, **SIX_LAYERS).shutdown()
+    assert not clocks.asked
+
+
 @pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY), ()))
 def test_stages_of_every_family_have_the_bits_of_one_process(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -72,16 +146,18 @@ def test_stages_of_every_family_have_the_bits_of_one_process(
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("shares", [2, 4])
 def test_ranks_of_stages_may_share_experts(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    shares: int, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Evenly or not."""
     monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
     monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
     options = {"tp_invariant": True, "enable_expert_parallel": True}
-    one = started(tiny_model("qwen3moe"), **options)
+    one = started(tiny_model("mixtral"), **options)
     alone = run(one)
     one.shutdown()
-    engine = started(tiny_model("qwen3moe"), pipeline_parallel_size=2, tensor_parallel_size=2, **options)
+    engine = started(tiny_model("mixtral"), pipeline_parallel_size=2, tensor_parallel_size=shares, **options)
     outputs = run(engine)
     engine.shutdown()
     assert said(outputs) == said(alone)

@@ -21,8 +21,9 @@ from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.encoder import EncoderModel
 from quire.models.loader import load_model, without_weights
+from quire.models.partition import balanced, bytes_read, in_units, partition
 from quire.models.stack import STREAM
-from quire.models.stages import Stage, balanced
+from quire.models.stages import Stage, stack_of
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick_models
@@ -75,6 +76,26 @@ def test_no_other_cut_has_a_smaller_largest_part(seed: int) -> None:
         counts = balanced(costs, of)
         assert list(counts) in every
         assert largest_sum(costs, counts) == min(largest_sum(costs, cut) for cut in every)
+
+
+def test_durations_that_are_nearly_the_same_are_the_same() -> None:
+    """And others keep their proportions, nearly."""
+    assert in_units([2e-3, 2.01e-3, 2.04e-3]) == [1000] * 3
+    assert len({*in_units([1.99e-3, 2e-3, 2.02e-3, 1.98e-3])}) == 1
+    seconds = [1e-4, 3e-4, 7.7e-4, 2e-2]
+    for found, wanted in zip(in_units(seconds), seconds, strict=True):
+        assert abs(found / (wanted * 1e7) - 1) < 0.026
+
+
+def test_a_stage_is_of_some_layers_of_a_model() -> None:
+    found = [Stage.with_layers(own, 4) for own in (range(1), range(1, 2), range(2, 4), range(4, 4))]
+    assert [stage.sizes for stage in found] == [(1, 3), (1, 1, 2), (2, 2), (4, 0)]
+    assert [(stage.is_first, stage.is_last) for stage in found] == [
+        (True, False),
+        (False, False),
+        (False, True),
+        (False, True),
+    ]
 
 
 def test_each_part_has_something_that_is_kept() -> None:
@@ -176,19 +197,19 @@ def test_a_stage_has_its_layers_and_their_caches_alone(tiny_model: Callable[[str
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_read_as_much_whatever_else_they_have(
-    tied: bool, tiny_model: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tied: bool, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """A head is read with every step, and costs as much as layers do; of a table of tokens some rows are."""
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "tie_word_embeddings": tied}
     directory = write_wide_llama(tiny_model("llama"), tmp_path / "model", vocab_size=2820, **sizes)
-    caplog.set_level("INFO", "quire")
-    config = prepared_config(directory)
-    one, per_head = num_bytes(without_weights(config).stack().layers[0]), 2820 * 64 * 4  # type: ignore[union-attr,arg-type]
+    model = without_weights(prepared_config(directory))
+    stack = stack_of(model)
+    one, per_head = num_bytes(stack.layers[0]), 2820 * 64 * 4  # type: ignore[arg-type]
     assert 1.5 * one < per_head < 2.5 * one
-    for index in range(2):
-        without_weights(config.evolve(pipeline_parallel_size=2), stage=Stage(index, 2))
-        assert f"stage {index} of 2" in caplog.messages[-1]
-        assert caplog.messages[-1].endswith("as by --pipeline-partition 4,2")
+    costs = bytes_read(model, stack)
+    assert costs[:-1] == [one] * 5
+    assert costs[-1] >= one + per_head
+    assert partition(model, stack, 2) == (4, 2)
 
 
 def test_a_tensor_that_no_stage_knows_is_still_named(
