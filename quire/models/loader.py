@@ -23,7 +23,7 @@ from quire.layers.sliced_linear import slice_sums
 from quire.models.base import CausalLM
 from quire.models.cache_scales import take_cache_scales
 from quire.models.construction import construct
-from quire.models.methods import quant_methods
+from quire.models.methods import quant_methods, say_methods
 from quire.models.packed_cache import PackedCache, packed_key
 from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
@@ -59,6 +59,7 @@ def load_model(
         ConfigError: a layer that is not to be quantised does not exist, or one cannot be cut for so many ranks.
     """
     model = without_weights(config, shard, stage, prefix=prefix)
+    say_methods(config)
     logger.info("attention_backend = %s", ", ".join(attention_backends(model)) or "none: no layer attends")
     cache = _cache(model)
     tensors = cache.read() if cache is not None else None

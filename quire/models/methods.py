@@ -49,8 +49,6 @@ def _rounds_activations(config: EngineConfig) -> bool:
     if asked == "highest" or not here:
         return False
     if cpu.multiplies_bfloat16():
-        if asked == "auto":
-            logger.info("matmul_precision is medium: this processor multiplies bfloat16 at twice the speed")
         return True
     if asked == "medium":
         raise ConfigError(
@@ -58,6 +56,15 @@ def _rounds_activations(config: EngineConfig) -> bool:
             f"here are {cpu.status()}: give highest, or auto"
         )
     return False
+
+
+def say_methods(config: EngineConfig) -> None:
+    """Tell the log what was settled without being asked for."""
+    if config.kernels.matmul_precision == "auto" and _rounds_activations(config):
+        logger.info("matmul_precision is medium: this processor multiplies bfloat16 at twice the speed")
+    says = config.arch.quantization
+    for note in says.notes if says is not None else ():
+        logger.info("%s", note)
 
 
 def _rounding(scheme: WeightScheme, kind: str, asked: QuantizationConfig) -> QuantMethod:
@@ -117,8 +124,6 @@ class _Encodings:
         self._as_checkpoint = config.quantization.follows_checkpoint
         self._files: Mapping[str, TensorFile] = {}
         self._tensors: Mapping[str, Tensor] = {}
-        for note in self._says.notes if self._says is not None else ():
-            logger.info("%s", note)
         if self._says is not None and config.load.load_format != "dummy":
             files = open_files(Path(config.model_dir), part_of=config.arch.part_of)
             self._files = {name: file for file in files for name in file.tensors}
