@@ -60,6 +60,8 @@ ENGINE: Mapping[str, Mapping[str, Any]] = {
 
 _WEIGHTED = ("packed_linear", "rounded_linear", "experts", "per_head_linear")
 """Ops of which what they read is weights."""
+_STATEFUL = ("gated_delta", "rwkv7", "selective_scan", "ssd_scan")
+"""Ops of which it is states, which they also write."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +89,21 @@ class TapeResult:
     ops: Sequence[OpTime]
     step_s: float
     weight_bytes: int
+    state_bytes: int
     bandwidth: float
 
     @property
     def of_probe(self) -> float:
-        """What a step reads of weights, as a share of what a probe beside it read in that time."""
-        return self.weight_bytes / self.step_s / self.bandwidth
+        """What a step reads of weights and moves of states, as a share of what a probe beside it read in that time."""
+        return (self.weight_bytes + self.state_bytes) / self.step_s / self.bandwidth
 
     def lines(self) -> list[str]:
         """The table for people."""
+        states = f" and moves {self.state_bytes / 1e6:.0f} MB of states" if self.state_bytes else ""
         return [
             (
                 f"{self.weights}, {self.rows} requests: a step takes {self.step_s * 1e3:.2f} ms and reads "
-                f"{self.weight_bytes / 1e6:.0f} MB of weights: {self.of_probe:.0%} of the "
+                f"{self.weight_bytes / 1e6:.0f} MB of weights{states}: {self.of_probe:.0%} of the "
                 f"{self.bandwidth / 1e9:.1f} GB/s that a probe beside it reads"
             ),
             f"{'op':26} {'calls':>5} {'microsec.':>11} {'GB/s':>8}   of the step",
@@ -181,9 +185,11 @@ def _measure(
     step_s = percentile(steps, 50)
     ops = [*_ops(calls, of_prompts, rounds * NUM_STEPS)]
     rest = step_s - sum(op.seconds for op in ops)
-    read = head_bytes + sum(op.num_bytes for op in ops if op.name.startswith(_WEIGHTED))
+    read, moved = (
+        int(sum(op.num_bytes for op in ops if op.name.startswith(names))) for names in (_WEIGHTED, _STATEFUL)
+    )
     ops.append(OpTime("head, sampling, host", 1, rest, 0))
-    return TapeResult(weights, rows, ops, step_s, int(read), percentile(probes, 50))
+    return TapeResult(weights, rows, ops, step_s, head_bytes + read, moved, percentile(probes, 50))
 
 
 def _ops(calls: Iterable[TimedCall], of_prompts: Iterable[TimedCall], num_steps: int) -> Iterator[OpTime]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,11 +48,24 @@ def test_states_are_read_and_written(
     (step,) = tape.measure(["float32"], [3], model=tiny_model(name), threads=1, quick=True).results
     (found,) = (one for one in step.ops if one.name == op)
     assert found.num_bytes == found.calls * 2 * 4 * 3 * states
+    assert step.state_bytes == found.num_bytes
+
+
+def test_of_experts_those_that_a_step_asks_are_read(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tape, "NUM_STEPS", 2)
+    directory = tiny_model("qwen3moe")
+    config = json.loads((directory / "config.json").read_text())
+    matrices = 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    (step,) = tape.measure(["float32"], [1], model=directory, threads=1, quick=True).results
+    (found,) = (one for one in step.ops if one.name == "experts")
+    assert found.num_bytes == found.calls * config["num_experts_per_tok"] * 4 * matrices
 
 
 def test_the_share_is_one_of_neighbours() -> None:
-    step = TapeResult("int8", 1, [OpTime("op", 2, 0.5e-3, 1e6)], 1e-3, 10**7, 20e9)
+    step = TapeResult("int8", 1, [OpTime("op", 2, 0.5e-3, 1e6)], 1e-3, 8 * 10**6, 2 * 10**6, 20e9)
     assert step.of_probe == 0.5
     first, _, op = step.lines()
-    assert "50% of the 20.0 GB/s" in first
+    assert "8 MB of weights and moves 2 MB of states: 50% of the 20.0 GB/s" in first
     assert op.split() == ["op", "2", "500.0", "2.0", "50.0%"]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,19 +104,29 @@ class Run:
         return self._play(self._calls, len(self._calls)) == len(self._calls)
 
     def _timed(self, listener: Callable[[TimedCall], None]) -> bool:
-        took = (ctypes.c_int64 * len(self._calls))()
-        played = self._library.play_timed(self._calls, len(self._calls), took)
-        names = {kernel.address: name for name, kernel in self._library.kernels.items()}
-        packed = memoryview(self.numbers.tobytes())
-        ends = accumulate(self._sizes)
-        for address, size, end, nanoseconds in zip(
-            self._functions[:played], self._sizes, ends, took, strict=False
+        kernels = {kernel.address: name for name, kernel in self._library.kernels.items()}
+        names = [kernels[address] for address in self._functions]
+        # What a call has read is asked before another one's output lies where the number of it was.
+        stops = {end for end, name in enumerate(names, 1) if name in traffic.TOLD_BY_TENSORS}
+        parts = pairwise(sorted({0, *stops, len(names)}))
+        return all(self._timed_part(first, end, names, listener) for first, end in parts)
+
+    def _timed_part(
+        self, first: int, end: int, names: Sequence[str], listener: Callable[[TimedCall], None]
+    ) -> bool:
+        took = (ctypes.c_int64 * (end - first))()
+        calls = (Call * (end - first)).from_buffer(self._calls, first * ctypes.sizeof(Call))
+        played = self._library.play_timed(calls, len(calls), took)
+        packed, start = memoryview(self.numbers.tobytes()), sum(self._sizes[:first])
+        for name, size, nanoseconds in zip(
+            names[first : first + played], self._sizes[first:end], took, strict=False
         ):
-            name, arguments = names[address], bytes(packed[end - size : end])
+            arguments = bytes(packed[start : start + size])
+            start += size
             listener(
                 TimedCall(traffic.label(name, arguments), nanoseconds, traffic.num_bytes(name, arguments))
             )
-        return played == len(self._calls)
+        return played == len(calls)
 
 
 def record(function: Callable[[], Tensor], arena: Arena) -> Tape:

@@ -24,6 +24,9 @@ _GATED = [ACTIVATIONS[activation] for activation in GATED]
 _STREAM_BITS = {-1: 0} | {code: 8 * dtype.itemsize for dtype, code in STREAM_CODES.items()}
 """Of what a group is scaled or shifted by, but for the steps of blocks."""
 
+TOLD_BY_TENSORS = frozenset({"experts"})
+"""Ops of which what they read is told by a tensor that a kernel before them has made."""
+
 
 def num_bytes(name: str, arguments: bytes) -> int:
     """Of a call's packed arguments; 0 for an op that reads neither."""
