@@ -12,6 +12,7 @@
 namespace quire { namespace QUIRE_ISA { namespace {
 
 constexpr int64_t kSlice = 32;        // channels of an item
+constexpr int64_t kWideSlice = 128;   // of one that keeps little of each
 constexpr int64_t kMostStates = 256;  // of a channel of Mamba
 constexpr int64_t kMostOfHead = 65536;  // floats that a head of Mamba 2 keeps
 constexpr int64_t kExpWork = 16;
@@ -26,14 +27,43 @@ struct Rows {
 
 inline Rows rows_of(const void* data, int64_t stride) { return {static_cast<const Float32*>(data), stride}; }
 
-// Calls body(begin, count) for pieces of [0, size) of kSlice at most, on some thread, for each request.
-template <class Body>
+// Calls body(request, begin, count) for pieces of [0, size) of `most` at most, on some thread, for each request.
+template <int64_t most, class Body>
 inline void share_slices(const StateBatch& batch, int64_t size, int64_t work, Body body) {
-    const int64_t slices = (size + kSlice - 1) / kSlice;
+    const int64_t slices = (size + most - 1) / most;
     share(batch.requests * slices, work, [=](int64_t item) {
-        const int64_t begin = item % slices * kSlice, left = size - begin;
-        body(item / slices, begin, left < kSlice ? left : kSlice);
+        const int64_t begin = item % slices * most, left = size - begin;
+        body(item / slices, begin, left < most ? left : most);
     });
+}
+
+// How columns are taken: many at a time, or the last few.
+struct Sixteen {
+    using Value = Lanes16;
+    Value load(const Float32* p) const { return load16(p); }
+    void store(Float32* p, Value v) const { store16(p, v); }
+    static Value splat(float x) { return splat16(x); }
+    static Value silu(Value v) {
+        return by_vectors([](auto x, auto) { return quire::QUIRE_ISA::silu(x); }, v, v);
+    }
+};
+
+template <class Lanes>
+struct Eight {
+    using Value = Vec;
+    Lanes lanes;
+    Value load(const Float32* p) const { return quire::QUIRE_ISA::load(p, lanes); }
+    void store(Float32* p, Value v) const { quire::QUIRE_ISA::store(p, v, lanes); }
+    static Value splat(float x) { return quire::QUIRE_ISA::splat(x); }
+    static Value silu(Value v) { return quire::QUIRE_ISA::silu(v); }
+};
+
+// Calls body(column, lanes) for all of [0, size).
+template <class Body>
+inline void for_each_columns(int64_t size, Body body) {
+    int64_t column = 0;
+    for (; column + 16 <= size; column += 16) body(column, Sixteen{});
+    for_each_vector(size - column, [&](int64_t i, auto lanes) { body(column + i, Eight<decltype(lanes)>{lanes}); });
 }
 
 // The convolution of one slice of channels: a state is the last taps - 1 inputs, the oldest first.
@@ -54,8 +84,7 @@ struct Convolution {
 
     void run(const StateBatch& batch, int64_t request, int64_t channel, int64_t width) const {
         for_each_piece(batch, request, [&](int64_t first, int64_t last, int64_t source, int64_t target) {
-            for (int64_t row = first; row < last; ++row)
-                for_each_vector(width, [&](int64_t i, auto lanes) { convolve(row, first, source, channel + i, lanes); });
+            for (int64_t row = first; row < last; ++row) convolve(row, first, source, channel, width);
             // What is read stands behind what is written, where both are the same state.
             for (int64_t index = 0; target && index < taps - 1; ++index) {
                 const Float32* from = input(last - first + index, first, source);
@@ -66,14 +95,22 @@ struct Convolution {
         });
     }
 
-    template <class Lanes>
-    void convolve(int64_t row, int64_t first, int64_t source, int64_t channel, Lanes lanes) const {
-        Vec sum = bias ? load(bias + channel, lanes) : Vec{};
+    void convolve(int64_t row, int64_t first, int64_t source, int64_t channel, int64_t width) const {
+        alignas(64) Float32 sums[kWideSlice];
+        for_each_columns(width, [&](int64_t i, auto lanes) {
+            lanes.store(sums + i, bias ? lanes.load(bias + channel + i) : lanes.splat(0.0f));
+        });
         for (int64_t tap = 0; tap < taps; ++tap) {
-            const Float32* from = input(row - first + tap, first, source);
-            if (from) sum = fma(load(weight + tap * channels + channel, lanes), load(from + channel, lanes), sum);
+            const Float32 *from = input(row - first + tap, first, source), *by = weight + tap * channels + channel;
+            if (from) for_each_columns(width, [&](int64_t i, auto lanes) {
+                lanes.store(sums + i, fma(lanes.load(by + i), lanes.load(from + channel + i), lanes.load(sums + i)));
+            });
         }
-        store(out + row * channels + channel, is_silu ? silu(sum) : sum, lanes);
+        Float32* to = out + row * channels + channel;
+        for_each_columns(width, [&](int64_t i, auto lanes) {
+            const auto sum = lanes.load(sums + i);
+            lanes.store(to + i, is_silu ? lanes.silu(sum) : sum);
+        });
     }
 };
 
@@ -121,23 +158,6 @@ struct SelectiveScan {
                 store(to + n * to_stride + i, load(from + n * from_stride + i, lanes), lanes);
             });
     }
-};
-
-// How a walk through a state takes columns: many at a time, or the last few.
-struct Sixteen {
-    using Value = Lanes16;
-    Value load(const Float32* p) const { return load16(p); }
-    void store(Float32* p, Value v) const { store16(p, v); }
-    static Value splat(float x) { return splat16(x); }
-};
-
-template <class Lanes>
-struct Eight {
-    using Value = Vec;
-    Lanes lanes;
-    Value load(const Float32* p) const { return quire::QUIRE_ISA::load(p, lanes); }
-    void store(Float32* p, Value v) const { quire::QUIRE_ISA::store(p, v, lanes); }
-    static Value splat(float x) { return quire::QUIRE_ISA::splat(x); }
 };
 
 // Mamba 2: a head has a state [states, size], all of which decays alike.
@@ -201,12 +221,7 @@ struct HeadScan {
     void advance(Float32* state, int64_t row, int64_t head) const {
         Read reads[kCount];
         for (int64_t r = 0; r < kCount; ++r) reads[r] = read(row + r, head);
-        int64_t column = 0;
-        for (; column + 16 <= size; column += 16) walk(state + column, reads, column, Sixteen{});
-        if (column < size)
-            for_each_vector(size - column, [&](int64_t i, auto lanes) {
-                walk(state + column + i, reads, column + i, Eight<decltype(lanes)>{lanes});
-            });
+        for_each_columns(size, [&](int64_t column, auto lanes) { walk(state + column, reads, column, lanes); });
         for (int64_t r = 0; r < kCount; ++r) finish(row + r, head);
     }
 
@@ -255,7 +270,7 @@ int64_t causal_conv(void* out, const void* x, const void* weight, const void* bi
     clear_rows_of_no_request(batch, out, channels);
     const Convolution conv{static_cast<Float32*>(out), rows_of(x, x_stride), static_cast<const Float32*>(weight),
                            static_cast<const Float32*>(bias), static_cast<Float32*>(states), channels, taps, block_stride, is_silu};
-    share_slices(batch, channels, rows * channels * (taps + kElementWork), [=](int64_t request, int64_t begin, int64_t width) {
+    share_slices<kWideSlice>(batch, channels, rows * channels * (taps + kElementWork), [=](int64_t request, int64_t begin, int64_t width) {
         conv.run(batch, request, begin, width);
     });
     return 0;
@@ -272,7 +287,7 @@ int64_t selective_scan(void* out, const void* x, const void* dt, const void* a, 
     const SelectiveScan scan{static_cast<Float32*>(out), rows_of(x, x_stride), rows_of(dt, dt_stride), rows_of(b, b_stride),
                              rows_of(c, c_stride), rows_of(gate, gate_stride), static_cast<const Float32*>(a),
                              static_cast<const Float32*>(skip), static_cast<Float32*>(states), channels, count, block_stride};
-    share_slices(batch, channels, rows * channels * count * kExpWork, [=](int64_t request, int64_t begin, int64_t width) {
+    share_slices<kSlice>(batch, channels, rows * channels * count * kExpWork, [=](int64_t request, int64_t begin, int64_t width) {
         scan.run(batch, request, begin, width);
     });
     return 0;
