@@ -68,7 +68,8 @@ def measure(
     rates: Sequence[float],
     clock: Callable[[], float] = time.perf_counter,
 ) -> SpeculationResult:
-    """Give every batch to the engine without drafts and to one with each rate, the first batch once before that.
+    """Give every batch to the engine without drafts and to one with each rate; both have had all prompts before, and the
+    first batch whole.
 
     Raises:
         EngineError: an engine with drafts says something else, which is a bug of ours.
@@ -85,6 +86,8 @@ def measure(
         speedups = []
         for rate in rates:
             drafted = make(str(path), rate)
+            for prompts in batches:
+                drafted.generate(prompts, 1)  # its cache has them then, as that of the engine without drafts
             drafted.generate(batches[0], output_len)
             times = [
                 _times(plain, drafted, *case, output_len, clock)
