@@ -68,8 +68,9 @@ def measure(
     rates: Sequence[float],
     clock: Callable[[], float] = time.perf_counter,
 ) -> SpeculationResult:
-    """Give every batch to the engine without drafts and to one with each rate; both have had all prompts before, and the
-    first batch whole.
+    """Give every batch to the engine without drafts and to one with each rate.
+
+    Both have had all prompts before, and the first batch whole.
 
     Raises:
         EngineError: an engine with drafts says something else, which is a bug of ours.

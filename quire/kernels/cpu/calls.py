@@ -77,7 +77,7 @@ def call(name: str, tensors: tuple[Tensor, ...], *numbers: float) -> int:
         return 0
     status = function(packed)
     if status == _MISALIGNED:
-        _check_alignment(name, tensors)
+        check_alignment(name, tensors)
         packed = pack(1, *map(_address, tensors), *numbers)
         status = function(packed)
     if status >= 0:
@@ -89,8 +89,12 @@ def call(name: str, tensors: tuple[Tensor, ...], *numbers: float) -> int:
     raise RuntimeError(f"{name}: the kernel library refuses the call ({status}): reinstall quire")
 
 
-def _check_alignment(name: str, tensors: tuple[Tensor, ...]) -> None:
-    """Each by itself: what not all are aligned to may still be more than some need."""
+def check_alignment(name: str, tensors: tuple[Tensor, ...]) -> None:
+    """Each by itself: what not all are aligned to may still be more than some need.
+
+    Raises:
+        ValueError: one is not aligned to its elements.
+    """
     for tensor, label in zip(tensors, library.SIGNATURES[name][0].split(), strict=True):
         needed = (
             4 if tensor.dtype is torch.int8 else tensor.itemsize

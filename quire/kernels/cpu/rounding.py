@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.calls import NOTHING, call, empty
+from quire.kernels.cpu.calls import NOTHING, call, check_alignment, empty
 from quire.kernels.cpu.checks import check_array, check_on_cpu, say
 from quire.kernels.cpu.linear import BLOCK_ROWS, SCRATCH, checked, packed_linear
 from quire.kernels.linear import PANEL, PackedWeight
@@ -31,17 +31,18 @@ def round_rows(x: Tensor, rounding: RowRounding) -> Tensor:
 def rounded_linear(
     x: Tensor, weight: PackedWeight, rounding: RowRounding, bias: Tensor | None = None
 ) -> Tensor:
-    kept = weight.scheme
-    sums = weight.code_sums if rounding.shifts else NOTHING
-    if sums is None or not kept.is_plain_int8 or not rounding.makes_bytes:
-        precise = replace(weight, scheme=replace(kept, fast=False)) if kept.fast else weight
-        return packed_linear(round_rows(x, rounding), precise, bias)
     check_on_cpu("rounded_linear", "x", x)
     if x.dtype is not torch.float32 or not x.dim() or x.shape[-1] != weight.inputs:
         raise ValueError(f"rounded_linear: x must be float32 [..., {weight.inputs}]; it is {say(x)}")
     (data, scales, _), sizes, _, padded = weight.native or checked("rounded_linear", weight)
     if bias is not None:
         check_array("rounded_linear", "bias", bias, torch.float32, (weight.outputs,))
+    kept, sums = weight.scheme, weight.code_sums if rounding.shifts else NOTHING
+    if sums is None or not kept.is_plain_int8 or not rounding.makes_bytes:
+        given = (NOTHING, x, data, scales, NOTHING, NOTHING if bias is None else bias, NOTHING)
+        check_alignment("rounded_linear", given)
+        precise = replace(weight, scheme=replace(kept, fast=False)) if kept.fast else weight
+        return packed_linear(round_rows(x, rounding), precise, bias)
     if rounding.shifts:
         check_array("rounded_linear", "code_sums", sums, torch.float32, (len(data), PANEL))
     x, rows = x.contiguous(), x.numel() // weight.inputs
