@@ -38,7 +38,7 @@ TEXT = 64
 """Tokens of the step of a model that reads texts and generates none."""
 NUM_TIMED = 9
 """Steps that count, behind one that may be recorded; the fastest says what a step takes."""
-_CACHES_BYTES = 96 * 2**20
+CACHES_BYTES = 96 * 2**20
 """What is read before each step, so that no weight is still in a cache: in a whole model other layers come between."""
 
 
@@ -54,7 +54,7 @@ def seconds_alone(
     device = make_device(config.device.device)
     with torch.inference_mode(), device.step():
         run = _step(model, stage, config, device, cache)
-        others = torch.ones(_CACHES_BYTES, dtype=torch.uint8).view(torch.int64)  # of zeros all pages are one
+        others = torch.ones(CACHES_BYTES, dtype=torch.uint8).view(torch.int64)  # of zeros all pages are one
         seconds = []
         for _ in range(1 + NUM_TIMED):
             others.sum()

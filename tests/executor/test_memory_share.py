@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.worker.lone_layers import CACHES_BYTES
 from tests.executor.test_multiproc import pids_of, run, started
 from tests.fixtures.wide_llama import write_wide_llama
 
@@ -21,8 +22,11 @@ SIZES = {
 }
 CASES: dict[str, tuple[float, dict[str, Any]]] = {
     "halves": (0.7, {"tensor_parallel_size": 2}),
-    "stages": (0.65, {"pipeline_parallel_size": 2}),
-    "quarters": (0.4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "stages": (0.65, {"pipeline_parallel_size": 2, "pipeline_partition": "2,2"}),
+    "quarters": (
+        0.4,
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_partition": "2,2"},
+    ),
     "halves, int8": (0.25, {"tensor_parallel_size": 2, "quantization": "int8"}),
 }
 """What a rank may take of the checkpoint's size, of which its share is a half or a quarter."""
@@ -60,3 +64,11 @@ def test_a_rank_has_its_share_in_memory(case: str, large: Path, nothing: int) ->
     assert size > 200e6
     for peak in peaks_of(large, **options):
         assert (peak - nothing) / size < most
+
+
+@pytest.mark.more
+def test_stages_are_measured_in_the_memory_of_a_layer(large: Path, nothing: int) -> None:
+    """And of what is read between two measured steps; nothing of it is left when weights come."""
+    size = (large / "model.safetensors").stat().st_size
+    for peak in peaks_of(large, pipeline_parallel_size=2):
+        assert peak - nothing < max(0.65 * size, CACHES_BYTES + 0.35 * size)

@@ -29,7 +29,7 @@ TOGETHER = {"gemma3n"}
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.worker.lone_layers.NUM_TIMED", 1)
-    monkeypatch.setattr("quire.worker.lone_layers._CACHES_BYTES", 1 << 10)
+    monkeypatch.setattr("quire.worker.lone_layers.CACHES_BYTES", 1 << 10)
 
 
 def kinds_in(model_dir: Path, **args: Any) -> list[list[int]]:
