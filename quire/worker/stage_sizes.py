@@ -13,7 +13,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.distributed.group import Group
-from quire.errors import RankLostError
+from quire.errors import ConfigError, RankLostError
 from quire.layers.shard import Shard
 from quire.models.base import CausalLM
 from quire.models.loader import without_weights
@@ -43,9 +43,24 @@ def with_sizes(config: EngineConfig, shard: Shard, stage: Stage) -> Stage:
 
 
 def _agreed(config: EngineConfig, shard: Shard, stage: Stage) -> tuple[int, ...]:
-    """Those of the first share of the first stage: it tells the other shares, and each the later stages."""
-    sizes = _sizes(config, shard, stage.of) if stage.is_first else (0,) * stage.of
-    return _of_first(stage.group, _of_first(shard.group, sizes))
+    """Those of the first share of the first stage: it tells the other shares, and each the later stages.
+
+    Who fails says so before it raises, for the others wait for its word: no stage has layers then.
+    """
+    sizes, failure = (0,) * stage.of, None
+    if stage.is_first:
+        try:
+            sizes = _sizes(config, shard, stage.of)
+        except RankLostError:
+            raise
+        except Exception as error:
+            failure = error
+    sizes = _of_first(stage.group, _of_first(shard.group, sizes))
+    if failure is not None:
+        raise failure
+    if not any(sizes):
+        raise ConfigError("the first rank cannot cut the model into stages, and says why")
+    return sizes
 
 
 def _of_first(group: Group, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.errors import EngineError
+from quire.errors import ConfigError, EngineError
 from quire.kv_cache.spec import KVCacheConfig
 from quire.layers.shard import Shard
 from tests.executor.test_multiproc import PARAMS, is_gone, numbers, pids_of, run, said, started
@@ -113,6 +113,14 @@ def test_stages_are_cut_by_bytes_where_measuring_fails(
     assert (
         "by the bytes that a step reads of them: to time them failed: RuntimeError: no memory" in caplog.text
     )
+
+
+def test_what_cannot_be_cut_is_said_while_later_stages_wait_for_a_word(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    """Only the first stage has looked at the model by then."""
+    with pytest.raises(ConfigError, match="inputs cannot be cut for 2 ranks into multiples of 64"):
+        started(tiny_model("llama"), pipeline_parallel_size=2, tensor_parallel_size=2, quantization="int8")
 
 
 @pytest.mark.parametrize("option", [{"pipeline_partition": "2,4"}, {}])
