@@ -117,7 +117,7 @@ class Run:
         took = (ctypes.c_int64 * (end - first))()
         calls = (Call * (end - first)).from_buffer(self._calls, first * ctypes.sizeof(Call))
         played = self._library.play_timed(calls, len(calls), took)
-        packed, start = memoryview(self.numbers.tobytes()), sum(self._sizes[:first])
+        packed, start = self.numbers.view(np.uint8).data, sum(self._sizes[:first])
         for name, size, nanoseconds in zip(
             names[first : first + played], self._sizes[first:end], took, strict=False
         ):
