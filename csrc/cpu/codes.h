@@ -103,8 +103,8 @@ struct Shifts {
     Lanes16 point = splat16(0.0f), minimum = splat16(0.0f);
 
     Shifts(const Weight& weight, const Stream& zeros, int64_t group) {
-        if (zeros.type == kBytes) point = zeros.at(group, 0) - splat16(static_cast<float>(zero_of(weight.packing)));
-        else if (zeros.type != kNoStream) minimum = zeros.at(group, 0);
+        if (zeros.type == kBytes) point = zeros.at(group) - splat16(static_cast<float>(zero_of(weight.packing)));
+        else if (zeros.type != kNoStream) minimum = zeros.at(group);
     }
     Lanes16 of(Lanes16 value, Lanes16 scale) const { return (value - point) * scale - minimum; }
 };
@@ -123,7 +123,7 @@ struct WidePanels {
         const uint8_t* panel = weight.panel(index);
         with_values(weight.packing, [&](auto values) {
             for_each_group(weight, start, count, [&](int64_t k, int64_t end, int64_t group) {
-                const Lanes16 scale = scales.at(group, 0);
+                const Lanes16 scale = scales.at(group);
                 const Shifts shifts(weight, zeros, group);
                 // Whole steps: what is behind the last k is never read.
                 const auto put = [&](auto weight_of) {

@@ -12,6 +12,15 @@ inline __m256i in_turn(__m256i sum) {
     return sum;
 }
 
+// A quad's weights in registers.
+struct QuadBytes { __m256i low, high; };
+
+// Makes the compiler keep them there: those that are unpacked in memory it would load anew for each row.
+inline QuadBytes kept(QuadBytes quad) {
+    asm("" : "+x"(quad.low), "+x"(quad.high));
+    return quad;
+}
+
 inline __m256i load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
 // Bytes whose products with pairs of activations fit the 16 bits that they are added in, because these are at most kInt8Pair.
@@ -27,10 +36,12 @@ struct ByteDot {
     static __m256i sums_of(__m256i weights, __m256i values) {
         return _mm256_madd_epi16(_mm256_maddubs_epi16(weights, values), _mm256_set1_epi16(1));
     }
-    static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) {
+    static QuadBytes quad(const Weights& w, int quad) { return {w.low[quad], w.high[quad]}; }
+    static QuadBytes kept(const Weights& w, int at) { return quire::QUIRE_ISA::kept(quad(w, at)); }
+    static void add(Sum& sum, const QuadBytes& w, const int32_t* x) {
         const __m256i values = _mm256_set1_epi32(*x);
-        sum.low = in_turn(_mm256_add_epi32(sum.low, sums_of(w.low[quad], values)));
-        sum.high = in_turn(_mm256_add_epi32(sum.high, sums_of(w.high[quad], values)));
+        sum.low = in_turn(_mm256_add_epi32(sum.low, sums_of(w.low, values)));
+        sum.high = in_turn(_mm256_add_epi32(sum.high, sums_of(w.high, values)));
     }
     static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return factor * sum; }
     static Sum start(int32_t word) { return {_mm256_set1_epi32(word), _mm256_set1_epi32(word)}; }
@@ -61,7 +72,8 @@ struct WideDot {
         return {{_mm256_and_si256(low, byte), _mm256_srli_epi16(low, 8)},
                 {_mm256_and_si256(high, byte), _mm256_srli_epi16(high, 8)}};
     }
-    static void add(Sum& sum, const Weights& w, int, const int32_t* x) {
+    static const Weights& quad(const Weights& w, int) { return w; }
+    static void add(Sum& sum, const Weights& w, const int32_t* x) {
         const __m256i values = _mm256_set1_epi32(*x);
         const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(values, 8), 8), odd = _mm256_srai_epi16(values, 8);
         sum.low = in_turn(_mm256_add_epi32(sum.low, products(w.low, even, odd)));
@@ -102,7 +114,7 @@ template <int64_t part>
 struct Int4Dot {
     static constexpr int64_t kPart = part;
     static constexpr int kQuads = 2;
-    static constexpr int64_t kUnpackTiles = 5;
+    static constexpr int64_t kUnpackTiles = 4;
     using Book = NoBook;
     struct Sum { __m256i low, high; };
     struct Weights { __m256i low[kQuads], high[kQuads]; };
@@ -111,10 +123,12 @@ struct Int4Dot {
         const __m256i low = load_ints(step), high = load_ints(step + 32);
         return {{low_nibbles(low), high_nibbles(low)}, {low_nibbles(high), high_nibbles(high)}};
     }
-    static void add(Sum& sum, const Weights& w, int quad, const int32_t* x) {
+    static QuadBytes quad(const Weights& w, int quad) { return {w.low[quad], w.high[quad]}; }
+    static QuadBytes kept(const Weights& w, int at) { return quire::QUIRE_ISA::kept(quad(w, at)); }
+    static void add(Sum& sum, const QuadBytes& w, const int32_t* x) {
         const __m256i values = _mm256_set1_epi32(*x);
-        sum.low = in_turn(_mm256_add_epi16(sum.low, _mm256_maddubs_epi16(w.low[quad], values)));
-        sum.high = in_turn(_mm256_add_epi16(sum.high, _mm256_maddubs_epi16(w.high[quad], values)));
+        sum.low = in_turn(_mm256_add_epi16(sum.low, _mm256_maddubs_epi16(w.low, values)));
+        sum.high = in_turn(_mm256_add_epi16(sum.high, _mm256_maddubs_epi16(w.high, values)));
     }
     // For each lane the sum over its own half of every quad.
     static int32_t start_word(const int8_t* values, int32_t, int32_t factor) {

@@ -31,6 +31,12 @@ struct DotOf {
     static constexpr int64_t kPart = part;
     using Sum = typename Dots::Sum;
 
+    template <class Weights>
+    static const typename Dots::Quads& quad(const Weights& w, int quad) { return w.quads[quad]; }
+    // The same of weights that lie in memory.
+    template <class Weights>
+    static const typename Dots::Quads& kept(const Weights& w, int at) { return quad(w, at); }
+    static void add(Sum& sum, const typename Dots::Quads& quad, const int32_t* x) { Dots::add(sum, quad, x); }
     static Sum start(int32_t word) { return Dots::start(word); }
     static Ints16 total(const Sum& sum) { return Dots::total(sum); }
 };
@@ -43,7 +49,6 @@ struct Int8DotOf : DotOf<Dots, part> {
     struct Weights { typename Dots::Quads quads[kQuads]; };
 
     static Weights unpack(const uint8_t* step, Book) { return {{Dots::bytes(step)}}; }
-    static void add(typename Dots::Sum& sum, const Weights& w, int quad, const int32_t* x) { Dots::add(sum, w.quads[quad], x); }
     static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return (factor + Dots::kTaken) * sum; }
 };
 
@@ -55,7 +60,6 @@ struct Int4DotOf : DotOf<Dots, part> {
     struct Weights { typename Dots::Quads quads[kQuads]; };
 
     static Weights unpack(const uint8_t* step, Book) { return {{Dots::low(step), Dots::high(step)}}; }
-    static void add(typename Dots::Sum& sum, const Weights& w, int quad, const int32_t* x) { Dots::add(sum, w.quads[quad], x); }
     static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return factor * sum; }
 };
 
@@ -69,7 +73,6 @@ struct BookDotOf : DotOf<Dots, part> {
     static Weights unpack(const uint8_t* step, const Book& book) {
         return {{Dots::looked_up(Dots::low(step), book), Dots::looked_up(Dots::high(step), book)}};
     }
-    static void add(typename Dots::Sum& sum, const Weights& w, int quad, const int32_t* x) { Dots::add(sum, w.quads[quad], x); }
     static int32_t start_word(const int8_t*, int32_t sum, int32_t factor) { return (factor + Dots::kTaken) * sum; }
 };
 

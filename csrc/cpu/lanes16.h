@@ -29,7 +29,11 @@ inline Lanes16 operator+(Lanes16 a, Lanes16 b) { return {a.all + b.all}; }
 inline Lanes16 operator-(Lanes16 a, Lanes16 b) { return {a.all - b.all}; }
 inline Ints16 operator*(Ints16 a, Ints16 b) { return {_mm512_mullo_epi32(a.all, b.all)}; }
 inline Ints16 operator-(Ints16 a, Ints16 b) { return {_mm512_sub_epi32(a.all, b.all)}; }
-inline Lanes16 to_floats(Ints16 v) { return {_mm512_cvtepi32_ps(v.all)}; }
+// The intrinsic's undefined lanes, of which there are none, make GCC 12 warn.
+inline Lanes16 to_floats(Ints16 v) {
+    typedef int32_t Words __attribute__((vector_size(64)));
+    return {reinterpret_cast<__m512>(__builtin_convertvector(reinterpret_cast<Words>(v.all), Wide))};
+}
 
 // What a function of two vectors makes of them.
 template <class Function>
@@ -108,11 +112,10 @@ inline void store16(Float32* p, Lanes16 v) {
     store(p + kLanes, v.high, All{});
 }
 inline Ints16 load16(const uint8_t* p) {
-    typedef uint8_t Eight __attribute__((vector_size(8)));
-    Eight low, high;
+    UnsignedBytes low, high;
     __builtin_memcpy(&low, p, sizeof low);
     __builtin_memcpy(&high, p + sizeof low, sizeof high);
-    return {__builtin_convertvector(low, Ints), __builtin_convertvector(high, Ints)};
+    return {zero_extend(low), zero_extend(high)};
 }
 
 #endif

@@ -193,7 +193,7 @@ struct Units {
 // A job of at most kBlockRows rows among those that run together, and how many tiles and units the ones before it have.
 struct Block {
     Linear job;
-    Tiling tiling;
+    Tiling tiling{};
     int64_t first_tile = 0, first_unit = 0;
 };
 

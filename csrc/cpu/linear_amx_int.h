@@ -99,8 +99,8 @@ struct TiledIntKernel : IntKernel<Panels, true> {
                          const Outputs& outputs) const {
         Bytes weights[2];
         int64_t rows[2] = {};
-        for (int64_t chunk = 0; chunk < this->chunks(); chunk += kBlock) {
-            const int64_t chunks = smaller_of(this->chunks() - chunk, kBlock);
+        for (int64_t chunk = 0; chunk < this->num_chunks; chunk += kBlock) {
+            const int64_t chunks = smaller_of(this->num_chunks - chunk, kBlock);
             unpack(weights[0], panel, chunk, chunks);
             if (two) unpack(weights[1], panel + 1, chunk, chunks);
             for (int64_t tile = tiles.begin; tile < tiles.end; tile += 2) {
@@ -110,7 +110,7 @@ struct TiledIntKernel : IntKernel<Panels, true> {
                     rows[0] = square.rows[0], rows[1] = square.rows[1];
                     use(shapes(rows));
                 }
-                if (chunk + chunks == this->chunks()) outputs.fetch(tiling.start(tile), rows[0] + rows[1]);
+                if (chunk + chunks == this->num_chunks) outputs.fetch(tiling.start(tile), rows[0] + rows[1]);
                 multiply_square(square, panel, chunk, chunks);
             }
         }
@@ -141,7 +141,7 @@ struct TiledIntKernel : IntKernel<Panels, true> {
             for (int tile = 0; tile <= own.two_tiles(); ++tile) {
                 const int32_t* next = first + count < chunks ? square.x[tile].words : own.after[tile];
                 for (int p = 0; p <= own.two_panels; ++p) {
-                    const auto groups = this->panels.groups(panel + p, (chunk + first) * kParts);
+                    const auto groups = this->template groups<1, kTogether>(panel + p, chunk + first, count);
                     Float32* to = own.sums + tile * own.rows[0] * own.stride + p * kPanel;
                     const int64_t rows = own.rows[tile];
                     with_rows<kTogether>(count, [&](auto together) {

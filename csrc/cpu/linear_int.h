@@ -26,36 +26,74 @@ struct PackedRows {
     const Float32* minus;
 };
 
-// What the weights of P panels are besides integers, from some part of k on: nothing yet, where there is a scale per output.
+// What the weights of some parts of P panels, from `first_part` on, are besides integers: nothing yet, where there is a scale
+// per output.
 struct NoGroups {
+    NoGroups() = default;
+    template <class Panels>
+    NoGroups(const Panels&, int64_t, int64_t, int64_t) {}
     NoGroups at(int64_t, int64_t) const { return {}; }
     Lanes16 add(Lanes16, Ints16 sum, Float32) const { return to_floats(sum); }
 };
 
-// Or a scale, and perhaps a minimum, per group of 2^log_parts parts; the streams of further panels are `stride` bytes on. A
-// zero point is a minimum, too: its distance from the one that is taken out with the activations, times the scale. Where
-// there is neither, a minimum that is added all the same is 0.
-template <bool has_shifts>
-struct Groups {
+// The scales of a matrix, and its zero points or minimums, for groups of 2^log_parts parts.
+struct GroupStreams {
     Stream scales, zeros;
-    int64_t scales_stride, zeros_stride, first_part;
+    int64_t scales_bytes, zeros_bytes;  // of a panel
     int log_parts;
     int32_t taken_zero;
 
-    struct Group {
+    GroupStreams(const Weight& weight, int64_t part_size)
+        : scales(weight.scale_stream()), zeros(weight.zero_stream()), taken_zero(zero_of(weight.packing)) {
+        const int64_t count = weight.groups(), size = weight.packing.group;
+        scales_bytes = scales.panel_bytes(count), zeros_bytes = zeros.panel_bytes(count);
+        log_parts = size ? __builtin_ctzll(static_cast<uint64_t>(size / part_size)) : 62;
+    }
+};
+
+// Or a scale, and perhaps a minimum, per group: as floats, made once for all rows. A zero point is a minimum, too: its distance
+// from the one that is taken out with the activations, times the scale. Where there is neither, a minimum that is added all the
+// same is 0.
+template <int P, int64_t most_parts, bool has_shifts>
+class Groups {
+public:
+    template <class Panels>
+    Groups(const Panels& panels, int64_t panel, int64_t first_part, int64_t parts) : log_parts_(panels.streams.log_parts) {
+        const GroupStreams& streams = panels.streams;
+        const int64_t first = first_part >> log_parts_, count = ((first_part + parts - 1) >> log_parts_) - first + 1;
+        skipped_ = first_part - (first << log_parts_);
+        for (int64_t p = 0; p < P; ++p) {
+            streams.scales.after((panel + p) * streams.scales_bytes).widen(scales_[p], first, count);
+            if (!has_shifts) continue;
+            const Stream zeros = streams.zeros.after((panel + p) * streams.zeros_bytes);
+            zeros.widen_minimums(minimums_[p], scales_[p], first, count, streams.taken_zero);
+        }
+    }
+
+    struct Scaled {
+        Lanes16 scale;
+
+        Lanes16 add(Lanes16 before, Ints16 sum, Float32) const { return fma(to_floats(sum), scale, before); }
+    };
+    struct Shifted {
         Lanes16 scale, minimum;
 
         Lanes16 add(Lanes16 before, Ints16 sum, Float32 minus) const {
-            const Lanes16 after = fma(to_floats(sum), scale, before);
-            return has_shifts ? fma(minimum, splat16(minus.value), after) : after;
+            return fma(minimum, splat16(minus.value), fma(to_floats(sum), scale, before));
         }
     };
 
-    Group at(int64_t panel, int64_t part) const {
-        const int64_t group = (first_part + part) >> log_parts;
-        const Lanes16 scale = scales.at(group, panel * scales_stride);
-        return {scale, has_shifts ? zeros.minimum(group, panel * zeros_stride, scale, taken_zero) : scale};
+    auto at(int64_t p, int64_t part) const {
+        const int64_t lane = ((skipped_ + part) >> log_parts_) * kPanel;
+        if constexpr (has_shifts) return Shifted{load16(scales_[p] + lane), load16(minimums_[p] + lane)};
+        else return Scaled{load16(scales_[p] + lane)};
     }
+
+private:
+    int log_parts_;
+    int64_t skipped_;
+    alignas(64) Float32 scales_[P][most_parts * kPanel];
+    alignas(64) Float32 minimums_[has_shifts ? P : 1][has_shifts ? most_parts * kPanel : 1];
 };
 
 template <class Dot>
@@ -77,6 +115,7 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
     for (int p = 0; p < P; ++p) {
         for (int r = 0; r < R; ++r) acc[r][p] = Dot::start(starts[r]);
     }
+#pragma GCC unroll 8
     for (int64_t step = 0; step < Dot::kPart / (kQuad * Dot::kQuads); ++step) {
         const auto fetched = [&](int p) -> decltype(auto) {
             __builtin_prefetch(next + p * panel_stride + (first + step) * kStepBytes, 0, fetch);
@@ -91,7 +130,7 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-                    for (int p = 0; p < P; ++p) Dot::add(acc[r][p], weights[p], quad, words + quad * R + r);
+                    for (int p = 0; p < P; ++p) Dot::add(acc[r][p], Dot::quad(weights[p], quad), words + quad * R + r);
                 }
             }
         } else {
@@ -100,8 +139,12 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
                 const typename Dot::Weights& weights = fetched(p);
 #pragma GCC unroll 2
                 for (int quad = 0; quad < Dot::kQuads; ++quad) {
+                    const auto& taken = [&]() -> decltype(auto) {
+                        if constexpr (std::is_same_v<W, uint8_t>) return Dot::quad(weights, quad);
+                        else return Dot::kept(weights, quad);
+                    }();
 #pragma GCC unroll 12
-                    for (int r = 0; r < R; ++r) Dot::add(acc[r][p], weights, quad, words + quad * R + r);
+                    for (int r = 0; r < R; ++r) Dot::add(acc[r][p], taken, words + quad * R + r);
                 }
             }
         }
@@ -147,12 +190,12 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
 template <class DotType>
 struct CodePanels {
     const Weight& weight;
+    int64_t steps = weight.steps();  // of a panel
 
     using Dot = DotType;
 
     int32_t zero() const { return zero_of(weight.packing); }
-    int64_t steps() const { return weight.steps(); }
-    const uint8_t* panel(int64_t index) const { return weight.panel(index); }
+    const uint8_t* panel(int64_t index) const { return static_cast<const uint8_t*>(weight.data) + index * steps * kStepBytes; }
     typename Dot::Book book() const { return typename Dot::Book(weight.packing.format); }
     // What a step of an integer is worth.
     float unit() const { return weight.packing.has_book() ? book_of(weight.packing.format).unit : 1.0f; }
@@ -173,9 +216,10 @@ struct CodePanels {
 struct Int8Panels : CodePanels<Int8Dot<kChunk>> {
     static constexpr bool kPairs = true, kShifts = false, kScalesOutputs = true;
 
-    NoGroups groups(int64_t, int64_t) const { return {}; }
+    template <int P, int64_t most_parts>
+    using Groups = NoGroups;
 
-    Lanes16 scale(int64_t index) const { return weight.scale_stream().at(index, 0); }
+    Lanes16 scale(int64_t index) const { return weight.scale_stream().at(index); }
 };
 
 // The same by activations that have one step for all of a row, and may become any integers of 8 bits. Where they have zero
@@ -197,8 +241,10 @@ struct SteppedInt8Panels : CodePanels<WideDot<kChunk>> {
     };
 
     Row of_row(const Float32* x) const { return {how, step_of(how, x, weight.inputs)}; }
-    NoGroups groups(int64_t, int64_t) const { return {}; }
-    Lanes16 scale(int64_t index) const { return weight.scale_stream().at(index, 0); }
+    template <int P, int64_t most_parts>
+    using Groups = NoGroups;
+
+    Lanes16 scale(int64_t index) const { return weight.scale_stream().at(index); }
     // What takes the zero point out of a row's sums.
     Lanes16 without_zero(const Step& step, int64_t index) const {
         return code_sums ? load16(code_sums + index * kPanel) * splat16(-step.zero) : splat16(0.0f);
@@ -209,15 +255,11 @@ struct SteppedInt8Panels : CodePanels<WideDot<kChunk>> {
 template <class DotType, bool pairs, bool shifts>
 struct GroupPanels : CodePanels<DotType> {
     static constexpr bool kPairs = pairs, kShifts = shifts, kScalesOutputs = false;
-    using CodePanels<DotType>::weight;
 
-    Groups<shifts> groups(int64_t index, int64_t first_part) const {
-        const int64_t count = weight.groups(), group = weight.packing.group;
-        const Stream scales = weight.scale_stream(), zeros = weight.zero_stream();
-        return {scales.from(index, count), zeros.from(index, count), scales.panel_bytes(count), zeros.panel_bytes(count),
-                first_part, group ? __builtin_ctzll(static_cast<uint64_t>(group / DotType::kPart)) : 62, this->zero()};
-    }
+    template <int P, int64_t most_parts>
+    using Groups = quire::QUIRE_ISA::Groups<P, most_parts, shifts>;
 
+    GroupStreams streams{this->weight, DotType::kPart};
 };
 
 template <int64_t part, bool shifts>
@@ -250,6 +292,7 @@ template <class Panels, bool tiled = false>
 struct IntKernel {
     const Linear& job;
     Panels panels;
+    int64_t num_chunks = job.weight.padded() / kChunk;
 
     using Dot = typename Panels::Dot;
 
@@ -262,19 +305,17 @@ struct IntKernel {
     static constexpr int64_t kBlockChunks = kWideSteps / kChunkSteps;
     static constexpr bool kUnpacks = Dot::kUnpackTiles != kNever;
 
-    int64_t chunks() const { return job.weight.padded() / kChunk; }
-
     // The scratch memory: words of all rows of the block, then their scales, then what their sums start with, and then their
     // negated sums; each tile is contiguous. Behind them are the rows' steps.
-    int32_t* words(int64_t row) const { return static_cast<int32_t*>(job.scratch) + row * chunks() * kChunkWords; }
+    int32_t* words(int64_t row) const { return static_cast<int32_t*>(job.scratch) + row * num_chunks * kChunkWords; }
     Float32* scales(const Tiling& tiling, int64_t row) const {
-        return reinterpret_cast<Float32*>(words(tiling.rows)) + row * chunks();
+        return reinterpret_cast<Float32*>(words(tiling.rows)) + row * num_chunks;
     }
     int32_t* starts(const Tiling& tiling, int64_t row) const {
-        return words(tiling.rows) + (tiling.rows + row * kParts) * chunks();
+        return words(tiling.rows) + (tiling.rows + row * kParts) * num_chunks;
     }
     Float32* minus(const Tiling& tiling, int64_t row) const {
-        return reinterpret_cast<Float32*>(starts(tiling, tiling.rows)) + row * kParts * chunks();
+        return reinterpret_cast<Float32*>(starts(tiling, tiling.rows)) + row * kParts * num_chunks;
     }
     Step& step(const Tiling& tiling, int64_t row) const { return reinterpret_cast<Step*>(minus(tiling, tiling.rows))[row]; }
     PackedRows packed(const Tiling& tiling, int64_t tile, int64_t chunk) const {
@@ -289,7 +330,7 @@ struct IntKernel {
             const Float32* x = job.row(start + r);
             const auto& of_row = panels.of_row(x);
             if constexpr (Panels::kStepsRows) step(tiling, start + r) = of_row.step;
-            for (int64_t chunk = 0; chunk < chunks(); ++chunk) {
+            for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
                 const int64_t at = chunk * kChunk, left = inputs - at, size = left < kChunk ? left : kChunk;
                 pack_chunk(of_row, tiling, start, chunk, r, rows, x + at, size);
             }
@@ -359,15 +400,28 @@ struct IntKernel {
         return panels.panel(panel) + chunk * kChunkSteps * kStepBytes;
     }
 
+    // What some chunks of P panels are scaled by, of at most so many.
+    template <int P, int64_t most_chunks>
+    using Groups = typename Panels::template Groups<P, most_chunks * kParts>;
+
+    template <int P, int64_t most_chunks>
+    Groups<P, most_chunks> groups(int64_t panel, int64_t chunk, int64_t chunks) const {
+        return {panels, panel, chunk * kParts, chunks * kParts};
+    }
+
     // All rows are one tile: panels are read side by side.
     void multiply_tile_of_rows(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
         with_rows<kMostRows>(tiling.rows, [&](auto rows) {
             constexpr int R = decltype(rows)::value;
             for_panels<R, kMostRows * kWidePanels, 1>(count, [&](auto width, int64_t p) {
-                multiply_chunks<R, decltype(width)::value, kSoon, Dot>(
-                    sums + p * kPanel, count * kPanel, packed(tiling, 0, 0), packed_weights(panel + p, 0),
-                    panels.steps() * kStepBytes, panels.groups(panel + p, 0), panels.book(), chunks(),
-                    packed_weights(panel + p, 0) + kBytesAhead);
+                constexpr int P = decltype(width)::value;
+                for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlockChunks) {
+                    const int64_t left = num_chunks - chunk, size = left < kBlockChunks ? left : kBlockChunks;
+                    const uint8_t* from = packed_weights(panel + p, chunk);
+                    multiply_chunks<R, P, kSoon, Dot>(
+                        sums + p * kPanel, count * kPanel, packed(tiling, 0, chunk), from, panels.steps * kStepBytes,
+                        groups<P, kBlockChunks>(panel + p, chunk, size), panels.book(), size, from + kBytesAhead);
+                }
             });
         });
     }
@@ -382,9 +436,10 @@ struct IntKernel {
         const bool unpacks = tiles.end - tiles.begin >= Dot::kUnpackTiles;
         static_assert(P == 1 || !kUnpacks, "one panel's weights are unpacked together");
         typename Dot::Weights unpacked[kUnpacks ? kWideSteps : 1];
-        for (int64_t chunk = 0; chunk < chunks(); chunk += kBlock) {
-            const int64_t left = chunks() - chunk, size = left < kBlock ? left : kBlock;
+        for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlock) {
+            const int64_t left = num_chunks - chunk, size = left < kBlock ? left : kBlock;
             const uint8_t* from = packed_weights(panel, chunk);
+            const auto scaled = groups<P, kBlock>(panel, chunk, size);
             if constexpr (kUnpacks) {
                 for (int64_t step = 0; unpacks && step < size * kChunkSteps; ++step) {
                     unpacked[step] = Dot::unpack(from + step * kStepBytes, panels.book());
@@ -396,13 +451,13 @@ struct IntKernel {
                     auto multiply = [&](const auto* weights, int64_t panel_stride) {
                         multiply_chunks<decltype(rows)::value, P, kLater, Dot>(
                             sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights,
-                            panel_stride, panels.groups(panel, chunk * kParts), panels.book(), size,
+                            panel_stride, scaled, panels.book(), size,
                             from + kBlockBytes);
                     };
                     if constexpr (kUnpacks) {
                         if (unpacks) return multiply(unpacked, int64_t{0});
                     }
-                    multiply(from, panels.steps() * kStepBytes);
+                    multiply(from, panels.steps * kStepBytes);
                 });
             }
         }

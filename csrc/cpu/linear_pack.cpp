@@ -209,7 +209,7 @@ inline void read_codes(float* out, const Weight& from, int64_t panel, int64_t la
     with_values(from.packing, [&](auto values) {
         for_each_group(from, 0, from.inputs, [&](int64_t k, int64_t end, int64_t group) {
             const Shifts shifts(from, zeros, group);
-            const float scale = lane_of(scales.at(group, 0), lane);
+            const float scale = lane_of(scales.at(group), lane);
             const float point = lane_of(shifts.point, lane), minimum = lane_of(shifts.minimum, lane);
             for (; k < end; ++k) {
                 const uint8_t byte = data[byte_of(k, lane, values.kPerByte)];

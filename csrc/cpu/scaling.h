@@ -36,35 +36,53 @@ struct Stream {
             default: return groups * kPanel * 2;
         }
     }
-    // The stream from a panel on.
-    Stream from(int64_t panel, int64_t groups) const {
+    Stream after(int64_t bytes) const {
         Stream later = *this;
-        later.data += panel * panel_bytes(groups);
+        later.data += bytes;
         return later;
     }
-    // Of a group, as floats; of a panel that is so many bytes on.
-    Lanes16 at(int64_t group, int64_t bytes) const {
-        const uint8_t* panel = data + bytes;
-        const int64_t first = group * kPanel;
+    // The stream from a panel on.
+    Stream from(int64_t panel, int64_t groups) const { return after(panel * panel_bytes(groups)); }
+    // Calls body(f) with what makes floats of a group.
+    template <class Body>
+    auto with_groups(Body body) const {
         switch (type) {
-            case kFloat32: return load16(reinterpret_cast<const Float32*>(panel) + first);
-            case kBFloat16: return load16(reinterpret_cast<const BFloat16*>(panel) + first);
-            case kFloat16: return load16(reinterpret_cast<const Float16*>(panel) + first);
-            case kBlocks: {
-                const uint8_t* block = panel + (group >> log_block) * block_bytes();
+            case kFloat32: return body([this](int64_t group) { return load16(lanes<Float32>(group)); });
+            case kBFloat16: return body([this](int64_t group) { return load16(lanes<BFloat16>(group)); });
+            case kFloat16: return body([this](int64_t group) { return load16(lanes<Float16>(group)); });
+            case kBlocks: return body([this](int64_t group) {
+                const uint8_t* block = data + (group >> log_block) * block_bytes();
                 const int64_t factor = group & ((int64_t{1} << log_block) - 1);
                 return load16(reinterpret_cast<const Int8*>(block + kStepsBytes + factor * kPanel)) *
                        load16(reinterpret_cast<const Float16*>(block));
-            }
-            default: return to_floats(load16(panel + first));
+            });
+            default: return body([this](int64_t group) { return to_floats(load16(data + group * kPanel)); });
         }
     }
-    // The minimum of a group with that scale, where codes are counted from `zero`.
-    Lanes16 minimum(int64_t group, int64_t bytes, Lanes16 scale, int32_t zero) const {
-        if (type == kNoStream) return splat16(0.0f);
-        if (type != kBytes) return at(group, bytes);
-        return to_floats(load16(data + bytes + group * kPanel) - splat16(zero)) * scale;
+    // Of a group, as floats.
+    Lanes16 at(int64_t group) const {
+        return with_groups([&](auto floats_of) { return floats_of(group); });
     }
+    // Of `count` groups from `first` on, as floats [count][16].
+    void widen(Float32* out, int64_t first, int64_t count) const {
+        with_groups([&](auto floats_of) {
+            for (int64_t i = 0; i < count; ++i) store16(out + i * kPanel, floats_of(first + i));
+        });
+    }
+    // The same of minimums, of groups with those scales, where codes are counted from `zero`.
+    void widen_minimums(Float32* out, const Float32* scales, int64_t first, int64_t count, int32_t zero) const {
+        if (type != kNoStream && type != kBytes) return widen(out, first, count);
+        const bool exist = type == kBytes;
+        for (int64_t i = 0; i < count; ++i) {
+            const Lanes16 scale = load16(scales + i * kPanel);
+            store16(out + i * kPanel, exist ? to_floats(load16(data + (first + i) * kPanel) - splat16(zero)) * scale
+                                            : splat16(0.0f));
+        }
+    }
+
+private:
+    template <class T>
+    const T* lanes(int64_t group) const { return reinterpret_cast<const T*>(data) + group * kPanel; }
 };
 
 }}}  // namespace quire::QUIRE_ISA

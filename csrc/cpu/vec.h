@@ -23,6 +23,7 @@ typedef uint32_t Bits __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 typedef uint16_t Halves __attribute__((vector_size(16)));
 typedef int8_t Bytes __attribute__((vector_size(8)));
+typedef uint8_t UnsignedBytes __attribute__((vector_size(8)));
 
 constexpr int64_t kLanes = 8;
 
@@ -98,6 +99,9 @@ inline Bits zero_extend(Halves h) { return reinterpret_cast<Bits>(_mm256_cvtepu1
 inline Ints sign_extend(Bytes b) {
     return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(reinterpret_cast<int64_t>(b))));
 }
+inline Ints zero_extend(UnsignedBytes b) {
+    return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(reinterpret_cast<int64_t>(b))));
+}
 // Lanes must fit 16 bits.
 inline Halves truncate(Bits b) {
     const __m256i wide = reinterpret_cast<__m256i>(b);
@@ -106,6 +110,7 @@ inline Halves truncate(Bits b) {
 #else
 inline Bits zero_extend(Halves h) { return __builtin_convertvector(h, Bits); }
 inline Ints sign_extend(Bytes b) { return __builtin_convertvector(b, Ints); }
+inline Ints zero_extend(UnsignedBytes b) { return __builtin_convertvector(b, Ints); }
 inline Halves truncate(Bits b) { return __builtin_convertvector(b, Halves); }
 #endif
 

@@ -1,5 +1,6 @@
 """The native sampling tail: the oracle's tokens, the same bits in any company, and refusals instead of bad memory."""
 
+import gc
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -151,7 +152,9 @@ def test_logits_that_are_not_finite_stay_within_memory(bad: float) -> None:
 
 @contextmanager
 def little_memory(num_bytes: int) -> Iterator[None]:
-    """The system gives the process so much more, and no further."""
+    """The system gives the process so much more, and no further; nor does garbage of other tests, given back meanwhile."""
+    gc.collect()
+    gc.disable()
     before = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + num_bytes, before[1]))
@@ -159,6 +162,7 @@ def little_memory(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+        gc.enable()
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the process's size is not to be known")
