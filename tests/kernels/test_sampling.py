@@ -152,7 +152,7 @@ def test_logits_that_are_not_finite_stay_within_memory(bad: float) -> None:
 
 @contextmanager
 def little_memory(num_bytes: int) -> Iterator[None]:
-    """The system gives the process so much more, and no further; nor does garbage of other tests, given back meanwhile."""
+    """The system gives the process so much more, and no further; garbage of other tests is not given back meanwhile."""
     gc.collect()
     gc.disable()
     before = resource.getrlimit(resource.RLIMIT_AS)
