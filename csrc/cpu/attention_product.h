@@ -22,9 +22,20 @@ constexpr int kMaxRows = 2, kMaxSums = 2;
 constexpr int kMaxRows = 6, kMaxSums = 6;
 #endif
 
+#if defined(__AVX512F__) || defined(QUIRE_NEON)
+constexpr int kVectorRegisters = 32;
+#else
+constexpr int kVectorRegisters = 16;
+#endif
+
 // Pieces that R rows take together: many sums under way hide how long each addition takes.
 template <int R>
 constexpr int kPieces = 4 * R <= kMaxSums ? 4 : 2 * R <= kMaxSums ? 2 : 1;
+
+// Whether the columns of N pieces, once converted, have registers beside the sums of R rows and a row's value; a sum that had
+// none would wait for memory with every k.
+template <int R, int N, class B>
+constexpr bool kHoldsColumns = std::is_same_v<B, Float32> || kRegisters16 * (R * N + N) < kVectorRegisters;
 
 // The sums of R rows and N pieces.
 template <int R, int N>
@@ -48,17 +59,26 @@ struct Sums {
     template <class A, class B>
     void add(A a, const B* const (&b)[N], int64_t stride, int64_t depth, const B* const (&ahead)[N], int64_t step) {
         for (int64_t k = 0; k < depth; ++k) {
-            Lanes16 columns[N];
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) {
-                __builtin_prefetch(ahead[n] + k * step, 0, 2);
-                columns[n] = load16(b[n] + k * stride);
-            }
+            for (int n = 0; n < N; ++n) __builtin_prefetch(ahead[n] + k * step, 0, 2);
+            if constexpr (kHoldsColumns<R, N, B>) {
+                Lanes16 columns[N];
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) columns[n] = load16(b[n] + k * stride);
 #pragma GCC unroll 12
-            for (int r = 0; r < R; ++r) {
-                const Lanes16 value = splat16(a(r, k));
+                for (int r = 0; r < R; ++r) {
+                    const Lanes16 value = splat16(a(r, k));
 #pragma GCC unroll 4
-                for (int n = 0; n < N; ++n) at[r][n] = fma(value, columns[n], at[r][n]);
+                    for (int n = 0; n < N; ++n) at[r][n] = fma(value, columns[n], at[r][n]);
+                }
+            } else {
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) {
+                    const Lanes16 column = load16(b[n] + k * stride);
+#pragma GCC unroll 12
+                    for (int r = 0; r < R; ++r) at[r][n] = fma(splat16(a(r, k)), column, at[r][n]);
+                    asm volatile("" ::: "memory");
+                }
             }
         }
     }

@@ -12,7 +12,7 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 // Bytes ahead of the ones in use that weights are fetched. One row reads panel after panel, a single stream that runs on
 // into the next panel: no panel of int4 is long enough to be fetched while another is read beside it.
-constexpr int64_t kBytesAhead = 8192;
+constexpr int64_t kBytesAhead = 4096;
 
 // How near the fetched weights are kept: a whole block of them would push the one in use out of the first-level cache.
 enum Fetch : int { kLater = 2, kSoon = 3 };
