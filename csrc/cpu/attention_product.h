@@ -77,7 +77,7 @@ struct Sums {
                     const Lanes16 column = load16(b[n] + k * stride);
 #pragma GCC unroll 12
                     for (int r = 0; r < R; ++r) at[r][n] = fma(splat16(a(r, k)), column, at[r][n]);
-                    asm volatile("" ::: "memory");
+                    asm volatile("" ::: "memory");  // or the compiler keeps the rows' values, for which there is no room
                 }
             }
         }

@@ -26,16 +26,6 @@ struct PackedRows {
     const Float32* minus;
 };
 
-// What the weights of some parts of P panels, from `first_part` on, are besides integers: nothing yet, where there is a scale
-// per output.
-struct NoGroups {
-    NoGroups() = default;
-    template <class Panels>
-    NoGroups(const Panels&, int64_t, int64_t, int64_t) {}
-    NoGroups at(int64_t, int64_t) const { return {}; }
-    Lanes16 add(Lanes16, Ints16 sum, Float32) const { return to_floats(sum); }
-};
-
 // The scales of a matrix, and its zero points or minimums, for groups of 2^log_parts parts.
 struct GroupStreams {
     Stream scales, zeros;
@@ -49,6 +39,16 @@ struct GroupStreams {
         scales_bytes = scales.panel_bytes(count), zeros_bytes = zeros.panel_bytes(count);
         log_parts = size ? __builtin_ctzll(static_cast<uint64_t>(size / part_size)) : 62;
     }
+};
+
+// What the weights of some parts of P panels, from `first_part` on, are besides integers: nothing yet, where there is a scale
+// per output.
+struct NoGroups {
+    NoGroups() = default;
+    template <class Panels>
+    NoGroups(const Panels&, int64_t, int64_t, int64_t) {}
+    NoGroups at(int64_t, int64_t) const { return {}; }
+    Lanes16 add(Lanes16, Ints16 sum, Float32) const { return to_floats(sum); }
 };
 
 // Or a scale, and perhaps a minimum, per group: as floats, made once for all rows. A zero point is a minimum, too: its distance
