@@ -451,8 +451,7 @@ struct IntKernel {
                     auto multiply = [&](const auto* weights, int64_t panel_stride) {
                         multiply_chunks<decltype(rows)::value, P, kLater, Dot>(
                             sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights,
-                            panel_stride, scaled, panels.book(), size,
-                            from + kBlockBytes);
+                            panel_stride, scaled, panels.book(), size, from + kBlockBytes);
                     };
                     if constexpr (kUnpacks) {
                         if (unpacks) return multiply(unpacked, int64_t{0});
