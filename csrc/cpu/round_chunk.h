@@ -16,10 +16,42 @@ constexpr float kActivationMin = 1e-30f;
 
 inline Vec swapped(Vec pairs) { return __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6); }
 
+#ifdef __AVX2__
+
+// Of a whole chunk, as `to_bytes` does it: four vectors become one of bytes, and quads of these are added up at once.
+template <int parts>
+inline void whole_to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, Vec inverse) {
+    // Packing puts each half of a register behind that of the other one.
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), ones = _mm256_set1_epi16(1);
+    alignas(32) int32_t quads[kChunk / kQuad];
+    for (int half = 0; half < 2; ++half) {
+        __m256i rounded[4];
+        for (int i = 0; i < 4; ++i) {
+            const Vec value = load(x + (4 * half + i) * kLanes, All{}) * inverse;
+            rounded[i] = _mm256_cvtps_epi32(reinterpret_cast<__m256>(value));
+        }
+        const __m256i low = _mm256_packs_epi32(rounded[0], rounded[1]), high = _mm256_packs_epi32(rounded[2], rounded[3]);
+        const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + half, bytes);
+        const __m256i totals = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), ones);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(quads) + half, totals);
+    }
+    constexpr int kQuads = kChunk / kQuad / parts;
+    for (int part = 0; part < parts; ++part) {
+        sums[part] = 0;
+        for (int i = 0; i < kQuads; ++i) sums[part] += quads[part * kQuads + i];
+    }
+}
+
+#endif
+
 // Rounds values times `factor` to integers of 8 bits, in which they must fit, and adds up what each part comes to.
 template <int parts>
 inline void to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size, float factor) {
     const Vec inverse = splat(factor);
+#ifdef __AVX2__
+    if (size == kChunk) return whole_to_bytes(out, sums, x, inverse);
+#endif
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t begin = part * (kChunk / parts);
         Ints total = {};
@@ -109,51 +141,11 @@ inline float round_whole(int8_t* out, int32_t (&sums)[parts], const Float32* x) 
     return extreme / kActivationMax;
 }
 
-#elif defined(__AVX2__)
-
-template <bool pairs, int parts>
-inline float round_whole(int8_t* out, int32_t (&sums)[parts], const Float32* x) {
-    constexpr int kVectors = kChunk / kLanes;
-    Vec v[kVectors], most = {}, poison = {};
-    for (int i = 0; i < kVectors; ++i) {
-        v[i] = load(x + kLanes * i, All{});
-        const Vec magnitude = as_floats(as_bits(v[i]) & 0x7fffffff);
-        most = larger(most, pairs ? magnitude + swapped(magnitude) : magnitude);
-        poison = poison + v[i] * 0.0f;
-    }
-    const bool is_finite = sum(poison) == 0.0f;
-    const float extreme = largest(most);
-    if (!is_finite || extreme < kActivationMin) {
-        __builtin_memset(out, 0, kChunk);
-        for (int32_t& sum : sums) sum = 0;
-        return is_finite ? 0.0f : __builtin_nanf("");
-    }
-    const Vec inverse = splat(kActivationMax / extreme);
-    // Packing puts each half of a register behind that of the other one.
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), ones = _mm256_set1_epi16(1);
-    alignas(32) int32_t quads[kChunk / kQuad];
-    for (int half = 0; half < 2; ++half) {
-        __m256i rounded[4];
-        for (int i = 0; i < 4; ++i) rounded[i] = _mm256_cvtps_epi32(reinterpret_cast<__m256>(v[4 * half + i] * inverse));
-        const __m256i low = _mm256_packs_epi32(rounded[0], rounded[1]), high = _mm256_packs_epi32(rounded[2], rounded[3]);
-        const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + half, bytes);
-        const __m256i totals = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), ones);
-        _mm256_store_si256(reinterpret_cast<__m256i*>(quads) + half, totals);
-    }
-    constexpr int kQuads = kChunk / kQuad / parts;
-    for (int part = 0; part < parts; ++part) {
-        sums[part] = 0;
-        for (int i = 0; i < kQuads; ++i) sums[part] += quads[part * kQuads + i];
-    }
-    return extreme / kActivationMax;
-}
-
 #endif
 
 template <bool pairs, int parts>
 inline float round_chunk(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
-#ifdef __AVX2__
+#ifdef __AVX512F__
     if (size == kChunk) return round_whole<pairs>(out, sums, x);
 #endif
     return round_some<pairs>(out, sums, x, size);
