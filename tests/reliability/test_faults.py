@@ -28,6 +28,20 @@ import os, time
 from pathlib import Path
 from quire.executor.uniproc import UniprocExecutor
 
+def error():
+    raise RuntimeError("as ordered")
+
+def memory():
+    raise MemoryError
+
+FAULTS = {
+    "error": error,
+    "memory": memory,
+    "abort": os.abort,
+    "exit": lambda: os._exit(3),
+    "hang": lambda: time.sleep(1000),
+}
+
 class Faulty(UniprocExecutor):
     """Does once what the file says, in the step after it was written."""
 
@@ -36,16 +50,7 @@ class Faulty(UniprocExecutor):
         if plan.scheduled and orders.exists():
             order = orders.read_text()
             orders.unlink()
-            if order == "error":
-                raise RuntimeError("as ordered")
-            if order == "memory":
-                raise MemoryError
-            if order == "abort":
-                os.abort()
-            if order == "exit":
-                os._exit(3)
-            if order == "hang":
-                time.sleep(1000)
+            FAULTS[order]()
         super().submit(plan)
 '''
 
@@ -186,7 +191,7 @@ def test_a_server_that_is_stopped_goes_on_and_one_that_is_killed_leaves_nothing(
 @pytest.mark.item(47)
 @pytest.mark.parametrize("orders", [("error", "memory"), ("abort", "exit"), ("hang",)], ids=" ".join)
 def test_a_step_that_fails_is_a_pause(orders: tuple[str, ...], tmp_path: Path, site: Path) -> None:
-    paper = tmp_path / "orders"
+    paper, draft = tmp_path / "orders", tmp_path / "draft"
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
     args = (
         "--distributed-executor-backend",
