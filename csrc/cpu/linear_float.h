@@ -3,6 +3,7 @@
 #pragma once
 
 #include "linear_rows.h"
+#include "memory.h"
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
@@ -185,14 +186,14 @@ struct FloatKernel {
     // All rows are one tile: panels are read side by side.
     void multiply_tile_of_rows(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
         if constexpr (Panels::kDirect) {
-            const int64_t depth = panels.depth();
+            const int64_t depth = panels.depth(), ahead = streams_are_fetched_ahead() ? kAhead : 0;
             with_rows<kMostRows>(tiling.rows, [&](auto rows) {
                 constexpr int R = decltype(rows)::value;
                 for_panels<R, kMostRows * Rows::kPanels, 4>(count, [&](auto width, int64_t p) {
                     constexpr int P = decltype(width)::value;
                     const auto* weights = panels.panel(panel + p);
                     multiply_tile<R, P>(sums + p * kPanel, count * kPanel, activations(0), weights, depth * kPanel, depth, true,
-                                        fetch_weights<P>(weights, depth * kPanel, depth, kAhead));
+                                        fetch_weights<P>(weights, depth * kPanel, depth, ahead));
                 });
             });
         }

@@ -411,6 +411,7 @@ struct IntKernel {
 
     // All rows are one tile: panels are read side by side.
     void multiply_tile_of_rows(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
+        const int64_t ahead = streams_are_fetched_ahead() ? kBytesAhead : 0;
         with_rows<kMostRows>(tiling.rows, [&](auto rows) {
             constexpr int R = decltype(rows)::value;
             for_panels<R, kMostRows * kWidePanels, 1>(count, [&](auto width, int64_t p) {
@@ -420,7 +421,7 @@ struct IntKernel {
                     const uint8_t* from = packed_weights(panel + p, chunk);
                     multiply_chunks<R, P, kSoon, Dot>(
                         sums + p * kPanel, count * kPanel, packed(tiling, 0, chunk), from, panels.steps * kStepBytes,
-                        groups<P, kBlockChunks>(panel + p, chunk, size), panels.book(), size, from + kBytesAhead);
+                        groups<P, kBlockChunks>(panel + p, chunk, size), panels.book(), size, from + ahead);
                 }
             });
         });

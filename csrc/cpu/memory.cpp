@@ -2,11 +2,39 @@
 
 #include "quire_cpu.h"
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
 namespace quire {
+namespace {
+
+#ifdef __x86_64__
+
+// Family 25 of AMD's: Zen 3 and Zen 4.
+bool is_zen_3_or_4() {
+    unsigned most, vendor[3], version = 0, ignored[3];
+    if (!__get_cpuid(0, &most, &vendor[0], &vendor[1], &vendor[2])) return false;
+    if (vendor[0] != signature_AMD_ebx || vendor[1] != signature_AMD_ecx || vendor[2] != signature_AMD_edx) return false;
+    __get_cpuid(1, &version, &ignored[0], &ignored[1], &ignored[2]);
+    return (version >> 8 & 0xf) + (version >> 20 & 0xff) == 25;
+}
+
+#else
+
+bool is_zen_3_or_4() { return false; }
+
+#endif
+
+}  // namespace
+
+bool streams_are_fetched_ahead() {
+    static const bool fetched = !is_zen_3_or_4();
+    return fetched;
+}
 
 void prefer_huge_pages(void* data, int64_t bytes) {
 #ifdef __linux__

@@ -11,4 +11,8 @@ namespace quire {
 // process's memory into too many areas.
 void prefer_huge_pages(void* data, int64_t bytes);
 
+// Whether kernels that read memory from end to end ask for what they will need next. Zen 4 sees by itself what that is, and has
+// it sooner if it is left alone: what it is asked for only takes the places of its own requests. (Bits are the same.)
+bool streams_are_fetched_ahead();
+
 }  // namespace quire
