@@ -204,7 +204,8 @@ def test_a_step_that_fails_is_a_pause(orders: tuple[str, ...], tmp_path: Path, s
         wanted = expected(service, 10)
         for order in orders:
             with streaming(service, 10) as results:
-                paper.write_text(order)
+                draft.write_text(order)
+                draft.rename(paper)  # whole at once: a step may look at any time
                 assert results() == wanted
             assert not paper.exists(), "the order was carried out"
             raised = order in ("error", "memory")
