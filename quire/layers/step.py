@@ -27,6 +27,8 @@ class StepContext:
     """[T] int64: the kind of each token, where a model knows several; None: all are of the first."""
     intermediate: Mapping[str, Tensor] | None = None
     """What the pipeline stage before hands over, by name; each has a row for each token."""
+    wanted: Tensor | None = None
+    """[N] int64: the rows whose hidden states are read, perhaps none; a model may leave the others 0. None: all."""
 
     def metadata(self, group_id: int, kind: type[Kind]) -> Kind:
         """That of a layer's group, which is of the kind that the layer reads."""

@@ -111,7 +111,27 @@ class Block(Module):
         return x if self.multiplier == 1.0 else x * self.multiplier
 
 
-class SequentialBlock(Block):
+class HalvedBlock(Block):
+    """One that mixes tokens, and then does something to each row by itself, which is left out where nobody reads it."""
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.mix(x, residual, positions, step)
+        return self.feed(x, residual, step)
+
+    def mix(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """What comes into the block [T, H] -> what comes into `feed`."""
+        raise NotImplementedError
+
+    def feed(self, x: Tensor, residual: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+        """Any of the rows that `mix` gave -> those of the next layer."""
+        raise NotImplementedError
+
+
+class SequentialBlock(HalvedBlock):
     """Attention and then the MLP, each on a normed copy of the residual stream (Llama, GPT-2 and most others)."""
 
     norms = ("input_layernorm", "post_attention_layernorm")
@@ -123,16 +143,18 @@ class SequentialBlock(Block):
         _connect(self.mixer, self.input_layernorm)
         _connect(self.mlp, self.post_attention_layernorm)
 
-    def forward(
+    def mix(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self._scaled(self.mixer(x, positions, step))
+        return self._scaled(self.mixer(x, positions, step)), residual
+
+    def feed(self, x: Tensor, residual: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self._scaled(self.mlp(x, step)), residual
 
 
-class SandwichBlock(Block):
+class SandwichBlock(HalvedBlock):
     """Attention and then the MLP, each between two norms (Gemma 2, GLM-4)."""
 
     norms = (
@@ -149,11 +171,13 @@ class SandwichBlock(Block):
         _connect(self.mixer, self.input_layernorm)
         _connect(self.mlp, self.pre_feedforward_layernorm)
 
-    def forward(
+    def mix(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self._scaled(self.post_attention_layernorm(self.mixer(x, positions, step)))
+        return self._scaled(self.post_attention_layernorm(self.mixer(x, positions, step))), residual
+
+    def feed(self, x: Tensor, residual: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         x, residual = self.pre_feedforward_layernorm.add(x, residual)
         return self._scaled(self.post_feedforward_layernorm(self.mlp(x, step))), residual
 

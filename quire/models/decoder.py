@@ -17,7 +17,7 @@ from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
-from quire.models.blocks import BLOCKS
+from quire.models.blocks import BLOCKS, HalvedBlock
 from quire.models.stack import Stack
 
 POSITIONS: dict[str, type[PositionEmbedding] | type[SinusoidalEmbedding]] = {
@@ -72,6 +72,13 @@ class Decoder(Stack):
         self.skips = arch.skips
         self._crossing = crossing_layers(arch)
         self._skipped_from = tuple(sorted({skip.start for skip in arch.skips}))
+        self._halved = self._halved_layer(config)
+
+    def _halved_layer(self, config: EngineConfig) -> int | None:
+        """The last layer, if rows that nobody reads can be left out of its second half."""
+        arch, last = config.arch, len(self.layers) - 1
+        is_plain = not arch.kept_layers and not arch.skips and not config.parallel.enable_expert_parallel
+        return last if is_plain and isinstance(self.layers[last], HalvedBlock) else None
 
     def stream_size(self, layer: int) -> int:
         return self._hidden_size * (1 + len(self._crossing) + len(self._skipped_from))
@@ -84,6 +91,8 @@ class Decoder(Stack):
                 x, residual = self._skipping(number, x, residual, streams)
             if number in self.kept_layers:
                 kept[number] = x if residual is None else x + residual
+            if step.wanted is not None and number == self._halved:
+                return self._of_wanted(step.wanted, x, residual, positions, step)
             x, residual = layer(x, residual, positions, step)
         if self.norm is None:  # it is in a later stage
             return self._handed_on(x if residual is None else x + residual, kept, streams)
@@ -91,6 +100,20 @@ class Decoder(Stack):
             kept[len(self.layers)] = x if residual is None else x + residual
         hidden, _ = self.norm.add(x, residual)
         return torch.cat((hidden, *kept.values()), dim=-1) if kept else hidden
+
+    def _of_wanted(
+        self, wanted: Tensor, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
+    ) -> Tensor:
+        """What the last layer and the norm make of some rows; the others have given it their keys and values."""
+        last = self.layers[-1]
+        assert isinstance(last, HalvedBlock), "as `_halved` says"
+        assert self.norm is not None, "the stage with the last layer has the norm"
+        x, residual = last.mix(x, residual, positions, step)
+        hidden = torch.zeros_like(x)
+        if len(wanted):
+            some, of_stream = last.feed(x.index_select(0, wanted), residual.index_select(0, wanted), step)
+            hidden.index_copy_(0, wanted, self.norm.add(some, of_stream)[0])
+        return hidden
 
     def _skipping(
         self, number: int, x: Tensor, residual: Tensor | None, streams: dict[int, Tensor]

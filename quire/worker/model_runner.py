@@ -52,6 +52,9 @@ from quire.worker.sampling import RowSampling, Sampling
 from quire.worker.stage_pipeline import SampledElsewhere, pipeline_of
 from quire.worker.validation import why_unusable
 
+_TOKENS_PER_READ_ROW = 4
+"""From so many on, picking the rows that are read costs less than what is left out of the others."""
+
 
 class KeepsRows(Protocol):
     """Keeps something of the requests that have a row."""
@@ -158,6 +161,13 @@ class ModelRunner:
             self._rows_of = (self._sampling, self._prompt_logprobs, *guessing)
         if not stage.is_last:
             self._rows_of = ()
+        self._reads_samples_only = (
+            stage.is_last
+            and config.pooling is None
+            and self._guessing is None
+            and not device.is_asynchronous
+            and not is_rehearsal
+        )
         self._unusable: dict[str, str] = {}
         self._most_ahead = max(config.scheduler.max_steps_in_flight - 1, 0)
         self._unread: list[LaunchedStep] = []
@@ -219,7 +229,7 @@ class ModelRunner:
         started = self._transfers.mark()
         if not ids:
             return LaunchedStep(plan.step_id, ids, unusable, Marks(started, started, started), self.batch)
-        inputs = self._pipeline.gather(lay_out(self.batch, scheduled))
+        inputs = self._of_wanted(self._pipeline.gather(lay_out(self.batch, scheduled)))
         hidden = self._pipeline.forward(inputs)
         if self._guessing is not None:
             self._guessing.follow(inputs, hidden)
@@ -244,6 +254,18 @@ class ModelRunner:
         )
         self._unread = [*(earlier for earlier in self._unread if not earlier.is_read), step]
         return step
+
+    def _of_wanted(self, inputs: StepInputs) -> StepInputs:
+        """With the rows that are read, where they are few and samples are all that is made of them."""
+        layout, step = inputs.layout, inputs.step
+        if (
+            layout.num_tokens < _TOKENS_PER_READ_ROW * len(layout.logits_indices)
+            or not self._reads_samples_only
+        ):
+            return inputs
+        if step.adapter_rows is not None or self._prompt_logprobs.are_wanted:
+            return inputs
+        return replace(inputs, step=replace(step, wanted=inputs.logits_indices))
 
     @torch.inference_mode()
     def prepare(self) -> None:

@@ -74,6 +74,11 @@ class PromptLogprobs:
         self._transfers = transfers
         self._num_logprobs: dict[int, int] = {}
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether any row wants them."""
+        return bool(self._num_logprobs)
+
     def add_request(self, row: int, request: NewRequestData) -> None:
         """Take in a request that was given a row."""
         if request.sampling_params.prompt_logprobs is not None:

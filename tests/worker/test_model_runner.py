@@ -241,3 +241,26 @@ def test_timings_are_reported() -> None:
     output = driver.step({"a": 5})
     assert output.forward_s > 0
     assert output.sample_s > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "wanted"),
+    [(1, 13, [12]), (1, 3, None), (0, 13, None)],
+    ids=["a long prompt", "a short one", "one whose logprobs are told"],
+)
+def test_the_model_hears_which_rows_of_a_long_step_are_read(
+    kind: int, length: int, wanted: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, heard = toy_runner(), []
+    forward = runner._pipeline.forward
+
+    def listening(inputs: Any) -> Any:
+        heard.append(inputs.step.wanted)
+        return forward(inputs)
+
+    monkeypatch.setattr(runner._pipeline, "forward", listening)
+    driver = Driver(runner)
+    driver.submit("a", prompt(length, 1), params(kind))
+    driver.generate("a", 2)
+    assert (None if heard[0] is None else heard[0].tolist()) == wanted
+    assert heard[1] is None, "a token by itself is read"

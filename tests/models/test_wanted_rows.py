@@ -1,0 +1,73 @@
+"""What nobody reads may be left out of the last layer, and what is read has the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quire.layers.step import StepContext
+from quire.models.base import CausalLM
+from tests.fixtures.foreign_models import FOREIGN
+from tests.fixtures.plain_models import PLAIN
+from tests.fixtures.quick import quick_models
+from tests.fixtures.tiny_models import TINY_MODELS
+from tests.models.harness import load_tiny, logits_of
+
+SEQUENCES = [[5, 9, 31, 7, 12, 80, 3, 44, 21, 18, 6], [3, 1, 4], [250, 17, 99, 100, 101, 102, 8]]
+EVERY_FAMILY = TINY_MODELS.keys() | FOREIGN.keys() | PLAIN.keys()
+CHOSEN = {"llama", "gemma2", "qwen2", "mixtral", "jamba"}
+
+
+class Wanting(nn.Module):
+    """A model of which some rows of each step are read, perhaps none or all; the others are NaN afterwards."""
+
+    def __init__(self, model: CausalLM, seed: int) -> None:
+        super().__init__()
+        self.model = model
+        self.compute_logits = model.compute_logits
+        self._random = random.Random(seed)
+        self.left: list[Tensor] = []
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        num = len(inputs)
+        wanted = sorted(self._random.sample(range(num), self._random.randrange(num + 1)))
+        hidden: Tensor = self.model(
+            inputs, positions, replace(step, wanted=torch.tensor(wanted, dtype=torch.int64))
+        )
+        unread = sorted(set(range(num)) - set(wanted))
+        self.left.append(hidden[unread].clone())
+        hidden = hidden.clone()
+        hidden[unread] = torch.nan
+        return hidden
+
+
+@pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY), CHOSEN))
+def test_rows_that_are_read_have_the_bits_of_a_step_that_leaves_out_none(
+    name: str, tiny_model: Callable[[str], Path]
+) -> None:
+    model = load_tiny(tiny_model(name))
+    whole = torch.cat(logits_of(model, SEQUENCES, chunk_sizes=(3, 1, 5)))
+    seen = torch.zeros(len(whole), dtype=torch.bool)
+    for seed in range(8):
+        some = torch.cat(logits_of(Wanting(model, seed), SEQUENCES, chunk_sizes=(3, 1, 5)))  # type: ignore[arg-type]
+        read = ~some.isnan().any(dim=1)
+        assert torch.equal(some[read], whole[read])
+        seen |= read
+    assert seen.all(), "each row was read once"
+
+
+@pytest.mark.parametrize(("name", "leaves_out"), [("llama", True), ("gemma2", True), ("olmo2", False)])
+def test_the_last_layer_makes_no_more_than_is_read(
+    name: str, leaves_out: bool, tiny_model: Callable[[str], Path]
+) -> None:
+    model = Wanting(load_tiny(tiny_model(name)), 1)
+    logits_of(model, SEQUENCES, chunk_sizes=(3, 1, 5))  # type: ignore[arg-type]
+    left = torch.cat(model.left)
+    assert len(left) > 5
+    assert bool((left == 0).all()) is leaves_out
