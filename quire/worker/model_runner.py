@@ -161,6 +161,7 @@ class ModelRunner:
             self._rows_of = (self._sampling, self._prompt_logprobs, *guessing)
         if not stage.is_last:
             self._rows_of = ()
+        # A rehearsal is of steps that leave out nothing; a device has compiled its kernels for such.
         self._reads_samples_only = (
             stage.is_last
             and config.pooling is None
@@ -258,12 +259,10 @@ class ModelRunner:
     def _of_wanted(self, inputs: StepInputs) -> StepInputs:
         """With the rows that are read, where they are few and samples are all that is made of them."""
         layout, step = inputs.layout, inputs.step
-        if (
-            layout.num_tokens < _TOKENS_PER_READ_ROW * len(layout.logits_indices)
-            or not self._reads_samples_only
-        ):
+        are_few = layout.num_tokens >= _TOKENS_PER_READ_ROW * len(layout.logits_indices)
+        if not are_few or not self._reads_samples_only or self._prompt_logprobs.are_wanted:
             return inputs
-        if step.adapter_rows is not None or self._prompt_logprobs.are_wanted:
+        if step.adapter_rows is not None:  # of which the MLP has one for each row
             return inputs
         return replace(inputs, step=replace(step, wanted=inputs.logits_indices))
 
