@@ -14,7 +14,7 @@ namespace {
 
 #ifdef __x86_64__
 
-// Family 25 of AMD's: Zen 3 and Zen 4.
+// Family 25 of AMD's. Measured was Zen 4 (docs/performance.md, "Scales of groups"), and Zen 3 goes with it.
 bool is_zen_3_or_4() {
     unsigned most, vendor[3], version = 0, ignored[3];
     if (!__get_cpuid(0, &most, &vendor[0], &vendor[1], &vendor[2])) return false;

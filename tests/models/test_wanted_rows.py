@@ -13,14 +13,10 @@ from torch import Tensor, nn
 
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
-from tests.fixtures.foreign_models import FOREIGN
-from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick_models
-from tests.fixtures.tiny_models import TINY_MODELS
-from tests.models.harness import load_tiny, logits_of
+from tests.models.harness import load_tiny
+from tests.models.test_stages import EVERY_FAMILY, logits
 
-SEQUENCES = [[5, 9, 31, 7, 12, 80, 3, 44, 21, 18, 6], [3, 1, 4], [250, 17, 99, 100, 101, 102, 8]]
-EVERY_FAMILY = TINY_MODELS.keys() | FOREIGN.keys() | PLAIN.keys()
 CHOSEN = {"llama", "gemma2", "qwen2", "mixtral", "jamba"}
 
 
@@ -52,10 +48,10 @@ def test_rows_that_are_read_have_the_bits_of_a_step_that_leaves_out_none(
     name: str, tiny_model: Callable[[str], Path]
 ) -> None:
     model = load_tiny(tiny_model(name))
-    whole = torch.cat(logits_of(model, SEQUENCES, chunk_sizes=(3, 1, 5)))
+    whole = logits(model)
     seen = torch.zeros(len(whole), dtype=torch.bool)
     for seed in range(8):
-        some = torch.cat(logits_of(Wanting(model, seed), SEQUENCES, chunk_sizes=(3, 1, 5)))  # type: ignore[arg-type]
+        some = logits(Wanting(model, seed))
         read = ~some.isnan().any(dim=1)
         assert torch.equal(some[read], whole[read])
         seen |= read
@@ -67,7 +63,7 @@ def test_the_last_layer_makes_no_more_than_is_read(
     name: str, leaves_out: bool, tiny_model: Callable[[str], Path]
 ) -> None:
     model = Wanting(load_tiny(tiny_model(name)), 1)
-    logits_of(model, SEQUENCES, chunk_sizes=(3, 1, 5))  # type: ignore[arg-type]
+    logits(model)
     left = torch.cat(model.left)
     assert len(left) > 5
     assert bool((left == 0).all()) is leaves_out
