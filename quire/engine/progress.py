@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from quire.config.supervision import BUSY_FACTOR
-from quire.engine.expected_costs import ExpectedCosts, work_of
+from quire.engine.expected_costs import ExpectedCosts, Work, work_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class FollowedExecutor:
         self._progress = progress
         self._costs = costs
         self._clock = clock
-        self._in_work: deque[float] = deque()
+        self._in_work: deque[Work] = deque()
         self._began = 0.0
 
     def submit(self, plan: SchedulerOutput) -> None:
