@@ -32,10 +32,16 @@ inline void mask_words(float* x, const uint32_t* words, int64_t begin, int64_t e
 
 }  // namespace
 
+// Returns how many there are: a tape ends before it chooses by them.
 int64_t unusable_rows(void* out, const void* logits, int64_t rows, int64_t n) {
     const float* x = static_cast<const float*>(logits);
-    share(rows, kElementWork * rows * n, [=](int64_t row) { static_cast<bool*>(out)[row] = !is_usable(x + row * n, n); });
-    return 0;
+    Refusals unusable;
+    share(rows, kElementWork * rows * n, [&](int64_t row) {
+        const bool is_bad = !is_usable(x + row * n, n);
+        if (is_bad) unusable.add();
+        static_cast<bool*>(out)[row] = is_bad;
+    });
+    return unusable.count();
 }
 
 // Shared by words and not by rows, so that a single request with a large vocabulary has all threads, too.

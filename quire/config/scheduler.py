@@ -73,6 +73,12 @@ class SchedulerConfig(Config):
         ge=0,
     )
 
+    num_scheduler_steps: int = option(
+        0,
+        "Most tokens each request generates per plan while none waits, within 0.5 s; 0: 8 offline on a CPU, else 1.",
+        ge=0,
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for tenant, weight in self.fair_weights.items():

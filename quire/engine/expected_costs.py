@@ -1,8 +1,8 @@
 """How long a step should take, by what earlier ones took.
 
-Invariant: an estimate errs upward. Whatever a step costs for itself, for each token, and for each that a token looks at,
-one of so many times the tokens and looks costs at most so many times as much. Steps are kept by classes of both, each
-twice as wide as the one below.
+Invariant: an estimate errs upward. Whatever a step costs for itself, for each token, and for each that a token looks
+at, one of so many times the tokens and looks costs at most so many times as much. Steps are kept by classes of both,
+each twice as wide as the one below.
 """
 
 from __future__ import annotations

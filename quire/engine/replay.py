@@ -45,11 +45,16 @@ class ReplayExecutor(NullExecutor):
     def __init__(self, config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> None:
         super().__init__(config, specs=specs)
         self._sampled: dict[str, Iterator[int]] = {}
+        self._rounds = 1
 
     def replay(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Execute a plan that once had this output."""
         self._sampled = {name: iter(ids) for name, ids in output.sampled_token_ids.items()}
+        self._rounds = max(map(len, output.sampled_token_ids.values()), default=1)
         self.execute_model(plan)
+
+    def _num_rounds(self, plan: SchedulerOutput) -> int:
+        return self._rounds if plan.max_rounds > 1 else 1
 
     def _next_token(self, row: Any) -> int:
         return next(self._sampled.get(row.request_id, iter(())), 0)  # nothing where it failed

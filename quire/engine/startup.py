@@ -39,6 +39,8 @@ Usage = Literal["server", "offline", "headless"]
 """Of this process: it serves, it is a program with an engine, or it brings ranks to the engine of another host."""
 
 DEFAULT_MAX_NUM_SEQS = {"server": 128, "offline": 256, "headless": 128}
+MAX_ROUNDS = 8
+"""Tokens of a request per plan, where nobody minds."""
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096, "headless": 2048}
 NATIVE_DTYPES = ("float32", "bfloat16", "float16")
 FIT_MEMORY = -1
@@ -96,6 +98,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     ]
     for choice in filter(None, choices):
         config = _settled(config, choice)
+    config = _settled(config, _choose_rounds(config, usage))
     config.scheduler.check()
     _check_whole_texts(config)
     config.cache.check()
@@ -312,6 +315,35 @@ def _choose_loop(config: EngineConfig) -> list[Choice]:
             steps, reason = num_stages, "one for each stage"
         choices.append(Choice("max_steps_in_flight", steps, reason))
     return choices
+
+
+def _choose_rounds(config: EngineConfig, usage: Usage) -> Choice:
+    """Offline nobody reads tokens while they are generated, and no request comes in between."""
+    field, asked, reason = "num_scheduler_steps", config.scheduler.num_scheduler_steps, why_one_round(config)
+    if reason is not None and asked > 1:
+        raise ConfigError(f"--num-scheduler-steps is {asked}, and {reason}")
+    if reason is None and not asked:
+        if usage == "offline" and config.parallel.distributed_executor_backend == "uni":
+            return Choice(field, MAX_ROUNDS, "of a small model's token, planning takes a tenth")
+        reason = "tokens are sent as they come"
+    return Choice(field, asked or 1, reason or "as it was asked for")
+
+
+def why_one_round(config: EngineConfig) -> str | None:
+    """What keeps a step to one token of each request; None: nothing."""
+    if config.device.device != "cpu":
+        return "a GPU works while the host plans"
+    if config.scheduler.async_scheduling:
+        return "--async-scheduling plans while others are computed"
+    if config.parallel.num_ranks > 1 or config.parallel.shares_experts:
+        return "several ranks end a step together"
+    if config.speculative.settings.method is not None:
+        return "--speculative-config guesses further tokens"
+    if config.pooling is not None:
+        return "a pooled model generates nothing"
+    if config.device.enforce_eager:
+        return "--enforce-eager records no steps"
+    return None if cpu.available() else "without the C++ kernels no steps are recorded"
 
 
 def _choose_impl(config: EngineConfig) -> Choice | None:

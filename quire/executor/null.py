@@ -202,7 +202,29 @@ class NullExecutor(Executor):
         output = ModelRunnerOutput(step_id=plan.step_id, sampled_token_ids={})
         for scheduled in plan.scheduled:
             self._run_row(self._rows[scheduled.request_id], scheduled, output)
+        for _ in range(1, self._num_rounds(plan)):
+            for scheduled in plan.scheduled:
+                self._go_on(self._rows[scheduled.request_id], output)
         return output
+
+    def _num_rounds(self, plan: SchedulerOutput) -> int:
+        """Any number that the plan allows: a function of the tokens of its first request."""
+        if plan.max_rounds == 1:
+            return 1
+        for scheduled in plan.scheduled:
+            good = scheduled.num_tokens == scheduled.num_samples == 1
+            _check(good, f"{scheduled} is to go on for {plan.max_rounds} rounds")
+        luck = self._rows[plan.scheduled[0].request_id].fingerprints[-1]
+        return 1 + (luck >> 11) % plan.max_rounds
+
+    def _go_on(self, row: _Row, output: ModelRunnerOutput) -> None:
+        """Compute the token that was sampled last, and sample the next."""
+        start = row.num_computed_tokens
+        more = ModelRunnerOutput(step_id=output.step_id, sampled_token_ids={})
+        self._run_row(row, ScheduledRequest(row.request_id, start, 1, 1, []), more)
+        output.sampled_token_ids[row.request_id] += more.sampled_token_ids[row.request_id]
+        if row.request_id in more.logprobs:
+            output.logprobs[row.request_id] += more.logprobs[row.request_id]
 
     def _run_row(self, row: _Row, scheduled: ScheduledRequest, output: ModelRunnerOutput) -> None:
         """Compute, sample and report as planned and asked for."""

@@ -14,7 +14,7 @@ from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-WAIST_VERSION = 10
+WAIST_VERSION = 11
 
 BlockIds = list[list[int]]
 """Block ids of one request: one list per KV cache group."""
@@ -83,6 +83,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     layer keeps a state (`KVCacheConfig.rolls_back` is false) no draft counts: there a step leaves the state behind the
     last token that was no draft, and those accepted are computed again.
 
+    With `max_rounds` above 1 every request computes its one last token and has blocks for so many. The worker may go on
+    by itself: it computes the token that it has sampled, and samples the next, for all requests alike, and ends when it
+    likes. A request gets what all rounds sampled, and all but the last of these tokens count as computed.
+
     Before the forward pass whole blocks are copied, (source, target), in every layer: first `swap_outs` from the
     device to the host, then `swap_ins` from the host to the device, then `block_copies` on the device. Within
     a list the targets are distinct and no source is a target, so its order does not matter.
@@ -99,6 +103,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     swap_outs: list[tuple[int, int]] = []
     swap_ins: list[tuple[int, int]] = []
     block_copies: list[tuple[int, int]] = []
+    max_rounds: int = 1
     version: int = WAIST_VERSION
 
     @property
@@ -149,11 +154,11 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
     """The result of one step, keyed by request id.
 
     `sampled_token_ids` holds an entry for every request that sampled: its accepted drafts, if any, and the token behind
-    them; `logprobs` has one entry for each of these. `prompt_logprobs` holds the positions whose logits this step
-    computed: entry i of a chunk starting at c is about prompt token c + i + 1. `pooled` has the numbers of each request
-    whose chunk pools. `failed` maps a request, which has no entry elsewhere then, to the reason it cannot go on (for
-    example non-finite logits). `draft_token_ids` are guesses of what follows a request's tokens, for a later plan to
-    verify.
+    them, or a token of each round; `logprobs` has one entry for each of these. `prompt_logprobs` holds the positions
+    whose logits this step computed: entry i of a chunk starting at c is about prompt token c + i + 1. `pooled` has the
+    numbers of each request whose chunk pools. `failed` maps a request, which has no entry elsewhere then, to the reason
+    it cannot go on (for example non-finite logits). `draft_token_ids` are guesses of what follows a request's tokens,
+    for a later plan to verify.
     """
 
     step_id: int
@@ -168,7 +173,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
     version: int = WAIST_VERSION
 
     def num_accepted(self, request_id: str) -> int:
-        """How many of a request's drafts were right; 0 for one that sampled nothing."""
+        """How many of a request's drafts were right, if it had some; 0 for one that sampled nothing."""
         return max(len(self.sampled_token_ids.get(request_id, ())) - 1, 0)
 
 

@@ -32,10 +32,12 @@ class Planner:
         max_adapters: int = 0,
         num_lookahead_tokens: int = 0,
         num_disjoint_steps: int = 1,
+        max_rounds: int = 1,
     ) -> None:
         self._limits = limits
         self._num_lookahead = num_lookahead_tokens
         self._num_disjoint = num_disjoint_steps
+        self._max_rounds = max_rounds
         self._max_adapters = max_adapters
         self._max_model_len = max_model_len
         self._kv = kv
@@ -44,10 +46,27 @@ class Planner:
     def plan(self, step_id: int, now: float) -> StepPlan:
         """The next step, as `Scheduler.schedule` describes it."""
         step = StepPlan(step_id, self._limits.max_num_batched_tokens, self._prompt_cap())
+        step.max_rounds = self._num_rounds()
         self._plan_running(step, now)
         step.next_running = None
         self._start_waiting(step, now)
+        if len(self._queues.policy) or len(step.chunks) < len(self._queues.running):  # somebody was preempted
+            step.max_rounds = 1
         return step
+
+    def _num_rounds(self) -> int:
+        """Tokens that all running requests may generate in the next step, one after the other.
+
+        More than one only while nobody waits, and all generate: whoever comes meanwhile waits for them all.
+        """
+        most = self._max_rounds
+        if most == 1 or len(self._queues.policy) or not len(self._queues.running):
+            return 1
+        for request in self._queues.running:
+            if request.draft_token_ids or request.num_missing_tokens(self._max_model_len) != 1:
+                return 1
+            most = min(most, request.max_computed_tokens(self._max_model_len) + 1 - request.num_tokens)
+        return most
 
     def _prompt_cap(self) -> int:
         """Most tokens of one prompt in the next step; limited only while somebody generates."""
@@ -76,7 +95,8 @@ class Planner:
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
             if new_block_ids is not None:
                 drafts: list[int] = []
-                if num_new_tokens == num_missing and (request.draft_token_ids or self._num_lookahead):
+                num_ahead = self._num_lookahead or step.max_rounds - 1
+                if num_new_tokens == num_missing and (request.draft_token_ids or num_ahead):
                     new_block_ids, drafts = self._allocate_drafts(
                         request, num_new_tokens, new_block_ids, step
                     )
@@ -124,18 +144,21 @@ class Planner:
     def _allocate_drafts(
         self, request: Request, num_new_tokens: int, block_ids: BlockIds, step: StepPlan
     ) -> tuple[BlockIds, list[int]]:
-        """Drafts to verify behind a request's last token, with the blocks for both, and for what a model drafts next.
+        """Drafts to verify behind a request's last token, with the blocks for both, and for what a model drafts next,
+        or further rounds generate.
 
-        Nobody waits or is preempted for a draft: it takes what the budget and the free blocks leave.
+        Nobody waits or is preempted for these: they take what the budget and the free blocks leave.
         """
         limit = step.budget - self._num_unplanned(step) + 1 - num_new_tokens
         drafts = request.next_drafts(limit, self._max_model_len)
         num_tokens = request.num_computed_tokens + num_new_tokens + len(drafts)
         most = max(request.max_computed_tokens(self._max_model_len), num_tokens)
-        for end in (min(num_tokens + self._num_lookahead, most), num_tokens):
+        num_ahead = self._num_lookahead or step.max_rounds - 1
+        for end in (min(num_tokens + num_ahead, most), num_tokens):
             draft_block_ids = self._kv.allocate_drafts(request, end, step.promised_blocks)
             if draft_block_ids is not None:
                 return [own + new for own, new in zip(block_ids, draft_block_ids, strict=True)], drafts
+            step.max_rounds = 1
         return block_ids, []
 
     def _start_waiting(self, step: StepPlan, now: float) -> None:

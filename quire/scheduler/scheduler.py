@@ -76,6 +76,7 @@ class Scheduler:
             self._max_adapters,
             config.speculative.settings.num_lookahead_tokens,
             config.num_disjoint_steps,
+            max(config.scheduler.num_scheduler_steps, 1),
         )
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
@@ -211,7 +212,11 @@ class Scheduler:
             )
         assert plan.step_id == output.step_id, "steps are out of order"
         step = self._take_from_flight(plan.step_id)
-        updates = [self._apply(chunk, output, now) for chunk in step.chunks if not chunk.request.is_finished]
+        updates = [
+            self._apply(chunk, output, now, step.max_rounds)
+            for chunk in step.chunks
+            if not chunk.request.is_finished
+        ]
         return [update for update in updates if update is not None]
 
     # State
@@ -292,7 +297,9 @@ class Scheduler:
             assert all(chunk.request.is_finished for chunk in step.chunks), "steps are out of order"
         raise AssertionError("a result came for no step")
 
-    def _apply(self, chunk: Chunk, output: ModelRunnerOutput, now: float) -> RequestUpdate | None:
+    def _apply(
+        self, chunk: Chunk, output: ModelRunnerOutput, now: float, max_rounds: int
+    ) -> RequestUpdate | None:
         """What one request's share of a step's result means for it; None if there is nothing to tell."""
         request, request_id = chunk.request, chunk.request.request_id
         request.settle(chunk.num_samples)
@@ -302,19 +309,21 @@ class Scheduler:
             self._queues.finish(request, "error", now)
             return last_update(request, error)
         sampled = output.sampled_token_ids.get(request_id, [])
-        count, planned = len(sampled), chunk.num_samples
+        count, planned = len(sampled), chunk.num_samples * max_rounds
         assert count == planned or 0 < count < planned, f"{request!r}: {sampled} for {planned} samples"
         new_token_ids, stop = self._append(request, sampled)
         if planned == 0 and chunk.pools:
             assert request_id in output.pooled, f"{request!r} was planned to pool, and has nothing"
             stop = "stop", None
-        num_accepted = min(output.num_accepted(request_id), len(new_token_ids))
+        num_further = min(output.num_accepted(request_id), len(new_token_ids))
+        if max_rounds > 1:
+            self._queues.policy.charge([chunk] * num_further)  # the first was when it was planned
         if output.draft_token_ids or request.draft_token_ids:
             request.update_drafts(new_token_ids, output.draft_token_ids.get(request_id))
         if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
             end = chunk.end
             if planned > 1 and self._kv.rolls_back:
-                end += num_accepted
+                end += num_further
                 request.num_computed_tokens = end
             self._kv.cache_blocks(request, end)
         if stop is not None:
@@ -322,7 +331,7 @@ class Scheduler:
         elif new_token_ids:
             self._queues.release(request, now)
         if chunk.num_drafts:
-            self._spec_decoding.note(chunk.num_drafts, num_accepted)
+            self._spec_decoding.note(chunk.num_drafts, num_further)
         return update_of(chunk, output, new_token_ids, stop and stop[1])
 
     def _append(self, request: Request, sampled: list[int]) -> tuple[list[int], Stop | None]:

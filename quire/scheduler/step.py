@@ -54,6 +54,7 @@ class StepPlan:
         next_running: the running request that is planned next; None once all of them have their tokens.
         passed_over: waiting requests that lack a place for their adapter alone; others may start.
         blocked: the first of the other waiting requests and why it cannot start; nothing else starts then.
+        max_rounds: tokens that each request may generate in it, one after the other.
         capped: requests of which `prompt_cap` alone kept tokens out.
     """
 
@@ -62,6 +63,7 @@ class StepPlan:
         self.budget = budget
         self.prompt_cap = prompt_cap
         self.promised_blocks = 0
+        self.max_rounds = 1
         self.num_satisfied = 0
         self.next_running: Request | None = None
         self.passed_over: dict[Request, None] = {}
@@ -111,6 +113,7 @@ class StepPlan:
             swap_outs=moves.swap_outs,
             swap_ins=moves.swap_ins,
             block_copies=moves.block_copies,
+            max_rounds=self.max_rounds,
         )
 
     def _take(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import CDLL, c_int64
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,9 +31,10 @@ from quire.worker.devices import Mark
 from quire.worker.guessing_memory import kept_bytes, passing_bytes
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs
-from quire.worker.pipeline import Body, Forward, HostPipeline, Pipeline, eager_forward
-from quire.worker.step_memory import GAPS, ForwardPeak
+from quire.worker.pipeline import Body, Forward, HostPipeline, LanguageModel, Pipeline, eager_forward
+from quire.worker.step_memory import FLOAT_BYTES, GAPS, ForwardPeak
 from quire.worker.taped_forward import TapedForward
+from quire.worker.taped_rounds import TapedRounds
 
 logger = logging.getLogger(__name__)
 
@@ -134,11 +136,19 @@ class CpuMemory:
 
     def _working_bytes(self, config: EngineConfig) -> tuple[int, int]:
         """What the largest step takes, with states that are kept to guess by, and what recorded steps keep."""
-        step = self._output_bytes(config) + kept_bytes(config)
+        step = self._output_bytes(config) + kept_bytes(config) + self.size_of_rounds(config)[1]
         step += config.scheduler.max_num_batched_tokens * passing_bytes(config)
         num_models = 1 if config.draft is None else 2
         tapes = num_models * self.forward_peak.bytes_of_tapes(taped_tokens(config))
         return step, 0 if config.device.enforce_eager else tapes
+
+    def size_of_rounds(self, config: EngineConfig) -> tuple[int, int]:
+        """Most requests of a step that goes on, and bytes for the tensors of a round of them, logits among these."""
+        if config.scheduler.num_scheduler_steps <= 1 or config.device.enforce_eager:
+            return 0, 0
+        num_rows = max(1, min(taped_tokens(config), LOGITS_ELEMENTS // config.arch.vocab_size))
+        logits_bytes = int(GAPS * num_rows * config.arch.vocab_size * FLOAT_BYTES)
+        return num_rows, self.forward_peak.bytes_of_tapes(num_rows) + logits_bytes
 
     def _output_bytes(self, config: EngineConfig) -> int:
         """For those of the largest step."""
@@ -213,7 +223,23 @@ class CpuDevice:
         num_tokens = taped_tokens(config)
         arena_bytes = peak.bytes_of_tapes(num_tokens)
         taped = TapedForward(model, num_tokens, widths, arena_bytes)
-        return HostPipeline(batch, taped, taped.record)
+        rounds = self._rounds(model, batch, config)
+        if rounds is None:
+            return HostPipeline(batch, taped, taped.record)
+
+        def record(inputs: StepInputs) -> None:
+            taped.record(inputs)
+            rounds.record(inputs)
+
+        return HostPipeline(batch, taped, record, rounds)
+
+    def _rounds(self, model: Body, batch: InputBatch, config: EngineConfig) -> TapedRounds | None:
+        """Where plans may ask for several."""
+        if config.scheduler.num_scheduler_steps <= 1 or library.loaded() is None:
+            return None
+        num_rows, num_bytes = self.memory.size_of_rounds(config)
+        generates = cast(LanguageModel, model)  # plans of no other ask for rounds
+        return TapedRounds(generates, batch, num_rows, config.arch.vocab_size, num_bytes)
 
     def _rehearsed(self, forward: Forward) -> Forward:
         """The same passes: of prompts, measured; of a token, it is noted what no tape could hold."""

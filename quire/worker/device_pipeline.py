@@ -20,7 +20,7 @@ from quire.worker.graph_shapes import GraphShape, ShapeTable, shapes_of
 from quire.worker.graphs import Capturer, GraphRoom, Graphs, row_variant
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout
-from quire.worker.pipeline import Body
+from quire.worker.pipeline import Body, Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class DevicePipeline:
         is_rehearsal: whether `prepare` is to make graphs only to see what they take.
         samples_here: whether the device has the tokens first.
     """
+
+    rounds: Rounds | None = None
 
     def __init__(
         self,

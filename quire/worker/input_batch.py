@@ -186,7 +186,7 @@ class InputBatch:
         num_computed: NDArray[np.int64],
         num_new: NDArray[np.int64] | NDArray[np.bool_],
     ) -> None:
-        """Some rows [R], all different, have computed so many tokens and have 0 or 1 new ones, set later."""
+        """Some rows [R], all different, have computed so many tokens and have so many new ones, set later."""
         self.num_computed_tokens[rows] = num_computed
         self.num_tokens[rows] += num_new
 

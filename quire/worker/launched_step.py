@@ -54,6 +54,8 @@ class SampledTokens(NamedTuple):
     """[N] of the tokens in the host's rows."""
     drafts: dict[int, list[int]]
     """Those that were verified, by the requests' indices."""
+    further: Sequence[NDArray[np.int64]] = ()
+    """[N] of each further round: what followed these tokens, and so on."""
 
     def read(self, batch: InputBatch) -> Outcome:
         """The batch gets the tokens."""
@@ -61,9 +63,12 @@ class SampledTokens(NamedTuple):
         batch.set_tokens(self.places, output.token_ids)
         if self.drafts:
             return self._verified(output, batch)
-        indices, tokens = self.indices.tolist(), output.token_ids.tolist()
+        for count, token_ids in enumerate(self.further, 1):
+            batch.set_tokens(self.places._replace(columns=self.places.columns + count), token_ids)
+        indices, rounds = self.indices.tolist(), (output.token_ids, *self.further)
+        tokens = [list(of_request) for of_request in zip(*(one.tolist() for one in rounds), strict=True)]
         return Outcome(
-            {index: [token] for index, token in zip(indices, tokens, strict=True)},
+            dict(zip(indices, tokens, strict=True)),
             {indices[sample]: [entry] for sample, entry in output.logprobs.items()},
             {indices[sample]: reason for sample, reason in output.failed.items()},
         )

@@ -12,6 +12,7 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from quire.spec_decode.speculation import Speculation
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_table import BlockTable
 from quire.worker.calibration import Calibration
-from quire.worker.devices import Device
+from quire.worker.devices import Device, Mark
 from quire.worker.drafts import GUESSING_MODELS, make_speculation
 from quire.worker.graph_shapes import most_samples
 from quire.worker.guessing_model import GuessingModel
@@ -161,6 +162,9 @@ class ModelRunner:
             self._rows_of = (self._sampling, self._prompt_logprobs, *guessing)
         if not stage.is_last:
             self._rows_of = ()
+        self._rounds = self._pipeline.rounds
+        if self._rounds is not None:
+            self._rows_of = (*self._rows_of, self._rounds)
         # A rehearsal is of steps that leave out nothing; a device has compiled its kernels for such.
         self._reads_samples_only = (
             stage.is_last
@@ -240,6 +244,8 @@ class ModelRunner:
         if self._sampling.reads_tokens(inputs):
             self._read_results(set(ids))
         sampled = self._sample(inputs, hidden, scheduled)
+        if plan.max_rounds > 1 and sampled is not None:
+            sampled = self._go_on(inputs, sampled, plan.max_rounds - 1, started)
         marks = Marks(started, forwarded, self._transfers.mark())
         step = LaunchedStep(
             plan.step_id,
@@ -373,6 +379,18 @@ class ModelRunner:
         self._pipeline.keep([part.codes for part in parts])
         downloaded = [part.moved(self._transfers.download) for part in parts]
         return SampledTokens(layout.sampling, downloaded, self.batch.places(layout.samples), drafts)
+
+    def _go_on(
+        self, inputs: StepInputs, sampled: SampledTokens, num_rounds: int, started: Mark
+    ) -> SampledTokens:
+        """With what further rounds generate, if there are any."""
+        layout, took_s = inputs.layout, self._transfers.mark().seconds_since(started)
+        if self._rounds is None or len(sampled.parts) > 1 or not self._logits.are_of_model(layout.rows):
+            return sampled
+        token_ids = sampled.parts[0].codes.numpy()
+        further = self._rounds.more(inputs, token_ids, self._samplers.plain, num_rounds, took_s)
+        self.batch.advance(layout.rows, layout.ends + len(further), np.full(len(layout.rows), len(further)))
+        return sampled._replace(further=further)
 
     def _num_tokens(self, request: NewRequestData) -> int:
         adapters = self.batch.adapters

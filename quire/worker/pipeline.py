@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.layers.step import StepContext
+from quire.scheduler.output import NewRequestData
 from quire.worker.graphs import GraphRoom
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout, first_tokens, gather_inputs
+from quire.worker.sampler import Sampler
 
 
 class Body(Protocol):
@@ -47,6 +51,26 @@ def eager_forward(model: Body) -> Forward:
     return lambda inputs: model.forward(inputs.input_ids, inputs.positions, inputs.step)
 
 
+class Rounds(Protocol):
+    """Generates further tokens of a step's requests."""
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        """A request was given a row."""
+
+    def remove_request(self, row: int) -> None:
+        """It has lost it."""
+
+    def more(
+        self,
+        inputs: StepInputs,
+        token_ids: NDArray[np.int64],
+        sampler: Sampler,
+        num_rounds: int,
+        took_s: float,
+    ) -> list[NDArray[np.int64]]:
+        """What follows the tokens [R] that a step has sampled in so much time: [R] of each round, at most so many."""
+
+
 class Pipeline(Protocol):
     """A device's way from rows to hidden states."""
 
@@ -56,6 +80,10 @@ class Pipeline(Protocol):
     @property
     def room(self) -> GraphRoom | None:
         """Where what comes behind the model may make graphs, too; None: nothing is recorded."""
+
+    @property
+    def rounds(self) -> Rounds | None:
+        """None: a step is one round."""
 
     def gather(self, layout: StepLayout) -> StepInputs:
         """See `gather_inputs`."""
@@ -75,14 +103,20 @@ class HostPipeline:
 
     Args:
         record: has steps like a given one recorded, whatever their size, and computes none of them.
+        rounds: what a step may have behind it.
     """
 
     reads_host_tokens = True
     room: GraphRoom | None = None
 
     def __init__(
-        self, batch: InputBatch, forward: Forward, record: Callable[[StepInputs], None] | None = None
+        self,
+        batch: InputBatch,
+        forward: Forward,
+        record: Callable[[StepInputs], None] | None = None,
+        rounds: Rounds | None = None,
     ) -> None:
+        self.rounds = rounds
         self._batch = batch
         self._forward = forward
         self._record = record

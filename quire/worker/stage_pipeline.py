@@ -28,7 +28,7 @@ from quire.scheduler.output import NewRequestData
 from quire.worker.devices import Device
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout
-from quire.worker.pipeline import LanguageModel, Pipeline
+from quire.worker.pipeline import LanguageModel, Pipeline, Rounds
 from quire.worker.sampler import Sampled, SamplerOutput
 
 
@@ -79,6 +79,8 @@ class StagePipeline:
     Args:
         stream: where its layers find what the stage before hands on; empty in the first.
     """
+
+    rounds: Rounds | None = None
 
     def __init__(self, pipeline: Pipeline, stage: Stage, stream: Tensor) -> None:
         self._pipeline = pipeline

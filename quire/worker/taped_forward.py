@@ -11,9 +11,12 @@ step is copied to where the tape reads it; models and steps that cannot be recor
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import EngineError
@@ -46,17 +49,25 @@ class TapedForward:
     ) -> None:
         self._eager = eager_forward(model)
         self._max_taped = max_num_tokens
-        self._places = _Places(max_num_tokens, table_widths)
+        self.places = Places(max_num_tokens, table_widths)
         self._arena = Arena(arena_bytes)
         self._of_one: dict[_Traits, Tape] = {}
         self._of_more: dict[_Traits, OpenTape] = {}
 
     def __call__(self, inputs: StepInputs) -> Tensor:
-        size, traits = _size_of(inputs), _traits_of(inputs)
         self.record(inputs)
-        if size.tokens > self._max_taped:
+        if not self.takes(inputs):
             return self._eager(inputs)
-        self._places.fill(inputs)
+        self.places.fill(inputs)
+        return self.play(inputs)
+
+    def takes(self, inputs: StepInputs) -> bool:
+        """Whether there is a tape for steps of this size."""
+        return _size_of(inputs).tokens <= self._max_taped
+
+    def play(self, inputs: StepInputs) -> Tensor:
+        """A step like this one, of what stands in the places."""
+        size, traits = _size_of(inputs), _traits_of(inputs)
         return self._play_one(inputs, traits) if size.tokens == 1 else self._play(inputs, size, traits)
 
     def record(self, inputs: StepInputs) -> None:
@@ -75,7 +86,7 @@ class TapedForward:
         if tape is not None:
             self._check(inputs, tape.play())
             return tape.result
-        placed = self._places.of(inputs, _size_of(inputs))
+        placed = self.places.of(inputs, _size_of(inputs))
         try:
             tape = self._of_one[traits] = record(lambda: self._eager(placed), self._arena)
         except (RecordingError, ArenaFullError) as reason:
@@ -85,12 +96,12 @@ class TapedForward:
 
     def _record_open(self, inputs: StepInputs, traits: _Traits) -> None:
         """For steps like this one, whatever their size; of fewer tokens, if there is too little memory."""
-        self._places.fill(inputs)  # all that there is of them is made before
+        self.places.fill(inputs)  # all that there is of them is made before
         while self._max_taped > 1 and traits not in self._of_more:
             largest = StepSize(self._max_taped, self._max_taped)
             try:
                 self._of_more[traits] = record_open(
-                    lambda size: self._eager(self._places.of(inputs, size)), largest, self._arena
+                    lambda size: self._eager(self.places.of(inputs, size)), largest, self._arena
                 )
             except ArenaFullError as reason:
                 self._tape_no_more_than(self._max_taped // 2, reason)
@@ -103,7 +114,7 @@ class TapedForward:
 
     def _check(self, inputs: StepInputs, was_played: bool) -> None:
         if not was_played:
-            self._eager(self._places.of(inputs, _size_of(inputs)))  # raises what the kernel has to say
+            self._eager(self.places.of(inputs, _size_of(inputs)))  # raises what the kernel has to say
             raise EngineError("a kernel refused a recorded step and took the same step afterwards")
 
 
@@ -115,7 +126,7 @@ def _traits_of(inputs: StepInputs) -> _Traits:
     return inputs.step.adapter_rows is not None, inputs.step.token_types is not None
 
 
-class _Places:
+class Places:
     """Where tapes read the inputs of a step; tapes of fewer requests or tokens read the first rows."""
 
     def __init__(self, max_num_tokens: int, table_widths: tuple[int, ...]) -> None:
@@ -149,6 +160,22 @@ class _Places:
                 place[:tokens] = rows
         for name, rows in (step.intermediate or {}).items():
             self._handed_over(name, rows)[:tokens] = rows
+
+    def go_on(self, token_ids: NDArray[np.int64], slots: Sequence[NDArray[np.int64]]) -> None:
+        """Of a step of one token of each request, make the next: the tokens behind those [R], and where their keys and
+        values lie in each group's cache, [R] each.
+        """
+        count = len(token_ids)
+        self._input_ids.numpy()[:count] = token_ids
+        self._positions.numpy()[:count] += 1
+        self._seq_lens.numpy()[:count] += 1
+        for place, own in zip(self._slots, slots, strict=True):
+            place.numpy()[:count] = own
+
+    def widen(self, tables: Sequence[NDArray[np.int32]]) -> None:
+        """Have more blocks of each request, [R, blocks] of each group."""
+        for place, table in zip(self._tables, tables, strict=True):
+            place.numpy()[: len(table), : table.shape[1]] = table
 
     def of(self, inputs: StepInputs, size: StepSize) -> StepInputs:
         """A step like this one but of that size, whose tensors are what stands in their places."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.startup import prepare, without_effect
+from quire.engine.startup import MAX_ROUNDS, prepare, without_effect
 from quire.errors import ConfigError
 from quire.kernels import cpu
 
@@ -113,6 +113,47 @@ def test_an_option_with_an_effect_is_not_talked_about(
 def test_what_has_no_effect_on_a_gpu(args: dict[str, Any], expected: set[str]) -> None:
     config = EngineConfig.from_args(device="cuda", dtype="bfloat16", **args)
     assert {field for field, _ in without_effect(config)} == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"device": "cuda", "dtype": "bfloat16"}, "a GPU works while the host plans"),
+        ({"async_scheduling": True}, "--async-scheduling plans while others are computed"),
+        ({"tensor_parallel_size": 2}, "several ranks end a step together"),
+        ({"pipeline_parallel_size": 2, "async_scheduling": False}, "several ranks end a step together"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "--speculative-config guesses",
+        ),
+        ({"enforce_eager": True}, "--enforce-eager records no steps"),
+        ({"runner": "pooling"}, "a pooled model generates nothing"),
+    ],
+)
+def test_where_a_step_is_of_one_token_several_are_refused_with_the_reason(
+    args: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "available", lambda: True)
+    args = {"device": "cpu", **args}
+    assert prepare(EngineConfig.from_args(**args), "offline").scheduler.num_scheduler_steps == 1
+    with pytest.raises(ConfigError, match=f"--num-scheduler-steps is 4, and {reason}"):
+        prepare(EngineConfig.from_args(**args, num_scheduler_steps=4), "offline")
+    assert prepare(EngineConfig.from_args(**args, num_scheduler_steps=1), "offline")
+
+
+def test_offline_several_tokens_are_generated_per_plan_and_a_server_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "available", lambda: True)
+    chosen = {
+        usage: prepare(EngineConfig.from_args(device="cpu"), usage).scheduler.num_scheduler_steps  # type: ignore[arg-type]
+        for usage in ("offline", "server")
+    }
+    assert chosen == {"offline": MAX_ROUNDS, "server": 1}
+    asked = EngineConfig.from_args(device="cpu", num_scheduler_steps=3)
+    assert prepare(asked, "server").scheduler.num_scheduler_steps == 3
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    assert prepared().scheduler.num_scheduler_steps == 1
 
 
 @pytest.mark.more

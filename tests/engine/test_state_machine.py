@@ -78,6 +78,7 @@ loops = st.sampled_from(
         {},
         *({"async_scheduling": True, "max_steps_in_flight": steps} for steps in (1, 2, 2, 4, 4)),
         *({"pipeline_parallel_size": 2, "max_steps_in_flight": steps} for steps in (0, 0, 3)),
+        *({"num_scheduler_steps": rounds} for rounds in (2, 3, 8)),
     ]
 )
 host_tiers = st.sampled_from(

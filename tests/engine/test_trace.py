@@ -108,7 +108,7 @@ SWAPPED = {"swap_space": 0.001, "preemption_mode": "swap"}
 @pytest.mark.parametrize(
     ("family", "policy", "more"),
     [
-        ("llama", "fcfs", {}),
+        ("llama", "fcfs", {"num_scheduler_steps": 1}),
         ("llama", "priority", OVERLAPPED),
         ("llama", "fcfs", OVERLAPPED | SWAPPED),
         ("gemma3", "fair", {}),
@@ -375,11 +375,14 @@ def disturb(engine: Engine, kind: str, name: str) -> None:
     slack=st.sampled_from([1, 4, 40]),
     policy=st.sampled_from(["fcfs", "priority", "fair"]),
     max_drafts=st.sampled_from([0, 5]),
+    rounds=st.sampled_from([1, 1, 6]),
 )
 def test_whatever_happened_is_replayed(
-    moments: list[tuple[str, Any]], num_groups: int, slack: int, policy: str, max_drafts: int
+    moments: list[tuple[str, Any]], num_groups: int, slack: int, policy: str, max_drafts: int, rounds: int
 ) -> None:
-    config = make_config(num_gpu_blocks_override=8 * num_groups + slack, scheduling_policy=policy)
+    config = make_config(
+        num_gpu_blocks_override=8 * num_groups + slack, scheduling_policy=policy, num_scheduler_steps=rounds
+    )
     engine, frames = Engine(config, num_groups, max_drafts=max_drafts), Recording()
     engine.scheduler = recorded(engine.scheduler, frames)
     for kind, value in moments:
@@ -394,7 +397,7 @@ def test_whatever_happened_is_replayed(
 def test_a_stop_string_and_a_deadline_are_the_ends_that_are_recorded(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    engine = make_engine(tiny_model("llama"), tmp_path / "run.trace")
+    engine = make_engine(tiny_model("llama"), tmp_path / "run.trace", num_scheduler_steps=1)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     engine.add_request("whole", [5, 7, 11], params)
     while engine.has_unfinished_requests():

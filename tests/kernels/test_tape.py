@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.cpu import calls, library
+from quire.kernels.cpu import calls, library, sampling
 from quire.kernels.linear import WeightScheme
 
 if library.loaded() is None:
@@ -207,3 +207,36 @@ def test_what_does_not_fit_is_not_recorded() -> None:
     with pytest.raises(ArenaFullError, match="more than the 4096 bytes kept for them"):
         record(lambda: layers(place), Arena(4096))
     assert calls.recording.listener is None
+
+
+def test_a_tape_ends_before_it_chooses_by_logits_that_are_not_finite() -> None:
+    logits, keys = torch.randn(3, 50), torch.arange(6).view(3, 2)
+    settings = torch.tensor(
+        [[0.0, -torch.inf, 50.0, 1.0], [0.7, -torch.inf, 9.0, 0.9], [1.0, -2.0, 50.0, 1.0]]
+    )
+    settings = settings.double()
+    seeds, positions = keys.t().contiguous()
+
+    def choose() -> Tensor:
+        sampling.require_usable(logits)
+        return sampling.sample_by_inversion(logits, settings, sampling.uniforms_at(seeds, positions))
+
+    tape = record(choose, Arena(ROOM))
+    for bad in (torch.nan, torch.inf):
+        logits.copy_(torch.randn(3, 50))
+        assert tape.play()
+        assert torch.equal(tape.result, ops.sample_tokens(logits, settings, keys))
+        chosen = tape.result.clone()
+        logits[1, 7] = bad
+        assert not tape.play()
+        assert torch.equal(tape.result, chosen)
+        with pytest.raises(sampling.UnusableLogitsError, match="of 3 rows of logits 1 are not finite"):
+            choose()
+        with pytest.raises(sampling.UnusableLogitsError):
+            record(choose, Arena(ROOM))
+    logits.copy_(torch.randn(3, 50))
+    logits[:, 1:] = -torch.inf
+    assert tape.play(), "one token is enough"
+    assert tape.result.tolist() == [0, 0, 0]
+    logits[0] = -torch.inf
+    assert not tape.play(), "there is none"

@@ -32,7 +32,7 @@ def test_what_heads_keep_is_counted(
 ) -> None:
     heads = HEADS[name].write(tmp_path / "heads")
     args: dict[str, Any] = {"model": str(tiny_model(MODEL)), "max_model_len": 96, "max_num_seqs": 5}
-    args |= {"device": "cpu", "cpu_threads": 1, "max_num_batched_tokens": 48}
+    args |= {"device": "cpu", "cpu_threads": 1, "max_num_batched_tokens": 48, "num_scheduler_steps": 1}
     config = prepare(EngineConfig.from_args(**args, **guessing(heads, name)), "offline")
     runners: list[ModelRunner] = []
     launch, device = ModelRunner.launch, CpuDevice()

@@ -91,7 +91,14 @@ def test_every_family_gives_the_same_with_tapes(
     prompts = [[token + 3 for token in range(length)] for length in (2, 30, 7, 17, 5)]
     outputs = []
     for eager in (True, False):
-        llm = LLM(str(tiny_model(family)), dtype=dtype, max_model_len=64, max_num_seqs=4, enforce_eager=eager)
+        llm = LLM(
+            str(tiny_model(family)),
+            dtype=dtype,
+            max_model_len=64,
+            max_num_seqs=4,
+            enforce_eager=eager,
+            num_scheduler_steps=1,
+        )
         assert len(recorded) == int(not eager), "what steps of many sizes play is there before the first"
         outputs.append([one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)])
         assert sum(isinstance(tape, OpenTape) for tape in recorded) == int(not eager)

@@ -66,7 +66,8 @@ def reserved_bytes(worker: Worker) -> int:
     assert isinstance(device, CpuDevice)
     peak, num_seqs = device.memory.forward_peak, limits.max_num_seqs
     step = peak.bytes_of_step(limits.max_num_batched_tokens, num_seqs * vocab_size)
-    return int(GAPS * step) + peak.bytes_of_tapes(taped_tokens(worker._config))
+    _, rounds = device.memory.size_of_rounds(worker._config)
+    return int(GAPS * step) + peak.bytes_of_tapes(taped_tokens(worker._config)) + rounds
 
 
 def ready(config: EngineConfig) -> Worker:

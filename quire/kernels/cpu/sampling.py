@@ -11,11 +11,30 @@ from quire.kernels.limits import ANY_LIMITS, Limits
 _MAX_VOCAB_SIZE = 2**31 - 16
 
 
+class UnusableLogitsError(ArithmeticError):
+    """Nothing can be chosen by them."""
+
+
 def unusable_rows(logits: Tensor) -> Tensor:
+    return _unusable_rows(logits)[0]
+
+
+def require_usable(logits: Tensor) -> None:
+    """Go on only if `ops.unusable_rows` finds none; a tape with this in it ends here otherwise.
+
+    Raises:
+        UnusableLogitsError: it finds some.
+    """
+    unusable, count = _unusable_rows(logits)
+    if count:
+        raise UnusableLogitsError(f"of {len(unusable)} rows of logits {count} are not finite")
+
+
+def _unusable_rows(logits: Tensor) -> tuple[Tensor, int]:
+    """Which, [N] bool, and how many."""
     rows, vocab_size = _check_logits("unusable_rows", logits)
     out = empty(logits, rows, dtype=torch.bool)
-    call("unusable_rows", (out, logits), rows, vocab_size)
-    return out
+    return out, call("unusable_rows", (out, logits), rows, vocab_size)
 
 
 def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
@@ -53,7 +72,15 @@ def uniforms(keys: Tensor) -> Tensor:
     """`philox.uniform` of seeds and positions [N, 2]."""
     count = keys.shape[0] if keys.dim() else 0
     check_array("sample_tokens", "keys", keys, torch.int64, (count, 2))
-    out, (seeds, positions) = empty(keys, count, dtype=torch.float64), keys.t().contiguous()
+    return uniforms_at(*keys.t().contiguous())
+
+
+def uniforms_at(seeds: Tensor, positions: Tensor) -> Tensor:
+    """The same of seeds [N] and positions [N], contiguous int64."""
+    count = len(seeds)
+    check_array("philox_uniform", "seeds", seeds, torch.int64, (count,))
+    check_array("philox_uniform", "positions", positions, torch.int64, (count,))
+    out = empty(seeds, count, dtype=torch.float64)
     call("philox_uniform", (out, seeds, positions), count)
     return out
 

@@ -72,12 +72,21 @@ class Draw(Feature[StagedDraw]):
         self._settings[row] = self._greedy
 
     def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedDraw:
-        settings, positions = self._settings[samples.rows], self._batch.output_indices(samples)
+        settings = self.settings(samples.rows)
         return StagedDraw(
             torch.from_numpy(settings),
-            torch.from_numpy(np.stack((self._seeds[samples.rows], positions), axis=1)),
+            torch.from_numpy(self.keys(samples)),
             Limits(*(settings[:, 1:] != self._greedy[1:]).any(0).tolist()),
         )
+
+    def settings(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[N, 4] of rows [N]."""
+        settings: NDArray[np.float64] = self._settings[rows]
+        return settings
+
+    def keys(self, samples: Samples) -> NDArray[np.int64]:
+        """[N, 2] the seed and the place of each sample."""
+        return np.stack((self._seeds[samples.rows], self._batch.output_indices(samples)), axis=1)
 
     def choose(self, logits: Tensor, staged: StagedDraw | None) -> Tensor:
         """Logits [N, V] -> token ids [N] int64, -1 where no token is left."""

@@ -196,6 +196,15 @@ class Sampler:
             logprobs=self._logprobs.stage(samples),
         )
 
+    def only_draws(self, rows: NDArray[np.int64]) -> bool:
+        """Whether these rows ask for nothing but their draws, or their first tokens."""
+        others = (*self._logits_features, self._logprobs)
+        return not any(feature.has_users(rows) for feature in others)
+
+    def draws(self, samples: Samples) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """The settings [N, 4] and keys [N, 2] of `ops.sample_tokens` for all N samples; greedy ones have some, too."""
+        return self._draw.settings(samples.rows), self._draw.keys(samples)
+
     @property
     def penalties(self) -> DevicePenalties | None:
         """Those that a device counts, if it does."""

@@ -1,0 +1,182 @@
+"""Further tokens of requests that generate, one after the other, without a plan between them.
+
+Between two steps a plan is made, packed and reported on. That is a fifth of a millisecond of Python, but in caches that
+a model's weights have just passed through it takes seven times as long, which is a tenth of a small model's token. So a
+tape holds a whole round: the pass, the head and the choice; between two rounds a few numbers are written.
+
+Invariant: a round is of the kernels of a step, in their order, so its tokens are those of steps. What a round cannot do
+it leaves undone, and the next step does it: that ends a request, or says why it fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.cpu.sampling import UnusableLogitsError, require_usable, sample_by_inversion, uniforms_at
+from quire.layers.step import StepContext
+from quire.scheduler.output import NewRequestData
+from quire.worker.input_batch import InputBatch, Samples
+from quire.worker.inputs import StepInputs
+from quire.worker.pipeline import LanguageModel
+from quire.worker.sampler import Sampler
+from quire.worker.taped_forward import TapedForward
+
+MAX_RUN_S = 0.5
+"""How long whoever comes, or wants to see tokens, may be kept waiting."""
+
+Tokens = NDArray[np.int64]
+
+
+class RoundOfModel:
+    """Ids and positions [R] -> the tokens that follow [R], negative where none does; a body for a tape.
+
+    Raises:
+        UnusableLogitsError: instead of choosing by logits of which some are not finite.
+    """
+
+    def __init__(self, model: LanguageModel, most: int, vocab_size: int) -> None:
+        self._model = model
+        self._settings = torch.zeros(most, 4, dtype=torch.float64)
+        self._seeds = torch.zeros(most, dtype=torch.int64)
+        self._positions = torch.zeros(most, dtype=torch.int64)
+
+    def use(self, settings: NDArray[np.float64], keys: Tokens) -> None:
+        """How the rows [R] draw, and with which seeds and places [R, 2]."""
+        count = len(settings)
+        self._settings.numpy()[:count] = settings
+        self._seeds.numpy()[:count], self._positions.numpy()[:count] = keys.T
+
+    def go_on(self, count: int) -> None:
+        """Each of the first rows draws at the next place."""
+        self._positions.numpy()[:count] += 1
+
+    def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        count = inputs.shape[0]
+        logits = self._model.compute_logits(self._model.forward(inputs, positions, step)).contiguous()
+        require_usable(logits)
+        numbers = uniforms_at(self._seeds[:count], self._positions[:count])
+        return sample_by_inversion(logits, self._settings[:count], numbers)
+
+
+class StopTokens:
+    """By row, those that may end a request."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._ids = np.full((max_num_seqs, 1), -1, dtype=np.int64)
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        params = request.sampling_params
+        ids = [*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)]
+        if len(ids) > self._ids.shape[1]:
+            missing = ((0, 0), (0, len(ids) - self._ids.shape[1]))
+            self._ids = np.pad(self._ids, missing, constant_values=-1)
+        self._ids[row] = -1
+        self._ids[row, : len(ids)] = ids
+
+    def remove_request(self, row: int) -> None:
+        """The next one writes over it."""
+
+    def any_in(self, rows: NDArray[np.int64], token_ids: Tokens) -> bool:
+        """Whether one of these tokens [R] ends its request."""
+        return bool((self._ids[rows] == token_ids[:, None]).any())
+
+
+class TapedRounds:
+    """Goes on where a step of one token of each request ends, by tapes.
+
+    Args:
+        model: loaded, its KV cache bound.
+        batch: whose rows generate; their tables have blocks for what the plan allows.
+        most: rows of a step that has further rounds.
+        arena_bytes: memory for the tensors of a round.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        batch: InputBatch,
+        most: int,
+        vocab_size: int,
+        arena_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._batch = batch
+        self._most = most
+        self._clock = clock
+        self._round = RoundOfModel(model, most, vocab_size)
+        widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
+        self._taped = TapedForward(self._round, most, widths, arena_bytes)
+        self._stops = StopTokens(batch.max_num_seqs)
+
+    def add_request(self, row: int, request: NewRequestData) -> None:
+        """A request was given a row."""
+        self._stops.add_request(row, request)
+
+    def remove_request(self, row: int) -> None:
+        """It has lost it."""
+        self._stops.remove_request(row)
+
+    def record(self, inputs: StepInputs) -> None:
+        """Make the tape of rounds of several requests, unless there is one; nothing is computed."""
+        self._taped.record(inputs)
+
+    def more(
+        self, inputs: StepInputs, token_ids: Tokens, sampler: Sampler, num_rounds: int, took_s: float
+    ) -> list[Tokens]:
+        """What follows the tokens [R] that a step has sampled in so much time: [R] of each round, at most so many.
+
+        There are less if there is no time, somebody's request may have ended, or a round could not be.
+        """
+        if not self._can_go_on(inputs, token_ids, sampler):
+            return []
+        self._begin(inputs, sampler, num_rounds)
+        found, rows, began = list[Tokens](), inputs.layout.rows, self._clock() - took_s
+        while len(found) < num_rounds and not self._stops.any_in(rows, token_ids):
+            if not self._has_time(self._clock() - began, 1 + len(found)):
+                break
+            chosen = self._next(inputs, token_ids, inputs.layout.ends + len(found))
+            if chosen is None:
+                break
+            token_ids = chosen
+            found.append(token_ids)
+        return found
+
+    def _next(self, inputs: StepInputs, token_ids: Tokens, positions: Tokens) -> Tokens | None:
+        """What follows tokens [R] at these positions [R]; None if that is not to be said."""
+        rows = inputs.layout.rows
+        self._taped.places.go_on(
+            token_ids, [table.slots(rows, positions) for table in self._batch.block_tables]
+        )
+        try:
+            chosen: Tokens = self._taped.play(inputs).numpy().copy()
+        except UnusableLogitsError:
+            return None
+        self._round.go_on(len(rows))
+        return chosen if chosen.min() >= 0 else None
+
+    def _can_go_on(self, inputs: StepInputs, token_ids: Tokens, sampler: Sampler) -> bool:
+        """Whether rounds can do what these requests ask for."""
+        step, rows = inputs.step, inputs.layout.rows
+        is_plain = inputs.layout.is_all_sampled and step.adapter_rows is None and step.token_types is None
+        if not is_plain or len(rows) > self._most or token_ids.min() < 0 or not sampler.only_draws(rows):
+            return False
+        self._taped.record(inputs)
+        return self._taped.takes(inputs)
+
+    def _begin(self, inputs: StepInputs, sampler: Sampler, num_rounds: int) -> None:
+        rows, ends = inputs.layout.rows, inputs.layout.ends
+        self._round.use(*sampler.draws(Samples(rows, ends + 1)))
+        self._taped.places.fill(inputs)
+        last = int(ends.max()) + num_rounds
+        self._taped.places.widen([table.gather(rows, last) for table in self._batch.block_tables])
+
+    def _has_time(self, took_s: float, num_rounds: int) -> bool:
+        """Whether another round, that takes as long as each of those before, ends in time."""
+        return took_s * (num_rounds + 1) <= MAX_RUN_S * num_rounds

@@ -1,0 +1,147 @@
+"""Rounds: when a plan lets requests generate several tokens, how many, and what these leave behind.
+
+That no mixture of them changes an output is the business of the state machine in tests/engine.
+"""
+
+import pytest
+
+from quire.scheduler.request import RequestStatus
+from tests.fixtures.asserts import about_an_assert
+from tests.scheduler.harness import Engine, make_config, run_alone
+
+PROMPT = range(6)
+
+
+def engine_of(num_rounds=4, **args):
+    """One whose plans allow several rounds; nothing is found in a cache, so prompts are computed."""
+    return Engine(make_config(num_scheduler_steps=num_rounds, enable_prefix_caching=False, **args))
+
+
+def as_alone(engine, name):
+    """Whether a request has got what it gets alone, by a plan for each token."""
+    return engine.tokens(name) == run_alone(engine.requests[name], engine.config).new_token_ids
+
+
+def test_who_generates_alone_gets_several_tokens_per_plan():
+    engine = engine_of()
+    request = engine.add("a", PROMPT, max_tokens=30)
+    assert engine.step().max_rounds == 1, "the prompt"
+    while not request.is_finished:
+        before = request.num_tokens
+        plan = engine.step()
+        assert plan.max_rounds == min(4, 36 - before)
+        (scheduled,) = plan.scheduled
+        assert (scheduled.num_tokens, scheduled.num_samples) == (1, 1)
+        assert before < request.num_tokens <= before + plan.max_rounds
+        assert request.is_finished or request.num_computed_tokens == request.num_tokens - 1
+    assert engine.last("a").finish_reason == "length"
+    assert len(engine.plans) < 30
+    assert as_alone(engine, "a")
+
+
+def test_nobody_gets_more_than_the_one_who_may_have_least():
+    engine = engine_of(8)
+    engine.add("a", PROMPT, max_tokens=30)
+    engine.add("b", PROMPT, max_tokens=3)
+    engine.step()
+    assert engine.step().max_rounds == 2
+    engine.drain()
+    assert as_alone(engine, "a")
+    assert as_alone(engine, "b")
+
+
+def test_a_context_that_ends_is_such_a_limit():
+    engine = engine_of(8, max_model_len=10)
+    engine.add("a", PROMPT, max_tokens=None)
+    engine.step()
+    assert engine.step().max_rounds == 3
+    engine.drain()
+    assert len(engine.tokens("a")) == 4
+
+
+def test_there_is_one_round_while_somebody_waits_or_computes_a_prompt():
+    engine = engine_of(max_num_seqs=2)
+    engine.add("a", PROMPT, max_tokens=40)
+    engine.step()
+    assert engine.step().max_rounds == 4
+    engine.add("b", range(40), max_tokens=40)
+    prompt_steps = [engine.step().max_rounds for _ in range(3)]
+    assert prompt_steps == [1, 1, 1]
+    assert engine.step().max_rounds == 4, "both generate"
+    engine.add("c", PROMPT, max_tokens=1)
+    assert engine.step().max_rounds == 1, "there is no row for the third"
+    engine.drain()
+    assert all(as_alone(engine, name) for name in "abc")
+
+
+def test_who_is_held_waits_for_something_else():
+    engine = engine_of()
+    engine.add("a", PROMPT, max_tokens=40)
+    engine.add("b", PROMPT, ["grammar"], max_tokens=40)
+    engine.step()
+    assert engine.step().max_rounds == 4
+    engine.release("grammar")
+    assert engine.step().max_rounds == 1
+    engine.drain()
+    assert all(as_alone(engine, name) for name in "ab")
+
+
+def test_further_rounds_have_blocks_of_their_own_and_nobody_is_preempted_for_them():
+    engine = engine_of(8, num_gpu_blocks_override=1 + 8)
+    requests = [engine.add(name, range(7), max_tokens=9) for name in "ab"]
+    engine.step()
+    assert engine.step().max_rounds == 8, "each needs two blocks more, and there are four"
+    engine = engine_of(8, num_gpu_blocks_override=1 + 5)
+    requests = [engine.add(name, range(7), max_tokens=5) for name in "ab"]
+    engine.step()
+    assert engine.step().max_rounds == 1, "there is one block for both"
+    assert [request.status for request in requests] == [RequestStatus.RUNNING] * 2
+    engine.drain()
+    assert all(as_alone(engine, name) for name in "ab")
+
+
+def test_what_a_stop_cuts_off_is_not_the_requests():
+    alone = engine_of(1)
+    alone.add("a", PROMPT, max_tokens=30)
+    alone.drain()
+    for place, token_id in enumerate(alone.tokens("a")[:12]):
+        engine = engine_of(8)
+        engine.add("a", PROMPT, max_tokens=30, stop_token_ids=[token_id])
+        engine.drain()
+        first = alone.tokens("a").index(token_id)
+        assert engine.tokens("a") == alone.tokens("a")[: first + 1], place
+        assert engine.last("a").stop_reason == token_id
+
+
+def test_prefixes_that_rounds_have_computed_are_found():
+    engine = Engine(make_config(num_scheduler_steps=8))
+    engine.add("a", PROMPT, max_tokens=20)
+    engine.drain()
+    text = [*PROMPT, *engine.tokens("a")]
+    engine.add("b", text[:22], max_tokens=5)
+    engine.drain()
+    assert engine.last("b").num_cached_tokens == 20
+    assert engine.tokens("b")[:4] == text[22:26]
+
+
+def test_tenants_pay_for_what_rounds_generate():
+    costs = {}
+    for num_rounds in (1, 8):
+        engine = engine_of(num_rounds, scheduling_policy="fair")
+        engine.add("a", PROMPT, max_tokens=20, tenant="one")
+        engine.drain()
+        tenants = engine.scheduler._queues.policy._tenants
+        costs[num_rounds] = tenants["one"].counter
+    assert costs[1] == costs[8]
+
+
+@about_an_assert
+def test_more_tokens_than_rounds_are_noticed():
+    engine = engine_of(2)
+    engine.add("a", PROMPT, max_tokens=20)
+    engine.step()
+    plan = engine.schedule()
+    output = engine.executor.execute_model(plan)
+    output.sampled_token_ids["a"] += [1, 1]
+    with pytest.raises(AssertionError, match="for 2 samples"):
+        engine.finish_step(plan, output)
