@@ -139,7 +139,7 @@ def measure(
     threads: int | None = None,
     quick: bool = False,
 ) -> TapeResults:
-    """Steps with so many requests each; the layers before the head are tapes.
+    """Steps with so many requests each; tapes hold the layers before the head, and all of a further round.
 
     Args:
         model: directory with a config.json, whose model has random weights; None: that of `SHAPE`.
@@ -191,8 +191,11 @@ def _measure(
     read, moved = (
         int(sum(op.num_bytes for op in ops if op.name.startswith(names))) for names in (_WEIGHTED, _STATEFUL)
     )
-    ops.append(OpTime("head, sampling, host", 1, rest, 0))
-    return TapeResult(weights, rows, ops, step_s, head_bytes + read, moved, percentile(probes, 50))
+    ops.append(OpTime("outside of tapes", 1, rest, 0))
+    # Further rounds have the head, and the choice behind it, in their tape.
+    without_head = 1 - sum(op.calls for op in ops if op.name.startswith("sample_tokens"))
+    weight_bytes = read + int(without_head * head_bytes)
+    return TapeResult(weights, rows, ops, step_s, weight_bytes, moved, percentile(probes, 50))
 
 
 def _ops(calls: Iterable[TimedCall], of_prompts: Iterable[TimedCall], num_steps: int) -> Iterator[OpTime]:
@@ -211,7 +214,7 @@ def _ops(calls: Iterable[TimedCall], of_prompts: Iterable[TimedCall], num_steps:
 
 
 def _head_bytes(arch: ModelArch, weights: str) -> int:
-    """It is no part of a tape. That of integer models is int8."""
+    """That of integer models is int8."""
     num_bytes = 4 if weights == "float32" else 1 if weights.startswith("int") else 2
     return arch.vocab_size * arch.hidden_size * num_bytes
 
