@@ -120,6 +120,7 @@ def main() -> None:
     size, options = args.batch_size, {"quantization": args.quantization} if args.quantization else {}
     options |= {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False}
     options |= {"max_model_len": 128, "max_num_seqs": size + 1, "max_num_batched_tokens": size * PROMPT_LEN}
+    options |= {"num_scheduler_steps": 1}  # steps are what is timed
     limits = {"max_loras": size + 1, "max_cpu_loras": size + 1, "max_lora_rank": args.rank}
     limits |= {"lora_dtype": args.lora_dtype}
     base = LLMEngine(EngineConfig.from_args(model=str(args.model), **options))

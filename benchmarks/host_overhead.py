@@ -87,7 +87,9 @@ def main() -> None:
         "--random", action="store_true", help="temperature 0.8 and top-p 0.9 instead of greedy"
     )
     args = parser.parse_args()
-    engine = LLMEngine.from_engine_args(EngineArgs(model=args.model, max_model_len=512, max_num_seqs=64))
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(model=args.model, max_model_len=512, max_num_seqs=64, num_scheduler_steps=1)
+    )
     core: Any = engine._clients[0]._core  # type: ignore[attr-defined]
     runner = core.executor._worker._runner
     runner._model.forward = remembering(runner._model.forward)

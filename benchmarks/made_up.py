@@ -40,6 +40,7 @@ def started(model: Path, **options: Any) -> LLMEngine:
             max_model_len=512,
             max_num_seqs=1,
             num_gpu_blocks_override=64,
+            num_scheduler_steps=1,
             **options,
         )
     )

@@ -109,6 +109,7 @@ def measure(args: argparse.Namespace, model: str, **options: Any) -> Cost:
         max_model_len=1024,
         enable_prefix_caching=False,
         quantization=args.quantization,
+        num_scheduler_steps=1,  # which is what a constraint leaves
         **options,
     )
     constraint = StructuredOutputsParams(json=SCHEMA)

@@ -11,6 +11,7 @@ import pytest
 from quire.bench import tape
 from quire.bench.tape import OpTime, TapeResult
 from quire.kernels import cpu
+from quire.worker import taped_rounds
 
 if not cpu.available():
     pytest.skip("no kernels, no tapes", allow_module_level=True)
@@ -18,6 +19,7 @@ if not cpu.available():
 
 def test_a_step_is_the_sum_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "NUM_STEPS", 2)
+    monkeypatch.setattr(taped_rounds, "MAX_RUN_S", float("inf"))
     monkeypatch.setattr(
         tape, "SHAPE", tape.SHAPE | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 128}
     )
@@ -29,8 +31,9 @@ def test_a_step_is_the_sum_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     read = {op.name: op.num_bytes for op in step.ops}
     assert read["packed_linear 64x128"] == 64 * 128 + 4 * 64
     assert sum(op.seconds for op in step.ops) == pytest.approx(step.step_s)
+    assert calls["packed_linear 512x64"] == calls["sample_tokens"] == 0.5, "the second of two is a further round"
     linears = sum(size for name, size in read.items() if name.startswith("packed_linear"))
-    assert step.weight_bytes == linears + 512 * 64
+    assert step.weight_bytes == linears + 512 * 64 / 2
 
 
 @pytest.mark.parametrize(
