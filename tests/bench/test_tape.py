@@ -31,7 +31,9 @@ def test_a_step_is_the_sum_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     read = {op.name: op.num_bytes for op in step.ops}
     assert read["packed_linear 64x128"] == 64 * 128 + 4 * 64
     assert sum(op.seconds for op in step.ops) == pytest.approx(step.step_s)
-    assert calls["packed_linear 512x64"] == calls["sample_tokens"] == 0.5, "the second of two is a further round"
+    assert calls["packed_linear 512x64"] == calls["sample_tokens"] == 0.5, (
+        "the second of two is a further round"
+    )
     linears = sum(size for name, size in read.items() if name.startswith("packed_linear"))
     assert step.weight_bytes == linears + 512 * 64 / 2
 
