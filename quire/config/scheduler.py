@@ -75,7 +75,7 @@ class SchedulerConfig(Config):
 
     num_scheduler_steps: int = option(
         0,
-        "Most tokens each request generates per plan while none waits, within 0.5 s; 0: 8 offline on a CPU, else 1.",
+        "Most tokens each request generates per plan while none waits, within 0.5 s; 0: 16 offline on a CPU, else 1.",
         ge=0,
     )
 

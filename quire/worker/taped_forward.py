@@ -11,8 +11,9 @@ step is copied to where the tape reads it; models and steps that cannot be recor
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,16 +60,18 @@ class TapedForward:
         if not self.takes(inputs):
             return self._eager(inputs)
         self.places.fill(inputs)
-        return self.play(inputs)
+        return self.player(inputs)()
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether there is a tape for steps of this size."""
         return _size_of(inputs).tokens <= self._max_taped
 
-    def play(self, inputs: StepInputs) -> Tensor:
-        """A step like this one, of what stands in the places."""
+    def player(self, inputs: StepInputs) -> Callable[[], Tensor]:
+        """Computes a step like this one, of what stands in the places."""
         size, traits = _size_of(inputs), _traits_of(inputs)
-        return self._play_one(inputs, traits) if size.tokens == 1 else self._play(inputs, size, traits)
+        if size.tokens == 1:
+            return partial(self._play_one, inputs, traits)
+        return partial(self._play, inputs, size, traits)
 
     def record(self, inputs: StepInputs) -> None:
         """Make the tape of steps like this one, of several tokens, unless there is one; nothing is computed."""
@@ -140,6 +143,8 @@ class Places:
         self._slots = [torch.zeros(max_num_tokens, dtype=torch.int64) for _ in table_widths]
         self._tables = [torch.zeros(max_num_tokens, width, dtype=torch.int32) for width in table_widths]
         self._intermediate: dict[str, Tensor] = {}
+        self._arrays = self._input_ids.numpy(), self._positions.numpy(), self._seq_lens.numpy()
+        self._slot_arrays = [slots.numpy() for slots in self._slots]
 
     def fill(self, inputs: StepInputs) -> None:
         """Copy a step's tensors to their places."""
@@ -161,16 +166,17 @@ class Places:
         for name, rows in (step.intermediate or {}).items():
             self._handed_over(name, rows)[:tokens] = rows
 
-    def go_on(self, token_ids: NDArray[np.int64], slots: Sequence[NDArray[np.int64]]) -> None:
+    def go_on(self, token_ids: NDArray[np.int64], slots: Iterable[NDArray[np.int64]]) -> None:
         """Of a step of one token of each request, make the next: the tokens behind those [R], and where their keys and
         values lie in each group's cache, [R] each.
         """
         count = len(token_ids)
-        self._input_ids.numpy()[:count] = token_ids
-        self._positions.numpy()[:count] += 1
-        self._seq_lens.numpy()[:count] += 1
-        for place, own in zip(self._slots, slots, strict=True):
-            place.numpy()[:count] = own
+        ids, positions, seq_lens = self._arrays
+        ids[:count] = token_ids
+        positions[:count] += 1
+        seq_lens[:count] += 1
+        for place, own in zip(self._slot_arrays, slots, strict=True):
+            place[:count] = own
 
     def widen(self, tables: Sequence[NDArray[np.int32]]) -> None:
         """Have more blocks of each request, [R, blocks] of each group."""

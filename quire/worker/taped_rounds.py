@@ -11,7 +11,6 @@ it leaves undone, and the next step does it: that ends a request, or says why it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -40,21 +39,22 @@ class RoundOfModel:
         UnusableLogitsError: instead of choosing by logits of which some are not finite.
     """
 
-    def __init__(self, model: LanguageModel, most: int, vocab_size: int) -> None:
+    def __init__(self, model: LanguageModel, most: int) -> None:
         self._model = model
         self._settings = torch.zeros(most, 4, dtype=torch.float64)
         self._seeds = torch.zeros(most, dtype=torch.int64)
         self._positions = torch.zeros(most, dtype=torch.int64)
+        self._place_of_draw = self._positions.numpy()
 
     def use(self, settings: NDArray[np.float64], keys: Tokens) -> None:
         """How the rows [R] draw, and with which seeds and places [R, 2]."""
         count = len(settings)
         self._settings.numpy()[:count] = settings
-        self._seeds.numpy()[:count], self._positions.numpy()[:count] = keys.T
+        self._seeds.numpy()[:count], self._place_of_draw[:count] = keys.T
 
     def go_on(self, count: int) -> None:
         """Each of the first rows draws at the next place."""
-        self._positions.numpy()[:count] += 1
+        self._place_of_draw[:count] += 1
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         count = inputs.shape[0]
@@ -82,9 +82,10 @@ class StopTokens:
     def remove_request(self, row: int) -> None:
         """The next one writes over it."""
 
-    def any_in(self, rows: NDArray[np.int64], token_ids: Tokens) -> bool:
-        """Whether one of these tokens [R] ends its request."""
-        return bool((self._ids[rows] == token_ids[:, None]).any())
+    def of(self, rows: NDArray[np.int64]) -> Tokens:
+        """[R, any number] of rows [R]; negative ones are none."""
+        ids: Tokens = self._ids[rows]
+        return ids
 
 
 class TapedRounds:
@@ -95,22 +96,12 @@ class TapedRounds:
         batch: whose rows generate; their tables have blocks for what the plan allows.
         most: rows of a step that has further rounds.
         arena_bytes: memory for the tensors of a round.
-        clock: seconds, never going back.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        batch: InputBatch,
-        most: int,
-        vocab_size: int,
-        arena_bytes: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, model: LanguageModel, batch: InputBatch, most: int, arena_bytes: int) -> None:
         self._batch = batch
         self._most = most
-        self._clock = clock
-        self._round = RoundOfModel(model, most, vocab_size)
+        self._round = RoundOfModel(model, most)
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
         self._taped = TapedForward(self._round, most, widths, arena_bytes)
         self._stops = StopTokens(batch.max_num_seqs)
@@ -136,47 +127,50 @@ class TapedRounds:
         """
         if not self._can_go_on(inputs, token_ids, sampler):
             return []
-        self._begin(inputs, sampler, num_rounds)
-        found, rows, began = list[Tokens](), inputs.layout.rows, self._clock() - took_s
-        while len(found) < num_rounds and not self._stops.any_in(rows, token_ids):
-            if not self._has_time(self._clock() - began, 1 + len(found)):
+        # Whatever can be done before is: between two rounds Python is slow.
+        slots = self._begin(inputs, sampler, num_rounds)
+        play, stops = self._taped.player(inputs), self._stops.of(inputs.layout.rows)
+        found, began = list[Tokens](), time.perf_counter() - took_s
+        while len(found) < num_rounds and not (stops == token_ids[:, None]).any():
+            if not _has_time(time.perf_counter() - began, 1 + len(found)):
                 break
-            chosen = self._next(inputs, token_ids, inputs.layout.ends + len(found))
-            if chosen is None:
+            self._taped.places.go_on(token_ids, [of_group[len(found)] for of_group in slots])
+            try:
+                token_ids = play().numpy().copy()
+            except UnusableLogitsError:
                 break
-            token_ids = chosen
+            if token_ids.min() < 0:
+                break
+            self._round.go_on(len(token_ids))
             found.append(token_ids)
         return found
 
-    def _next(self, inputs: StepInputs, token_ids: Tokens, positions: Tokens) -> Tokens | None:
-        """What follows tokens [R] at these positions [R]; None if that is not to be said."""
-        rows = inputs.layout.rows
-        self._taped.places.go_on(
-            token_ids, [table.slots(rows, positions) for table in self._batch.block_tables]
-        )
-        try:
-            chosen: Tokens = self._taped.play(inputs).numpy().copy()
-        except UnusableLogitsError:
-            return None
-        self._round.go_on(len(rows))
-        return chosen if chosen.min() >= 0 else None
-
     def _can_go_on(self, inputs: StepInputs, token_ids: Tokens, sampler: Sampler) -> bool:
         """Whether rounds can do what these requests ask for."""
-        step, rows = inputs.step, inputs.layout.rows
-        is_plain = inputs.layout.is_all_sampled and step.adapter_rows is None and step.token_types is None
-        if not is_plain or len(rows) > self._most or token_ids.min() < 0 or not sampler.only_draws(rows):
+        step, rows, layout = inputs.step, inputs.layout.rows, inputs.layout
+        is_plain = step.adapter_rows is None and step.token_types is None
+        generates = layout.is_all_sampled and layout.is_one_token_each
+        if (
+            not (is_plain and generates)
+            or len(rows) > self._most
+            or token_ids.min() < 0
+            or not sampler.only_draws(rows)
+        ):
             return False
         self._taped.record(inputs)
         return self._taped.takes(inputs)
 
-    def _begin(self, inputs: StepInputs, sampler: Sampler, num_rounds: int) -> None:
-        rows, ends = inputs.layout.rows, inputs.layout.ends
+    def _begin(self, inputs: StepInputs, sampler: Sampler, num_rounds: int) -> list[Tokens]:
+        """Put down what is the same for all rounds; returns where the tokens of each go, [rounds, R] of each group."""
+        rows, ends, tables = inputs.layout.rows, inputs.layout.ends, self._batch.block_tables
         self._round.use(*sampler.draws(Samples(rows, ends + 1)))
         self._taped.places.fill(inputs)
         last = int(ends.max()) + num_rounds
-        self._taped.places.widen([table.gather(rows, last) for table in self._batch.block_tables])
+        self._taped.places.widen([table.gather(rows, last) for table in tables])
+        positions = ends + np.arange(num_rounds)[:, None]
+        return [table.slots(rows, positions) for table in tables]
 
-    def _has_time(self, took_s: float, num_rounds: int) -> bool:
-        """Whether another round, that takes as long as each of those before, ends in time."""
-        return took_s * (num_rounds + 1) <= MAX_RUN_S * num_rounds
+
+def _has_time(took_s: float, num_rounds: int) -> bool:
+    """Whether another round, that takes as long as each of those before, ends in time."""
+    return took_s * (num_rounds + 1) <= MAX_RUN_S * num_rounds
