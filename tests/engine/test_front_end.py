@@ -474,7 +474,7 @@ def test_a_core_is_replaced_and_nobody_sees_a_difference(
 @given(
     st.lists(st.tuples(prompts(), parameters()), min_size=1, max_size=4),
     st.lists(st.integers(0, 3), max_size=6),
-    st.sampled_from([{}, {"async_scheduling": True, "max_steps_in_flight": 3}]),
+    st.sampled_from([{}, {"async_scheduling": True, "max_steps_in_flight": 3}, {"num_scheduler_steps": 4}]),
     st.sampled_from([6, 24]),
     st.integers(1, 3),
 )

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.llm_engine import LLMEngine
 from quire.entrypoints.cli.main import main
 from quire.entrypoints.llm import LLM
+from quire.kernels import cpu
+from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.worker import taped_rounds
 
 ENGINE = ["--cpu-threads", "1"]
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
@@ -119,3 +123,24 @@ def test_a_form_that_is_none_is_a_mistake(options: list[str], capsys: pytest.Cap
     for command in (["run", "hello"], ["complete"], ["chat"]):
         assert main([*command, *options]) == 2
         assert "--json-schema" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no kernels, no rounds")
+def test_whoever_reads_along_gets_every_token_when_it_is_there(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, num_steps = LLMEngine.step, 0
+
+    def counted(engine: LLMEngine) -> list[RequestOutput]:
+        nonlocal num_steps
+        num_steps += 1
+        return step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", counted)
+    monkeypatch.setattr(taped_rounds, "MAX_RUN_S", float("inf"))
+    command = ["run", "hello", "--model", model, "--ignore-eos", *ENGINE, *GREEDY]
+    assert main(command) == 0
+    assert num_steps >= 12
+    num_steps = 0
+    assert main([*command, "--num-scheduler-steps", "16"]) == 0
+    assert num_steps < 6
