@@ -56,6 +56,8 @@ class SampledTokens(NamedTuple):
     """Those that were verified, by the requests' indices."""
     further: Sequence[NDArray[np.int64]] = ()
     """[N] of each further round: what followed these tokens, and so on."""
+    further_s: float = 0.0
+    """What these rounds took, nearly all of it in their passes."""
 
     def read(self, batch: InputBatch) -> Outcome:
         """The batch gets the tokens."""
@@ -157,9 +159,9 @@ class LaunchedStep:
         return self._result
 
     def _read(self) -> ModelRunnerOutput:
-        ids, outcome = self.request_ids, Outcome({}, {}, {})
+        ids, outcome, further_s = self.request_ids, Outcome({}, {}, {}), 0.0
         if self.sampled is not None:
-            outcome = self.sampled.read(self.batch)
+            outcome, further_s = self.sampled.read(self.batch), self.sampled.further_s
         failed = outcome.failed
         prompts = {prompt.request: prompt.read() for prompt in self.prompts}
         failed.update({index: NON_FINITE for index, entries in prompts.items() if entries is None})
@@ -179,8 +181,8 @@ class LaunchedStep:
             pooled=by_id(numbers),
             failed=self.unusable | {ids[index]: reason for index, reason in failed.items()},
             draft_token_ids=self._propose(outcome),
-            forward_s=self.marks.forwarded.seconds_since(self.marks.started),
-            sample_s=self.marks.done.seconds_since(self.marks.forwarded),
+            forward_s=self.marks.forwarded.seconds_since(self.marks.started) + further_s,
+            sample_s=self.marks.done.seconds_since(self.marks.forwarded) - further_s,
         )
 
     def _propose(self, outcome: Outcome) -> dict[str, list[int]]:

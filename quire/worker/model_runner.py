@@ -384,13 +384,14 @@ class ModelRunner:
         self, inputs: StepInputs, sampled: SampledTokens, num_rounds: int, started: Mark
     ) -> SampledTokens:
         """With what further rounds generate, if there are any."""
-        layout, took_s = inputs.layout, self._transfers.mark().seconds_since(started)
+        layout, began = inputs.layout, self._transfers.mark()
         if self._rounds is None or len(sampled.parts) > 1 or not self._logits.are_of_model(layout.rows):
             return sampled
         token_ids = sampled.parts[0].codes.numpy()
+        took_s = began.seconds_since(started)
         further = self._rounds.more(inputs, token_ids, self._samplers.plain, num_rounds, took_s)
         self.batch.advance(layout.rows, layout.ends + len(further), np.full(len(layout.rows), len(further)))
-        return sampled._replace(further=further)
+        return sampled._replace(further=further, further_s=self._transfers.mark().seconds_since(began))
 
     def _num_tokens(self, request: NewRequestData) -> int:
         adapters = self.batch.adapters
