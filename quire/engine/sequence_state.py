@@ -218,7 +218,8 @@ class SequenceState:
             self._record_prompt(now, stats)
             stats.time_to_first_token_s.append(now - mine.arrival_time)
         else:
-            stats.inter_token_s.append((now - mine.last_token_ts) / count)
+            # Those that come together have been generated one after the other.
+            stats.inter_token_s += [(now - mine.last_token_ts) / count] * count
         mine.last_token_ts = now
         mine.num_generation_tokens += count
         stats.num_generation_tokens += count

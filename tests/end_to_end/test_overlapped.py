@@ -19,6 +19,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, ThinkingMarkers
+from quire.worker import taped_rounds
 from tests.fixtures.thread_ranks import ThreadRanks
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
@@ -66,7 +67,11 @@ class Job(NamedTuple):
 
 
 def serve(jobs: list[Job], **args: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
-    """Run the jobs, a new one every other turn; their last outputs, and the scheduler's statistics at the end."""
+    """Run the jobs, a new one every other turn; their last outputs, and the scheduler's statistics at the end.
+
+    Unless more are asked for, a request gets one token at a time: whoever has had enough says so in time.
+    """
+    args = {"num_scheduler_steps": 1, **args}
     engine = LLMEngine(EngineConfig.from_args(cpu_threads=1, **args))
     last: dict[str, RequestOutput] = {}
     waiting, turn = list(enumerate(jobs)), 0
@@ -126,6 +131,25 @@ def test_all_parameters_with_aborts_and_preemption(
         assert facts(outputs) == facts(expected), f"{steps} steps in flight"
         assert stats["num_preemptions"] > 0
         assert stats["prefix_cache_hits"] > 0
+
+
+@pytest.mark.parametrize("family", ["llama-tied-bias", "gemma3"])
+def test_rounds_change_nothing_that_requests_ask_for(
+    family: str, tiny_model: Callable[[str], Path], restore_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody aborts: when a caller has had enough depends on how many tokens come at once."""
+    monkeypatch.setattr(taped_rounds, "MAX_RUN_S", float("inf"))
+    args = {"model": str(tiny_model(family)), "max_model_len": 96, "max_num_batched_tokens": 24}
+    args |= {"max_num_seqs": 8, "num_gpu_blocks_override": 40, "swap_space": 0.001, "preemption_mode": "swap"}
+    jobs = [job._replace(abort_after=None) for job in jobs_of_all_kinds()]
+    expected, _ = serve(jobs, **args)
+    for rounds in (3, 16):
+        assert facts(serve(jobs, **args, num_scheduler_steps=rounds)[0]) == facts(expected), (
+            f"{rounds} rounds"
+        )
+    for job, output in zip(jobs, expected, strict=True):
+        ((alone,), _) = serve([job], **args, num_scheduler_steps=16)
+        assert alone.outputs == output.outputs
 
 
 @pytest.mark.more

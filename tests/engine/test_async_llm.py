@@ -34,13 +34,15 @@ def make_engine(model_dir: Path, *, in_process: bool = True, **args: Any) -> Asy
     return AsyncLLM(EngineConfig.from_args(**args), in_process=in_process)
 
 
-KINDS = "in process", "own process", "own process, overlapped"
+KINDS = "in process", "in process, rounds", "own process", "own process, overlapped", "own process, rounds"
 
 
 @pytest.fixture(params=quick(KINDS, ["in process"]))
 async def engine(request: pytest.FixtureRequest, null_model_dir: Path) -> AsyncIterator[AsyncLLM]:
-    in_process, overlapped = request.param == "in process", request.param.endswith("overlapped")
-    engine = make_engine(null_model_dir, in_process=in_process, async_scheduling=overlapped)
+    in_process, overlapped = request.param.startswith("in process"), request.param.endswith("overlapped")
+    rounds = 5 if request.param.endswith("rounds") else 1
+    args = {"async_scheduling": overlapped, "num_scheduler_steps": rounds}
+    engine = make_engine(null_model_dir, in_process=in_process, **args)
     await engine.wait_ready()
     yield engine
     await engine.shutdown()

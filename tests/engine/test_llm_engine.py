@@ -49,6 +49,7 @@ LOOPS = {
     "plain": {},
     "overlapped": {"async_scheduling": True},
     "4 steps in flight": {"async_scheduling": True, "max_steps_in_flight": 4},
+    "rounds": {"num_scheduler_steps": 5},
 }
 
 
@@ -111,7 +112,7 @@ def test_deltas_join_to_the_cumulative_output(engine: LLMEngine) -> None:
     joined, *rest = outputs["delta"]
     for output in rest:
         joined.add(output)
-    assert len(rest) > 5
+    assert len(rest) > 1
     assert joined.outputs == outputs["whole"][-1].outputs
 
 
