@@ -44,7 +44,7 @@ from quire.engine.trace import create_trace
 from quire.engine.vocabulary import load_vocabulary
 from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
-from quire.kv_cache.sizing import settle_max_model_len, settle_rounds, size_kv_cache
+from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
 from quire.plugins import load_general_plugins
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
@@ -82,7 +82,7 @@ class EngineCore:
         with _shut_down_on_error(self.executor):
             self.executor.load()
             kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
-            config = settle_rounds(settle_max_model_len(config, kv_config), kv_config)
+            config = settle_max_model_len(config, kv_config)
             self.executor.initialize_kv_cache(kv_config)
         self.scheduler = scheduler_class(config, kv_config)
         self._publisher = create_publisher(config)

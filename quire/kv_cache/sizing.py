@@ -78,15 +78,6 @@ def settle_max_model_len(config: EngineConfig, kv_config: KVCacheConfig) -> Engi
     return config
 
 
-def settle_rounds(config: EngineConfig, kv_config: KVCacheConfig) -> EngineConfig:
-    """One token of a request per plan where layers keep states, for which blocks are planned step by step."""
-    asked = config.scheduler.num_scheduler_steps
-    if asked <= 1 or kv_config.rolls_back:
-        return config
-    logger.info("num_scheduler_steps = 1 instead of %d: layers of the model keep states", asked)
-    return config.evolve(num_scheduler_steps=1)
-
-
 def blocks_per_request(groups: Groups, num_tokens: int, max_chunk: int) -> int:
     """Blocks over all groups that a request of `num_tokens` tokens holds at most."""
     return sum(group.spec.max_blocks(num_tokens, max_chunk) for group in groups)

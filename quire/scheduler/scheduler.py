@@ -76,7 +76,7 @@ class Scheduler:
             self._max_adapters,
             config.speculative.settings.num_lookahead_tokens,
             config.num_disjoint_steps,
-            max(config.scheduler.num_scheduler_steps, 1),
+            most_rounds(config.scheduler.num_scheduler_steps, kv_config),
         )
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
@@ -322,7 +322,7 @@ class Scheduler:
             request.update_drafts(new_token_ids, output.draft_token_ids.get(request_id))
         if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
             end = chunk.end
-            if planned > 1 and self._kv.rolls_back:
+            if planned > 1 and (self._kv.rolls_back or not chunk.num_drafts):
                 end += num_further
                 request.num_computed_tokens = end
             self._kv.cache_blocks(request, end)
@@ -342,6 +342,14 @@ class Scheduler:
             if stop is not None:
                 return sampled[:count], stop
         return sampled, None
+
+
+def most_rounds(asked: int, kv_config: KVCacheConfig) -> int:
+    """How many tokens of a request a plan may have generated, one after the other.
+
+    A state has a block where these begin and where they end, and perhaps none between: so they lie in two at most.
+    """
+    return max(asked if kv_config.rolls_back else min(asked, kv_config.block_size), 1)
 
 
 def check_admissible(request: Request, max_model_len: int, kv: KVCacheManager) -> None:

@@ -143,7 +143,8 @@ class Places:
         self._slots = [torch.zeros(max_num_tokens, dtype=torch.int64) for _ in table_widths]
         self._tables = [torch.zeros(max_num_tokens, width, dtype=torch.int32) for width in table_widths]
         self._intermediate: dict[str, Tensor] = {}
-        self._arrays = self._input_ids.numpy(), self._positions.numpy(), self._seq_lens.numpy()
+        lengths = self._positions, self._seq_lens, self._kept_lens
+        self._ids_array, self._growing = self._input_ids.numpy(), [each.numpy() for each in lengths]
         self._slot_arrays = [slots.numpy() for slots in self._slots]
 
     def fill(self, inputs: StepInputs) -> None:
@@ -171,10 +172,9 @@ class Places:
         values lie in each group's cache, [R] each.
         """
         count = len(token_ids)
-        ids, positions, seq_lens = self._arrays
-        ids[:count] = token_ids
-        positions[:count] += 1
-        seq_lens[:count] += 1
+        self._ids_array[:count] = token_ids
+        for each in self._growing:
+            each[:count] += 1
         for place, own in zip(self._slot_arrays, slots, strict=True):
             place[:count] = own
 

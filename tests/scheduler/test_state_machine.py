@@ -92,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduling_policy=st.sampled_from(["fcfs", "priority", "fair"]),
         priority_ageing_s=st.sampled_from([0.0, 5.0]),
         max_drafts=st.sampled_from([0, 2, 7]),
+        num_scheduler_steps=st.sampled_from([1, 2, 3, 8]),
     )
     def start(
         self,
