@@ -95,8 +95,8 @@ class Planner:
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
             if new_block_ids is not None:
                 drafts: list[int] = []
-                num_ahead = self._num_lookahead or step.max_rounds - 1
-                if num_new_tokens == num_missing and (request.draft_token_ids or num_ahead):
+                is_ahead = request.draft_token_ids or self._num_ahead(step)
+                if num_new_tokens == num_missing and is_ahead:
                     new_block_ids, drafts = self._allocate_drafts(
                         request, num_new_tokens, new_block_ids, step
                     )
@@ -153,13 +153,16 @@ class Planner:
         drafts = request.next_drafts(limit, self._max_model_len)
         num_tokens = request.num_computed_tokens + num_new_tokens + len(drafts)
         most = max(request.max_computed_tokens(self._max_model_len), num_tokens)
-        num_ahead = self._num_lookahead or step.max_rounds - 1
-        for end in (min(num_tokens + num_ahead, most), num_tokens):
+        for end in (min(num_tokens + self._num_ahead(step), most), num_tokens):
             draft_block_ids = self._kv.allocate_drafts(request, end, step.promised_blocks)
             if draft_block_ids is not None:
                 return [own + new for own, new in zip(block_ids, draft_block_ids, strict=True)], drafts
             step.max_rounds = 1
         return block_ids, []
+
+    def _num_ahead(self, step: StepPlan) -> int:
+        """Tokens behind the known ones for which a request gets blocks: a drafting model's, or further rounds'."""
+        return self._num_lookahead or step.max_rounds - 1
 
     def _start_waiting(self, step: StepPlan, now: float) -> None:
         """Start waiting requests, in the policy's order, until one does not fit; who lacks no more than a place for an

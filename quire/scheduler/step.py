@@ -90,6 +90,7 @@ class StepPlan:
             lora_request=request.lora_request,
         )
         self._new_requests.append(data)
+        self.max_rounds = 1  # whoever starts has blocks for these tokens and no others
         self._take(request, num_tokens, [], [])
 
     def add_cached(

@@ -383,8 +383,15 @@ class ModelRunner:
     def _go_on(
         self, inputs: StepInputs, sampled: SampledTokens, num_rounds: int, started: Mark
     ) -> SampledTokens:
-        """With what further rounds generate, if there are any."""
+        """With what further rounds generate, if there are any.
+
+        Raises:
+            EngineError: requests have no blocks for so many.
+        """
         layout, began = inputs.layout, self._transfers.mark()
+        for table in self.batch.block_tables:
+            if (layout.ends + num_rounds > table.capacity(layout.rows)).any():
+                raise EngineError(f"the plan has {num_rounds} further rounds and no cache blocks for them")
         if self._rounds is None or len(sampled.parts) > 1 or not self._logits.are_of_model(layout.rows):
             return sampled
         token_ids = sampled.parts[0].codes.numpy()

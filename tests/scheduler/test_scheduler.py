@@ -297,16 +297,17 @@ def test_stop_at_an_end_token_reports_why():
     assert (engine.last("all").finish_reason, engine.last("all").stop_reason) == ("length", None)
 
 
+@pytest.mark.parametrize("rounds", [1, 8])
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
-def test_a_victim_that_fits_again_at_once_is_planned_once(policy):
+def test_a_victim_that_fits_again_at_once_is_planned_once(policy, rounds):
     """Both computed the same prompt in one step; what `b` gives up is a copy of blocks that `a` still holds."""
-    engine = Engine(
-        make_config(scheduling_policy=policy, max_num_batched_tokens=32, num_gpu_blocks_override=9)
-    )
+    limits = {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 9, "num_scheduler_steps": rounds}
+    engine = Engine(make_config(scheduling_policy=policy, **limits))
     for name in "ab":
         engine.add(name, range(16))
     engine.step()
     plan = engine.step()
+    assert plan.max_rounds == 1, "it has blocks for what it computes again, and no others"
     assert (plan.removed_request_ids, new_ids(plan)) == (["b"], ["b"])
     assert [request.request_id for request in plan.scheduled] == ["a", "b"]
     engine.drain()

@@ -218,6 +218,10 @@ def test_plan_of_failures_alone_runs_nothing() -> None:
         (SchedulerOutput(0, [request([1], block_ids=[NUM_BLOCKS])], [planned("r", 0, 1)], []), "block ids"),
         (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2)], []), "other tokens"),
         (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2, [99])], []), "23 tokens"),
+        (
+            SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 1)], [], max_rounds=5),
+            "no cache blocks",
+        ),
         (SchedulerOutput(0, [], [], ["x"], version=3), f"version 3, not {WAIST_VERSION}"),
     ],
 )
