@@ -72,7 +72,6 @@ class SchedulerConfig(Config):
         "else 1.",
         ge=0,
     )
-
     num_scheduler_steps: int = option(
         0,
         "Most tokens each request generates per plan while none waits, within 0.5 s; 0: 16 offline on a CPU, else 1.",

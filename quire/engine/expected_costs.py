@@ -24,7 +24,7 @@ class Work(NamedTuple):
 
 
 def work_of(plan: SchedulerOutput) -> Work:
-    """All requests' together."""
+    """All requests' together. Further rounds are not counted: they end before anybody grows impatient."""
     tokens = looks = 0
     for one in plan.scheduled:
         tokens += one.num_tokens

@@ -54,7 +54,7 @@ class ReplayExecutor(NullExecutor):
         self.execute_model(plan)
 
     def _num_rounds(self, plan: SchedulerOutput) -> int:
-        return self._rounds if plan.max_rounds > 1 else 1
+        return self._rounds
 
     def _next_token(self, row: Any) -> int:
         return next(self._sampled.get(row.request_id, iter(())), 0)  # nothing where it failed

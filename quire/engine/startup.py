@@ -39,9 +39,9 @@ Usage = Literal["server", "offline", "headless"]
 """Of this process: it serves, it is a program with an engine, or it brings ranks to the engine of another host."""
 
 DEFAULT_MAX_NUM_SEQS = {"server": 128, "offline": 256, "headless": 128}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096, "headless": 2048}
 MAX_ROUNDS = 16
 """Tokens of a request per plan, where nobody minds."""
-DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096, "headless": 2048}
 NATIVE_DTYPES = ("float32", "bfloat16", "float16")
 FIT_MEMORY = -1
 """The `max_model_len` that asks for as much of the model's context as memory allows."""

@@ -202,18 +202,20 @@ class NullExecutor(Executor):
         output = ModelRunnerOutput(step_id=plan.step_id, sampled_token_ids={})
         for scheduled in plan.scheduled:
             self._run_row(self._rows[scheduled.request_id], scheduled, output)
-        for _ in range(1, self._num_rounds(plan)):
-            for scheduled in plan.scheduled:
-                self._go_on(self._rows[scheduled.request_id], output)
+        if plan.max_rounds > 1:
+            self._run_further(plan, output)
         return output
 
-    def _num_rounds(self, plan: SchedulerOutput) -> int:
-        """Any number that the plan allows: a function of the tokens of its first request."""
-        if plan.max_rounds == 1:
-            return 1
+    def _run_further(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         for scheduled in plan.scheduled:
             good = scheduled.num_tokens == scheduled.num_samples == 1
             _check(good, f"{scheduled} is to go on for {plan.max_rounds} rounds")
+        for _ in range(1, self._num_rounds(plan)):
+            for scheduled in plan.scheduled:
+                self._go_on(self._rows[scheduled.request_id], output)
+
+    def _num_rounds(self, plan: SchedulerOutput) -> int:
+        """Any number that the plan allows: a function of the tokens of its first request."""
         luck = self._rows[plan.scheduled[0].request_id].fingerprints[-1]
         return 1 + (luck >> 11) % plan.max_rounds
 

@@ -180,7 +180,7 @@ class KVCacheManager:
     def allocate_drafts(
         self, request: CachedSequence, num_tokens: int, num_kept_free: int
     ) -> list[list[int]] | None:
-        """Cover `num_tokens` tokens, of which the last are drafts and all others are covered.
+        """Cover `num_tokens` tokens, of which the last are drafts, or of further rounds, and all others are covered.
 
         Returns the new block ids as `allocate_slots` does, or None if less than `num_kept_free` blocks stayed free.
         """

@@ -144,7 +144,7 @@ class CpuMemory:
 
     def size_of_rounds(self, config: EngineConfig) -> tuple[int, int]:
         """Most requests of a step that goes on, and bytes for the tensors of a round of them, logits among these."""
-        if config.scheduler.num_scheduler_steps <= 1 or config.device.enforce_eager:
+        if config.scheduler.num_scheduler_steps <= 1:
             return 0, 0
         num_rows = max(1, min(taped_tokens(config), LOGITS_ELEMENTS // config.arch.vocab_size))
         logits_bytes = int(GAPS * num_rows * config.arch.vocab_size * FLOAT_BYTES)
@@ -235,7 +235,7 @@ class CpuDevice:
 
     def _rounds(self, model: Body, batch: InputBatch, config: EngineConfig) -> TapedRounds | None:
         """Where plans may ask for several."""
-        if config.scheduler.num_scheduler_steps <= 1 or library.loaded() is None:
+        if config.scheduler.num_scheduler_steps <= 1:
             return None
         num_rows, num_bytes = self.memory.size_of_rounds(config)
         generates = cast(LanguageModel, model)  # plans of no other ask for rounds

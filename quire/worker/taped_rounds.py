@@ -79,9 +79,6 @@ class StopTokens:
         self._ids[row] = -1
         self._ids[row, : len(ids)] = ids
 
-    def remove_request(self, row: int) -> None:
-        """The next one writes over it."""
-
     def of(self, rows: NDArray[np.int64]) -> Tokens:
         """[R, any number] of rows [R]; negative ones are none."""
         ids: Tokens = self._ids[rows]
@@ -111,8 +108,7 @@ class TapedRounds:
         self._stops.add_request(row, request)
 
     def remove_request(self, row: int) -> None:
-        """It has lost it."""
-        self._stops.remove_request(row)
+        """It has lost it; the next one writes over what is kept."""
 
     def record(self, inputs: StepInputs) -> None:
         """Make the tape of rounds of several requests, unless there is one; nothing is computed."""

@@ -214,7 +214,6 @@ def test_stops_are_a_rows_own_and_its_next_owners_are_others() -> None:
     assert any_in(2, 0)
     assert not any_in(0, 2)
     assert not any_in(0, 7)
-    stops.remove_request(1)
     stops.add_request(1, request([1], SamplingParams(), eos_token_ids=[3]))
     assert not any_in(7, 0)
     assert any_in(3, 0)
