@@ -178,7 +178,7 @@ class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     usage: MessageUsage
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
-    adjusted: dict[str, int] | UnsetType = UNSET
+    adjusted: dict[str, int | str | bool] | UnsetType = UNSET
 
 
 class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
@@ -225,7 +225,7 @@ class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
     usage: MessageUsage
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
-    adjusted: dict[str, int] | UnsetType = UNSET
+    adjusted: dict[str, int | str | bool] | UnsetType = UNSET
 
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):

@@ -145,7 +145,7 @@ class Line(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
-    adjusted: dict[str, int] | UnsetType = UNSET
+    adjusted: dict[str, int | str | bool] | UnsetType = UNSET
 
 
 class Details(msgspec.Struct):

@@ -7,11 +7,14 @@ What is not named is counted.
 from __future__ import annotations
 
 import difflib
+import json
 import string
 from collections.abc import Iterable, Mapping
 
 from quire.errors import ValidationError
 
+Adjusted = int | str | bool
+"""A value that was taken in place of the client's."""
 IGNORED_HEADER = "x-quire-ignored-fields"
 ADJUSTED_HEADER = "x-quire-adjusted-fields"
 MAX_NOTES = 32
@@ -34,7 +37,7 @@ class Notes:
         """Names of fields, to those that the client knows, where its request was made into another."""
         self._named: list[str] = []
         self._others: set[str] = set()
-        self.adjusted: dict[str, int] = {}
+        self.adjusted: dict[str, Adjusted] = {}
 
     def ignore(self, field: str, honoured: Iterable[str] = ()) -> None:
         """Note a field without effect; a member of a list is named with `[]`, so that many are one note.
@@ -67,17 +70,24 @@ class Notes:
         is_all = len(self._others) < MAX_COUNTED
         return [f"and {len(self._others)} more" if is_all else f"and {MAX_COUNTED} or more"]
 
-    def adjust(self, field: str, value: int) -> None:
-        """Note the value that was taken instead of the one that was sent."""
-        self.adjusted[field] = value
+    def adjust(self, field: str, value: Adjusted) -> None:
+        """Note the value that was taken instead of the one that was sent; of many fields the first `MAX_NOTES`."""
+        if field in self.adjusted or len(self.adjusted) < MAX_NOTES:
+            self.adjusted[field] = value
 
     def headers(self, *, is_error: bool) -> list[tuple[bytes, bytes]]:
         """The notes as response headers; a name that is no word is masked. Nothing was taken for a request refused."""
         words = [name if name and _HEADER_CHARS.issuperset(name) else "?" for name in self._named]
         words += self._number_of_others
-        values = [] if is_error else [f"{name}={value}" for name, value in self.adjusted.items()]
+        values = [] if is_error else [f"{name}={_in_header(value)}" for name, value in self.adjusted.items()]
         told = ((IGNORED_HEADER, ", ".join(words)), (ADJUSTED_HEADER, ", ".join(values)))
         return [(name.encode(), text.encode()) for name, text in told if text]
+
+
+def _in_header(value: Adjusted) -> str:
+    """The value as JSON, or a mask for text that a header cannot hold."""
+    text = json.dumps(value)
+    return text if len(text) <= MAX_NAME_CHARS and text.isprintable() and "," not in text else "?"
 
 
 def _shortened(field: str) -> str:

@@ -97,7 +97,7 @@ class Completion(msgspec.Struct, kw_only=True):
     system_fingerprint: str = FINGERPRINT
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
-    adjusted: dict[str, int] | UnsetType = UNSET
+    adjusted: dict[str, int | str | bool] | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -170,7 +170,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
-    adjusted: dict[str, int] | UnsetType = UNSET
+    adjusted: dict[str, int | str | bool] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -202,7 +202,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
-    adjusted: dict[str, int] | UnsetType = UNSET
+    adjusted: dict[str, int | str | bool] | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

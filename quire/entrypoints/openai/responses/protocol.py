@@ -268,7 +268,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
-    adjusted: dict[str, int] | UnsetType = UNSET
+    adjusted: dict[str, int | str | bool] | UnsetType = UNSET
 
 
 class Event(msgspec.Struct, tag_field="type", kw_only=True):
