@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from quire.config.fields import Config, option
 from quire.errors import ConfigError
+from quire.version import install_command
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ObservabilityConfig(Config):
             )
         if not _is_installed("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"):
             raise ConfigError(
-                "--otlp-traces-endpoint needs OpenTelemetry, which is not installed: pip install 'quire[otel]'"
+                f"--otlp-traces-endpoint needs OpenTelemetry, which is not installed: {install_command('otel')}"
             )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from quire.errors import ModelLoadError
+from quire.version import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def _convert_with_transformers(directory: Path) -> tokenizers.Tokenizer:
     except ImportError as error:
         raise ModelLoadError(
             f"{directory} has no tokenizer.json, and transformers, which could convert its tokenizer, is not "
-            f"installed (pip install 'quire[hf]'); {hint}"
+            f"installed ({install_command('hf')}); {hint}"
         ) from error
     try:
         converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)

@@ -22,6 +22,7 @@ from quire.executor.messages import Failed
 from quire.executor.ray_messages import Bring, Come, FromRay, Lost, Placed, Wanted
 from quire.executor.wire import Wire
 from quire.processes import why_silent
+from quire.version import install_command
 
 ADDRESS = "RAY_ADDRESS"
 """The variable by which all of Ray's tools know the cluster to join."""
@@ -37,7 +38,7 @@ LOOK_S = 0.02
 def check_installed(option: str) -> None:
     """Raises ConfigError: what the option asks for is not there."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"{option} needs Ray, which is not installed: pip install 'quire[ray]'")
+        raise ConfigError(f"{option} needs Ray, which is not installed: {install_command('ray')}")
 
 
 class RayProcess:

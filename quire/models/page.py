@@ -110,7 +110,7 @@ NOTES = """
 
 ## Any other
 
-With transformers installed (`pip install quire[hf]`), a causal language model that has no row here runs with its
+With transformers installed (`pip install 'quire-llm[hf]'`), a causal language model that has no row here runs with its
 code, on quire's attention and KV cache, and with its matrices packed (and with `--quantization` quantised), experts
 included: batching, chunked prefill and prefix caching are those of every model. `--model-impl transformers` asks for
 that also where there is a row, `--model-impl quire` forbids it. Nothing of it is remote code: what the installed

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
 from quire.plugins import PluginTable
+from quire.version import install_command
 
 if TYPE_CHECKING:
     from quire.structured_output.backend import GrammarBackend
@@ -52,7 +53,7 @@ def check_backend(name: str) -> None:
     if package is not None and importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"--structured-outputs-config: the backend {name} needs the package {package}: "
-            f"pip install 'quire[{package}]'"
+            f"{install_command(package)}"
         )
 
 

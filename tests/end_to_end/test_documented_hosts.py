@@ -28,7 +28,7 @@ LIMITS = [
     "--cpu-threads=1",
     "--num-gpu-blocks-override=12",
 ]
-KUBERNETES, RAY = "command: [sh, -c]", "pip install 'quire[ray]'"
+KUBERNETES, RAY = "command: [sh, -c]", "pip install 'quire-llm[ray]'"
 BY_RAY = "--data-parallel-backend ray"
 
 
