@@ -99,6 +99,11 @@ class ServerConfig(Config):
     write_timeout: float = option(
         30.0, "Seconds after which a client that does not read its answer is cut off.", gt=0.0
     )
+    sse_keep_alive_interval: float = option(
+        5.0,
+        "Seconds of silence after which a stream has a sign of life (a comment; a ping in the Messages API); 0: never.",
+        ge=0.0,
+    )
     request_timeout: float = option(
         0.0, "Seconds after which a request ends with what it has, if it names no timeout; 0: never.", ge=0.0
     )

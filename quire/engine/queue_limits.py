@@ -58,6 +58,11 @@ class Place:
         self._num_sequences = self._num_tokens = 0
         self._keep(num_sequences, 0)
 
+    @property
+    def is_reserved(self) -> bool:
+        """Whether a part of the request has yet to join the queue."""
+        return self._num_sequences > 0
+
     def hold(self, num_tokens: int) -> None:
         """So many tokens of prompts are known of it."""
         self._keep(0, num_tokens)

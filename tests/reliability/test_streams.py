@@ -244,10 +244,10 @@ def test_an_abort_ends_a_request_once_however_often_it_comes(service: Service) -
 
     with service.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as reply:
         lines = reply.iter_lines()
-        first = json.loads(next(line for line in lines if line).removeprefix("data: "))
+        first = json.loads(next(line for line in lines if line.startswith("data")).removeprefix("data: "))
         wait_until(lambda: abort({"request_ids": [first["id"]]}) == 1, 10, "it is not found")
         abort({"request_ids": [first["id"], first["id"], "unknown"]})
-        rest = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+        rest = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     terminal = [
         event
         for event in rest

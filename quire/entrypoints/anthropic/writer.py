@@ -46,7 +46,7 @@ def _error_event(error: BaseException, request_id: str) -> bytes:
 class MessageWriter:
     """Writes one message."""
 
-    wire = Wire("text/event-stream", _error_event)
+    wire = Wire("text/event-stream", _error_event, ping=b'event: ping\ndata: {"type": "ping"}\n\n')
 
     def __init__(self, message_id: str, model: str) -> None:
         self._message = Message(id=message_id, model=model, content=[], usage=MessageUsage(0, 0))

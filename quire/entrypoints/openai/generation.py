@@ -76,13 +76,27 @@ class Outputs:
         ]
         self.prompt_lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
         self._outputs = generators[0] if len(generators) == 1 else _merged(generators)
-        self._first: list[Indexed] = []
+        self._place = place
+        self._first: asyncio.Task[Indexed] | None = None
 
-    async def prime(self) -> None:
-        """Wait for the first output, so that a refusal comes before the response has begun."""
-        async for output in self._outputs:
-            self._first.append(output)
-            return
+    async def prime(self, within_s: float) -> None:
+        """Wait for the first output, so that a refusal comes before the response has begun.
+
+        A request that the engine has queued may wait long for its turn: after `within_s` seconds (a multiple of it
+        while the request is not queued yet) this returns without an output.
+        """
+        self._first = asyncio.create_task(self._next())
+        try:
+            while not (await asyncio.wait({self._first}, timeout=within_s))[0]:
+                if self._place is None or not self._place.is_reserved:
+                    return
+            self._first.result()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def _next(self) -> Indexed:
+        return await anext(self._outputs)
 
     async def final(self) -> list[RequestOutput]:
         """The last output of each prompt, in the order of the prompts."""
@@ -103,9 +117,16 @@ class Outputs:
         return self
 
     async def __anext__(self) -> Indexed:
-        return self._first.pop() if self._first else await anext(self._outputs)
+        if self._first is None:
+            return await anext(self._outputs)
+        output = await self._first
+        self._first = None
+        return output
 
     async def aclose(self) -> None:
+        if self._first is not None:  # a generator that runs cannot be closed
+            self._first.cancel()
+            await asyncio.gather(self._first, return_exceptions=True)
         await self._outputs.aclose()
 
 

@@ -25,6 +25,8 @@ from quire.entrypoints.openai.tenant import apply_terms
 from quire.errors import DeadlineError
 from quire.outputs import RequestOutput
 
+HEAD_AFTER_S = 1.0  # later errors come as events of the stream, with status 200
+
 
 class Answer(Protocol):
     """How one family writes its answers."""
@@ -64,7 +66,8 @@ async def respond(
             finals = await in_flight.run(_finals(answer, body, place), request.receive)
             return json_response(answer.whole(finals))
         outputs = await in_flight.run(_primed(answer, body, place), request.receive)
-        return EventStream(answer.frames(outputs.prompt_lengths), outputs, in_flight, wire)
+        frames = answer.frames(outputs.prompt_lengths)
+        return EventStream(frames, outputs, in_flight, wire, server.config.sse_keep_alive_interval)
 
 
 async def _finals(answer: Answer, body: GenerationRequest, place: Place) -> list[RequestOutput]:
@@ -73,9 +76,9 @@ async def _finals(answer: Answer, body: GenerationRequest, place: Place) -> list
 
 
 async def _primed(answer: Answer, body: GenerationRequest, place: Place) -> Outputs:
-    """With the first output."""
+    """With the first output, if it comes soon; a client does not wait longer for the head of its answer."""
     outputs = await _started(answer, body, place)
-    await outputs.prime()
+    await outputs.prime(HEAD_AFTER_S)
     return outputs
 
 

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from quire.entrypoints.openai.errors import frame_of, request_id_of
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.in_flight import ClientDisconnectedError, InFlight
+from quire.entrypoints.openai.keep_alive import KeepAlive
 from quire.entrypoints.openai.response_body import ResponseBody, body_of_response
 from quire.outputs import RequestOutput
 
@@ -48,14 +49,22 @@ class TextFrame:
 
 @dataclass(frozen=True)
 class Wire:
-    """What the streams of one API are: how an error (with the request's id) ends one, and the bytes that end each."""
+    """Form of one API's streams.
+
+    Attributes:
+        error: the bytes that end a stream with an error, given the request's id.
+        end: the bytes that end each stream.
+        ping: bytes without meaning, sent while there is nothing else to send; empty where the format has none.
+    """
 
     media_type: str
     error: Callable[[BaseException, str], bytes]
     end: bytes = b""
+    ping: bytes = b""
 
 
-OPENAI_WIRE = Wire("text/event-stream", frame_of, DONE)
+COMMENT = b":\n\n"  # a line that readers of event streams skip
+OPENAI_WIRE = Wire("text/event-stream", frame_of, DONE, COMMENT)
 
 
 class Frames(Protocol):
@@ -77,7 +86,9 @@ class EventStream(Response):
     handed over, without a switch to this stream's task and without the layers of ASGI.
     """
 
-    def __init__(self, frames: Frames, outputs: Outputs, in_flight: InFlight, wire: Wire) -> None:
+    def __init__(
+        self, frames: Frames, outputs: Outputs, in_flight: InFlight, wire: Wire, keep_alive_s: float
+    ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers, media_type=wire.media_type)
         del self.headers["content-length"]
@@ -85,30 +96,39 @@ class EventStream(Response):
         self._outputs = outputs
         self._in_flight = in_flight
         self._wire = wire
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = body_of_response(scope)
+        keep_alive = KeepAlive(send, self._wire.ping, self._keep_alive_s)
         if body is not None:
-            self._outputs.offer_to(partial(self._wrote, body))
+            self._outputs.offer_to(partial(self._wrote, body, keep_alive))
         async with aclosing(self._outputs):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await self._in_flight.run(self._send_frames(send), receive)
+                await self._in_flight.run(self._send_frames(send, keep_alive), receive)
             except ClientDisconnectedError:
                 return
             except Exception as error:  # the response has begun: the only way left to tell the client
                 await _send(send, self._wire.error(error, request_id_of(scope)))
             await send({"type": "http.response.body", "body": self._wire.end, "more_body": False})
 
-    async def _send_frames(self, send: Send) -> None:
-        async for index, output in self._outputs:
-            await _send(send, self._frames.of(index, output))
+    async def _send_frames(self, send: Send, keep_alive: KeepAlive) -> None:
+        async with keep_alive:
+            async for index, output in self._outputs:
+                data = self._frames.of(index, output)
+                if data:
+                    keep_alive.count_sent()
+                    await _send(send, data)
         await _send(send, self._frames.closing())
 
-    def _wrote(self, body: ResponseBody, index: int, output: RequestOutput) -> bool:
+    def _wrote(self, body: ResponseBody, keep_alive: KeepAlive, index: int, output: RequestOutput) -> bool:
         if not body.is_open:
             return False
-        body.write(self._frames.of(index, output))
+        data = self._frames.of(index, output)
+        if data:
+            keep_alive.count_sent()
+            body.write(data)
         return True
 
 

@@ -74,8 +74,9 @@ async def live_server(engine: FakeEngine, **options: Any) -> AsyncIterator[LiveS
 
 def events(body: str) -> list[Any]:
     """The JSON of each event of a stream; [DONE] stays text."""
-    frames = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
-    assert all(line.startswith("data: ") for line in body.split("\n\n") if line)
+    lines = [line for line in body.split("\n\n") if line and line != ":"]  # a comment is a sign of life
+    frames = [line.removeprefix("data: ") for line in lines]
+    assert all(line.startswith("data: ") for line in lines)
     return [frame if frame == "[DONE]" else json.loads(frame) for frame in frames]
 
 
@@ -83,6 +84,8 @@ def named_events(body: str) -> list[Any]:
     """The JSON of each event of a stream whose events have names, which must be those in the JSON."""
     received = []
     for text in body.removesuffix("\n\n").split("\n\n"):
+        if text == ":" or text.startswith("event: ping"):
+            continue
         name, data = text.split("\n")
         received.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {received[-1]['type']}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.queue_limits import Place, WaitingSequences
 from quire.entrypoints.openai.generation import Outputs
 from quire.errors import EngineDeadError, EngineError
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -53,8 +54,54 @@ async def test_closing_early_closes_all(engine: FakeEngine, num_prompts: int, nu
 
 async def test_priming_does_not_lose_the_first_output(engine: FakeEngine) -> None:
     outputs = outputs_for(engine, 1)
-    await outputs.prime()
+    await outputs.prime(60)
     assert "".join([output.outputs[0].text async for _, output in outputs]) == "Reply 0!"
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_priming_of_a_silent_engine_ends_and_loses_nothing(
+    engine: FakeEngine, num_prompts: int
+) -> None:
+    engine.hold_after = 0
+    outputs = outputs_for(engine, num_prompts)
+    await outputs.prime(0.001)
+    assert len(engine.running) == num_prompts
+    engine.died.set()  # nobody died: what was held goes on
+    texts = [""] * num_prompts
+    async for index, output in outputs:
+        texts[index] += output.outputs[0].text
+    assert texts == ["Reply 0!"] * num_prompts
+
+
+async def test_priming_of_a_request_not_queued_yet_waits_on(engine: FakeEngine) -> None:
+    place = Place(WaitingSequences(), 2)  # of two sequences one will have joined
+    outputs = outputs_for(engine, 1, place=place)
+    engine.hold_after = 0
+    priming = asyncio.create_task(outputs.prime(0.001))
+    while not engine.running:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    done, _ = await asyncio.wait({priming}, timeout=0.05)
+    assert not done
+    place.give_up()
+    await priming
+    await outputs.aclose()
+    assert not engine.running
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
+async def test_priming_that_ends_early_leaves_nothing_running(engine: FakeEngine, how: str) -> None:
+    engine.hold_after, engine.fail_after = (0, None) if how != "failed" else (None, 0)
+    outputs = outputs_for(engine, 2)
+    priming = asyncio.create_task(outputs.prime(60 if how != "closed" else 0.001))
+    while len(engine.running) < 2 and not priming.done():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    if how == "cancelled":
+        priming.cancel()
+    (error,) = await asyncio.gather(priming, return_exceptions=True)
+    assert isinstance(error, {"cancelled": asyncio.CancelledError, "failed": EngineError}.get(how, object))
+    if how == "closed":
+        await outputs.aclose()
+    assert not engine.running
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])

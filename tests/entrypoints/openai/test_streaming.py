@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.entrypoints.openai import streaming
+from quire.entrypoints.openai import respond, streaming
 from quire.entrypoints.openai.chat_completions import ChatAnswer
 from quire.entrypoints.openai.protocol.responses import ChatChunk, ChatChunkChoice, ChatDelta
 from quire.entrypoints.openai.response_body import ResponseBody
@@ -148,3 +149,68 @@ async def test_streams_are_the_same_bytes_however_they_are_written(monkeypatch: 
                 patch.setattr(streaming, "body_of_response", lambda _: None)
                 assert await streamed(client, path, body) == at_once, name
             assert len(at_once) > 40, name
+
+
+PINGS = {"messages": b'event: ping\ndata: {"type": "ping"}\n\n', "ollama": b""}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("hold_after", [0, 5], ids=["before", "within"])
+async def test_silent_stream_has_head_and_pings_and_same_bytes(
+    name: str, hold_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held before its first token, or in the middle, an answer has its head, signs of life, and then its bytes."""
+    monkeypatch.setattr(respond, "HEAD_AFTER_S", 0.001)
+    (path, body), ping = STREAMS[name], PINGS.get(name, b":\n\n")
+    engine = FakeEngine()
+    options = {"sse_keep_alive_interval": 0.002}
+    async with live_server(engine, **options) as server, httpx.AsyncClient(base_url=server.url) as client:
+        request = {"model": "fake-model", **body, "stream": True}
+        plain = (await client.post(path, json=request)).content
+        engine.hold_after = hold_after
+        received = b""
+        async with client.stream("POST", path, json=request) as response:
+            assert response.status_code == 200
+            if not ping:
+                engine.died.set()
+            async for data in response.aiter_raw():
+                received += data
+                if ping and received.count(ping) > 3:
+                    engine.died.set()  # nobody died: what was held goes on
+    assert without_changes(received, ping) == without_changes(plain, ping)
+
+
+def without_changes(body: bytes, ping: bytes) -> list[str]:
+    """Lines of a stream, sorted since choices come in any order, without pings and what differs between two runs."""
+    text = (body.replace(ping, b"") if ping else body).decode()
+    return sorted(CHANGES.sub("", text).splitlines())
+
+
+async def test_failure_behind_the_head_ends_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(respond, "HEAD_AFTER_S", 0.001)
+    engine = FakeEngine()
+    engine.hold_after = 0
+    async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        request = {"messages": MESSAGES, "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=request) as response:
+            assert response.status_code == 200
+            engine.die()
+            body = (await response.aread()).decode()
+    assert body.count('"error"') == 1
+    assert body.endswith("data: [DONE]\n\n")
+    assert not engine.running
+
+
+async def test_client_that_leaves_a_silent_stream_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(respond, "HEAD_AFTER_S", 0.001)
+    engine = FakeEngine()
+    engine.hold_after = 0
+    async with live_server(engine, sse_keep_alive_interval=0.002) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            request = {"messages": MESSAGES, "stream": True}
+            async with client.stream("POST", "/v1/chat/completions", json=request) as response:
+                await anext(response.aiter_raw())
+                assert len(engine.running) == 1
+        while engine.running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert len(engine.closed) == 1

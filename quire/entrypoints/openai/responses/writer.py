@@ -45,7 +45,7 @@ from quire.entrypoints.openai.responses.protocol import (
     TextDelta,
     TextDone,
 )
-from quire.entrypoints.openai.streaming import Wire
+from quire.entrypoints.openai.streaming import COMMENT, Wire
 from quire.entrypoints.openai.translation import Piece
 from quire.outputs import RequestStateStats
 
@@ -65,7 +65,7 @@ class ResponseWriter:
 
     @cached_property
     def wire(self) -> Wire:
-        return Wire("text/event-stream", self._failure)
+        return Wire("text/event-stream", self._failure, ping=COMMENT)
 
     def encode(self, event: msgspec.Struct) -> bytes:
         numbered = replace(event, sequence_number=self._num_events)
