@@ -77,6 +77,11 @@ class SchedulerConfig(Config):
         "Most tokens each request generates per plan while none waits, within 0.5 s; 0: 16 offline on a CPU, else 1.",
         ge=0,
     )
+    multi_step_streams: bool | None = option(
+        None,
+        "Let requests whose output is read token by token have several tokens per plan, too; default: if "
+        "--num-scheduler-steps is given.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

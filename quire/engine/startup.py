@@ -98,7 +98,8 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     ]
     for choice in filter(None, choices):
         config = _settled(config, choice)
-    config = _settled(config, _choose_rounds(config, usage))
+    for choice in _choose_rounds(config, usage):
+        config = _settled(config, choice)
     config.scheduler.check()
     _check_whole_texts(config)
     config.cache.check()
@@ -317,16 +318,22 @@ def _choose_loop(config: EngineConfig) -> list[Choice]:
     return choices
 
 
-def _choose_rounds(config: EngineConfig, usage: Usage) -> Choice:
-    """Offline nobody reads tokens while they are generated, and no request comes in between."""
+def _choose_rounds(config: EngineConfig, usage: Usage) -> list[Choice]:
+    """Choose the decode steps per plan: several by default only for outputs that are read as a whole, offline."""
     field, asked, reason = "num_scheduler_steps", config.scheduler.num_scheduler_steps, why_one_round(config)
     if reason is not None and asked > 1:
         raise ConfigError(f"--num-scheduler-steps is {asked}, and {reason}")
     if reason is None and not asked:
         if usage == "offline" and config.parallel.distributed_executor_backend == "uni":
-            return Choice(field, MAX_ROUNDS, "of a small model's token, planning takes a tenth")
+            several = Choice(field, MAX_ROUNDS, "planning takes a tenth of the time of a small model's token")
+            if config.scheduler.multi_step_streams is not None:
+                return [several]
+            return [
+                several,
+                Choice("multi_step_streams", False, "LLMEngine.step() returns each token as it comes"),
+            ]
         reason = "tokens are sent as they come"
-    return Choice(field, asked or 1, reason or "as it was asked for")
+    return [Choice(field, asked or 1, reason or "as it was asked for")]
 
 
 def why_one_round(config: EngineConfig) -> str | None:

@@ -10,6 +10,7 @@ from itertools import islice
 
 from quire.config import SchedulerConfig
 from quire.kv_cache.manager import KVCacheManager, PrefixHit
+from quire.sampling_params import RequestOutputKind
 from quire.scheduler.explain import Cause
 from quire.scheduler.output import BlockIds
 from quire.scheduler.queues import RequestQueues
@@ -57,13 +58,17 @@ class Planner:
     def _num_rounds(self) -> int:
         """Tokens that all running requests may generate in the next step, one after the other.
 
-        More than one only while nobody waits, and all generate: whoever comes meanwhile waits for them all.
+        More than one only while nobody waits, and all generate: whoever comes meanwhile waits for them all. Without
+        `multi_step_streams` no output may be read before its request ends.
         """
         most = self._max_rounds
         if most == 1 or len(self._queues.policy) or not len(self._queues.running):
             return 1
         for request in self._queues.running:
             if request.draft_token_ids or request.num_missing_tokens(self._max_model_len) != 1:
+                return 1
+            is_streamed = request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
+            if is_streamed and self._limits.multi_step_streams is False:
                 return 1
             most = min(most, request.max_computed_tokens(self._max_model_len) + 1 - request.num_tokens)
         return most

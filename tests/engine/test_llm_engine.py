@@ -460,3 +460,34 @@ def test_nothing_waits_for_an_engine_that_was_shut_down(null_model_dir: Path) ->
     for ask in (engine.step, engine.reset_prefix_cache, lambda: engine.add_request("s", [1], params())):
         with pytest.raises(EngineDeadError, match="was shut down"):
             ask()
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
+def test_step_of_default_engine_returns_one_token_of_each_request(
+    null_model_dir: Path, kind: RequestOutputKind
+) -> None:
+    """Several decode steps per plan are for outputs that are read as a whole, and for those who ask."""
+    args = {"num_scheduler_steps": 16, "multi_step_streams": False}  # the default offline, on a CPU
+    engine = make_engine(null_model_dir, **args)
+    for number, prompt in enumerate(PROMPTS[:3:2]):
+        engine.add_request(str(number), prompt, params(output_kind=kind))
+    seen = {"0": 0, "1": 0}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            length = len(output.outputs[0].token_ids)
+            expected = 1 if kind is RequestOutputKind.DELTA else seen[output.request_id] + 1
+            assert length == expected
+            seen[output.request_id] += 1
+    assert seen == {"0": 12, "1": 12}
+    engine.shutdown()
+
+
+def test_whole_outputs_of_default_engine_take_several_tokens_per_plan(null_model_dir: Path) -> None:
+    engine = make_engine(null_model_dir, num_scheduler_steps=16, multi_step_streams=False)
+    engine.add_request("0", [1, 2, 3], params(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=60))
+    num_steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        num_steps += 1
+    assert num_steps < 30
+    engine.shutdown()

@@ -147,9 +147,11 @@ def test_offline_several_tokens_are_generated_per_plan_and_a_server_is_asked(
     monkeypatch.setattr(cpu, "available", lambda: True)
     plain = EngineConfig.from_args(device="cpu")
     assert prepare(plain, "offline").scheduler.num_scheduler_steps == MAX_ROUNDS
+    assert prepare(plain, "offline").scheduler.multi_step_streams is False
     assert prepare(plain, "server").scheduler.num_scheduler_steps == 1
     asked = EngineConfig.from_args(device="cpu", num_scheduler_steps=3)
     assert prepare(asked, "server").scheduler.num_scheduler_steps == 3
+    assert prepare(asked, "offline").scheduler.multi_step_streams is None
     monkeypatch.setattr(cpu, "available", lambda: False)
     assert prepared().scheduler.num_scheduler_steps == 1
 

@@ -48,8 +48,6 @@ def run(prompt: str, system_prompt: str | None, raw: bool, **params: Any) -> Non
         raise click.UsageError("--system-prompt needs a chat template; drop --raw")
     form = structured_outputs(params)
     config = engine_config(params)
-    if not config.scheduler.num_scheduler_steps:
-        config = config.evolve(num_scheduler_steps=1)  # somebody reads along
     text = sys.stdin.read() if prompt == "-" else prompt
 
     from quire.engine.llm_engine import LLMEngine
