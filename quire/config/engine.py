@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -63,6 +63,8 @@ class EngineConfig:
     """Whether somebody chooses among cores by what this one has in its prefix cache."""
     share: HostShare | None = None
     """Of the host, where this is one of several replicas; None: the only one."""
+    torch_device: str = ""
+    """Torch's name of the device type, which the worker fills in: the name of a plug-in is its own."""
     meeting: str = ""
     """The directory where replicas that share experts find each other; they have another each time that they start."""
 
@@ -71,6 +73,11 @@ class EngineConfig:
         """The model's shape; only a prepared config has one."""
         assert self.model_arch is not None, "EngineConfig was used before prepare()"
         return self.model_arch
+
+    def on_torch_device(self, name: str) -> EngineConfig:
+        """Return a copy, and of the draft model's configuration one in it, whose device torch calls by this name."""
+        draft = self.draft and self.draft.on_torch_device(name)
+        return replace(self, torch_device=name, draft=draft)
 
     @property
     def max_added_tokens(self) -> int:

@@ -23,8 +23,8 @@ LORA_DTYPES = DTYPES | {"int8": torch.int8}
 
 
 def device_type(config: EngineConfig) -> str:
-    """Type of the device that the model runs on, as torch names it; the config must be prepared."""
-    return config.device.device
+    """Return torch's name of the device type that the model runs on; the config must be prepared."""
+    return config.torch_device or config.device.device
 
 
 def model_dtype(config: EngineConfig) -> torch.dtype:

@@ -20,7 +20,7 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import cpu
 from quire.kernels.linear import WeightScheme
 from quire.kernels.rounding import RowRounding
-from quire.layers.base import Layer
+from quire.layers.base import Layer, device_type
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import Float, QuantMethod, method_of
@@ -45,7 +45,7 @@ def _rounds_activations(config: EngineConfig) -> bool:
         ConfigError: it is asked for, and no kernel here multiplies bfloat16.
     """
     asked = config.kernels.matmul_precision
-    here = config.device.device == "cpu" and config.model.dtype == "bfloat16" and cpu.available()
+    here = device_type(config) == "cpu" and config.model.dtype == "bfloat16" and cpu.available()
     if asked == "highest" or not here:
         return False
     if cpu.multiplies_bfloat16():

@@ -65,7 +65,7 @@ class Worker:
     def __init__(
         self, config: EngineConfig, device: Device, shard: Shard = WHOLE, stage: Stage = ALL
     ) -> None:
-        self._config = config
+        self._config = config.on_torch_device(device.transfers.torch_device.type)
         self._device = device
         self._shard = shard
         self._stage = stage
