@@ -14,7 +14,11 @@ from quire.errors import ConfigError
 class SchedulerConfig(Config):
     """Limits of a step, limits of the queue and the order of requests (see scheduling.md)."""
 
-    max_num_seqs: int = option(0, "Most requests running at once; 0: 128 for a server, 256 offline.", ge=0)
+    max_num_seqs: int = option(
+        0,
+        "Most requests running at once; 0: 128 for a server, 256 offline, or --max-num-batched-tokens if that is less.",
+        ge=0,
+    )
     max_num_batched_tokens: int = option(
         0, "Most tokens in one step; 0: 2048 for a server, 4096 offline.", ge=0, metavar="TOKENS"
     )

@@ -243,7 +243,12 @@ def context_limit(arch: ModelArch) -> int:
 def _choose_batch(config: EngineConfig, usage: Usage) -> list[Choice]:
     choices = []
     if not config.scheduler.max_num_seqs:
-        choices.append(Choice("max_num_seqs", DEFAULT_MAX_NUM_SEQS[usage], f"the default for {usage} use"))
+        default, tokens = DEFAULT_MAX_NUM_SEQS[usage], config.scheduler.max_num_batched_tokens
+        if 0 < tokens < default:
+            reason = "as many as --max-num-batched-tokens: each needs a token per step"
+            choices.append(Choice("max_num_seqs", tokens, reason))
+        else:
+            choices.append(Choice("max_num_seqs", default, f"the default for {usage} use"))
     if not config.scheduler.max_num_batched_tokens:
         tokens, reason = DEFAULT_MAX_NUM_BATCHED_TOKENS[usage], f"the default for {usage} use"
         needed = max(config.model.max_model_len, 0) or context_limit(config.arch)

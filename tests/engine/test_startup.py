@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.startup import MAX_ROUNDS, prepare, without_effect
+from quire.engine.startup import DEFAULT_MAX_NUM_SEQS, MAX_ROUNDS, Usage, prepare, without_effect
 from quire.errors import ConfigError
 from quire.kernels import cpu
 
@@ -198,3 +198,12 @@ def test_an_encoder_whose_texts_fit_no_step_is_refused(encoder: Path) -> None:
         ConfigError, match=r"--max-num-batched-tokens is 500, but an encoder .* up to 512 tokens"
     ):
         prepared(model=str(encoder), max_num_batched_tokens=500)
+
+
+@pytest.mark.parametrize("usage", ["offline", "server"])
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+def test_max_num_seqs_unset_is_at_most_max_num_batched_tokens(usage: Usage, tokens: int) -> None:
+    config = prepare(EngineConfig.from_args(max_num_batched_tokens=tokens), usage)
+    assert config.scheduler.max_num_seqs == min(tokens, DEFAULT_MAX_NUM_SEQS[usage])
+    with pytest.raises(ConfigError, match="max-num-seqs"):
+        prepare(EngineConfig.from_args(max_num_batched_tokens=tokens, max_num_seqs=tokens + 1), usage)

@@ -36,5 +36,5 @@ def test_device_plugin_with_its_own_name_loads_and_generates(
 
 
 def test_unknown_device_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="cpu, cuda.*slate"):
+    with pytest.raises(ConfigError, match=r"cpu, cuda.*slate"):
         LLM(device="slate")
