@@ -38,7 +38,7 @@ class Calibration:
     ) -> Mapping[tuple[str, ...], InputStatistics]:
         """Of the layers that hold these modules; those that no text reached have no entry."""
         layers = {self._linear(names): names for names in modules}
-        with watched(layers) as found, torch.inference_mode():
+        with watched(layers) as found, torch.no_grad():
             for ids in tqdm(self._sequences, desc=what, leave=False):
                 self._run(torch.tensor(ids))
         return {layers[layer]: statistics for layer, statistics in found.items()}

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from quire.kernels.formats.search import Steps, best_steps
 
+GROUP_SIZES = (128, 64, 32)
+AUTO = 0  # as a group size: the largest that divides the inputs of all layers
+
 
 @dataclass(frozen=True)
 class Grid:

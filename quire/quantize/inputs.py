@@ -14,25 +14,45 @@ from torch import Tensor
 
 from quire.layers.linear import Linear
 
+_MOST_HELD = 1024  # rows that are counted in one product
+
 
 class InputStatistics:
     """Sums over rows of inputs."""
 
     def __init__(self, num_inputs: int) -> None:
-        self.gram = torch.zeros(num_inputs, num_inputs)
+        self._gram = torch.zeros(num_inputs, num_inputs)
         self._magnitudes = torch.zeros(num_inputs)
+        self._held: list[Tensor] = []
+        self._num_held = 0
         self.num_rows = 0
 
     def add(self, rows: Tensor) -> None:
         """Count rows [T, K]."""
-        rows = rows.float()
-        self.gram.addmm_(rows.t(), rows)
-        self._magnitudes += rows.abs().sum(0)
+        self._held.append(rows.to(torch.float32, copy=True))  # the next step reuses its memory
         self.num_rows += len(rows)
+        self._num_held += len(rows)
+        if self._num_held >= _MOST_HELD:
+            self._settle()
+
+    @property
+    def gram(self) -> Tensor:
+        """X^T X: [K, K]."""
+        self._settle()
+        return self._gram
+
+    def _settle(self) -> None:
+        """Add the rows that are held; a product of many rows takes less time for each than one of few."""
+        if self._held:
+            rows = torch.cat(self._held)
+            self._gram.addmm_(rows.t(), rows)
+            self._magnitudes += rows.abs().sum(0)
+            self._held, self._num_held = [], 0
 
     @property
     def magnitudes(self) -> Tensor:
         """Mean of each input: [K]."""
+        self._settle()
         return self._magnitudes / self.num_rows
 
     @property
@@ -43,7 +63,7 @@ class InputStatistics:
     def divided(self, scales: Tensor) -> InputStatistics:
         """Of the same inputs, divided by scales [K]."""
         others = InputStatistics(0)
-        others.gram, others.num_rows = self.gram / scales / scales.unsqueeze(1), self.num_rows
+        others._gram, others.num_rows = self.gram / scales / scales.unsqueeze(1), self.num_rows
         others._magnitudes = self._magnitudes / scales
         return others
 
@@ -66,7 +86,9 @@ def _watch(layer: Linear, found: dict[Linear, InputStatistics]) -> None:
     forward = layer.forward
 
     def counted(x: Tensor, *rest: Any) -> Any:
-        found.setdefault(layer, InputStatistics(layer.inputs)).add(x)
+        if layer not in found:
+            found[layer] = InputStatistics(layer.inputs)
+        found[layer].add(x)
         return forward(x, *rest)
 
     layer.forward = counted  # type: ignore[method-assign, assignment]  # the instance's own, for as long as it is watched

@@ -26,9 +26,10 @@ from quire.quantize.awq import best_scales
 from quire.quantize.calibration import Calibration
 from quire.quantize.files import CheckpointWriter, new_checkpoint
 from quire.quantize.gptq import gptq
+from quire.quantize.grid import Grid
 from quire.quantize.inputs import InputStatistics
 from quire.quantize.recipe import Recipe
-from quire.quantize.sites import Site, check_groups, find_sites, left_alone, rounds
+from quire.quantize.sites import Site, find_sites, fitted, left_alone, rounds
 from quire.quantize.tensors import EditedTensors
 from quire.quantize.texts import read_sequences
 
@@ -39,8 +40,8 @@ Inputs = Mapping[tuple[str, ...], InputStatistics]
 
 
 @torch.no_grad()
-def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> None:
-    """Write the model of a config to a new directory, its linear layers quantised.
+def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> Grid:
+    """Write the model of a config to a new directory, its linear layers quantised; return the grid that was used.
 
     Raises:
         StartupError: the model cannot be read, or is quantised already or no language model; groups do not divide it;
@@ -54,7 +55,7 @@ def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> N
     model = without_weights(config)
     weights = CheckpointWeights(model, source, MappedCopy(), show_progress=False)
     sites = find_sites(model, weights)
-    check_groups(sites, recipe.grid)
+    recipe = replace(recipe, grid=fitted(recipe.grid, sites))
     calibration = Calibration(config, _sequences(config, recipe)) if recipe.calibrates else None
     tensors = EditedTensors(weights)
     with new_checkpoint(output) as writer:
@@ -71,6 +72,7 @@ def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> N
         _write_rest(writer, [name for name in weights.names() if name not in quantized], tensors, weights)
         ignore = [_stored(weights, name) for name in left_alone(model, sites)]
         writer.finish(source, recipe.grid.config(ignore, reordered=recipe.orders))
+    return recipe.grid
 
 
 def _check(config: EngineConfig) -> None:

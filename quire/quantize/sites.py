@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.layers.base import Layer
@@ -13,7 +13,7 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.norm import RMSNorm
 from quire.models.base import CausalLM
 from quire.models.weights import CheckpointWeights
-from quire.quantize.grid import Grid
+from quire.quantize.grid import AUTO, GROUP_SIZES, Grid
 
 _FEWEST_OUTPUTS = 16
 """A gate of a few outputs saves nothing, and other engines want it in floats."""
@@ -85,6 +85,19 @@ def left_alone(model: CausalLM, sites: Sequence[Site]) -> list[str]:
         if name not in quantized
     ]
     return list(dict.fromkeys(["lm_head", *others]))
+
+
+def fitted(grid: Grid, sites: Sequence[Site]) -> Grid:
+    """Return the grid with its group size, chosen if it is `AUTO`: the largest that divides all layers' inputs.
+
+    Raises:
+        ConfigError: the inputs of some layers are no whole number of groups.
+    """
+    if grid.group_size == AUTO:
+        divides = (size for size in GROUP_SIZES if not any(site.layer.inputs % size for site in sites))
+        grid = replace(grid, group_size=next(divides, min(GROUP_SIZES)))
+    check_groups(sites, grid)
+    return grid
 
 
 def check_groups(sites: Sequence[Site], grid: Grid) -> None:

@@ -22,7 +22,7 @@ from quire.kernels import reference
 from quire.kernels.formats.search import Steps
 from quire.kernels.linear import WeightScheme
 from quire.quantize import files
-from quire.quantize.grid import Grid
+from quire.quantize.grid import AUTO, Grid
 from quire.quantize.recipe import METHODS, Recipe
 from quire.quantize.run import quantize_checkpoint
 from tests.models.harness import load_tiny, logits_of
@@ -200,6 +200,16 @@ def test_mistakes_are_told_and_leave_nothing(
     with pytest.raises(StartupError, match="No space left on device"):
         quantized(llama, tmp_path / "q")
     assert {path.name for path in tmp_path.iterdir()} == {"there", "empty.txt", "done"}
+
+
+def test_group_size_auto_is_the_largest_that_divides_all(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    llama = tiny_model("llama")
+    config = EngineConfig.from_args(model=str(llama), device="cpu")
+    used = quantize_checkpoint(config, Recipe("rtn", Grid(4, AUTO)), tmp_path / "q")
+    inputs = [tensor.shape[1] for name, tensor in tensors_of(llama).items() if "proj" in name]
+    assert used.group_size == max(size for size in (32, 64, 128) if not any(k % size for k in inputs))
 
 
 def test_what_a_killed_run_left_is_cleared_and_a_running_one_is_not(

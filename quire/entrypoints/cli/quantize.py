@@ -16,10 +16,10 @@ PATH = click.Path(path_type=Path)
 @click.option("--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Of a weight.")
 @click.option(
     "--group-size",
-    type=click.Choice(["32", "64", "128"]),
-    default="128",
+    type=click.Choice(["auto", "32", "64", "128"]),
+    default="auto",
     show_default=True,
-    help="Inputs that share a scale.",
+    help="Inputs that share a scale; auto: 128, or less where that does not divide a layer's inputs.",
 )
 @click.option(
     "--symmetric/--asymmetric", default=True, show_default=True, help="Without or with zero points."
@@ -58,15 +58,20 @@ def quantize(
 
     rtn rounds to nearest with searched scales; gptq and awq look at what layers read while the model reads texts.
     """
-    from quire.config import EngineConfig
-    from quire.quantize.grid import Grid
-    from quire.quantize.recipe import Recipe
-    from quire.quantize.run import quantize_checkpoint
+    from quire.engine.client import settled_spinning
 
-    grid = Grid(int(bits), int(group_size), symmetric)
+    with settled_spinning():  # threads of torch that spin between products slow down those of the kernels
+        from quire.config import EngineConfig
+        from quire.quantize.grid import AUTO, Grid
+        from quire.quantize.recipe import Recipe
+        from quire.quantize.run import quantize_checkpoint
+
+    grid = Grid(int(bits), AUTO if group_size == "auto" else int(group_size), symmetric)
     recipe = Recipe(method, grid, calibration, num_sequences, sequence_length, act_order)
     where = {"revision": revision, "download_dir": download_dir}
     given = {name: value for name, value in where.items() if value is not None}
     config = EngineConfig.from_args(model=model, device="cpu", matmul_precision="highest", **given)
-    quantize_checkpoint(config, recipe, output)
-    click.echo(f"{output}: {method}, {bits} bits, groups of {group_size}. Serve it: quire serve {output}")
+    used = quantize_checkpoint(config, recipe, output)
+    click.echo(
+        f"{output}: {method}, {bits} bits, groups of {used.group_size}. Serve it: quire serve {output}"
+    )
