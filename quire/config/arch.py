@@ -76,6 +76,8 @@ class Multimodal:
     """How its tensors begin -> what stands there in a checkpoint of the language model alone; the first that fits."""
     unused: tuple[str, ...]
     """Patterns of the tensors of its other parts."""
+    placeholder_ids: frozenset[int] = frozenset()
+    """Tokens in whose place the whole model puts what it makes of an image, a video or a sound."""
 
     def name_alone(self, name: str) -> str:
         """What a tensor or a module is called in a checkpoint of the language model alone."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
+from quire.config.arch import Multimodal
 from quire.engine.constraints import Constraints
 from quire.engine.lexicons import Lexicon, Lexicons
 from quire.engine.listed_tokens import bad_words_token_ids, indexed_ids
@@ -260,6 +261,7 @@ class InputProcessor:
             raise ValidationError("the prompt must not be empty", param="prompt")
         check_length(self.config, len(ids))
         _check_ids("prompt", ids, vocab_size)
+        _check_placeholders(ids, self.config.arch.part_of)
         salt = prompt.cache_salt
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
@@ -396,6 +398,18 @@ def _check_some_token_is_left(params: SamplingParams, lexicon: Lexicon) -> None:
         raise ValidationError(
             "stop_token_ids has every token, and min_tokens forbids these", param="stop_token_ids"
         )
+
+
+def _check_placeholders(ids: Sequence[int], part_of: Multimodal | None) -> None:
+    """Refuse the tokens that stand for images and sounds, of which the language model alone makes nothing."""
+    if part_of is None or part_of.placeholder_ids.isdisjoint(ids):
+        return
+    found = min(part_of.placeholder_ids.intersection(ids))
+    raise ValidationError(
+        f"the prompt has the token {found}, in whose place {part_of.architecture} puts an image, a video or a sound; "
+        "only its language model is served: send text",
+        param="prompt",
+    )
 
 
 def _check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:

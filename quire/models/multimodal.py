@@ -27,6 +27,7 @@ _FOR_ALL_PARTS = (
 _INSIDE = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
 """How tensors of the language model begin, by the two layouts of transformers, and of a model without its head."""
 _TIE = "tie_word_embeddings"
+_MEDIA = ("image", "video", "audio")  # keys such as image_token_id, or image_token_index in older files
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -131,8 +132,14 @@ def language_model_of(
     values |= {key: value for key, value in overrides.items() if key not in ("architectures", _TEXT)}
     alone = JsonObject(text.where, values, refused=config.refused)
     others = "|".join(wrapper.others)
-    part_of = Multimodal(architecture, _INSIDE, (rf"^(model\.)*({others})(\.|$)",))
+    unused = (rf"^(model\.)*({others})(\.|$)",)
+    part_of = Multimodal(architecture, _INSIDE, unused, _placeholder_ids(config))
     return with_kind_renamed(alone, {"mrope": "default"}), part_of
+
+
+def _placeholder_ids(config: JsonObject) -> frozenset[int]:
+    found = (config.get(f"{kind}_{what}") for kind in _MEDIA for what in ("token_id", "token_index"))
+    return frozenset(token_id for token_id in found if type(token_id) is int and token_id >= 0)
 
 
 def _values(config: JsonObject, text: JsonObject, known: LanguageModel) -> dict[str, Any]:

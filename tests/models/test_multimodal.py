@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.startup import prepare
-from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.errors import ModelLoadError, UnsupportedModelError, ValidationError
 from quire.models.hf_config import read_hf_config
 from quire.models.multimodal import LANGUAGE_MODELS, WRAPPERS
 from quire.models.registry import ModelRegistry
@@ -183,3 +185,19 @@ def test_what_is_no_known_part_is_refused(
     directory = rewritten(tiny_model("gemma3n"), tmp_path, "model.language_model.", **more)
     with pytest.raises(ModelLoadError, match=problem):
         load_tiny(directory)
+
+
+@pytest.mark.parametrize("key", ["image_token_id", "image_token_index", "video_token_id", "audio_token_id"])
+def test_prompt_with_placeholder_of_an_image_is_refused(
+    key: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The language model has never read such a token: in its place came what the tower made of an image."""
+    shutil.copytree(tiny_model("with-eyes-gemma3"), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: 9}))
+    llm = LLM(str(tmp_path / "model"), skip_tokenizer_init=True, max_model_len=32)
+    params = SamplingParams(max_tokens=1, detokenize=False)
+    with pytest.raises(ValidationError, match="token 9, in whose place Gemma3ForConditionalGeneration"):
+        llm.generate({"prompt_token_ids": [3, 9, 4]}, params)
+    assert len(llm.generate({"prompt_token_ids": [3, 8, 4]}, params)) == 1
+    llm.shutdown()
