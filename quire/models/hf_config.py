@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config.arch import ModelArch
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.models.built_in import ALSO_CALLED
+from quire.models.config_overrides import with_overrides
 from quire.models.generation_config import generation_file, read_generation_config, token_ids
 from quire.models.json_object import JsonObject, read_json_object
 from quire.models.multimodal import language_model_of
@@ -41,13 +42,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def config_json(model_dir: Path, overrides: dict[str, Any]) -> JsonObject:
-    """The config.json in `model_dir`; `overrides` replace its top-level keys.
+    """Return the config.json in `model_dir`, merged with `overrides` as `with_overrides` says.
 
     Raises:
         ModelLoadError: it is missing or malformed.
     """
     file = read_json_object(model_dir / "config.json")
-    return JsonObject(file.where, {**file.values, **overrides})
+    return JsonObject(file.where, with_overrides(file.values, overrides))
 
 
 def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:

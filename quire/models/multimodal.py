@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config.arch import Multimodal
+from quire.models.config_overrides import TEXT, with_overrides
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import with_kind_renamed
 
-_TEXT = "text_config"
 _FOR_ALL_PARTS = (
     "dtype",
     "torch_dtype",
@@ -124,12 +124,13 @@ def language_model_of(
     if wrapper is None:
         return config, None
     # Qwen's early vision models have the keys of all parts side by side.
-    text = config.child(_TEXT) if _TEXT in config else config
+    text = config.child(TEXT) if TEXT in config else config
     kind = text.text("model_type")
     if kind not in LANGUAGE_MODELS:
         raise text.unsupported("model_type", f"one of {', '.join(LANGUAGE_MODELS)}")
     values = _values(config, text, LANGUAGE_MODELS[kind])
-    values |= {key: value for key, value in overrides.items() if key not in ("architectures", _TEXT)}
+    of_text = {key: value for key, value in overrides.items() if key not in ("architectures", TEXT)}
+    values = with_overrides(values, of_text)
     alone = JsonObject(text.where, values, refused=config.refused)
     others = "|".join(wrapper.others)
     unused = (rf"^(model\.)*({others})(\.|$)",)

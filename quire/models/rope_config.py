@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from quire.config.arch import RopeScaling
+from quire.models.config_overrides import CHUNKED, FULL, SLIDING, is_per_layer_type
 from quire.models.json_object import JsonObject
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+__all__ = ["CHUNKED", "FULL", "SLIDING", "layer_rope", "read_rope", "with_kind_renamed"]
 
 
 def read_rope(
@@ -30,7 +31,7 @@ def read_rope(
         ModelLoadError: a value is missing or malformed.
         UnsupportedModelError: the kind is none of `ROPE_KINDS`.
     """
-    rope = _layer_rope(config, layer_type)
+    rope = layer_rope(config, layer_type)
     kind = rope.choice("rope_type" if "rope_type" in rope else "type", tuple(ROPE_KINDS), "default")
     partial = config.number("partial_rotary_factor", partial, low=1e-6, high=1.0)
     partial = rope.number("partial_rotary_factor", partial, low=1e-6, high=1.0)
@@ -64,12 +65,12 @@ def with_kind_renamed(config: JsonObject, names: Mapping[str, str]) -> JsonObjec
     return config.with_values(**values)
 
 
-def _layer_rope(config: JsonObject, layer_type: str) -> JsonObject:
+def layer_rope(config: JsonObject, layer_type: str = FULL) -> JsonObject:
+    """Return the object that describes the rotary embedding of the layers of one type."""
     if "rope_parameters" not in config:
         return config.child("rope_scaling")
     rope = config.child("rope_parameters")
-    nested = FULL in rope or SLIDING in rope
-    return rope.child(layer_type) if nested else rope
+    return rope.child(layer_type) if is_per_layer_type(rope.values) else rope
 
 
 def _default(base: RopeScaling, rope: JsonObject, config: JsonObject) -> RopeScaling:

@@ -28,12 +28,6 @@ from tests.models.harness import load_tiny, logits_of
 PROMPT = [[5, 9, 100, 3, 77, 42, 42, 8, 1]]
 
 
-@pytest.fixture
-def copy_of(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Callable[[str], Path]:
-    """A copy of a tiny checkpoint that the test may change."""
-    return lambda name: Path(shutil.copytree(tiny_model(name), tmp_path / name))
-
-
 def logits(model: CausalLM) -> Tensor:
     return logits_of(model, PROMPT, chunk_sizes=[4])[0]
 

@@ -22,7 +22,7 @@ from quire.models.families.fields import (
     unrotated_layers,
 )
 from quire.models.json_object import JsonObject
-from quire.models.rope_config import read_rope
+from quire.models.rope_config import layer_rope, read_rope
 
 __all__ = ["read_llama"]
 
@@ -39,7 +39,7 @@ def read_ministral(architecture: str, config: JsonObject) -> ModelArch:
 
 def read_ministral3(architecture: str, config: JsonObject) -> ModelArch:
     """Ministral 3 (Mistral, 2025): stretched positions, and queries that grow with them, as Llama 4's do."""
-    rope = config.child("rope_parameters")
+    rope = layer_rope(config)
     temperature = Temperature(
         interval=rope.number("original_max_position_embeddings", low=1.0),
         scale=rope.number("llama_4_scaling_beta"),

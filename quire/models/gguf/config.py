@@ -15,6 +15,7 @@ from typing import Any
 from quire.config.arch import CheckpointNames, ExpertStack, ModelArch
 from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.config_overrides import with_overrides
 from quire.models.generation_config import sampling_defaults
 from quire.models.gguf.architectures import ARCHITECTURES, GgufArchitecture
 from quire.models.gguf.model import GgufModel
@@ -62,7 +63,7 @@ def read_gguf_config(path: Path, overrides: dict[str, Any], model_impl: str = "a
     """
     model = GgufModel(path)
     row = architecture_of(model)
-    values = _of_the_file(model) | row.config(model) | overrides
+    values = with_overrides(_of_the_file(model) | row.config(model), overrides)
     arch = read_config(JsonObject(str(path), values, refused=[]), model_impl)
     _refuse_unknown_keys(model)
     sampling = model.about("general.sampling").with_aliases(_SAMPLING)
