@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config.arch import ModelArch
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.models.built_in import ALSO_CALLED
-from quire.models.config_overrides import with_overrides
+from quire.models.config_overrides import TEXT, with_overrides
 from quire.models.generation_config import generation_file, read_generation_config, token_ids
 from quire.models.json_object import JsonObject, read_json_object
 from quire.models.multimodal import language_model_of
@@ -22,6 +22,8 @@ from quire.models.pooling.architectures import made_for
 from quire.models.quantized.experts import as_stored
 from quire.models.quantized.reader import read_quantization
 from quire.models.registry import ModelRegistry
+from quire.models.tied_head import TIE, with_stored_head
+from quire.models.weight_files import StoredTensors
 
 if TYPE_CHECKING:
     from quire.models.registry import ConfigReader
@@ -73,7 +75,9 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
         quantization=quantization,
         part_of=part_of,
     )
-    return as_stored(arch, model_dir)
+    stored = StoredTensors(model_dir)
+    may_be_tied = part_of is not None and (file.flag(TIE, False) or file.child(TEXT).flag(TIE, False))
+    return with_stored_head(as_stored(arch, stored.names), stored, may_be_tied=may_be_tied)
 
 
 def read_config(config: JsonObject, model_impl: str) -> ModelArch:

@@ -14,6 +14,7 @@ from quire.config.arch import Multimodal
 from quire.models.config_overrides import TEXT, with_overrides
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import with_kind_renamed
+from quire.models.tied_head import TIE
 
 _FOR_ALL_PARTS = (
     "dtype",
@@ -26,7 +27,6 @@ _FOR_ALL_PARTS = (
 """Keys that some files have once for all parts."""
 _INSIDE = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
 """How tensors of the language model begin, by the two layouts of transformers, and of a model without its head."""
-_TIE = "tie_word_embeddings"
 _MEDIA = ("image", "video", "audio")  # keys such as image_token_id, or image_token_index in older files
 _SIZES = (
     "vocab_size",
@@ -149,5 +149,5 @@ def _values(config: JsonObject, text: JsonObject, known: LanguageModel) -> dict[
     otherwise = sizes | {key: config.get(key) for key in _FOR_ALL_PARTS}
     absent = {key: value for key, value in otherwise.items() if key not in text}
     # The tables that are tied are the whole model's, whatever it says of this part of it.
-    tie = {_TIE: config.get(_TIE)} if _TIE in config else {}
+    tie = {TIE: config.get(TIE)} if TIE in config else {}
     return {**text.values, **absent, **tie, "architectures": [known.architecture]}

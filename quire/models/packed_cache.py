@@ -25,7 +25,7 @@ from quire.errors import ModelLoadError
 from quire.layers.base import Layer
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import DTYPES, SafetensorsFile
-from quire.models.weights import all_weight_files
+from quire.models.weight_files import all_weight_files
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)

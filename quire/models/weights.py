@@ -7,7 +7,7 @@ or to another rank, and every slot gets its part; this is settled from the files
 import hashlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -21,23 +21,24 @@ from tqdm import tqdm
 
 from quire.config.arch import Multimodal
 from quire.errors import ModelLoadError
+from quire.layers.embedding import VocabEmbedding
 from quire.layers.slot import Slot, sizes, why_not_covered
 from quire.models.base import CausalLM
 from quire.models.expert_counts import differences
-from quire.models.gguf.model import is_gguf, part_paths
+from quire.models.gguf.model import is_gguf
 from quire.models.gguf.tensors import gguf_tensor_files
-from quire.models.json_object import read_json_object
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorFile, TensorInfo
+from quire.models.weight_files import all_weight_files
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 _MOST_TOLD = 8
 """Tensors that do not fit and are named in one message."""
+_UNTIED = (
+    " (if the output head is the token embedding, give --hf-overrides '{\"tie_word_embeddings\": true}')"
+)
 _HOST = torch.device("cpu")
 _NUM_DRAWN = (1 << 20) - 3
 """A prime, so that numbers repeat themselves in no two rows of a matrix at the same place."""
-_PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
 class Weights(Protocol):
@@ -233,50 +234,15 @@ def open_files(
     ]
 
 
-def all_weight_files(model_dir: Path, folders: Iterable[str] = ()) -> list[tuple[str, Path]]:
-    """The files of a checkpoint and of some of its folders, each with that folder; raises as `weight_files` does."""
-    return [(folder, path) for folder in ("", *folders) for path in weight_files(model_dir / folder)]
-
-
-def weight_files(model_dir: Path) -> list[Path]:
-    """The files that make up the checkpoint: a model in GGUF, or else those the index names, or model.safetensors, or
-    all *.safetensors.
-
-    Raises:
-        ModelLoadError: there are none, or the index is malformed or names a missing file.
-    """
-    if is_gguf(model_dir):
-        return part_paths(model_dir)
-    if (model_dir / INDEX_NAME).exists():
-        return _indexed_files(model_dir)
-    if (model_dir / SINGLE_NAME).exists():
-        return [model_dir / SINGLE_NAME]
-    found = sorted(model_dir.glob("*.safetensors"))
-    if not found:
-        pickled = sorted(path.name for pattern in _PICKLED for path in model_dir.glob(pattern))
-        hint = f"; {', '.join(pickled[:3])} cannot be used, convert to safetensors" if pickled else ""
-        raise ModelLoadError(f"{model_dir}: no *.safetensors file{hint}")
-    return found
-
-
-def _indexed_files(model_dir: Path) -> list[Path]:
-    index = read_json_object(model_dir / INDEX_NAME)
-    names = list(index.child("weight_map").values.values())
-    if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
-        raise index.wrong("weight_map", "an object of tensor name -> name of a file in the same directory")
-    missing = sorted(name for name in set(names) if not (model_dir / name).is_file())
-    if missing:
-        raise ModelLoadError(f"{model_dir}: {INDEX_NAME} names {missing[0]}, which is missing")
-    return [model_dir / name for name in sorted(set(names))]
-
-
 def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict[str, _Source]:
     """Match tensors with slots: the slots' name -> the tensor."""
     slots = model.checkpoint_slots()
     prefix = _missing_prefix(model, files)
+    table_from_head = _table_from_head(model, files, slots)
     sources: dict[str, _Source] = {}
 
     def called(own_name: str) -> str:
+        own_name = table_from_head.get(own_name, own_name)
         return own_name if own_name in slots else prefix + own_name
 
     counts = differences(slots, (called(name) for file in files for name in file.tensors))
@@ -293,14 +259,36 @@ def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict
                 wrong += (f"{at} {reason}" for reason in _why_unfit(info, slots[name]))
             elif not model.leaves_out(name) and not any(each.explains(name) for each in counts):
                 wrong.append(f"{at} has no place in {type(model).__name__}")
+    head = _head_name(model)
     wrong += (
-        f"{model_dir}: tensor {name!r} is in none of the files"
+        f"{model_dir}: tensor {name!r} is in none of the files{_UNTIED if name == head else ''}"
         for name in slots
         if name not in sources and not any(each.explains(name) for each in counts)
     )
     if wrong:
         raise ModelLoadError(_in_one_sentence(wrong))
     return sources
+
+
+def _head_name(model: CausalLM) -> str:
+    return f"{model.renamed.get('lm_head', 'lm_head')}.weight"
+
+
+def _table_from_head(
+    model: CausalLM, files: Sequence[TensorFile], slots: Mapping[str, list[Slot]]
+) -> dict[str, str]:
+    """Map a stored head to the name of the token embedding if the two are tied and the head alone is stored."""
+    head, stored = _head_name(model), {name for file in files for name in file.tensors}
+    if not model.config.arch.tie_word_embeddings or head not in stored or head in slots:
+        return {}
+    tables = [
+        f"{name}.weight"
+        for names, layer in model.checkpoint_layers()
+        if isinstance(layer, VocabEmbedding) and not layer.only_looked_up
+        for name in names
+    ]
+    is_stored = any(name in stored or name.removeprefix(model.base_prefix) in stored for name in tables)
+    return {} if is_stored or len(tables) != 1 else {head: tables[0]}
 
 
 def _as_taken(info: TensorInfo, slots: list[Slot]) -> TensorInfo:

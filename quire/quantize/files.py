@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, StartupError
 from quire.models.safetensors_file import DTYPES
-from quire.models.weights import INDEX_NAME
+from quire.models.weight_files import INDEX_NAME
 
 _OTHERS = ("*.json", "*.jinja", "*.model", "*.txt")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -21,7 +21,7 @@ from quire.layers.shard import Shard
 from quire.layers.slot import Part, Slot, length
 from quire.models import loader
 from quire.models.base import CausalLM
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.models.harness import prepared_config
 
 

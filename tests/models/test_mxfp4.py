@@ -18,7 +18,7 @@ from quire.layers.quantized.fp4 import Mxfp4Blocks
 from quire.layers.shard import Shard
 from quire.models import loader
 from quire.models.staged_copy import StagedCopy
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.models.harness import prepared_config
 from tests.models.quantized.checkpoints import same
 from tests.models.test_expert_parallel import logits, of_replicas

@@ -29,7 +29,8 @@ from quire.models import packed_cache
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.packed_cache import PAGE, PackedCache, packed_key
 from quire.models.safetensors_file import SafetensorsFile
-from quire.models.weights import SINGLE_NAME, CheckpointWeights
+from quire.models.weight_files import SINGLE_NAME
+from quire.models.weights import CheckpointWeights
 from tests.models.harness import load_tiny, logits_of, prepared_config
 
 ROOT = Path(__file__).parents[2]

@@ -34,7 +34,7 @@ from quire.models import loader
 from quire.models.base import CausalLM
 from quire.models.registry import ModelRegistry
 from quire.models.staged_copy import StagedCopy
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick_models

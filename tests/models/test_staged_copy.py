@@ -21,7 +21,7 @@ from quire.models import loader
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.staged_copy import NUM_BUFFERS, GpuCopyStream, StagedCopy
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.fixtures.quick import SOME_MODELS, quick_models
 from tests.fixtures.tiny_models import TINY_MODELS
 from tests.models.harness import load_tiny

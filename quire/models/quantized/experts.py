@@ -5,27 +5,22 @@ Invariant: torch-free; names are all that is read of the files.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from quire.config.arch import ExpertsArch, ModelArch
-from quire.models.json_object import MAX_JSON_BYTES, read_json_object
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _ONE_OF_MANY = re.compile(r"\.experts\.\d+\.")
 _OF_A_LIST = re.compile(r"\.experts\.\w+_projs\.\d+\.")
 _FULL_NAME = re.compile(r"\.experts\.\w+_proj_weight_\w+$")
 
 
-def as_stored(arch: ModelArch, model_dir: Path) -> ModelArch:
-    """The same model, whose experts are not in stacks if the files have them one by one."""
+def as_stored(arch: ModelArch, names: Sequence[str]) -> ModelArch:
+    """Return the same model, whose experts are not in stacks if tensors of these names have them one by one."""
     experts = arch.experts
     if experts is None or experts.stack is None:
         return arch
-    names = list(_tensor_names(model_dir))
     if any(_ONE_OF_MANY.search(name) for name in names):
         return replace(arch, experts=replace(experts, stack=None))
     if experts.alternates and any(_OF_A_LIST.search(name) for name in names):
@@ -41,19 +36,3 @@ def _in_lists(arch: ModelArch, experts: ExpertsArch, names: Iterable[str]) -> Mo
         renamed = {**called.renamed, "gate": f"{router}.linear"}
         called = replace(called, renamed=renamed, adapters=called.adapters or called)
     return replace(arch, names=called, experts=replace(experts, stack=None, listed=True))
-
-
-def _tensor_names(model_dir: Path) -> Iterable[str]:
-    """Those of the index, or of the one file; none if it is malformed, which whoever loads it says."""
-    if (model_dir / _INDEX).exists():
-        return read_json_object(model_dir / _INDEX).child("weight_map").values
-    if not (model_dir / _SINGLE).is_file():
-        return ()
-    with (model_dir / _SINGLE).open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = file.read(size) if size <= MAX_JSON_BYTES else b""
-    try:
-        found = json.loads(header)
-    except ValueError:
-        return ()
-    return found if isinstance(found, dict) else ()

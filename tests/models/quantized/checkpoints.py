@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.layers.matrix import MatrixLayer
 from quire.models.base import CausalLM
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.models.harness import load_tiny, logits_of
 
 Writer = Callable[[Tensor, torch.Generator], tuple[dict[str, Tensor], Tensor]]

@@ -17,7 +17,7 @@ from quire.layers.attention import Attention
 from quire.layers.cache_scales import CacheScales, for_all_heads
 from quire.layers.shard import Shard
 from quire.models.base import CausalLM
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.kernels import triton_interpreter
 from tests.models.harness import load_tiny, logits_of
 from tests.models.quantized.checkpoints import IDS, write

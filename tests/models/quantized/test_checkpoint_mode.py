@@ -19,7 +19,7 @@ from quire.layers.linear import Linear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Shard
 from quire.models.loader import load_model
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from quire.worker import taped_forward
 from tests.models.harness import load_tiny, logits_of, prepared_config
 from tests.models.quantized.checkpoints import IDS, Writer, same, write

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.layers.experts import Expert
 from quire.layers.shard import Shard
 from quire.models.loader import load_model
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import Writer, error_of_logits, same
 from tests.models.quantized.test_published_encodings import bnb_4bit, bnb_int8

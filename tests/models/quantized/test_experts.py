@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.layers.experts import Expert
 from quire.layers.shard import Shard
 from quire.models.loader import load_model
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import Writer, same, write
 from tests.models.quantized.test_awq import CONFIG as AWQ

@@ -15,7 +15,7 @@ from quire.layers.matrix import MatrixLayer
 from quire.layers.shard import Shard
 from quire.models.hf_config import read_hf_config
 from quire.models.loader import load_model
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import error_of_logits, same, write
 

@@ -21,7 +21,7 @@ from quire.models.json_object import JsonObject
 from quire.models.loader import load_model
 from quire.models.quantized.page import EXAMPLES, PAGE, page
 from quire.models.quantized.reader import METHODS
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import error_of_logits, same, write
 from tests.models.quantized.test_awq import CONFIG as AWQ

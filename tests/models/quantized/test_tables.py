@@ -13,7 +13,7 @@ from quire.errors import ModelLoadError
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.shard import Shard
 from quire.models.loader import load_model
-from quire.models.weights import SINGLE_NAME
+from quire.models.weight_files import SINGLE_NAME
 from tests.models.harness import load_tiny, prepared_config
 from tests.models.quantized.checkpoints import Writer, error_of_logits, same, write
 from tests.models.quantized.test_gptq import Writer as Gptq

@@ -1,0 +1,136 @@
+"""Names and places of the tensors of a checkpoint in safetensors, without torch.
+
+Invariant: only headers are parsed here. A malformed header yields no tensors: the loader, which opens every file,
+reports it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelLoadError
+from quire.models.gguf.model import is_gguf, part_paths
+from quire.models.json_object import MAX_JSON_BYTES, read_json_object
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+_CHUNK = 1 << 20  # bytes compared at a time
+
+
+def all_weight_files(model_dir: Path, folders: Iterable[str] = ()) -> list[tuple[str, Path]]:
+    """The files that make up the checkpoint, and those in folders of it, each with its folder's name, or "".
+
+    Raises:
+        ModelLoadError: as `weight_files`.
+    """
+    return [(folder, path) for folder in ("", *folders) for path in weight_files(model_dir / folder)]
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """Return the files that make up the checkpoint.
+
+    These are a model in GGUF, or else the files in the index, or model.safetensors, or all *.safetensors.
+
+    Raises:
+        ModelLoadError: there are none, or the index is malformed or names a missing file.
+    """
+    if is_gguf(model_dir):
+        return part_paths(model_dir)
+    if (model_dir / INDEX_NAME).exists():
+        return _indexed_files(model_dir)
+    if (model_dir / SINGLE_NAME).exists():
+        return [model_dir / SINGLE_NAME]
+    found = sorted(model_dir.glob("*.safetensors"))
+    if not found:
+        pickled = sorted(path.name for pattern in _PICKLED for path in model_dir.glob(pattern))
+        hint = f"; {', '.join(pickled[:3])} cannot be used, convert to safetensors" if pickled else ""
+        raise ModelLoadError(f"{model_dir}: no *.safetensors file{hint}")
+    return found
+
+
+def _indexed_files(model_dir: Path) -> list[Path]:
+    index = read_json_object(model_dir / INDEX_NAME)
+    names = list(index.child("weight_map").values.values())
+    if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise index.wrong("weight_map", "an object of tensor name -> name of a file in the same directory")
+    missing = sorted(name for name in set(names) if not (model_dir / name).is_file())
+    if missing:
+        raise ModelLoadError(f"{model_dir}: {INDEX_NAME} names {missing[0]}, which is missing")
+    return [model_dir / name for name in sorted(set(names))]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Entry of a safetensors header; `start` and `end` are byte positions in the file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Return whether the other tensor has the same dtype, shape and bytes."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        return all(one == another for one, another in zip(self._chunks(), other._chunks(), strict=True))
+
+    def _chunks(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            for start in range(self.start, self.end, _CHUNK):
+                yield file.read(min(_CHUNK, self.end - start))
+
+
+class StoredTensors:
+    """Tensors of the checkpoint in a directory, by the names in its files."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._dir = model_dir
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names in the index, or else in the headers; empty if there are no readable files."""
+        index = self._dir / INDEX_NAME
+        if index.exists():
+            return tuple(read_json_object(index).child("weight_map").values)
+        return tuple(self._all)
+
+    def find(self, name: str) -> StoredTensor | None:
+        return self._all.get(name)
+
+    @cached_property
+    def _all(self) -> dict[str, StoredTensor]:
+        try:
+            paths = weight_files(self._dir)
+        except ModelLoadError:  # raised again by the loader, if weights are to be loaded at all
+            return {}
+        return {name: tensor for path in paths for name, tensor in _header(path).items()}
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        text = file.read(size) if size <= MAX_JSON_BYTES else b""
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    entries = header.items() if isinstance(header, dict) else ()
+    found = ((name, _entry(path, 8 + size, entry)) for name, entry in entries if name != "__metadata__")
+    return {name: tensor for name, tensor in found if tensor is not None}
+
+
+def _entry(path: Path, data: int, entry: Any) -> StoredTensor | None:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
+            return StoredTensor(path, dtype, tuple(shape), data + start, data + end)
+    return None
