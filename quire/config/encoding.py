@@ -63,7 +63,7 @@ class CheckpointQuantization:
     method: str
     """As the checkpoint calls it."""
     rules: tuple[EncodingRule, ...]
-    """The first that matches a module decides; where none does, it is floats."""
+    """The first that matches a module decides, where its tensors leave that open; where none does, it is floats."""
     unread: tuple[str, ...] = ()
     """Patterns of tensors that are knowingly left out."""
     cache_scales: Literal["int8", "e4m3"] | None = None
@@ -74,3 +74,8 @@ class CheckpointQuantization:
     def encoding_of(self, module: str) -> Encoding | None:
         """Of a module of the checkpoint, by its full name."""
         return next((rule.encoding for rule in self.rules if rule.matches(module)), None)
+
+    def encoding_if_quantized(self, module: str) -> Encoding | None:
+        """Return the encoding of a module whose tensors show that it is quantized, even if a rule leaves it alone."""
+        found = (rule.encoding for rule in self.rules if rule.encoding is not None and rule.matches(module))
+        return next(found, None)

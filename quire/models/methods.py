@@ -113,7 +113,7 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
 
 
 class _Encodings:
-    """What the checkpoint has quantised, by its rules; a module that is a float tensor in its files is no such.
+    """What the checkpoint has quantised, by its tensors; its rules say how.
 
     What kernels multiply by as it is has the options of `scheme`.
     """
@@ -237,16 +237,17 @@ class _Encodings:
         return number
 
     def _encoding(self, layer: MatrixLayer, name: str) -> Encoding | None:
-        encoding = self._says.encoding_of(name) if self._says is not None else None
-        if encoding is None:
+        """Return the encoding of a module: its tensors say whether it has one, and the rules which."""
+        possible = None if self._says is None else self._says.encoding_if_quantized(name)
+        if self._says is None or possible is None:
             return None
-        codec = codec_of(encoding)
-        in_files = layer.in_files(name, {"weight", *codec.tensors(1, 1)}, self._tensors)
-        # No method quantises tables, tied heads among them, but where its files say so.
-        if isinstance(layer, VocabEmbedding) and not in_files:
-            return None
+        tensors = {"weight", *codec_of(possible).tensors(1, 1)}
+        in_files = layer.in_files(name, tensors, self._tensors)
+        if not in_files:
+            # No method quantizes tables, tied heads among them, but where its files say so.
+            return None if isinstance(layer, VocabEmbedding) else self._says.encoding_of(name)
         is_float = in_files.keys() == {"weight"} and in_files["weight"].dtype in FLOATS
-        return None if is_float else encoding
+        return None if is_float else possible
 
 
 def _without_data(info: TensorInfo) -> Tensor:

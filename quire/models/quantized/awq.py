@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.config.encoding import CheckpointQuantization, Encoding
 from quire.models.json_object import JsonObject
 from quire.models.quantized.gptq import group_size
-from quire.models.quantized.rules import all_but_head, containing, names
+from quire.models.quantized.rules import all_but_head, skipping
 
 
 def read_awq(config: JsonObject) -> CheckpointQuantization:
@@ -26,5 +26,5 @@ def read_awq(config: JsonObject) -> CheckpointQuantization:
             "zero_points": config.flag("zero_point", True),
         },
     )
-    rules = containing(names(config, "modules_to_not_convert"))
+    rules = skipping(config, "modules_to_not_convert")
     return CheckpointQuantization("awq", (*rules, *all_but_head(encoding)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.config.encoding import CheckpointQuantization, Encoding
 from quire.models.json_object import JsonObject
-from quire.models.quantized.rules import all_but_head, containing, names
+from quire.models.quantized.rules import all_but_head, skipping
 
 _STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
 """Of `quire.layers.quantized.bitsandbytes.STORAGES`, the part that needs no torch."""
@@ -21,5 +21,5 @@ def read_bitsandbytes(config: JsonObject) -> CheckpointQuantization:
         encoding = Encoding("bnb_int8")
     else:
         raise config.wrong("load_in_4bit", "true, or load_in_8bit")
-    left = containing(names(config, "llm_int8_skip_modules"))
+    left = skipping(config, "llm_int8_skip_modules")
     return CheckpointQuantization("bitsandbytes", (*left, *all_but_head(encoding)), (r"\.weight_format$",))

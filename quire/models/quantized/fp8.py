@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.config.encoding import Activations, CheckpointQuantization, Encoding, EncodingRule, Option
 from quire.models.json_object import JsonObject
-from quire.models.quantized.rules import all_but_head, block_shape, cache_scales, containing, names, notes
+from quire.models.quantized.rules import all_but_head, block_shape, cache_scales, notes, skipping
 
 STACKS = r".*\.experts\.(gate_up|down)_proj"
 """Parameters that have the matrices [K, N] of all of a layer's experts: those of Llama 4."""
@@ -44,7 +44,7 @@ def read_fbgemm_fp8(config: JsonObject) -> CheckpointQuantization:
 def _quantization(
     method: str, config: JsonObject, encoding: Encoding, *before: EncodingRule
 ) -> CheckpointQuantization:
-    left = containing(names(config, "modules_to_not_convert", "ignored_layers"))
+    left = skipping(config, "modules_to_not_convert", "ignored_layers")
     otherwise = notes(config, "activation_scheme", "kv_cache_scheme")
     rules = (*left, *before, *all_but_head(encoding))
     return CheckpointQuantization(method, rules, UNREAD, cache_scales(config), otherwise)

@@ -6,7 +6,7 @@ import re
 
 from quire.config.encoding import CheckpointQuantization, Encoding, EncodingRule
 from quire.models.json_object import JsonObject
-from quire.models.quantized.rules import all_but_head, containing, names
+from quire.models.quantized.rules import all_but_head, skipping
 
 _BITS = (1, 2, 3, 4, 8)
 _UNREAD = (
@@ -19,7 +19,7 @@ _UNREAD = (
 def read_hqq(config: JsonObject) -> CheckpointQuantization:
     """A layer's kind is its name without the number of its block, such as "self_attn.q_proj"."""
     options = config.child("quant_config")
-    rules = containing(names(config, "skip_modules"))
+    rules = skipping(config, "skip_modules")
     if "weight_quant_params" in options:
         rules += all_but_head(_encoding(options))
     else:

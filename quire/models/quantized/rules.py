@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Literal
 
 from quire.config.encoding import Encoding, EncodingRule
@@ -49,9 +48,20 @@ def names(config: JsonObject, *keys: str) -> tuple[str, ...]:
     return next((config.texts(key) for key in keys if key in config), ())
 
 
-def containing(parts: Iterable[str]) -> list[EncodingRule]:
-    """Modules in whose names such a part stands are floats."""
-    return [EncodingRule(f".*{re.escape(part)}.*", None) for part in parts]
+def skipping(config: JsonObject, *keys: str) -> list[EncodingRule]:
+    """Return rules that leave modules in floats, by the first list of names that is there.
+
+    As in transformers, a name is the beginning of a module's name up to a dot, as a regular expression, or its end.
+    The tensors of a checkpoint count for more; see `CheckpointQuantization`.
+    """
+    rules = []
+    for name in names(config, *keys):
+        try:
+            start = re.compile(f"(?:{name})").pattern
+        except re.error:
+            start = re.escape(name)
+        rules.append(EncodingRule(rf"{start}(?:(?<=\.)|(?=\.|$)).*|.*{re.escape(name)}", None))
+    return rules
 
 
 def beginning(config: JsonObject, key: str, pattern: str) -> str:

@@ -6,7 +6,7 @@ import re
 
 from quire.config.encoding import Activations, CheckpointQuantization, Encoding, EncodingRule, Option
 from quire.models.json_object import JsonObject
-from quire.models.quantized.rules import EVERYTHING, HEAD, all_but_head, containing, names, whole
+from quire.models.quantized.rules import EVERYTHING, HEAD, all_but_head, skipping, whole
 
 _INT8 = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
 _FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
@@ -19,7 +19,7 @@ _INTX = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
 def read_torchao(config: JsonObject) -> CheckpointQuantization:
     """Its names say whether activations are rounded, by what they are."""
     kind = config.child("quant_type").child("default")
-    left = containing(names(config, "modules_to_not_convert"))
+    left = skipping(config, "modules_to_not_convert")
     rules = _by_names(kind) if kind.get("_type") in _BY_NAMES else all_but_head(_encoding(kind))
     return CheckpointQuantization("torchao", (*left, *rules), (r"\._weight_act_quant_(scale|zero_point)$",))
 
