@@ -1,9 +1,9 @@
-"""Which model is to guess for another, and whether it fits: it has the same tokens under the same ids."""
+"""Config of a draft model, and the check that its tokens have the ids of the target's."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+from collections.abc import Mapping
 
 from quire.config import EngineConfig
 from quire.config.device import ParallelConfig
@@ -69,31 +69,43 @@ def whole_on_each_rank(parallel: ParallelConfig) -> ParallelConfig:
 def check_draft_model(
     config: EngineConfig, drafts: EngineConfig, own: Tokenizer | None, other: Tokenizer | None
 ) -> None:
-    """Refuse a model that says nothing, or says it in other tokens.
+    """Refuse a draft model that is pooled, or whose tokens have other ids.
+
+    Tables may have different numbers of rows: rows without a token are padding.
 
     Args:
-        config, drafts: of the model, and of the one that is to guess for it.
-        own, other: their tokenizers; where none is loaded, the sizes have to do.
+        config, drafts: of the target, and of the draft model.
+        own, other: their tokenizers; where none is loaded, vocabularies must have the same size.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the draft model does not fit.
     """
     if drafts.pooling is not None:
-        raise ConfigError("it is pooled, and says nothing")
+        raise ConfigError("it is pooled, and generates no tokens")
+    if own is not None and other is not None:
+        different = different_token(own.vocabulary(), other.vocabulary())
+        if different is not None:
+            raise ConfigError(f"its tokenizer does not fit that of {config.model.model}: {different}")
+        return
     sizes = drafts.arch.vocab_size, config.arch.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"its vocabulary has {sizes[0]} tokens, and that of {config.model.model} {sizes[1]}"
-        )
-    if own is not None and other is not None and fingerprint(own) != fingerprint(other):
-        raise ConfigError(
-            f"its vocabulary is not that of {config.model.model}: other tokens have the same ids"
+            f"its vocabulary has {sizes[0]} tokens, and that of {config.model.model} {sizes[1]}; without tokenizers "
+            "(--skip-tokenizer-init) the sizes must be equal"
         )
 
 
-def fingerprint(tokenizer: Tokenizer) -> str:
-    """Of its tokens and their ids, in whatever way it cuts a text into them."""
-    digest = hashlib.sha256()
-    for token, token_id in sorted(tokenizer.vocabulary().items()):
-        digest.update(f"{token_id} {token}\0".encode())
-    return digest.hexdigest()
+def different_token(own: Mapping[str, int], other: Mapping[str, int]) -> str | None:
+    """Return how two vocabularies contradict each other; None if tokens of both have the same ids.
+
+    Tokens that only one of the two has are no contradiction, as long as their ids are free in the other.
+    """
+    if own.keys().isdisjoint(other):
+        return "they have no token in common"
+    tokens = {token_id: token for token, token_id in own.items()}
+    for token, token_id in other.items():
+        if own.get(token, token_id) != token_id:
+            return f"token {token!r} has id {token_id} in the draft model, and {own[token]} in the target"
+        if tokens.get(token_id, token) != token:
+            return f"id {token_id} is {token!r} in the draft model, and {tokens[token_id]!r} in the target"
+    return None

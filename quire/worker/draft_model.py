@@ -15,8 +15,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from quire.config import EngineConfig
+from quire.models.base import CausalLM
 from quire.scheduler.output import NewRequestData
 from quire.spec_decode.drafter import MODEL_KEYS
 from quire.worker.guessing_model import GuessingModel, Rows, last_of_each, layout_of
@@ -28,8 +32,11 @@ class DraftModel(GuessingModel):
 
     keys: ClassVar[frozenset[str]] = MODEL_KEYS["draft_model"]
 
-    def __init__(self, *parts: Any, **limits: Any) -> None:
-        super().__init__(*parts, **limits)
+    def __init__(self, model: CausalLM, *parts: Any, config: EngineConfig, **limits: Any) -> None:
+        super().__init__(model, *parts, config=config, **limits)
+        self._num_rows = model.config.arch.vocab_size
+        self._num_tokens = config.arch.vocab_size
+        self._has_all = self._num_rows >= self._num_tokens + config.max_added_tokens
         self._num_computed = np.zeros(self._batch.max_num_seqs, dtype=np.int64)
         self._ahead: list[list[int]] = [[] for _ in range(self._batch.max_num_seqs)]
         """Of each row, the guesses that were computed behind `_num_computed` tokens."""
@@ -44,7 +51,7 @@ class DraftModel(GuessingModel):
         layout = inputs.layout
         if layout.only_generates:
             return
-        self._pipeline.forward(inputs)
+        self._pipeline.forward(self._readable(inputs))
         num_drafts = 0 if layout.num_drafts is None else layout.num_drafts
         ends = layout.ends - num_drafts
         self._settle(layout.rows, layout.starts, is_known=self._pipeline.reads_host_tokens)
@@ -62,7 +69,7 @@ class DraftModel(GuessingModel):
         done = stops == ends
         if done.any():
             which = hidden if done.all() else hidden.index_select(0, self._upload(done.nonzero()[0]))
-            chosen[done] = self._sampled(self._model.compute_logits, which, rows[done], ends[done])
+            chosen[done] = self._sampled(self._logits, which, rows[done], ends[done])
         return chosen
 
     def _next(self, rows: Rows, ends: Rows) -> Rows:
@@ -70,7 +77,7 @@ class DraftModel(GuessingModel):
         for row, token_id in zip(rows.tolist(), guesses.tolist(), strict=True):
             self._ahead[row].append(token_id)
         hidden = self._forward(rows, ends - 1, ends, self._guessed_ids(rows, ends - 1))
-        return self._sampled(self._model.compute_logits, hidden, rows, ends)
+        return self._sampled(self._logits, hidden, rows, ends)
 
     def _settle(self, rows: Rows, ends: Rows, *, is_known: bool = True) -> None:
         """Of what was computed ahead, that counts which the texts agree with; but nothing from `ends` [R] on.
@@ -94,4 +101,17 @@ class DraftModel(GuessingModel):
         inputs = self._pipeline.gather(layout)
         if ids is not None:
             inputs = replace(inputs, input_ids=ids)
-        return last_of_each(self._pipeline.forward(inputs), inputs)
+        return last_of_each(self._pipeline.forward(self._readable(inputs)), inputs)
+
+    def _readable(self, inputs: StepInputs) -> StepInputs:
+        """Return inputs in which tokens without a row in the draft model's table read row 0."""
+        if self._has_all or inputs.input_ids.is_floating_point():
+            return inputs
+        ids = inputs.input_ids
+        return replace(inputs, input_ids=ids.masked_fill(ids >= self._num_rows, 0))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [N, V] for the target's tokens, which are never drafted where the draft model has none."""
+        logits = self._model.compute_logits(hidden)[:, : self._num_tokens]
+        missing = self._num_tokens - logits.shape[1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.layers.kv_cache import cache_users
 from quire.layers.states import StateCache
 from quire.models.base import CausalLM
@@ -40,8 +41,8 @@ def make_draft_model(model: CausalLM, *parts: Any, **limits: Any) -> GuessingMod
 class RecurrentDraftModel(DraftModel):
     """See `GuessingModel`; `model` has layers that keep states."""
 
-    def __init__(self, model: CausalLM, *parts: Any, **limits: Any) -> None:
-        super().__init__(model, *parts, **limits)
+    def __init__(self, model: CausalLM, *parts: Any, config: EngineConfig, **limits: Any) -> None:
+        super().__init__(model, *parts, config=config, **limits)
         self._states = [layer for layer in cache_users(model) if isinstance(layer, StateCache)]
         self._tables = [table for table in self._batch.block_tables if table.has_states]
         self._aside: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -76,14 +77,14 @@ class RecurrentDraftModel(DraftModel):
         which = (self._num_computed[rows] < ends).nonzero()[0]
         for part, hidden in self._catch_up(rows[which], ends[which]):
             these = which[part]
-            chosen[these] = self._sampled(self._model.compute_logits, hidden, rows[these], ends[these])
+            chosen[these] = self._sampled(self._logits, hidden, rows[these], ends[these])
         return chosen
 
     def _next(self, rows: Rows, ends: Rows) -> Rows:
         if not self._aside:  # the first guess behind what is known is to be computed
             self._set_aside(rows, ends - 2)
         hidden = self._forward(rows, ends - 1, ends, self._guessed_ids(rows, ends - 1))
-        return self._sampled(self._model.compute_logits, hidden, rows, ends)
+        return self._sampled(self._logits, hidden, rows, ends)
 
     def _set_aside(self, rows: Rows, positions: Rows) -> None:
         """The states of rows [R] behind the tokens at these positions [R], the last that are known."""

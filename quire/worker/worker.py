@@ -294,9 +294,12 @@ class Worker:
     ) -> float:
         """Run its steps, and what heads make of them; returns the most tokens per second."""
         memory, best = self._device.memory, 0.0
+        # A draft model may have more or fewer rows than its target.
+        arch = replace(self._config.arch, vocab_size=model.config.arch.vocab_size)
+        config = replace(self._config, model_arch=arch)
         with memory.rehearsal():
             runner = ModelRunner(
-                model, self._config, cache, self._device, draft=heads, stage=stage, is_rehearsal=True
+                model, config, cache, self._device, draft=heads, stage=stage, is_rehearsal=True
             )
         for plan in rehearsal.plans():
             started = time.perf_counter()

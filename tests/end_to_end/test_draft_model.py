@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.engine.draft_model import fingerprint
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.draft_model import different_token
 from quire.errors import ConfigError
 from quire.spec_decode.speculation import Speculation
 from tests.end_to_end.test_overlapped import STEM, Job, jobs_of_all_kinds, overlapped, serve
@@ -113,20 +116,64 @@ def test_models_that_do_not_fit_are_refused(tiny_model: Callable[[str], Path], t
     first, second = list(vocab)[-2:]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (renamed / "tokenizer.json").write_text(json.dumps(words))
-    assert fingerprint(Tokenizer.from_dir(renamed)) != fingerprint(Tokenizer.from_dir(model))
     wrong: dict[str, tuple[dict[str, Any], str]] = {
         "none": ({"speculative_config": {"method": "draft_model"}}, 'method "draft_model" needs a "model"'),
-        "larger": (drafting(larger), f"its vocabulary has {VOCAB_SIZE + 8} tokens, and that of"),
+        "larger": (
+            drafting(larger) | {"skip_tokenizer_init": True},
+            f"its vocabulary has {VOCAB_SIZE + 8} tokens, and that of",
+        ),
         "shorter": (drafting(shorter), "--max-model-len is 96, but the model was made for 64 positions"),
-        "renamed": (drafting(renamed), "other tokens have the same ids"),
+        "renamed": (drafting(renamed), "its tokenizer does not fit that of .*: (token|id)"),
         "nowhere": (drafting(tmp_path / "nowhere"), "model '.*nowhere': .* is no directory"),
         "pooled": (drafting("quire-demo-embed"), "--max-model-len|pooled"),
         "precision": (drafting(model, quantization="int3"), "--quantization"),
         "far": (drafting(model, num_speculative_tokens=65), "<= 64"),
     }
-    for given, message in wrong.values():
+    for args, message in wrong.values():
         with pytest.raises(ConfigError, match=message):
-            LLM(str(model), max_model_len=96, **given)
+            LLM(str(model), max_model_len=96, **args)
+
+
+def padded(model: Path, to: Path, rows: int) -> Path:
+    """A copy whose tables have another number of rows: fewer, or more whose logits are the largest."""
+    changed(model, to, vocab_size=rows)
+    tensors = load_file(to / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.shape[:1] == (VOCAB_SIZE,):
+            more = tensor.new_full((max(rows - VOCAB_SIZE, 0), *tensor.shape[1:]), 9.0)
+            tensors[name] = torch.cat((tensor[:rows], more))
+    save_file(tensors, to / "model.safetensors")
+    return to
+
+
+@pytest.mark.parametrize("rows", [258, 259, 300])
+@pytest.mark.parametrize("family", quick(["llama-tied-bias", "mamba"], ["llama-tied-bias"]))
+def test_draft_model_with_other_padding_drafts_equal_tokens(
+    family: str, rows: int, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
+) -> None:
+    """Prompts hold tokens that the smaller tables lack."""
+    model = tiny_model(family)
+    args: dict[str, Any] = {"model": str(model), "max_model_len": 64, "max_num_seqs": 4}
+    if family == "mamba":
+        args["enable_prefix_caching"] = False
+    expected, _ = serve(jobs()[:12], **args)
+    got, stats = serve(jobs()[:12], **args, **drafting(padded(model, tmp_path / "draft", rows)))
+    assert [output.outputs for output in got] == [output.outputs for output in expected]
+    assert stats["spec_decoding"]["num_draft_tokens"] > 50
+    assert stats["spec_decoding"]["num_accepted_tokens"] > 20
+
+
+TOKENS = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5))
+
+
+@given(own=TOKENS, other=TOKENS)
+def test_different_token_of_agreeing_vocabularies_is_none(own: dict[str, int], other: dict[str, int]) -> None:
+    own, other = ({token: i for i, token in {i: t for t, i in each.items()}.items()} for each in (own, other))
+    contradicts = (
+        any((a == b) != (i == j) for a, i in own.items() for b, j in other.items())
+        or not own.keys() & other.keys()
+    )
+    assert (different_token(own, other) is not None) == contradicts
 
 
 STATES: dict[str, dict[str, Any]] = {
