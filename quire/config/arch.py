@@ -442,7 +442,9 @@ class DraftArch:
     reads: tuple[int, ...] = ()
     """Layers of the target of which it reads what comes in; none: it reads what the target's last norm gives."""
     vocab_size: int = 0
-    """Tokens of an output head of its own; 0: it has none."""
+    """Rows of an output head of its own; 0: it has none."""
+    has_offsets: bool = False
+    """Whether the checkpoint maps the rows of that head to the target's tokens (`d2t`)."""
     adds_normed: bool = False
     """Whether what its layer is added to are normed states (EAGLE-3)."""
 

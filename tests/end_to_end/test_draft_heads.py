@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire import LLM
 from quire.errors import ConfigError, StartupError
@@ -54,7 +55,7 @@ def generate(model: Path, **args: Any) -> None:
     serve(texts, model=str(model), **small, enable_prefix_caching=False, **args)
 
 
-@pytest.mark.parametrize("name", quick(HEADS, ["medusa", "eagle", "eagle3"]))
+@pytest.mark.parametrize("name", quick(HEADS, ["medusa", "eagle", "eagle3", "eagle3-without-head"]))
 def test_guesses_are_those_of_the_formulas(
     name: str,
     tiny_model: Callable[[str], Path],
@@ -142,7 +143,12 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "medusa's fewer tokens": ("medusa-named", {"truncated_vocab_size": 32}, "truncated_vocab_size = 32"),
     "eagle of another size": ("eagle", {"hidden_size": 32}, "hidden_size is 32, and that of .* 64"),
-    "eagle of other tokens": ("eagle3", {"vocab_size": 32}, f"vocab_size is 32, and that of .* {VOCAB_SIZE}"),
+    "eagle of other tokens": (
+        "eagle3",
+        {"vocab_size": 32000},
+        f"vocab_size is 32000, and that of .* {VOCAB_SIZE}",
+    ),
+    "eagle of more tokens than it says": ("eagle3", {"vocab_size": 32}, "draft_vocab_size must be"),
     "eagle of another model": (
         "eagle3",
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 30]}},
@@ -150,6 +156,17 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "medusa's more heads": ("medusa", {"medusa_num_heads": 4}, "tensor '3.0.linear.weight' is in none"),
 }
+
+
+def test_offsets_outside_of_the_vocabulary_are_refused(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory = HEADS["eagle3"].write(tmp_path / "heads")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["d2t"][-1] = VOCAB_SIZE
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(StartupError, match="'d2t' names tokens that are not among"):
+        LLM(str(tiny_model(MODEL)), max_model_len=64, **guessing(directory, "eagle3"))
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.config.arch import CheckpointNames
+from quire.errors import UnsupportedModelError
 from quire.layers.base import Layer, model_dtype, parameter
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
@@ -114,7 +115,6 @@ class Eagle3Head(AutoregressiveHead):
 
     merged = _MERGED
     unused: tuple[str, ...] = (r"^embed_tokens\.", r"^t2d$", r"\.inv_freq$")
-    lm_head: VocabEmbedding
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
@@ -130,11 +130,16 @@ class Eagle3Head(AutoregressiveHead):
         if arch.num_layers == 1:
             self.renamed = {"layers": "", "layers.0": "midlayer"}
         self.norm = block_norm(config, f"{prefix}norm")
-        self.lm_head = VocabEmbedding(
-            vocab_size=self.draft.vocab_size, size=size, dtype=dtype, is_head=True, name=f"{prefix}lm_head"
-        )
         self.d2t = None
-        if self.draft.vocab_size < arch.vocab_size:
+        if self.draft.vocab_size:
+            self.lm_head = VocabEmbedding(
+                vocab_size=self.draft.vocab_size,
+                size=size,
+                dtype=dtype,
+                is_head=True,
+                name=f"{prefix}lm_head",
+            )
+        if self.draft.has_offsets:
             self.d2t = TokenOffsets(self.draft.vocab_size, f"{prefix}d2t")
         else:
             self.unused = (*self.unused, r"^d2t$")
@@ -156,13 +161,25 @@ class Eagle3Head(AutoregressiveHead):
             kind, read = (BLOCKS["sequential"], later) if layer else (Eagle3Block, config)
             yield kind(config=read, prefix=f"{prefix}{name}", layer=layer, rotary=rotary)
 
+    def loaded(self) -> None:
+        if self.d2t is not None and not self.d2t.is_within(self.config.arch.vocab_size):
+            raise UnsupportedModelError(
+                f"tensor 'd2t' names tokens that are not among the {self.config.arch.vocab_size} of the target"
+            )
+
     def compute_logits(
         self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
     ) -> Tensor:
-        logits = self.lm_head.logits(self.norm(hidden), adapter_rows, num_added)
+        hidden, num_tokens = self.norm(hidden), self.config.arch.vocab_size
+        if self.lm_head is None:
+            return super().compute_logits(hidden, adapter_rows, num_added)
+        logits = self.lm_head.logits(hidden, adapter_rows, num_added)
+        if self.d2t is None and logits.shape[1] >= num_tokens:
+            return logits[:, :num_tokens]
+        spread = logits.new_full((len(logits), num_tokens), -torch.inf)
         if self.d2t is None:
-            return logits
-        spread = logits.new_full((len(logits), self.config.arch.vocab_size), -torch.inf)
+            spread[:, : logits.shape[1]] = logits
+            return spread
         return spread.index_copy_(1, self.d2t.token_ids(), logits)
 
 
@@ -179,3 +196,8 @@ class TokenOffsets(Layer):
     def token_ids(self) -> Tensor:
         """[D] int64 the target's ids."""
         return torch.arange(len(self.weight), device=self.weight.device) + self.weight
+
+    def is_within(self, num_tokens: int) -> bool:
+        """Return whether all ids are of the target's tokens."""
+        ids = self.token_ids()
+        return bool(((ids >= 0) & (ids < num_tokens)).all())

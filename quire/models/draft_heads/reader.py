@@ -5,7 +5,8 @@ Invariant: torch-free. What the file leaves open is as in the target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,9 @@ from quire.models.families.fields import MAX_HEADS, MAX_LAYERS, read_llama
 from quire.models.hf_config import config_json, read_fully
 from quire.models.json_object import JsonObject
 from quire.models.quantized.reader import read_quantization
+from quire.models.weight_files import StoredTensors
+
+_MOST_PADDING = 1024  # rows by which tables for the same tokens may differ
 
 
 class HeadKind(NamedTuple):
@@ -40,6 +44,8 @@ def read_draft_heads(method: str, model_dir: Path, target: ModelArch) -> ModelAr
     file = config_json(model_dir, {})
     config = JsonObject(file.where, file.values, refused=[])
     arch = read_fully(method, config, partial(HEADS[method].reader, target))
+    if method == EAGLE3:
+        arch = _with_stored_head(arch, target, StoredTensors(model_dir).names)
     return replace(arch, quantization=read_quantization(config, model_dir))
 
 
@@ -79,8 +85,9 @@ def read_medusa(target: ModelArch, method: str, config: JsonObject) -> ModelArch
 def read_eagle(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
     """EAGLE (Li et al., 2024, arXiv:2401.15077): a layer as Llama's, or a few."""
     config.integer("num_hidden_layers", high=MAX_LAYERS)
-    same(config, "vocab_size", target.vocab_size)
     same(config, "hidden_size", target.hidden_size)
+    if abs(config.integer("vocab_size") - target.vocab_size) > _MOST_PADDING:
+        same(config, "vocab_size", target.vocab_size)
     config.only("add_para_norm", False)
     draft = DraftArch(method, bias=config.flag("bias", True))
     positions = target.max_position_embeddings
@@ -90,15 +97,27 @@ def read_eagle(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
 def read_eagle3(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
     """EAGLE-3 (Li et al., 2025, arXiv:2503.01840): what comes into three layers is read, and few tokens are guessed.
 
-    The paper's heads have one layer; several are as vLLM and the Speculators library have them.
+    The paper's heads have one layer; several are as vLLM and the Speculators library have them. Embeddings are the
+    target's, so its table may be padded otherwise.
     """
     arch = read_eagle(target, method, config)
     config.only("target_hidden_size", target.hidden_size)
-    vocab_size = config.integer("draft_vocab_size", target.vocab_size, high=target.vocab_size)
+    vocab_size = config.integer("draft_vocab_size", arch.vocab_size, high=arch.vocab_size)
+    has_offsets = vocab_size < arch.vocab_size
     reads = _read_layers(config.child("eagle_config"), target.num_layers)
     adds_normed = config.flag("norm_before_residual", False)
-    draft = DraftArch(method, reads=reads, vocab_size=vocab_size, adds_normed=adds_normed)
+    draft = DraftArch(
+        method, reads=reads, vocab_size=vocab_size, has_offsets=has_offsets, adds_normed=adds_normed
+    )
     return replace(arch, draft=draft, attention_in_size=2 * arch.hidden_size)
+
+
+def _with_stored_head(arch: ModelArch, target: ModelArch, names: Sequence[str]) -> ModelArch:
+    """Return the shape of EAGLE-3's heads, which share the target's output head if none of their own is stored."""
+    assert arch.draft is not None, "heads are read"
+    has_head = not names or any(re.match(r"(.*\.)?lm_head\.", name) for name in names)
+    draft = arch.draft if has_head else replace(arch.draft, vocab_size=0, has_offsets=False)
+    return replace(arch, vocab_size=target.vocab_size, draft=draft)
 
 
 def read_mtp(target: ModelArch, method: str, config: JsonObject) -> ModelArch:
