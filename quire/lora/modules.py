@@ -6,6 +6,7 @@ what does not is named, with its file, its tensor and the limit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from quire.lora.peft_config import PeftConfig
 from quire.lora.targets import Target, Targets
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorInfo
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "base_model.model."
 _ENDS: Mapping[str, Kind] = {
@@ -50,7 +53,17 @@ def adapted_modules(
         ModelLoadError: a tensor has no place, no partner, or the wrong shape or dtype.
     """
     modules: dict[str, dict[Kind, TensorInfo]] = {}
+    left_out = {info.name for info in file.tensors.values() if _is_left_out(info, targets)}
+    if left_out:
+        logger.warning(
+            "%s: %d tensors, such as %s, are for parts of the model that are not served: they are left out",
+            file.path,
+            len(left_out),
+            min(left_out),
+        )
     for info in file.tensors.values():
+        if info.name in left_out:
+            continue
         name, kind = _module_of(file, info)
         if targets.is_idle(name):
             continue
@@ -59,7 +72,8 @@ def adapted_modules(
             raise wrong(file, info, f"says again what {own[kind].name!r} says")
         own[kind] = info
     if not modules:
-        raise ModelLoadError(f"{file.path}: there is no tensor in it")
+        of_served = " for a part of the model that is served" if left_out else ""
+        raise ModelLoadError(f"{file.path}: there is no tensor in it{of_served}")
     for name, target in targets.modules.items():
         if target.is_of_adapters and not modules.get(name, {}).keys() & {"weight", "table"}:
             raise ModelLoadError(
@@ -74,6 +88,14 @@ def adapted_modules(
         else:
             found.extend(expert_modules(file, config, name, tensors, experts, max_rank))
     return found
+
+
+def _is_left_out(info: TensorInfo, targets: Targets) -> bool:
+    """Return whether a tensor is for a module that is not served; a module that adapters can change never is."""
+    name = info.name.removeprefix(_PREFIX)
+    ends = (end for end in _ENDS if name.endswith(end))
+    is_target = any(targets.name_of(name.removesuffix(end)) in targets.modules for end in ends)
+    return not is_target and targets.is_left_out(name)
 
 
 def _as_of(name: str, tensors: Mapping[Kind, TensorInfo], targets: Targets) -> Mapping[Kind, TensorInfo]:

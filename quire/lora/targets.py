@@ -81,6 +81,8 @@ class Targets:
 
     def __init__(self, model: CausalLM) -> None:
         self._part_of = model.config.arch.part_of
+        of_other_parts = () if self._part_of is None else self._part_of.unused
+        self._unused = (*model.unused, *of_other_parts)
         self._head = model.renamed.get(HEAD, HEAD)
         adapters = model.config.arch.names.adapters
         of_adapters = "" if adapters is None else adapters.renamed.get("model", "model") + "."
@@ -126,6 +128,14 @@ class Targets:
         """Whether transformers has a module, and nothing asks it there: what an adapter has for it is nothing."""
         own = module if self._part_of is None else self._part_of.name_alone(module)
         return any(prefix + own in self._idle for prefix in self._prefixes)
+
+    def is_left_out(self, tensor: str) -> bool:
+        """Return whether a tensor is for a part of the checkpoint that is not served, such as a vision tower.
+
+        `tensor` is its name in the whole model, with whatever an adapter has behind the module's.
+        """
+        own = tensor if self._part_of is None else self._part_of.name_alone(tensor)
+        return any(re.search(pattern, own) for pattern in self._unused)
 
     def _target(self, places: Sequence[Place]) -> Target:
         own = self.layers[places[0].layer]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quire.errors import ModelLoadError
 from quire.kernels import reference
 from quire.layers.linear import Linear
 from quire.layers.matrix import MatrixLayer
@@ -20,10 +21,11 @@ from quire.lora.slots import AdapterSlots
 from quire.lora.targets import Targets
 from quire.models.base import CausalLM
 from tests.fixtures.hosted_models import HOSTED
-from tests.fixtures.quick import quick_models
+from tests.fixtures.multimodal import MULTIMODAL
+from tests.fixtures.quick import quick, quick_models
 from tests.fixtures.tiny_families import TINY_FAMILIES
 from tests.fixtures.tiny_models import TINY_MODELS, oracle_of
-from tests.lora.adapters import linear_shapes, merged_oracle, table_shapes, write_adapter
+from tests.lora.adapters import extend, linear_shapes, merged_oracle, table_shapes, write_adapter
 from tests.models.harness import load_tiny, logits_of
 from tests.models.test_parity import assert_close, prompts
 
@@ -104,6 +106,31 @@ def test_an_adapter_may_name_modules_of_the_whole_model(
     alone, by_whole, without = logits_of(model, prompts((9,)) * 3, chunk_sizes=[4], adapters=[0, 1, -1])
     assert torch.equal(alone, by_whole)
     assert not torch.equal(alone, without)
+
+
+@pytest.mark.parametrize("name", quick(MULTIMODAL, ["with-eyes-mistral3"]))
+def test_adapter_of_towers_too_equals_that_of_the_text(
+    name: str, tiny_model: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, targets, slots = with_slots(tiny_model(name))
+    own = {name: (target.outputs, target.inputs) for name, target in targets.modules.items()}
+    text = {"model.language_model." + name.removeprefix("model."): own[name] for name in own}
+    text = {name: shape for name, shape in text.items() if "lm_head" not in name and "embed" not in name}
+    shapes = linear_shapes(oracle_of(tiny_model(name)))
+    towers = {name: shape for name, shape in shapes.items() if targets.is_left_out(name)}
+    assert "lm_head" not in towers
+    for slot, modules in enumerate((text, text | towers)):
+        adapter = write_adapter(tmp_path / str(slot), modules)
+        slots.put(slot, read_adapter(adapter, targets, 16, torch.float32))
+    whole = {f"{next(iter(towers))}.{end}": torch.ones(3) for end in ("bias", "norm.weight", "anything")}
+    slots.put(2, read_adapter(extend(tmp_path / "1", whole), targets, 16, torch.float32))
+    found = logits_of(model, prompts((9,)) * 4, chunk_sizes=[4], adapters=[0, 1, 2, -1])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[3])
+    assert caplog.text.count("are left out") == 2
+    with pytest.raises(ModelLoadError, match="no tensor in it for a part of the model that is served"):
+        read_adapter(write_adapter(tmp_path / "t", towers), targets, 16, torch.float32)
 
 
 def test_patterns_and_stabilized_ranks_set_the_scale(
