@@ -25,8 +25,14 @@ _FOR_ALL_PARTS = (
     "compression_config",
 )
 """Keys that some files have once for all parts."""
-_INSIDE = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
-"""How tensors of the language model begin, by the two layouts of transformers, and of a model without its head."""
+_INSIDE = {
+    **dict.fromkeys(("model.language_model.model.", "language_model.model.model."), "model."),
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.": "",
+}
+"""How tensors of the language model begin, by the layouts of transformers (two of them written by mistake), and of a
+model without its head."""
 _MEDIA = ("image", "video", "audio")  # keys such as image_token_id, or image_token_index in older files
 _SIZES = (
     "vocab_size",

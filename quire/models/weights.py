@@ -6,6 +6,7 @@ or to another rank, and every slot gets its part; this is settled from the files
 
 import hashlib
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ _MOST_TOLD = 8
 _UNTIED = (
     " (if the output head is the token embedding, give --hf-overrides '{\"tie_word_embeddings\": true}')"
 )
+_LEGACY_ENDS = {"gamma": "weight", "beta": "bias"}
+_LEGACY_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
+"""Names of norms in checkpoints of TensorFlow's time, BERT's own among them."""
 _HOST = torch.device("cpu")
 _NUM_DRAWN = (1 << 20) - 3
 """A prime, so that numbers repeat themselves in no two rows of a matrix at the same place."""
@@ -224,6 +228,7 @@ def open_files(
         return gguf_tensor_files(model_dir)
 
     def called(folder: str, name: str) -> str:
+        name = _LEGACY_NORM.sub(lambda match: _LEGACY_ENDS[match[1]], name)
         if folder:
             return f"{folder}/{name}"
         return name if part_of is None else part_of.name_alone(name)
