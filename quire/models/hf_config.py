@@ -6,6 +6,7 @@ key that asks for something we do not compute is an error, never ignored, and al
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +24,19 @@ from quire.models.quantized.experts import as_stored
 from quire.models.quantized.reader import read_quantization
 from quire.models.registry import ModelRegistry
 from quire.models.tied_head import TIE, with_stored_head
-from quire.models.weight_files import StoredTensors
+from quire.models.unread_keys import warn_of_unread
+from quire.models.weight_files import INDEX_NAME, SINGLE_NAME, StoredTensors
 
 if TYPE_CHECKING:
     from quire.models.registry import ConfigReader
 
+logger = logging.getLogger(__name__)
+
+_ADAPTER = "adapter_config.json"
 # Option -> values under which it changes nothing that we compute; a family that reads it knows better.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
+    "per_layer_config": ({},),
     "add_cross_attention": (False,),
     "alibi": (False,),
     "use_alibi": (False,),
@@ -49,8 +55,24 @@ def config_json(model_dir: Path, overrides: dict[str, Any]) -> JsonObject:
     Raises:
         ModelLoadError: it is missing or malformed.
     """
-    file = read_json_object(model_dir / "config.json")
+    path = model_dir / "config.json"
+    if (model_dir / _ADAPTER).is_file():
+        _say_adapter(model_dir, path)
+    file = read_json_object(path)
     return JsonObject(file.where, with_overrides(file.values, overrides))
+
+
+def _say_adapter(model_dir: Path, path: Path) -> None:
+    """Report an adapter's config, which is read with --lora-modules only."""
+    if path.is_file():
+        logger.warning("%s: the adapter is not applied; serve it with --lora-modules", model_dir / _ADAPTER)
+        return
+    base = read_json_object(model_dir / _ADAPTER).get("base_model_name_or_path")
+    raise ModelLoadError(
+        f"{model_dir} has {_ADAPTER} and no config.json: it is an adapter, of "
+        f"{base or 'a model that it does not name'}; give that as the model, and the adapter with "
+        f"--lora-modules NAME={model_dir}"
+    )
 
 
 def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:
@@ -67,6 +89,8 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
     config, part_of = language_model_of(architecture_of(config), config, overrides)
     quantization = read_quantization(config, model_dir)
     arch = read_config(config, model_impl)
+    if not arch.foreign_config:
+        warn_of_unread(config)
     more = token_ids(generation_file(model_dir), "eos_token_id", arch.vocab_size)
     arch = replace(
         arch,
@@ -76,6 +100,8 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
         part_of=part_of,
     )
     stored = StoredTensors(model_dir)
+    if (model_dir / SINGLE_NAME).is_file() and (model_dir / INDEX_NAME).is_file():
+        logger.warning("%s: %s is loaded, and %s is not read", model_dir, SINGLE_NAME, INDEX_NAME)
     may_be_tied = part_of is not None and (file.flag(TIE, False) or file.child(TEXT).flag(TIE, False))
     return with_stored_head(as_stored(arch, stored.names), stored, may_be_tied=may_be_tied)
 

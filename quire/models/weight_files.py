@@ -15,10 +15,13 @@ from typing import Any
 
 from quire.errors import ModelLoadError
 from quire.models.gguf.model import is_gguf, part_paths
-from quire.models.json_object import MAX_JSON_BYTES, read_json_object
+from quire.models.json_object import MAX_JSON_BYTES, optional_json_object, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_INDEX_END = ".safetensors.index.json"
+_NAMED = "transformers_weights"
+"""Key of config.json that names the file, or the index, of the weights."""
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _CHUNK = 1 << 20  # bytes compared at a time
 
@@ -35,17 +38,17 @@ def all_weight_files(model_dir: Path, folders: Iterable[str] = ()) -> list[tuple
 def weight_files(model_dir: Path) -> list[Path]:
     """Return the files that make up the checkpoint.
 
-    These are a model in GGUF, or else the files in the index, or model.safetensors, or all *.safetensors.
+    These are a model in GGUF, or else, as in transformers, the file or index that config.json names, or
+    model.safetensors, or the files in the index; or all *.safetensors.
 
     Raises:
         ModelLoadError: there are none, or the index is malformed or names a missing file.
     """
     if is_gguf(model_dir):
         return part_paths(model_dir)
-    if (model_dir / INDEX_NAME).exists():
-        return _indexed_files(model_dir)
-    if (model_dir / SINGLE_NAME).exists():
-        return [model_dir / SINGLE_NAME]
+    first = _first_file(model_dir)
+    if first is not None:
+        return _indexed_files(first) if first.name.endswith(_INDEX_END) else [first]
     found = sorted(model_dir.glob("*.safetensors"))
     if not found:
         pickled = sorted(path.name for pattern in _PICKLED for path in model_dir.glob(pattern))
@@ -54,14 +57,28 @@ def weight_files(model_dir: Path) -> list[Path]:
     return found
 
 
-def _indexed_files(model_dir: Path) -> list[Path]:
-    index = read_json_object(model_dir / INDEX_NAME)
+def _first_file(model_dir: Path) -> Path | None:
+    """Return the file or the index by which the checkpoint begins; None if no usual name is there."""
+    config = optional_json_object(model_dir / "config.json")
+    if _NAMED in config:
+        name = config.text(_NAMED)
+        if name != Path(name).name or not name.endswith((".safetensors", _INDEX_END)):
+            raise config.wrong(_NAMED, "the name of a *.safetensors file or its index in the same directory")
+        if not (model_dir / name).is_file():
+            raise ModelLoadError(f"{model_dir}: {_NAMED} of config.json names {name}, which is missing")
+        return model_dir / name
+    found = [model_dir / name for name in (SINGLE_NAME, INDEX_NAME) if (model_dir / name).exists()]
+    return found[0] if found else None
+
+
+def _indexed_files(path: Path) -> list[Path]:
+    model_dir, index = path.parent, read_json_object(path)
     names = list(index.child("weight_map").values.values())
     if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
         raise index.wrong("weight_map", "an object of tensor name -> name of a file in the same directory")
     missing = sorted(name for name in set(names) if not (model_dir / name).is_file())
     if missing:
-        raise ModelLoadError(f"{model_dir}: {INDEX_NAME} names {missing[0]}, which is missing")
+        raise ModelLoadError(f"{model_dir}: {path.name} names {missing[0]}, which is missing")
     return [model_dir / name for name in sorted(set(names))]
 
 
@@ -97,9 +114,9 @@ class StoredTensors:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names in the index, or else in the headers; empty if there are no readable files."""
-        index = self._dir / INDEX_NAME
-        if index.exists():
-            return tuple(read_json_object(index).child("weight_map").values)
+        first = _first_file(self._dir)
+        if first is not None and first.name.endswith(_INDEX_END):
+            return tuple(read_json_object(first).child("weight_map").values)
         return tuple(self._all)
 
     def find(self, name: str) -> StoredTensor | None:

@@ -243,11 +243,11 @@ def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict
     """Match tensors with slots: the slots' name -> the tensor."""
     slots = model.checkpoint_slots()
     prefix = _missing_prefix(model, files)
-    table_from_head = _table_from_head(model, files, slots)
+    moved = _table_from_head(model, files, slots) or {"lm_head.weight": _head_name(model)}
     sources: dict[str, _Source] = {}
 
     def called(own_name: str) -> str:
-        own_name = table_from_head.get(own_name, own_name)
+        own_name = own_name if own_name in slots else moved.get(own_name, own_name)
         return own_name if own_name in slots else prefix + own_name
 
     counts = differences(slots, (called(name) for file in files for name in file.tensors))

@@ -194,6 +194,7 @@ def test_truncated_file(copy_of: Callable[[str], Path]) -> None:
 )
 def test_bad_index(index: object, words: str, copy_of: Callable[[str], Path]) -> None:
     directory = copy_of("llama")
+    (directory / SINGLE_NAME).unlink()
     (directory / INDEX_NAME).write_text(json.dumps(index))
     with pytest.raises(ModelLoadError, match=words):
         load_tiny(directory)

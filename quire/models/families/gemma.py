@@ -24,6 +24,7 @@ from quire.models.rope_config import SLIDING, read_rope
 
 def read_gemma(architecture: str, config: JsonObject, **differing: Any) -> ModelArch:
     """One norm before each block, as Llama; its early checkpoints say "gelu" and mean the tanh form."""
+    config.get("hidden_act")
     fields = {
         "default_head_dim": 256,
         "hidden_act": "gelu_pytorch_tanh",

@@ -11,6 +11,7 @@ from quire.models.families.fields import (
     MAX_LAYERS,
     MAX_WIDTH,
     biases,
+    either,
     optional_number,
     read_llama,
 )
@@ -38,6 +39,7 @@ _MAX_TAPS = 64
 
 def read_recurrent_gemma(architecture: str, config: JsonObject) -> ModelArch:
     """Two recurrent layers, then one of local attention, and so on; the rest is Gemma's."""
+    config = either(config, {"attention_window_size": "sliding_window"})
     heads = config.integer("num_attention_heads", high=MAX_HEADS)
     hidden_size = config.integer("hidden_size", high=MAX_WIDTH)
     head_dim = hidden_size // heads

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.config.arch import QKV_APART, CheckpointNames, ExpertsArch, ExpertStack, ModelArch
 from quire.models.families.experts import all_layers, read_deepseek_experts, read_experts
-from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH, biases, plain_mlp, read_llama
+from quire.models.families.fields import MAX_LAYERS, MAX_WIDTH, biases, either, plain_mlp, read_llama
 from quire.models.families.granite import GRANITE_NAMES, read_granite
 from quire.models.families.mamba import NAMES, read_channels, read_heads
 from quire.models.json_object import JsonObject
@@ -78,6 +78,7 @@ def read_bamba(architecture: str, config: JsonObject) -> ModelArch:
 
 def read_granite_hybrid(architecture: str, config: JsonObject) -> ModelArch:
     """Granite 4 (IBM, 2025): Mamba 2 and attention, with Granite's multipliers; experts beside a dense MLP, or none."""
+    config = either(config, {"layer_types": "layers_block_type"})
     kinds = _kinds(
         config, "layer_types", {**dict.fromkeys(_ATTENTION, FULL), **dict.fromkeys(_MAMBA, "mamba2")}
     )

@@ -128,6 +128,7 @@ def read_flex_olmo(architecture: str, config: JsonObject) -> ModelArch:
 def read_ernie_moe(architecture: str, config: JsonObject) -> ModelArch:
     """ERNIE 4.5 MoE (Baidu, 2025): a bias, which chooses only, on top of a softmax; the first layers are dense."""
     config.only("use_bias", False)
+    config.only("moe_norm_min", 1e-12)
     first = config.integer("moe_layer_start_index", 1, low=0)
     last = config.integer("moe_layer_end_index", -1, low=-1)
     interval = config.integer("moe_layer_interval", 1)

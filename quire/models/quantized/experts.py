@@ -9,18 +9,24 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from quire.config.arch import ExpertsArch, ModelArch
+from quire.config.arch import ExpertsArch, ExpertStack, ModelArch
 
 _ONE_OF_MANY = re.compile(r"\.experts\.\d+\.")
+_IN_A_STACK = re.compile(r"\.experts\.gate_up_proj$")
+"""The form in which transformers computes, and stores on demand."""
 _OF_A_LIST = re.compile(r"\.experts\.\w+_projs\.\d+\.")
 _FULL_NAME = re.compile(r"\.experts\.\w+_proj_weight_\w+$")
 
 
 def as_stored(arch: ModelArch, names: Sequence[str]) -> ModelArch:
-    """Return the same model, whose experts are not in stacks if tensors of these names have them one by one."""
+    """Return the same model, whose experts are in stacks or one by one as tensors of these names have them."""
     experts = arch.experts
-    if experts is None or experts.stack is None:
+    if experts is None:
         return arch
+    if experts.stack is None:
+        if not any(_IN_A_STACK.search(name) for name in names):
+            return arch
+        return replace(arch, experts=replace(experts, stack=ExpertStack(gate_up="gate_up_proj", weight="")))
     if any(_ONE_OF_MANY.search(name) for name in names):
         return replace(arch, experts=replace(experts, stack=None))
     if experts.alternates and any(_OF_A_LIST.search(name) for name in names):
