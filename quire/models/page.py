@@ -89,21 +89,31 @@ NOTES = """
 
 - Tokenizers: a tokenizer.json, or one that transformers converts without code of the checkpoint. ChatGLM, QWen (2023),
   Baichuan and PLaMo 2 as published have neither; name a converted one with `--tokenizer`.
-- What stretches positions (`rope_scaling`): linear, dynamic, llama3, yarn, longrope.
+- What stretches positions (`rope_scaling`): linear, dynamic, llama3, yarn, longrope. Where config.json has
+  `rope_parameters` as well, a `rope_scaling` that is not empty decides, with the theta of whichever has one. In
+  `--hf-overrides` either key replaces both, and `rope_theta` replaces that of the file wherever it stands;
+  `text_config` is merged into the file's, every other key replaces the file's.
 - Falcon 1B's linear biases are computed in float32. transformers rounds them to bfloat16, which shows after 256 tokens.
 - QWen (2023) contexts end at `seq_length`: beyond it the model would rescale queries by the length of the prompt.
 - TeleChat's end at `training_seqlen`, for the same reason.
 - gpt-oss's experts may be floats, MXFP4, in lists (bitsandbytes) or one by one in [any form](quantized_checkpoints.md).
 - Llama 4 has one expert for each token.
 - Gemma 3n's MLPs are of one size in all layers.
-- A checkpoint of a model that sees or hears says by `tie_word_embeddings` beside `text_config` whether its head is the
-  table of tokens, else inside it. Where both are wrong, give it with `--hf-overrides`.
+- The files decide whether the output head is the token embedding: a stored head that differs from it is used, and the
+  log says so if config.json calls it tied; an equal one is left out; where only one of the two is stored and
+  config.json says tied, beside `text_config` or inside it, it serves as both. A head that is neither stored nor tied
+  is an error.
+- Keys of config.json that may change what is computed and that nothing reads are named in one warning.
+- Weights are read from the file or index that `transformers_weights` names, else model.safetensors, else the index,
+  else all `*.safetensors`. Experts may be stacked as transformers computes them (`experts.gate_up_proj`) where the
+  other names are the published ones. The config of an adapter beside the model is named in a warning and not applied.
 - MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
 - Layers that guess the token after the next (MTP) are left out, but for [`mtp`](speculative.md), which reads those of
   DeepSeek-V3, GLM 4.5, MiMo, Qwen3-Next and Qwen 3.5.
 - Latent attention (DeepSeek and others) keeps its cache in float32, bfloat16 or float16, not in int8 or fp8.
 - Encoders' positions are learned or rotated; NomicBERT's texts end at the 2048 tokens that it was trained on, and Jina
-  embeddings v3 is served without its adapters. A checkpoint whose norms are called gamma and beta is refused.
+  embeddings v3 is served without its adapters. Norms may be called gamma and beta, as in BERT's own checkpoints. A
+  `...ForMaskedLM` without modules.json gives embeddings of hidden states, and the log says that its head is left out.
 - Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
 - JetMoE's attention reads the projections of all its experts in each step.
 - Not there, and refused: RWKV 4 to 6, xLSTM and Zaya.

@@ -5,6 +5,7 @@ Invariant: torch-free. What the file leaves open is as in the target.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from quire.models.hf_config import config_json, read_fully
 from quire.models.json_object import JsonObject
 from quire.models.quantized.reader import read_quantization
 from quire.models.weight_files import StoredTensors
+
+logger = logging.getLogger(__name__)
 
 _MOST_PADDING = 1024  # rows by which tables for the same tokens may differ
 
@@ -44,8 +47,13 @@ def read_draft_heads(method: str, model_dir: Path, target: ModelArch) -> ModelAr
     file = config_json(model_dir, {})
     config = JsonObject(file.where, file.values, refused=[])
     arch = read_fully(method, config, partial(HEADS[method].reader, target))
-    if method == EAGLE3:
-        arch = _with_stored_head(arch, target, StoredTensors(model_dir).names)
+    if method in (EAGLE, EAGLE3):
+        names = StoredTensors(model_dir).names
+        shared = "embed_tokens" if method == EAGLE3 else "embed_tokens|lm_head"
+        copies = [name for name in names if re.fullmatch(rf"(.*\.)?({shared})\.weight", name)]
+        if copies:
+            logger.warning("%s: the target's are used in place of %s", model_dir, ", ".join(copies))
+        arch = _with_stored_head(arch, target, names) if method == EAGLE3 else arch
     return replace(arch, quantization=read_quantization(config, model_dir))
 
 

@@ -69,11 +69,14 @@ benchmarks.weight_formats`; int4 of `--quantization` is {int4[0]:.2f} and {int4[
 """
 
 NOTES = """
-Names that the config leaves alone (`ignore`, `modules_to_not_convert`, `dynamic` and others), different bits in
-different layers, and modules that are floats in the files all the same are followed, module by module. Where modules
-that quire merges (q, k and v; gate and up) are quantised differently, the merged matrix is kept in int8 if they are
-integers all (int4, int8 and IQ4, in groups as small as the smallest), with the numbers of the file; else it is decoded
-to floats. With `--quantization` weights are decoded and rounded anew.
+The tensors in the files decide which modules are quantized, the output head included; the config says how. So a
+module that the config leaves alone (`ignore`, `modules_to_not_convert`, `dynamic` and others) and that is stored
+quantized is read as such, and one that is stored in floats stays in floats. Without files (`--load-format dummy`)
+names in such lists are matched as transformers does: the beginning of a module's name up to a dot, as a regular
+expression, or its end. Different bits in different layers are followed. Where modules that quire merges (q, k and v;
+gate and up) are quantised differently, the merged matrix is kept in int8 if they are integers all (int4, int8 and
+IQ4, in groups as small as the smallest), with the numbers of the file; else it is decoded to floats. With
+`--quantization` weights are decoded and rounded anew.
 
 The tests hold for every row that logits are within 1e-4, in float32 and the precise mode, of transformers' with the
 weights that the method's definition makes of the file, and that two ranks share it where its groups can be cut.
