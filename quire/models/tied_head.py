@@ -54,12 +54,16 @@ def _name_alone(arch: ModelArch, name: str) -> str:
 
 
 def _tensors_of(module: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the tensors of a module but its bias: last part of the name -> name in the files."""
+    """Return the tensors of a matrix but its bias: what is behind the module's name -> name in the files.
+
+    Those of modules inside, as in a head of several layers, are none of them.
+    """
     prefix = f"{module}."
+    leaves = {name.removeprefix(prefix): own for name, own in names.items() if name.startswith(prefix)}
     return {
-        name.removeprefix(prefix): own
-        for name, own in names.items()
-        if module and name.startswith(prefix) and name != f"{prefix}bias"
+        leaf: own
+        for leaf, own in leaves.items()
+        if module and leaf != "bias" and ("." not in leaf or leaf.startswith("weight."))
     }
 
 

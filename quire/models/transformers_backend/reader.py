@@ -40,6 +40,7 @@ _DONE_BY_TRANSFORMERS = (
     "scale_attn_weights",
     "scale_attn_by_inverse_layer_idx",
     "layer_norm_elementwise_affine",
+    "per_layer_config",
 )
 """Options that its code follows by itself, and that change no mask."""
 
