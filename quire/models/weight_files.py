@@ -22,6 +22,7 @@ SINGLE_NAME = "model.safetensors"
 _INDEX_END = ".safetensors.index.json"
 _NAMED = "transformers_weights"
 """Key of config.json that names the file, or the index, of the weights."""
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _CHUNK = 1 << 20  # bytes compared at a time
 
@@ -49,7 +50,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     first = _first_file(model_dir)
     if first is not None:
         return _indexed_files(first) if first.name.endswith(_INDEX_END) else [first]
-    found = sorted(model_dir.glob("*.safetensors"))
+    found = sorted(path for path in model_dir.glob("*.safetensors") if path.name != _ADAPTER_WEIGHTS)
     if not found:
         pickled = sorted(path.name for pattern in _PICKLED for path in model_dir.glob(pattern))
         hint = f"; {', '.join(pickled[:3])} cannot be used, convert to safetensors" if pickled else ""

@@ -101,13 +101,15 @@ class DraftModel(GuessingModel):
         inputs = self._pipeline.gather(layout)
         if ids is not None:
             inputs = replace(inputs, input_ids=ids)
-        return last_of_each(self._pipeline.forward(self._readable(inputs)), inputs)
+        if not self._has_all:  # in place: a graph reads the ids where they are
+            inputs.input_ids.masked_fill_(inputs.input_ids >= self._num_rows, 0)
+        return last_of_each(self._pipeline.forward(inputs), inputs)
 
     def _readable(self, inputs: StepInputs) -> StepInputs:
-        """Return inputs in which tokens without a row in the draft model's table read row 0."""
-        if self._has_all or inputs.input_ids.is_floating_point():
-            return inputs
+        """Return the target's inputs, in which tokens without a row in the draft model's table read row 0."""
         ids = inputs.input_ids
+        if self._has_all or ids.is_floating_point():
+            return inputs
         return replace(inputs, input_ids=ids.masked_fill(ids >= self._num_rows, 0))
 
     def _logits(self, hidden: Tensor) -> Tensor:

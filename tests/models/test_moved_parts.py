@@ -180,6 +180,8 @@ def test_adapter_config_in_a_model_directory_is_told(
     directory = copy_of("llama")
     adapter = {"base_model_name_or_path": "some/base", "peft_type": "LORA"}
     (directory / "adapter_config.json").write_text(json.dumps(adapter))
+    (directory / SINGLE_NAME).rename(directory / "weights.safetensors")
+    save_file({"lora": torch.zeros(1)}, directory / "adapter_model.safetensors")
     load_tiny(directory)
     assert "the adapter is not applied; serve it with --lora-modules" in caplog.text
     (directory / "config.json").unlink()
