@@ -18,6 +18,10 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PATTERN_SIZE = 1024
 MAX_PATTERN_COUNT = 1024
 MAX_MARKER_TOKENS = 32
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # used where a request names none
+MAX_DRY_BREAKERS = 64
+MAX_DRY_BREAKER_CHARS = 40  # of one breaker
+MAX_DRY_CHARS = 1024  # of all breakers of a request
 _INT_RANGE = range(-(2**63), 2**64)
 """What fits into the messages between processes."""
 
@@ -71,6 +75,35 @@ class ThinkingMarkers(msgspec.Struct, frozen=True, array_like=True):
                     f"thinking_markers must be 1 to {MAX_MARKER_TOKENS} token ids each, got {ids!r:.200}",
                     param="thinking_markers",
                 )
+
+
+class DryBreaker(msgspec.Struct, frozen=True, array_like=True):
+    """One way to write a DRY sequence breaker: any token of `heads`, followed by all of `tail`."""
+
+    heads: tuple[int, ...]
+    tail: tuple[int, ...] = ()
+
+
+def check_dry_sequence_breakers(breakers: Sequence[str]) -> None:
+    """Check the number and the length of DRY sequence breakers.
+
+    Raises:
+        ValidationError: one is empty or too long, or there are too many.
+    """
+    name = "dry_sequence_breakers"
+    num_chars = sum(map(len, breakers))
+    if len(breakers) > MAX_DRY_BREAKERS or num_chars > MAX_DRY_CHARS:
+        raise ValidationError(
+            f"{name} has {len(breakers)} strings of {num_chars} characters in all; the limits are "
+            f"{MAX_DRY_BREAKERS} and {MAX_DRY_CHARS}",
+            param=name,
+        )
+    for text in breakers:
+        if not 1 <= len(text) <= MAX_DRY_BREAKER_CHARS:
+            raise ValidationError(
+                f"{name} must have strings of 1 to {MAX_DRY_BREAKER_CHARS} characters, got {text!r:.100}",
+                param=name,
+            )
 
 
 def checked_repetition_detection(value: Any) -> RepetitionDetectionParams | None:

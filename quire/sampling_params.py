@@ -20,9 +20,11 @@ from quire.beam_search_params import BeamSearchParams
 from quire.errors import ValidationError
 from quire.sampling_extras import (
     MAX_LOGPROB_TOKEN_IDS,
+    DryBreaker,
     RepetitionDetectionParams,
     ThinkingMarkers,
     check_bad_words,
+    check_dry_sequence_breakers,
     check_extra_args,
     checked_bad_words_token_ids,
     checked_repetition_detection,
@@ -104,6 +106,25 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         logits_processors: callables (prompt_ids, output_ids, logits [V]) -> logits or None (changed in place), for an
             engine whose core is in the caller's process.
         structured_outputs: what the text must be, as a schema, an expression or a grammar.
+        repeat_last_n: tokens at the end of the context that the penalties count; -1 is the whole context, 0 none.
+        dry_multiplier: DRY: a token that would extend a repetition of length L is lowered by
+            `dry_multiplier * dry_base ** (L - dry_allowed_length)`, [0, 100]; 0 is off.
+        dry_base: growth of that penalty, [0, 100]; below 1 is off.
+        dry_allowed_length: repetitions shorter than this are free, >= 0.
+        dry_penalty_last_n: tokens at the end of the context that are searched; -1 is the whole context, 0 is off.
+        dry_sequence_breakers: texts that no repetition spans, at most 64 of 40 characters; None is newline, colon,
+            quote and asterisk.
+        top_n_sigma: keep tokens within so many standard deviations of the highest logit, [-1, 100]; 0 and -1 are off.
+        typical_p: keep the most typical tokens that hold this probability mass, (0, 1]; 1 is off.
+        xtc_probability: chance per token that XTC applies, [0, 1].
+        xtc_threshold: XTC drops all tokens of at least this probability but the least likely of them, [0, 1]; above
+            0.5 is off.
+        dynatemp_range: the temperature lies within `temperature` +- this by the entropy of the candidates, [0, 10].
+        dynatemp_exponent: how the normalised entropy maps to that range, [0, 100].
+        mirostat: 1 or 2 keeps the surprise of the text near `mirostat_tau`, in place of all other filters; 0 is off.
+        mirostat_tau: target surprise in bits, [0, 100].
+        mirostat_eta: learning rate, [0, 10].
+        dry_breakers: `dry_sequence_breakers` in token ids, which the engine fills in.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -145,6 +166,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     logits_processors: Any = ()
     shown_special_token_ids: Sequence[int] = ()
     structured_outputs: StructuredOutputsParams | None = None
+    repeat_last_n: int = -1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: Sequence[str] | None = None
+    top_n_sigma: float = -1.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_breakers: tuple[DryBreaker, ...] = ()
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -204,6 +241,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         if self.logit_bias is not None:
             self._set("logit_bias", _checked_logit_bias(self.logit_bias))
         self._set("structured_outputs", checked_structured_outputs(self.structured_outputs))
+        if self.dry_sequence_breakers is not None:
+            breakers = _as_tuple("dry_sequence_breakers", self.dry_sequence_breakers, str)
+            self._set("dry_sequence_breakers", breakers)
+            check_dry_sequence_breakers(breakers)
 
     def _check_extras(self) -> None:
         self._set("bad_words", _as_tuple("bad_words", self.bad_words, str))
@@ -250,7 +291,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     def _settle_temperature(self) -> None:
         if self.temperature < GREEDY_EPSILON:
-            for name, value in _GREEDY:
+            self._set("temperature", 0.0)
+            self._set("mirostat", 0)  # of one candidate there is nothing to choose
+            for name, value in () if self.has_sampler_chain else _GREEDY:
                 self._set(name, value)
         elif self.temperature < MIN_TEMPERATURE:
             logger.warning(
@@ -260,8 +303,39 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     @property
     def greedy(self) -> bool:
-        """True when the most likely token is always taken."""
-        return self.temperature == 0.0
+        """True when the most likely token of those that are left is always taken."""
+        return self.temperature == 0.0 and self.dynatemp_range == 0.0
+
+    @property
+    def uses_xtc(self) -> bool:
+        """Whether XTC can change anything."""
+        return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5
+
+    @property
+    def needs_seed(self) -> bool:
+        """Whether anything is drawn."""
+        return not self.greedy or self.uses_xtc
+
+    @property
+    def has_sampler_state(self) -> bool:
+        """Whether a choice depends on the logits of earlier choices, which a resumed request must compute again."""
+        return self.mirostat > 0
+
+    @property
+    def uses_dry(self) -> bool:
+        """Whether DRY can change anything."""
+        return self.dry_multiplier > 0.0 and self.dry_base >= 1.0 and self.dry_penalty_last_n != 0
+
+    @property
+    def has_sampler_chain(self) -> bool:
+        """Whether candidates are filtered in llama.cpp's order, because one of its own filters is on."""
+        return (
+            self.top_n_sigma > 0.0
+            or self.typical_p < 1.0
+            or self.uses_xtc
+            or self.dynatemp_range > 0.0
+            or self.mirostat > 0
+        )
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A validated copy with some fields replaced."""
@@ -290,7 +364,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-_GREEDY = (("temperature", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
+_GREEDY = (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
 _BOOLS = (
     "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "flat_logprobs",
     "spaces_between_special_tokens",
@@ -302,6 +376,16 @@ _FLOAT_RANGES = (
     ("temperature", 0.0, 2.0),
     ("top_p", math.nextafter(0.0, 1.0), 1.0),
     ("min_p", 0.0, 1.0),
+    ("dry_multiplier", 0.0, 100.0),
+    ("dry_base", 0.0, 100.0),
+    ("top_n_sigma", -1.0, 100.0),
+    ("typical_p", math.nextafter(0.0, 1.0), 1.0),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 1.0),
+    ("dynatemp_range", 0.0, 10.0),
+    ("dynatemp_exponent", 0.0, 100.0),
+    ("mirostat_tau", 0.0, 100.0),
+    ("mirostat_eta", 0.0, 10.0),
 )
 _INT_RANGES = (
     ("n", 1, MAX_N),
@@ -313,6 +397,10 @@ _INT_RANGES = (
     ("prompt_logprobs", -1, INT64_MAX),
     ("stream_interval", 1, INT64_MAX),
     ("thinking_token_budget", 0, INT64_MAX),
+    ("repeat_last_n", -1, INT64_MAX),
+    ("dry_allowed_length", 0, INT64_MAX),
+    ("dry_penalty_last_n", -1, INT64_MAX),
+    ("mirostat", 0, 2),
 )
 _OPTIONAL_INTS = frozenset(
     {"seed", "max_tokens", "logprobs", "prompt_logprobs", "stream_interval", "thinking_token_budget"}

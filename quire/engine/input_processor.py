@@ -17,6 +17,7 @@ from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
 from quire.config.arch import Multimodal
 from quire.engine.constraints import Constraints
+from quire.engine.dry_breakers import dry_breakers
 from quire.engine.lexicons import Lexicon, Lexicons
 from quire.engine.listed_tokens import bad_words_token_ids, indexed_ids
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
@@ -291,11 +292,13 @@ class InputProcessor:
         room = self.room(num_prompt_tokens)
         max_tokens = max(room if max_tokens is None else min(max_tokens, room), params.min_tokens)
         seed = params.seed
-        if seed is None and not params.greedy:
+        if seed is None and params.needs_seed:
             seed = self._seeds.getrandbits(62)
         params = params.settled(max_tokens=max_tokens, seed=seed)
         if params.bad_words:
             params = params.settled(bad_words_token_ids=bad_words_token_ids(params, lexicon.tokenizer))
+        if params.uses_dry and not params.dry_breakers:
+            params = params.settled(dry_breakers=dry_breakers(params, lexicon))
         if params.thinking_token_budget is not None and params.thinking_markers is None:
             params = params.settled(thinking_markers=lexicon.thinking_markers)
         return params

@@ -71,6 +71,7 @@ class Tokenizer:
         self.bos_token = literal_in(settings, "bos_token")
         self.eos_token = literal_in(settings, "eos_token")
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._derived: dict[str, Any] = {}
         self.truncation_side: str = "left" if settings.get("truncation_side") == "left" else "right"
 
     @staticmethod
@@ -174,6 +175,19 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text, with U+FFFD for partial characters."""
         return self.token_bytes(token_id).decode(errors="replace")
+
+    def texts_of_all(self) -> list[str]:
+        """Return the text of each token by itself, special ones included; an id without a token has none."""
+        ids = [[token_id] for token_id in range(self.num_ids)]
+        texts: list[str] = self._backend.decode_batch(ids, skip_special_tokens=False)
+        return texts
+
+    def cached(self, name: str, make: Callable[[Tokenizer], T]) -> T:
+        """Return what `make` derives from this tokenizer, made once for each name."""
+        if name not in self._derived:
+            self._derived[name] = make(self)
+        found: T = self._derived[name]
+        return found
 
     def place_after(
         self, ids: Sequence[int], *, skip_special_tokens: bool, shown: Sequence[int] = ()

@@ -107,12 +107,18 @@ class KVCacheManager:
         """Blocks that a sequence of `num_tokens` cached tokens holds at most."""
         return self._coordinator.max_blocks(num_tokens)
 
-    def get_computed_blocks(self, request: CachedSequence) -> PrefixHit:
-        """The longest cached prefix that leaves the last known token, from which to sample, uncomputed."""
+    def get_computed_blocks(self, request: CachedSequence, most: int | None = None) -> PrefixHit:
+        """Return the longest cached prefix that leaves the last known token, from which to sample, uncomputed.
+
+        Args:
+            most: tokens that it may have.
+        """
         if not self._enable_prefix_caching:
             return self.no_hit
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
-        return self._coordinator.find_longest_cache_hit(request.block_hashes, len(request.token_ids) - 1)
+        limit = len(request.token_ids) - 1
+        limit = limit if most is None else min(limit, most)
+        return self._coordinator.find_longest_cache_hit(request.block_hashes, limit)
 
     def get_swapped_blocks(self, request: CachedSequence) -> PrefixHit | None:
         """All that a swapped-out request had computed; None if it is not swapped out.

@@ -310,8 +310,8 @@ class Planner:
     def _find_prefix(self, request: Request, step: StepPlan) -> PrefixHit:
         """What a request need not compute: what was swapped out, what its parent has, or what is cached.
 
-        Prompt logprobs need every position to be computed, and a request may want nothing of the prefix cache. One that
-        starts over was not swapped out either.
+        Prompt logprobs need every position to be computed, and sampler state every position that something was sampled
+        behind; a request may want nothing of the prefix cache. One that starts over was not swapped out either.
         """
         if request.starts_over:
             return self._kv.no_hit
@@ -321,8 +321,9 @@ class Planner:
         if request.sampling_params.prompt_logprobs is not None:
             return self._kv.no_hit
         is_blind = request.sampling_params.skip_reading_prefix_cache
-        hits = [self._kv.no_hit if is_blind else self._kv.get_computed_blocks(request)]
         parent, num_tokens = request.parent, request.num_prompt_tokens - 1
+        most = num_tokens if request.sampling_params.has_sampler_state else None
+        hits = [self._kv.no_hit if is_blind else self._kv.get_computed_blocks(request, most)]
         if parent and self._queues.kept.has_blocks(parent):
             hits.append(self._kv.get_forked_blocks(parent, parent.num_computed_tokens))
         elif (

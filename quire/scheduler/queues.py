@@ -79,11 +79,11 @@ class RequestQueues:
     def preempt_last(self, by: Request, now: float) -> None:
         """Take the blocks of the running request of highest rank; it keeps its tokens, to be computed again.
 
-        If its blocks are swapped out, it returns as it was; one that starts over has no use for that.
+        If its blocks are swapped out, it returns as it was; one that must compute its tokens again has no use for that.
         """
         victim = self.running.last
         self._vacate(victim)
-        if victim.starts_over:
+        if victim.starts_over or victim.sampling_params.has_sampler_state:
             self._kv.free(victim)
         else:
             self._kv.preempt(victim)

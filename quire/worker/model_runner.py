@@ -266,7 +266,9 @@ class ModelRunner:
         """With the rows that are read, where they are few and samples are all that is made of them."""
         layout, step = inputs.layout, inputs.step
         are_few = layout.num_tokens >= _TOKENS_PER_READ_ROW * len(layout.logits_indices)
-        if not are_few or not self._reads_samples_only or self._prompt_logprobs.are_wanted:
+        if not are_few or not self._reads_samples_only:
+            return inputs
+        if self._prompt_logprobs.are_wanted or self._sampling.replays:
             return inputs
         if step.adapter_rows is not None:  # of which the MLP has one for each row
             return inputs

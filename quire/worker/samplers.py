@@ -45,6 +45,15 @@ class Samplers:
         """See `Sampler.reads_tokens`."""
         return any(sampler.reads_tokens(rows) for sampler in self._of_width.values())
 
+    @property
+    def replay(self) -> bool:
+        """See `Sampler.replays`."""
+        return any(sampler.replays for sampler in self._of_width.values())
+
+    def of_row(self, row: int) -> Sampler:
+        """Return that of a row."""
+        return self._of_row[row]
+
     def of(self, rows: NDArray[np.int64]) -> Sampler:
         """That of rows of one width, of which there is one at least."""
         return self._of_width[int(self._logits.widths(rows[:1])[0])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from quire.scheduler.output import NewRequestData
@@ -43,6 +44,10 @@ class Sampling(Protocol):
     def reads_tokens(self, inputs: StepInputs) -> bool:
         """Whether `sample` needs the tokens sampled before on the host."""
 
+    @property
+    def replays(self) -> bool:
+        """Whether `sample` may read hidden states behind which nothing new is sampled."""
+
     def sample(self, inputs: StepInputs, hidden: Tensor) -> Sequence[SampledPart]:
         """All samples of a step with these hidden states, in order."""
 
@@ -78,12 +83,35 @@ class RowSampling:
     def reads_tokens(self, inputs: StepInputs) -> bool:
         return self._samplers.reads_tokens(inputs.layout.samples.rows)
 
+    @property
+    def replays(self) -> bool:
+        return self._samplers.replay
+
     def sample(self, inputs: StepInputs, hidden: Tensor) -> Sequence[Sampled]:
+        if self.replays:
+            self._replay(inputs, hidden)
         samples = inputs.layout.samples
         runs = [*self._logits.runs(samples.rows, self._slice_size)]
         # Graphs read hidden states where those of the next part would be written over.
         graphs = self._graphs if len(runs) == 1 and self._logits.are_of_model(samples.rows) else None
         return [self._sample_part(inputs, hidden, samples.part(part), part, graphs) for part in runs]
+
+    def _replay(self, inputs: StepInputs, hidden: Tensor) -> None:
+        """Sample again what requests had sampled before they lost their rows, as far as this step computes it."""
+        layout, adapter_rows = inputs.layout, inputs.step.adapter_rows
+        for index, row in enumerate(layout.rows.tolist()):
+            sampler, start = self._samplers.of_row(row), int(layout.starts[index])
+            columns = sampler.columns_to_replay(row, start, int(layout.ends[index]))
+            before_first = (
+                int(layout.query_start_loc[index]) - start - 1
+            )  # less the column: where its state lies
+            for first in columns[:: self._slice_size]:
+                end = min(first + self._slice_size, columns.stop)
+                part = slice(before_first + first, before_first + end)
+                adapters = None if adapter_rows is None else adapter_rows[part]
+                logits = self._logits.of(hidden[part], adapters, np.full(end - first, row))
+                for place, column in enumerate(range(first, end)):
+                    sampler.replay(logits[place : place + 1], row, column)
 
     def _sample_part(
         self, inputs: StepInputs, hidden: Tensor, samples: Samples, part: slice, graphs: SampleGraphs | None

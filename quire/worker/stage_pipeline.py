@@ -144,6 +144,10 @@ class SampledElsewhere:
     def reads_tokens(self, inputs: StepInputs) -> bool:
         return False
 
+    @property
+    def replays(self) -> bool:
+        return False
+
     def sample(self, inputs: StepInputs, hidden: Tensor) -> list[AwaitedSamples]:
         num_samples = len(inputs.layout.sampling)
         return (

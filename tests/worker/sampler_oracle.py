@@ -59,13 +59,45 @@ def changed_logits(logits: list[float], request: NewRequestData) -> list[float]:
         new[token] = float(np.float32(new[token]) + np.float32(bias))
     for processor in params.logits_processors:
         new = processor(tokens[: request.num_prompt_tokens], output, torch.tensor(new)).tolist()
-    for token in set(tokens):
+    last_n = params.repeat_last_n
+    window_start = max(0, len(tokens) - last_n) if last_n >= 0 else 0
+    output = tokens[max(window_start, request.num_prompt_tokens) :]
+    for token in set(tokens[window_start:]):
         x = new[token]
         x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
         x -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
         new[token] = float(np.float32(x))
+    for token, penalty in dry_penalties(tokens, params).items():
+        new[token] = float(np.float32(new[token] - penalty))
     forced = forced_token(tokens, request)
     return new if forced is None else [0.0 if token == forced else -math.inf for token in range(len(new))]
+
+
+def dry_penalties(tokens: list[int], params: SamplingParams) -> dict[int, float]:
+    """Every token that stands behind an earlier copy of the text's end, and what the longest such copy costs it."""
+    if params.dry_multiplier == 0 or params.dry_base < 1 or params.dry_penalty_last_n == 0:
+        return {}
+    window = tokens[-params.dry_penalty_last_n :] if params.dry_penalty_last_n > 0 else list(tokens)
+    breakers = [[head, *one.tail] for one in params.dry_breakers for head in one.heads]
+    limit = len(window)
+    for start in reversed(range(len(window))):
+        ends = [start + len(b) for b in breakers if window[start : start + len(b)] == b]
+        if ends:
+            limit = len(window) - max(ends)
+            break
+    longest: dict[int, int] = {}
+    if len(window) <= params.dry_allowed_length or limit < params.dry_allowed_length:
+        return {}
+    for place in range(len(window) - 1):
+        length = 0
+        while length <= place and window[place - length] == window[len(window) - 1 - length]:
+            length += 1
+        length = min(length, limit)
+        if length >= params.dry_allowed_length:
+            longest[window[place + 1]] = max(longest.get(window[place + 1], 0), length)
+    exponent = {token: length - params.dry_allowed_length for token, length in longest.items()}
+    free = {breaker[0] for breaker in breakers if len(breaker) == 1}
+    return {t: params.dry_multiplier * params.dry_base**e for t, e in exponent.items() if t not in free}
 
 
 def forced_token(tokens: list[int], request: NewRequestData) -> int | None:
@@ -89,9 +121,89 @@ def forced_token(tokens: list[int], request: NewRequestData) -> int | None:
     return end[begun]
 
 
-def filtered_logits(logits: list[float], request: NewRequestData) -> list[float]:
+Candidates = list[tuple[int, float]]
+"""(token, logit), from the most to the least likely, as llama.cpp keeps them."""
+
+
+def probs_of(candidates: Candidates) -> list[float]:
+    return probabilities([logit for _, logit in candidates])
+
+
+def entropy(candidates: Candidates) -> float:
+    return -sum(p * math.log(p) for p in probs_of(candidates))
+
+
+def chain(logits: list[float], request: NewRequestData, mu: float | None) -> Candidates:
+    """What llama.cpp's samplers leave, in its default order."""
+    params = request.sampling_params
+    left: Candidates = [(token, logits[token]) for token in order(logits) if logits[token] > -math.inf]
+    if params.mirostat:
+        left = [(token, logit / params.temperature) for token, logit in left]
+        mu = 2 * params.mirostat_tau if mu is None else mu
+        return left[
+            : mirostat_1_count(left, mu, len(logits)) if params.mirostat == 1 else mirostat_2_count(left, mu)
+        ]
+    if params.top_n_sigma > 0:
+        values = np.array([logit for _, logit in left])
+        left = [one for one in left if one[1] >= values.max() - params.top_n_sigma * values.std()]
+    left = left[: params.top_k or None]
+    if params.typical_p < 1:
+        probs, target, mass, kept = probs_of(left), entropy(left), 0.0, list[int]()
+        for place in sorted(range(len(left)), key=lambda place: abs(-math.log(probs[place]) - target)):
+            kept.append(place)
+            mass += probs[place]
+            if mass > params.typical_p:
+                break
+        left = [left[place] for place in sorted(kept)]
+    if params.top_p < 1:
+        masses = np.cumsum(probs_of(left))
+        left = left[: int((masses < params.top_p).sum()) + 1]
+    left = [
+        one for one, p in zip(left, probs_of(left), strict=True) if p >= params.min_p * max(probs_of(left))
+    ]
+    place = len(request.token_ids) - request.num_prompt_tokens
+    chance = uniform(params.seed or 0, 2**62 + place)
+    if params.xtc_probability > 0 and chance <= params.xtc_probability and params.xtc_threshold <= 0.5:
+        num_above = sum(p >= params.xtc_threshold for p in probs_of(left))
+        left = left[max(num_above - 1, 0) :]
+    temperature = params.temperature
+    if params.dynatemp_range > 0:
+        low, high = max(0.0, temperature - params.dynatemp_range), temperature + params.dynatemp_range
+        share = entropy(left) / math.log(len(left)) if len(left) > 1 else 0.0
+        temperature = max(low + (high - low) * share**params.dynatemp_exponent, 0.01)
+    return [(token, logit / (temperature or 1.0)) for token, logit in left]
+
+
+def mirostat_1_count(left: Candidates, mu: float, vocab_size: int) -> int:
+    pairs = list(zip(probs_of(left)[:100], probs_of(left)[1:100], strict=False))
+    steps = [math.log((i + 2) / (i + 1)) for i in range(len(pairs))]
+    if not pairs:
+        return 1
+    s = sum(t * math.log(p / q) for t, (p, q) in zip(steps, pairs, strict=True)) / sum(t * t for t in steps)
+    k = ((s - 1) * 2**mu / (1 - vocab_size ** -(s - 1))) ** (1 / s)
+    return max(int(min(k, 1e9)), 1)
+
+
+def mirostat_2_count(left: Candidates, mu: float) -> int:
+    return max(sum(-math.log2(p) <= mu for p in probs_of(left)), 1)
+
+
+def next_mu(logits: list[float], request: NewRequestData, mu: float | None, chosen: int) -> float:
+    """Mirostat's mu behind a token that was chosen with this one."""
+    params = request.sampling_params
+    left = chain(changed_logits(logits, request), request, mu)
+    surprise = -math.log2(probs_of(left)[[token for token, _ in left].index(chosen)])
+    return (2 * params.mirostat_tau if mu is None else mu) - params.mirostat_eta * (
+        surprise - params.mirostat_tau
+    )
+
+
+def filtered_logits(logits: list[float], request: NewRequestData, mu: float | None = None) -> list[float]:
     """After the features that shape a random row's distribution."""
     params = request.sampling_params
+    if params.has_sampler_chain:
+        left = dict(chain(logits, request, mu))
+        return [float(np.float32(left.get(token, -math.inf))) for token in range(len(logits))]
     new = [float(np.float32(x) / np.float32(params.temperature)) for x in logits]
     probs = probabilities(new)
     new = [x if p >= params.min_p * max(probs) else -math.inf for x, p in zip(new, probs, strict=True)]
@@ -108,16 +220,16 @@ def filtered_logits(logits: list[float], request: NewRequestData) -> list[float]
     return new
 
 
-def sample(logits: list[float], request: NewRequestData) -> int:
+def sample(logits: list[float], request: NewRequestData, mu: float | None = None) -> int:
     """The token that comes after `request.token_ids`."""
     params = request.sampling_params
     new = changed_logits(logits, request)
     if params.greedy:
-        return order(new)[0]
+        return order(filtered_logits(new, request) if params.has_sampler_chain else new)[0]
     assert params.seed is not None
     u = uniform(params.seed, len(request.token_ids) - request.num_prompt_tokens)
     cumulative = 0.0
-    probs = probabilities(filtered_logits(new, request))
+    probs = probabilities(filtered_logits(new, request, mu))
     for token, p in enumerate(probs):
         cumulative += p
         if cumulative > u:
@@ -130,7 +242,8 @@ def reported_logits(logits: list[float], request: NewRequestData, mode: str) -> 
     if mode.startswith("raw"):
         return logits
     new = changed_logits(logits, request)
-    return new if request.sampling_params.greedy else filtered_logits(new, request)
+    params = request.sampling_params
+    return new if params.greedy and not params.has_sampler_chain else filtered_logits(new, request)
 
 
 def logprobs(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire.kernels.cpu.threads import set_num_threads
+from quire.sampling_extras import DryBreaker
 from quire.sampling_params import SamplingParams, ThinkingMarkers
 from quire.scheduler.output import NewRequestData
 from quire.worker.cpu import HostTransfers
@@ -73,6 +74,35 @@ sampling_params = st.builds(
     logprob_token_ids=st.lists(tokens, min_size=1, max_size=5),
     min_tokens=st.sampled_from([0, 100]),
 )
+llama_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.9]),
+    top_p=st.sampled_from(TOP_P),
+    top_k=st.sampled_from([0, 1, 4, VOCAB]),
+    min_p=st.sampled_from(MIN_P),
+    seed=st.integers(0, 2**62),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.25]),
+    presence_penalty=st.sampled_from([0.0, -0.5]),
+    repeat_last_n=st.sampled_from([-1, 0, 1, 4, 64]),
+    bad_words_token_ids=st.lists(st.lists(few_tokens, min_size=1, max_size=2), max_size=2),
+    logprobs=st.none() | st.sampled_from([0, 5]),
+    max_tokens=st.none(),
+    dry_multiplier=st.sampled_from([0.0, 0.8, 3.0]),
+    dry_base=st.sampled_from([0.5, 1.0, 1.75]),
+    dry_allowed_length=st.integers(0, 3),
+    dry_penalty_last_n=st.sampled_from([-1, 0, 3, 64]),
+    dry_breakers=st.lists(
+        st.builds(DryBreaker, marker, st.lists(few_tokens, max_size=2).map(tuple)), max_size=3
+    ).map(tuple),
+    top_n_sigma=st.sampled_from([-1.0, 0.0, 0.3, 1.234]),
+    typical_p=st.sampled_from([1.0, 0.2123, 0.7654, 0.9512]),
+    xtc_probability=st.sampled_from([0.0, 0.5, 1.0]),
+    xtc_threshold=st.sampled_from([0.0, 0.01234, 0.1234, 0.51]),
+    dynatemp_range=st.sampled_from([0.0, 0.4, 2.0]),
+    dynatemp_exponent=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+)
+sampling_params = sampling_params | llama_params
 requests = st.builds(
     request,
     st.lists(tokens, min_size=1, max_size=6),
@@ -185,6 +215,140 @@ def test_behind_drafts_it_is_as_if_they_were_known(
         assert found.logprobs.get(index) == alone.logprobs.get(0)
     again = [random_logits(rng, ties=False) for _ in members]
     assert bench.sample(again).token_ids.tolist() == Bench(members).sample(again).token_ids.tolist()
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.builds(request, st.lists(few_tokens, min_size=1, max_size=12), llama_params),
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(0, 2**32),
+)
+def test_llama_samplers_equal_the_plain_ones(members: list[NewRequestData], seed: int) -> None:
+    """Over several tokens, so that what is remembered of a text is used."""
+    rng, bench = random.Random(seed), Bench(members)
+    rows = rows_of(*range(len(members)))
+    for _ in range(6):
+        logits = [random_logits(rng, ties=False) for _ in members]
+        output = bench.sample(logits)
+        for index, row in enumerate(logits):
+            if index not in output.failed:
+                assert output.token_ids[index] == oracle.sample(row, members[index])
+        append_tokens(bench.batch, rows, output.token_ids)
+        members = [continued(one, [int(t)]) for one, t in zip(members, output.token_ids, strict=True)]
+
+
+mirostat_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.5, 1.0, 1.9]),
+    top_k=st.sampled_from([0, 1]),
+    seed=st.integers(0, 2**62),
+    frequency_penalty=st.sampled_from([0.0, 0.7]),
+    dry_multiplier=st.sampled_from([0.0, 3.0]),
+    thinking_token_budget=st.sampled_from([None, 2]),
+    thinking_markers=st.builds(ThinkingMarkers, marker, marker, st.booleans()),
+    max_tokens=st.none(),
+    mirostat=st.sampled_from([1, 2]),
+    mirostat_tau=st.sampled_from([0.0, 1.2, 3.0, 5.0]),
+    mirostat_eta=st.sampled_from([0.0, 0.1, 1.0]),
+)
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(
+    st.lists(few_tokens, min_size=1, max_size=4), mirostat_params, st.integers(0, 2**32), st.integers(1, 11)
+)
+def test_mirostat_goes_on_by_its_tokens_alone(
+    prompt: list[int], asked: SamplingParams, seed: int, num_before: int
+) -> None:
+    """One token after the other, behind drafts right and wrong, and after the row was lost: the same tokens."""
+    rng, first = random.Random(seed), request(prompt, asked)
+    logits = [random_logits(rng, ties=False) for _ in range(12)]
+    member, mu = first, None
+    for row in logits:
+        token = oracle.sample(row, member, mu)
+        mu = oracle.next_mu(row, member, mu, token)
+        member = continued(member, [token])
+    expected = member.token_ids[len(prompt) :]
+    assert resumed(first, expected, logits, num_before) == expected
+    bench, found = Bench([first]), list[int]()
+    while len(found) < len(logits):
+        known, depth = len(prompt) + len(found), rng.randint(0, min(4, len(logits) - len(found) - 1))
+        drafts = expected[len(found) : len(found) + depth]
+        if drafts and rng.random() < 0.5:
+            drafts[-1] = (drafts[-1] + 1) % VOCAB
+        bench.batch.token_ids[0, known : known + depth] = drafts
+        samples = Samples(np.zeros(depth + 1, dtype=np.int64), known + np.arange(depth + 1))
+        some = torch.tensor(logits[len(found) : len(found) + depth + 1])
+        tokens = bench.sampler.sample(some, bench.sampler.stage(samples)).read().token_ids.tolist()
+        num_right = next((i for i in range(depth) if drafts[i] != tokens[i]), depth)
+        for token in tokens[: num_right + 1]:
+            append_tokens(bench.batch, rows_of(0), np.array([token]))
+        found += tokens[: num_right + 1]
+    assert found == expected
+
+
+def resumed(
+    first: NewRequestData, output: list[int], logits: list[list[float]], num_before: int
+) -> list[int]:
+    """What a sampler goes on with that gets a request with its first tokens, and computes these again."""
+    bench = Bench([continued(first, output[:num_before])])
+    start = first.num_prompt_tokens - 1
+    columns = bench.sampler.columns_to_replay(0, 0, len(first.token_ids) + num_before)
+    assert list(columns) == list(range(start + 1, start + 1 + num_before))
+    for column in columns:
+        bench.sampler.replay(torch.tensor(logits[column - start - 1 : column - start]), 0, column)
+    assert not bench.sampler.replays
+    tokens = output[:num_before]
+    for row in logits[num_before:]:
+        chosen = bench.sample([row]).token_ids
+        append_tokens(bench.batch, rows_of(0), chosen)
+        tokens += chosen.tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_keeps_the_surprise_near_tau(version: int) -> None:
+    logits = [-math.log(token + 1) for token in range(200)]
+    asked = params(mirostat=version, mirostat_tau=3.0, mirostat_eta=0.2, seed=5)
+    bench, probs, surprise = Bench([request([1], asked)], 200), oracle.probabilities(logits), 0.0
+    for _ in range(60):
+        chosen = bench.sample([logits]).token_ids
+        append_tokens(bench.batch, rows_of(0), chosen)
+        surprise -= math.log2(probs[int(chosen[0])]) / 60
+    assert 2.0 < surprise < 4.5
+
+
+LLAMA_SAMPLERS: list[dict[str, Any]] = [
+    {"top_n_sigma": 1.0, "top_k": 40},
+    {"typical_p": 0.9, "top_p": 0.95},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.001, "min_p": 1e-4},
+    {"dynatemp_range": 0.7, "dynatemp_exponent": 1.7, "temperature": 0.9},
+    {"mirostat": 1, "mirostat_tau": 7.0},
+    {"mirostat": 2, "mirostat_tau": 7.0},
+    {"dry_multiplier": 1.0, "repeat_last_n": 2, "repetition_penalty": 1.3, "typical_p": 0.99},
+]
+
+
+def test_large_rows_of_llama_samplers_are_bit_equal() -> None:
+    """Their logits, alone on one thread as in company on two."""
+    size = 40_009
+    members = [request([1, 2, 3, 1, 2, 3], params(logprobs=5, **each)) for each in LLAMA_SAMPLERS]
+    logits = torch.randn(len(members), size, generator=torch.Generator().manual_seed(3)).mul_(3)
+
+    def outcome(places: list[int]) -> dict[int, Any]:
+        bench = Bench([members[place] for place in places], size, "processed_logits")
+        rows = torch.cat([logits[place : place + 1] for place in places])
+        output = bench.sampler.sample(rows, bench.stage(rows_of(*range(len(places))))).read()
+        return {place: (output.token_ids[i], output.logprobs[i]) for i, place in enumerate(places)}
+
+    alone = [outcome([place])[place] for place in range(len(members))]
+    set_num_threads(2)
+    for places in ([0, 1, 2, 3, 4, 5, 6], [6, 2, 0, 4], [5, 3, 1]):
+        for place, found in outcome(places).items():
+            assert found == alone[place]
 
 
 def continued(member: NewRequestData, more: list[int]) -> NewRequestData:

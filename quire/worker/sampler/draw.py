@@ -19,6 +19,7 @@ from quire.kernels.reference_sampling import shaped_at_once, shaped_logits
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch, Samples
+from quire.worker.sampler.chain import neutral_settings
 from quire.worker.sampler.feature import Feature
 
 
@@ -64,6 +65,9 @@ class Draw(Feature[StagedDraw]):
         params = request.sampling_params
         assert params.seed is not None, "the front end gives every random request a seed"
         self._seeds[row] = params.seed
+        if params.has_sampler_chain:  # which has left the distribution as it is to be
+            self._settings[row] = neutral_settings(self._vocab_size)
+            return
         log_min_p = np.log(params.min_p) if params.min_p > 0.0 else -np.inf
         top_k = min(params.top_k or self._vocab_size, self._vocab_size)
         self._settings[row] = params.temperature, log_min_p, top_k, params.top_p

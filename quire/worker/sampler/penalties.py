@@ -28,6 +28,8 @@ from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import LogitsFeature, Staged
 
+WHOLE_CONTEXT = -1
+
 
 class Penalties(LogitsFeature[Staged]):
     """Makes tokens that were seen less (or more) likely."""
@@ -38,7 +40,7 @@ class Penalties(LogitsFeature[Staged]):
         self._factors = np.zeros((batch.max_num_seqs, 3))  # repetition, frequency, presence
 
     def wants(self, params: SamplingParams) -> bool:
-        return _factors(params) != (1.0, 0.0, 0.0)
+        return _factors(params) != (1.0, 0.0, 0.0) and params.repeat_last_n == WHOLE_CONTEXT
 
     def _store(self, row: int, request: NewRequestData) -> None:
         self._factors[row] = _factors(request.sampling_params)
@@ -179,6 +181,53 @@ class HostPenalties(Penalties[StagedPenalties]):
         self._output_counts[rows, tokens] -= 1
         self._is_known[rows[was_new], tokens[was_new]] = False
         self._num_distinct[rows[was_new]] -= 1
+
+    def apply(self, logits: Tensor, staged: StagedPenalties) -> None:
+        ops.apply_penalties(logits, staged.flat, staged.repetition, staged.subtracted)
+
+
+class WindowedPenalties(LogitsFeature[StagedPenalties]):
+    """Penalties that count the last `repeat_last_n` tokens of the context alone.
+
+    A window is counted anew for each sample, on the host: that costs its size.
+    """
+
+    reads_tokens = True
+
+    def __init__(self, batch: InputBatch, vocab_size: int) -> None:
+        super().__init__(batch.max_num_seqs)
+        self._batch = batch
+        self._vocab_size = vocab_size
+        self._params: dict[int, SamplingParams] = {}
+
+    def wants(self, params: SamplingParams) -> bool:
+        return _factors(params) != (1.0, 0.0, 0.0) and params.repeat_last_n > 0
+
+    def _store(self, row: int, request: NewRequestData) -> None:
+        self._params[row] = request.sampling_params
+
+    def _forget(self, row: int) -> None:
+        del self._params[row]
+
+    def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedPenalties:
+        parts = [self._entries(user, int(samples.rows[user]), int(samples.columns[user])) for user in users]
+        return StagedPenalties(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _entries(self, user: int, row: int, column: int) -> StagedPenalties:
+        """Return one entry for each distinct token of the window before a sample."""
+        params, tokens = self._params[row], self._batch.token_ids[row]
+        start = max(0, column - params.repeat_last_n)
+        first_output = min(max(start, int(self._batch.num_prompt_tokens[row])), column)
+        distinct = np.unique(tokens[start:column]).astype(np.int64)
+        output, counts = np.unique(tokens[first_output:column], return_counts=True)
+        generated = np.zeros(len(distinct))
+        generated[np.searchsorted(distinct, output)] = counts
+        repetition, frequency, presence = _factors(params)
+        return StagedPenalties(
+            flat=torch.from_numpy(user * self._vocab_size + distinct),
+            repetition=torch.full((len(distinct),), repetition, dtype=torch.float64),
+            subtracted=torch.from_numpy(frequency * generated + presence * (generated > 0)),
+        )
 
     def apply(self, logits: Tensor, staged: StagedPenalties) -> None:
         ops.apply_penalties(logits, staged.flat, staged.repetition, staged.subtracted)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -23,13 +24,15 @@ from quire.structured_output.store import GrammarStore
 from quire.worker.devices import Transfers, moved
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.bad_words import BadWords
+from quire.worker.sampler.chain import SamplerChain
 from quire.worker.sampler.custom import CustomProcessors
 from quire.worker.sampler.draw import Draw, StagedDraw
+from quire.worker.sampler.dry import Dry
 from quire.worker.sampler.feature import Failures, Feature, LogitsFeature
 from quire.worker.sampler.grammar import GrammarMask
 from quire.worker.sampler.logprobs import Logprobs, LogprobsMode, RawLogprobs, StagedLogprobs
 from quire.worker.sampler.masks import AllowedTokenIds, LogitBias, MinTokens
-from quire.worker.sampler.penalties import DevicePenalties, make_penalties
+from quire.worker.sampler.penalties import DevicePenalties, WindowedPenalties, make_penalties
 from quire.worker.sampler.thinking import ThinkingBudget
 
 LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = PluginTable(
@@ -42,12 +45,14 @@ LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = 
         "logit_bias": LogitBias,
         "logits_processors": CustomProcessors,
         "penalties": make_penalties,
+        "windowed_penalties": WindowedPenalties,
+        "dry": Dry,
         "thinking_token_budget": ThinkingBudget,
     },
     FACTORY,
 )
-"""What may change the logits, in the order in which it does; those of plug-ins come after ours, by name, and grammars
-last."""
+"""What may change the logits, in the order in which it does; those of plug-ins come after ours, by name, then grammars,
+and the sampler chain last."""
 
 NON_FINITE = "the model produced non-finite logits"
 NO_TOKEN_LEFT = (
@@ -160,24 +165,67 @@ class Sampler:
         processors: Sequence[LogitsProcessor] = (),
         grammars: GrammarStore | None = None,
     ) -> None:
+        self._batch = batch
+        self._replays: dict[
+            int, int
+        ] = {}  # row -> its tokens when it was added, of which some are to be replayed
         self._transfers = transfers
         self._mode = logprobs_mode
         grammars = grammars or GrammarStore(StructuredOutputsSettings())
         self.grammar_mask = GrammarMask(batch, vocab_size, grammars)
-        self._logits_features = [*_logits_features(batch, vocab_size, processors), self.grammar_mask]
+        self._logits_features = [
+            *_logits_features(batch, vocab_size, processors),
+            self.grammar_mask,
+            SamplerChain(batch, vocab_size, transfers.torch_device),
+        ]
         self._draw = Draw(batch, vocab_size, transfers.torch_device)
         self._logprobs = Logprobs(batch)
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]
 
     def add_request(self, row: int, request: NewRequestData) -> None:
-        """Take in a request that was given a row."""
+        """Take in a request that was given a row.
+
+        With sampler state it begins behind its prompt, and `replay` takes in what was sampled before.
+        """
+        if request.sampling_params.has_sampler_state and len(request.token_ids) > request.num_prompt_tokens:
+            self._replays[row] = len(request.token_ids)
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            request = msgspec.structs.replace(request, token_ids=prompt)
         for feature in self._features:
             feature.add_request(row, request)
 
     def remove_request(self, row: int) -> None:
         """Forget a row."""
+        self._replays.pop(row, None)
         for feature in self._features:
             feature.remove_request(row)
+
+    def columns_to_replay(self, row: int, start: int, end: int) -> range:
+        """Return the columns, behind positions from `start` to `end`, that were sampled before the row was added."""
+        num_known = self._replays.get(row)
+        if num_known is None:
+            return range(0)
+        return range(max(start + 1, int(self._batch.num_prompt_tokens[row])), min(end + 1, num_known))
+
+    def replay(self, logits: Tensor, row: int, column: int) -> None:
+        """Sample a known token again by logits [1, V], which are changed: all features are then as they were behind it.
+
+        Columns of a row must come in order.
+        """
+        num_tokens = int(self._batch.num_tokens[row])
+        self._batch.num_tokens[row] = column
+        try:
+            staged = self.stage(Samples(np.array([row]), np.array([column])))
+            self.sample(logits, staged._replace(logprobs=None))
+        finally:
+            self._batch.num_tokens[row] = num_tokens
+        if column + 1 == self._replays[row]:
+            del self._replays[row]
+
+    @property
+    def replays(self) -> bool:
+        """Whether a row has tokens for `replay`."""
+        return bool(self._replays)
 
     def reads_tokens(self, rows: NDArray[np.int64]) -> bool:
         """Whether `stage` needs these rows' sampled tokens on the host."""
