@@ -18,6 +18,7 @@ from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
+from quire.sampling_extras import DryBreaker
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, ThinkingMarkers
 from quire.worker import taped_rounds
 from tests.fixtures.thread_ranks import ThreadRanks
@@ -54,7 +55,19 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"skip_reading_prefix_cache": True, "n": 2, "stream_interval": 3, "logprobs": 1},
     {"structured_outputs": StructuredOutputsParams(regex=r"[a-z]{2,9}(?: [0-9a-f]+)*!"), "logprobs": 1},
     {"structured_outputs": StructuredOutputsParams(choice=["one", "two", "twenty-two"]), "n": 2},
-)
+    {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5, "logprobs": 1, "frequency_penalty": 0.4},
+    {"mirostat": 1, "n": 2, "temperature": 0.7, "dry_multiplier": 0.5, "dry_penalty_last_n": -1},
+    {
+        "mirostat": 2, "mirostat_eta": 0.9,
+        "structured_outputs": StructuredOutputsParams(regex=r"[a-z]{9,30}!"),
+    },
+    {
+        "dry_multiplier": 4.0, "dry_allowed_length": 1, "dry_breakers": (DryBreaker((60,)), DryBreaker((61,), (62,))),
+        "allowed_token_ids": [60, 61, 62, 63, 64], "temperature": 0.2,
+    },
+    {"xtc_probability": 0.5, "xtc_threshold": 0.002, "top_k": 30, "repetition_penalty": 1.2, "repeat_last_n": 5},
+    {"top_n_sigma": 1.5, "typical_p": 0.7, "dynatemp_range": 0.5, "temperature": 0.8, "min_p": 0.01},
+)  # fmt: skip
 
 
 class Job(NamedTuple):
@@ -114,7 +127,8 @@ def jobs_of_all_kinds() -> list[Job]:
         params = SamplingParams(**({"max_tokens": 24, "seed": number} | FEATURES[number % len(FEATURES)]))
         abort_after = draw.choice([None, None, 1, 6])
         # How far the later completions are behind the first, when that one has had enough, is a matter of the loop.
-        jobs.append(Job(prompt, params, abort_after if params.n == 1 else None))
+        ends_by_itself = params.n > 1 or params.repetition_detection is not None
+        jobs.append(Job(prompt, params, None if ends_by_itself else abort_after))
     return jobs
 
 
