@@ -124,6 +124,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         mirostat: 1 or 2 keeps the surprise of the text near `mirostat_tau`, in place of all other filters; 0 is off.
         mirostat_tau: target surprise in bits, [0, 100].
         mirostat_eta: learning rate, [0, 10].
+        temperature_last: filter candidates in llama.cpp's order, which ends with the temperature, also without a filter
+            of llama.cpp's own.
         dry_breakers: `dry_sequence_breakers` in token ids, which the engine fills in.
 
     Raises:
@@ -181,6 +183,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     mirostat: int = 0
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
+    temperature_last: bool = False
     dry_breakers: tuple[DryBreaker, ...] = ()
 
     def __post_init__(self) -> None:
@@ -335,6 +338,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             or self.uses_xtc
             or self.dynatemp_range > 0.0
             or self.mirostat > 0
+            or self.temperature_last
         )
 
     def clone(self, **changes: Any) -> SamplingParams:
@@ -367,7 +371,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 _GREEDY = (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
 _BOOLS = (
     "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "flat_logprobs",
-    "spaces_between_special_tokens",
+    "spaces_between_special_tokens", "temperature_last",
 )  # fmt: skip
 _FLOAT_RANGES = (
     ("presence_penalty", -2.0, 2.0),
@@ -402,6 +406,7 @@ _INT_RANGES = (
     ("dry_penalty_last_n", -1, INT64_MAX),
     ("mirostat", 0, 2),
 )
+INT_FIELDS = frozenset(name for name, _, _ in _INT_RANGES)
 _OPTIONAL_INTS = frozenset(
     {"seed", "max_tokens", "logprobs", "prompt_logprobs", "stream_interval", "thinking_token_budget"}
 )

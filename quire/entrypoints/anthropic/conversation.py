@@ -14,12 +14,11 @@ from quire.entrypoints.anthropic.protocol import (
     CountTokensRequest,
     MessagesRequest,
 )
+from quire.entrypoints.openai.protocol.requests import SAMPLERS
 from quire.entrypoints.openai.translation import check_call_id, given
 from quire.errors import ValidationError
 
-SAME_NAME = (
-    "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "priority", "cache_salt",
-)  # fmt: skip
+SAME_NAME = ("model", *SAMPLERS, "priority", "cache_salt")
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CHAT_NAMES = {
     "stop": "stop_sequences",

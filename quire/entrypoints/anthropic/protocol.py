@@ -15,7 +15,7 @@ from pydantic import Field, WithJsonSchema
 from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.relations import either, has_items
-from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions
+from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, SamplerFields, TemplateOptions
 from quire.entrypoints.openai.protocol.responses import Timings
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of
 
@@ -119,18 +119,12 @@ class CountTokensRequest(RequestModel):
     workspace_id: Any = None
 
 
-class MessagesRequest(CountTokensRequest):
-    """POST /v1/messages; the last five fields are quire's own."""
+class MessagesRequest(CountTokensRequest, SamplerFields):
+    """POST /v1/messages; samplers beside `temperature`, `top_p` and `top_k` are quire's own, as the last two fields."""
 
     max_tokens: int
     stream: bool = False
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from quire.engine.pooling_inputs import WHOLE_CONTEXT, TextOptions
 from quire.entrypoints.ollama.models import served_name
-from quire.entrypoints.ollama.options import IDLE_OPTIONS_OBJECT, ignored_options, sampling_fields
+from quire.entrypoints.ollama.options import IDLE_OPTIONS_OBJECT, paths_of
 from quire.entrypoints.ollama.protocol import MODEL, WITHOUT_EFFECT
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
@@ -128,8 +128,8 @@ async def _found(
 ) -> Found:
     name = body.model
     body.model = served_name(server_of(request), name)
-    note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
-    note_ignored(body, [f"options.{one}" for one in sampling_fields(body.options or {})])
+    sent = [name for name, value in (body.options or {}).items() if value is not None]
+    note_ignored(body, [*given(body, WITHOUT_EFFECT), *paths_of(sent)])
     job = Job.of(request, body, "ollama-")
     body.model = name
     params = job.inputs.settled(params)

@@ -1,34 +1,40 @@
-"""Ollama's `options`: which of them chat knows, which have no effect here, and which are refused.
+"""Ollama's `options`, as fields of a chat request.
 
-Invariant: an option comes under the name that chat knows, or is named as ignored because it concerns how a model is
-loaded, or is refused.
+Invariant: one rule as for all fields. An option that chat honours comes under chat's name; one that would change the
+answer and is not honoured is refused; any other is named as ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quire.entrypoints.openai.field_policy import Refused
+from quire.entrypoints.openai.field_policy import SAMPLERS as REFUSED_SAMPLERS
+from quire.entrypoints.openai.protocol.requests import SAMPLERS
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, optional
+from quire.entrypoints.openai.sampling import OTHER_SAMPLER_NAMES
+from quire.sampling_params import INT_FIELDS
 
 Fields = dict[str, Any]
-NUMBER, INTEGER, TEXT = {"type": "number"}, {"type": "integer"}, {"type": "string"}
-OPTIONS = {
-    "temperature": ("temperature", NUMBER),
-    "top_k": ("top_k", INTEGER),
-    "top_p": ("top_p", NUMBER),
-    "min_p": ("min_p", NUMBER),
-    "seed": ("seed", INTEGER),
-    "stop": ("stop", any_of(TEXT, array(TEXT))),
-    "repeat_penalty": ("repetition_penalty", NUMBER),
-    "presence_penalty": ("presence_penalty", NUMBER),
-    "frequency_penalty": ("frequency_penalty", NUMBER),
+BOOLEAN, NUMBER, INTEGER, TEXT = ({"type": name} for name in ("boolean", "number", "integer", "string"))
+TEXTS = any_of(TEXT, array(TEXT))
+_OTHER_SCHEMAS: Mapping[str, Fields] = {"temperature_last": BOOLEAN, "dry_sequence_breakers": array(TEXT)}
+OPTIONS: Mapping[str, tuple[str, Fields]] = {
+    **{
+        name: (
+            OTHER_SAMPLER_NAMES.get(name, name),
+            _OTHER_SCHEMAS.get(
+                name, INTEGER if OTHER_SAMPLER_NAMES.get(name, name) in INT_FIELDS else NUMBER
+            ),
+        )
+        for name in SAMPLERS
+    },
+    "stop": ("stop", TEXTS),
 }
-"""Ollama's names of sampling options, to chat's and their schemas."""
-CHAT_NAMES = {chat: f"options.{name}" for name, (chat, _) in OPTIONS.items()} | {
-    "max_tokens": "options.num_predict"
-}
+"""Ollama's names of sampling options, to chat's and their schemas; those of llama.cpp are options, too."""
+CHAT_NAMES = {
+    chat: f"options.{name}" for name, (chat, _) in OPTIONS.items() if name not in OTHER_SAMPLER_NAMES
+} | {"repetition_penalty": "options.repeat_penalty", "max_tokens": "options.num_predict"}
 NO_LIMIT = (-1, -2)
 """Values of `num_predict`: to the end of the answer, to that of the context."""
 LOADING = frozenset(
@@ -38,50 +44,53 @@ LOADING = frozenset(
     }
 )  # fmt: skip
 """Options that concern how a model is loaded and how long a conversation may be: the server's business here."""
-ONLY_WITH_MIROSTAT = frozenset({"mirostat_tau", "mirostat_eta"})
-IGNORED = LOADING | ONLY_WITH_MIROSTAT
-NEUTRAL: Mapping[str, Any] = {
-    "mirostat": 0, "tfs_z": 1, "typical_p": 1, "penalize_newline": True, "repeat_last_n": -1,
-}  # fmt: skip
-"""Options that are not supported, with the value that asks for nothing: our penalties look at the whole context, -1."""
 OPTIONS_OBJECT: Fields = {
     "type": "object",
     "properties": {
+        **{name: {} for name in sorted(LOADING)},
+        **{name: enum(*rule.neutral, None) for name, rule in REFUSED_SAMPLERS.items()},
         **{name: optional(schema) for name, (_, schema) in OPTIONS.items()},
         "num_predict": any_of(enum(*NO_LIMIT), INTEGER, {"type": "null"}),
-        **{name: {} for name in sorted(IGNORED)},
-        **{name: enum(value, None) for name, value in NEUTRAL.items()},
     },
-    "additionalProperties": {"type": "null"},
 }
 """The schema of all of them."""
-IDLE_OPTIONS_OBJECT: Fields = {
-    **OPTIONS_OBJECT,
-    "properties": {**OPTIONS_OBJECT["properties"], **{name: {} for name in (*OPTIONS, "num_predict")}},
-}
+IDLE_OPTIONS_OBJECT: Fields = {"type": "object"}
 """That of a request which generates nothing: they change nothing, whatever they are."""
 
 
 def ignored_options(options: Fields | None) -> list[str]:
-    """Names of the options that were sent and change nothing."""
-    return [f"options.{name}" for name in options or {} if name in IGNORED]
+    """Return the paths of the options that were sent and change nothing."""
+    return paths_of(
+        name
+        for name, value in (options or {}).items()
+        if value is not None and name not in (*OPTIONS, "num_predict", *REFUSED_SAMPLERS)
+    )
+
+
+def paths_of(names: Iterable[str]) -> list[str]:
+    return [f"options.{name}" for name in names]
 
 
 def sampling_fields(options: Fields) -> Fields:
-    """Chat's fields for these options.
+    """Return chat's fields for these options.
 
     Raises:
         ValidationError: an option cannot be honoured.
     """
     fields: Fields = {}
     for name, value in options.items():
-        if value is None or name in IGNORED:
+        if value is None:
             continue
         if name == "num_predict":
-            fields |= {} if value in NO_LIMIT else {"max_tokens": value}
+            fields |= {} if value in NO_LIMIT else {"max_tokens": _whole(value)}
         elif name in OPTIONS:
-            fields[OPTIONS[name][0]] = value
-        else:
-            neutral = (NEUTRAL[name],) if name in NEUTRAL else ()
-            Refused(neutral).check(f"options.{name:.64}", value)
+            chat_name, schema = OPTIONS[name]
+            fields[chat_name] = _whole(value) if schema is INTEGER else value
+        elif name in REFUSED_SAMPLERS:
+            REFUSED_SAMPLERS[name].check(f"options.{name}", value)
     return fields
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole number as an integer: clients in languages with one kind of number send 20.0 for 20."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -61,6 +61,7 @@ class TurnRequest(RequestModel):
 
     inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "tools": INNER["tools"]}
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
+    samples: ClassVar[bool] = True
     relations: ClassVar[tuple[dict[str, Any], ...]] = (
         either(asks_nothing("top_logprobs"), is_true("logprobs")),
     )

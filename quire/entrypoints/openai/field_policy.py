@@ -87,13 +87,91 @@ REFUSED: Mapping[str, Refused] = {
     "tool_choice": unless("none", "auto"),
     "tools": unless([]),
     "truncation_side": unless("left"),
-    "typical_p": unless(1.0),
     "use_beam_search": unless(False),
-    "verbosity": unless("medium"),
     "vllm_xargs": unless({}),
     "web_search_options": unless(),
 }
 """What a request of any kind may not ask for; a kind that honours one of these fields has it in its model."""
+
+
+def called(name: str, *neutral: Any) -> Refused:
+    return Refused(neutral, f"is not supported, but {name} is")
+
+
+SAMPLERS: Mapping[str, Refused] = {
+    "adaptive_target": unless(-1, 0),
+    "allowed_token_ids": unless(),
+    "ban_eos_token": called("ignore_eos", False),
+    "banned_strings": called("bad_words", []),
+    "banned_tokens": called("logit_bias", [], ""),
+    "cfg_scale": unless(1),
+    "custom_token_bans": called("logit_bias", ""),
+    "do_sample": called("temperature 0 for greedy decoding", True),
+    "dry_range": called("dry_penalty_last_n"),
+    "dynamic_temperature": called("dynatemp_range", False),
+    "dynatemp_high": called("dynatemp_range"),
+    "dynatemp_low": called("dynatemp_range"),
+    "dynatemp_max": called("dynatemp_range"),
+    "dynatemp_min": called("dynatemp_range"),
+    "encoder_repetition_penalty": unless(1),
+    "epsilon_cutoff": unless(0),
+    "eta_cutoff": unless(0),
+    "guidance_scale": unless(1),
+    "ignore_eos": unless(False),
+    "logit_bias": unless({}, []),
+    "max_length": called("max_tokens"),
+    "max_new_tokens": called("max_tokens"),
+    "max_temp": called("dynatemp_range"),
+    "min_keep": unless(0, 1),
+    "min_length": called("min_tokens", 0),
+    "min_new_tokens": called("min_tokens", 0),
+    "min_temp": called("dynatemp_range"),
+    "min_tokens": unless(0),
+    "mirostat_mode": called("mirostat", 0),
+    "n": unless(1),
+    "n_predict": called("max_tokens", -1),
+    "n_probs": called("logprobs", 0),
+    "negative_prompt": unless(""),
+    "no_repeat_ngram_size": called("dry_multiplier", 0),
+    "nsigma": called("top_n_sigma", 0, -1),
+    "num_beam_groups": unless(1),
+    "num_beams": called("use_beam_search", 1),
+    "num_predict": called("max_tokens", -1, -2),
+    "penalize_newline": unless(True),
+    "penalty_alpha": unless(0),
+    "penalty_range": called("repeat_last_n", -1),
+    "presence_penalty_range": called("repeat_last_n", -1),
+    "rep_pen": called("repetition_penalty", 1),
+    "rep_pen_range": called("repeat_last_n", -1),
+    "rep_pen_size": called("repeat_last_n", -1),
+    "rep_pen_slope": unless(0, 1),
+    "repetition_decay": unless(0),
+    "repetition_penalty_range": called("repeat_last_n", -1),
+    "sampler_order": called("temperature_last", []),
+    "sampler_priority": called("temperature_last", [], ""),
+    "sampler_seed": called("seed", -1),
+    "sampler_seq": called("temperature_last", ""),
+    "samplers": called("temperature_last", [], ""),
+    "sampling_seed": called("seed", -1),
+    "skew": unless(0),
+    "smoothing_factor": unless(0),
+    "stop": called("stop_sequences", [], ""),
+    "stop_regex": called("stop", [], ""),
+    "stop_token_ids": unless([]),
+    "stopping_strings": called("stop", []),
+    "temperature": unless(),
+    "tfs": unless(1),
+    "tfs_z": unless(1),
+    "top_a": unless(0),
+    "top_h": unless(0),
+    "top_k": unless(0, -1),
+    "top_p": unless(1),
+    "typ_p": called("typical_p", 1),
+    "typical": called("typical_p", 1),
+    "watermark": unless(False),
+}
+"""Samplers that a request for generated text may not ask for where its kind does not honour them, and names that other
+servers have for those that it does."""
 
 CALLED = Place(frozenset({"name", "arguments"}))
 TOOL_CALL = Place(frozenset({"id", "type", "function"}), inner={"function": CALLED})
@@ -124,8 +202,21 @@ INNER: Mapping[str, Place] = {
 """Objects in requests; what is not named here (schemas, documents, bias) is the client's own."""
 
 
+def refusals(*, samples: bool) -> Mapping[str, Refused]:
+    """Return what a request may not ask for, by whether it is for generated text."""
+    return _REFUSED_WHERE_SAMPLED if samples else REFUSED
+
+
+_REFUSED_WHERE_SAMPLED = {**REFUSED, **SAMPLERS}
+
+
 def settle_fields(
-    body: Mapping[str, Any], honoured: Iterable[str], notes: Notes, inner: Mapping[str, Place] = INNER
+    body: Mapping[str, Any],
+    honoured: Iterable[str],
+    notes: Notes,
+    inner: Mapping[str, Place] = INNER,
+    *,
+    samples: bool = True,
 ) -> dict[str, Any]:
     """The fields of a request body that are to be honoured, at any depth; the names of others go to `notes`.
 
@@ -133,11 +224,12 @@ def settle_fields(
 
     Args:
         inner: the objects in the request that have rules of their own.
+        samples: whether the request is for generated text.
 
     Raises:
         ValidationError: names the field that cannot be honoured.
     """
-    return _settle(body, Place(frozenset(honoured), REFUSED, inner), notes, "")
+    return _settle(body, Place(frozenset(honoured), refusals(samples=samples), inner), notes, "")
 
 
 def _settle(body: Mapping[str, Any], place: Place, notes: Notes, path: str) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model
     # A request that is made from another one adds to the notes on that.
     reject = server.config.unknown_fields == "reject"
     notes: Notes = request.scope["state"].setdefault("notes", Notes(reject=reject))
-    kept = settle_fields(body, known, notes, INNER if model.inner is None else model.inner)
+    inner = INNER if model.inner is None else model.inner
+    kept = settle_fields(body, known, notes, inner, samples=model.samples)
     try:
         return model.model_validate(kept).with_notes(notes)
     except pydantic.ValidationError as error:

@@ -13,6 +13,7 @@ from typing import Any
 from quire.beam_search_params import BeamSearchParams
 from quire.entrypoints.openai.protocol.constraints import constraint_field, constraint_of
 from quire.entrypoints.openai.protocol.requests import (
+    SAMPLERS,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
@@ -22,12 +23,24 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.structured_output.params import PARAM
 
 COMPLETION_MAX_TOKENS = 16
+OTHER_SAMPLER_NAMES = {"repeat_penalty": "repetition_penalty", "penalty_last_n": "repeat_last_n"}
+"""llama.cpp's names, to ours."""
 SAME_NAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids", "skip_special_tokens",
+    *(name for name in SAMPLERS if name not in OTHER_SAMPLER_NAMES),
+    "n", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids", "skip_special_tokens",
     "include_stop_str_in_output", "prompt_logprobs", "logprob_token_ids", "bad_words", "thinking_token_budget",
     "stream_interval",
 )  # fmt: skip
+NOT_WITH_MIROSTAT = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "dynatemp_range",
+)
+"""Filters in whose place mirostat stands."""
 MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 ENGINE_NAMES = {"extra_args": "vllm_xargs", "beam_width": "n", "bad_words_token_ids": "bad_words"}
 """What the engine calls a field -> what a client does."""
@@ -124,6 +137,9 @@ def _client_name(param: str | None, request: GenerationRequest) -> str | None:
     if (param or "").startswith(PARAM):
         field = constraint_field(request) or "tools"
         return None if field == PARAM else field
+    for other, name in OTHER_SAMPLER_NAMES.items():
+        if param == name and getattr(request, name) is None and getattr(request, other) is not None:
+            return other
     if isinstance(request, CompletionRequest):
         return "best_of" if param == "n" and request.best_of is not None else None
     if not isinstance(request, ChatCompletionRequest):
@@ -141,6 +157,11 @@ def _build(
         value = getattr(request, name)
         if value is not None:
             values[name] = value
+    values |= _by_other_names(request)
+    if values.get("mirostat"):
+        for name in NOT_WITH_MIROSTAT:
+            if getattr(request, name) is not None:
+                request.notes.ignore(name)
     if request.repetition_detection is not None:
         values["repetition_detection"] = request.repetition_detection.model_dump()
     if "top_k" in values:
@@ -154,6 +175,17 @@ def _build(
         detokenize=detokenize,
         output_kind=kind,
     )
+
+
+def _by_other_names(request: GenerationRequest) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for other, name in OTHER_SAMPLER_NAMES.items():
+        value, same = getattr(request, other), getattr(request, name)
+        if value is not None and same not in (None, value):
+            raise ValidationError(f"{other} is {value}, and {name} is {same}: send one of them", param=other)
+        if value is not None:
+            values[name] = value
+    return values
 
 
 def _logit_bias(request: GenerationRequest) -> dict[int, float] | None:

@@ -93,6 +93,12 @@ class FakeTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
 
+    def texts_of_all(self) -> list[str]:
+        return [self.token_text(token_id) for token_id in range(self.num_ids)]
+
+    def cached(self, name: str, make: Callable[[Any], Any]) -> Any:
+        return make(self)
+
 
 class FakeEngine:
     """Recites `reply(prompt, index)`, a token (byte) per step; the knobs below make it misbehave."""

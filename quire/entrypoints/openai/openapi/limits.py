@@ -17,7 +17,12 @@ from quire.engine.input_processor import MAX_SALT_CHARS
 from quire.entrypoints.chat.template import OWN_VARIABLES
 from quire.entrypoints.openai.openapi.pooling import pooling_relations, pooling_rules
 from quire.entrypoints.openai.protocol.shapes import INCLUDED_LOGPROBS
-from quire.sampling_extras import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
+from quire.sampling_extras import (
+    MAX_BAD_WORDS,
+    MAX_DRY_BREAKER_CHARS,
+    MAX_DRY_CHARS,
+    MAX_LOGPROB_TOKEN_IDS,
+)
 from quire.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, RANGES
 
 if TYPE_CHECKING:
@@ -32,6 +37,7 @@ OTHER_NAMES = {
     "top_logprobs": "logprobs",
     "best_of": "n",
     "repeat_penalty": "repetition_penalty",
+    "penalty_last_n": "repeat_last_n",
     "stop_sequences": "stop",
     "tokens": "stop_token_ids",
 }
@@ -111,6 +117,10 @@ class Limits:
             "array": {"minItems": 1, "maxItems": MAX_LOGPROB_TOKEN_IDS},
         }
         rules["bad_words"] = {"string": {"pattern": r"\S"}, "array": {"maxItems": MAX_BAD_WORDS}}
+        rules["dry_sequence_breakers"] = {
+            "string": {"minLength": 1, "maxLength": MAX_DRY_BREAKER_CHARS},
+            "array": {"maxItems": MAX_DRY_CHARS // MAX_DRY_BREAKER_CHARS},  # as many of any length
+        }
         rules["thinking_token_budget"] = _number(-1, sys.maxsize)
         rules["length_penalty"] = _number(-10, 10)
         rules["logit_bias"] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from quire.entrypoints.openai.field_policy import REFUSED
+from quire.entrypoints.openai.field_policy import refusals
 from quire.entrypoints.openai.openapi.limits import Limits, Rule, narrow
 from quire.entrypoints.openai.openapi.replies import REFERENCE
 from quire.entrypoints.openai.protocol.requests import RequestModel
@@ -27,8 +27,9 @@ def request_schemas(models: Iterable[type[RequestModel]], limits: Limits) -> dic
     components = {name: _settled(one, limits, rules) for name, one in schema.get("$defs", {}).items()}
     for model, _ in wanted:
         properties = components[model.__name__]["properties"]
-        refused = REFUSED.keys() - properties.keys() - model.model_fields.keys()
-        properties.update({name: {"enum": [*REFUSED[name].neutral, None]} for name in sorted(refused)})
+        rules_of = refusals(samples=model.samples)
+        refused = rules_of.keys() - properties.keys() - model.model_fields.keys()
+        properties.update({name: {"enum": [*rules_of[name].neutral, None]} for name in sorted(refused)})
     if limits.rejects_unknown:
         for model, _ in wanted:
             properties = components[model.__name__]["properties"]

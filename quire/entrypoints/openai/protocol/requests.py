@@ -37,6 +37,8 @@ class RequestModel(BaseModel):
 
     # What reaches a model has been settled; to a client any field is allowed.
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": True})
+    samples: ClassVar[bool] = False
+    """Whether it asks for generated text, so that samplers it does not have are refused (`field_policy.SAMPLERS`)."""
     inner: ClassVar[Mapping[str, Any] | None] = None
     """Rules (`field_policy.Place`) of the objects in a request of another form than chat's."""
     without_effect: ClassVar[tuple[str, ...]] = ()
@@ -120,12 +122,11 @@ class EngineRequest(RequestModel):
         return left
 
 
-class GenerationRequest(EngineRequest, ConstraintFields):
-    """What completions and chat completions share; None is the model's or the field's default."""
+class SamplerFields(RequestModel):
+    """Samplers that every request for generated text may name; None is the model's or the sampler's default."""
 
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int = 1
+    samples: ClassVar[bool] = True
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -133,7 +134,36 @@ class GenerationRequest(EngineRequest, ConstraintFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    penalty_last_n: int | None = None
     seed: int | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    top_n_sigma: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    temperature_last: bool | None = None
+
+
+SAMPLERS = tuple(SamplerFields.model_fields)
+
+
+class GenerationRequest(EngineRequest, SamplerFields, ConstraintFields):
+    """What completions and chat completions share; None is the model's or the field's default."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from quire.entrypoints.chat.call_arguments import parsed_arguments
+from quire.entrypoints.openai.protocol.requests import SAMPLERS
 from quire.entrypoints.openai.protocol.shapes import INCLUDED_LOGPROBS
 from quire.entrypoints.openai.responses.protocol import TEXT_PARTS, ResponsesRequest
 from quire.entrypoints.openai.translation import check_call_id, given
 from quire.errors import ValidationError
 
 SAME_NAME = (
-    "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "stop", "stop_token_ids", "priority", "cache_salt", "user", "chat_template_kwargs", "parallel_tool_calls",
-    "structured_outputs",
+    "model", *SAMPLERS, "stop", "stop_token_ids", "priority", "cache_salt", "user", "chat_template_kwargs",
+    "parallel_tool_calls", "structured_outputs",
 )  # fmt: skip
 CHAT_NAMES = {
     "messages": "input",

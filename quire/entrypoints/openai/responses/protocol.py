@@ -16,7 +16,7 @@ from quire.entrypoints.openai.field_policy import Place, unless
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.constraints import StructuredOutputs
 from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has, has_items
-from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, TemplateOptions
+from quire.entrypoints.openai.protocol.requests import Objects, SamplerFields, TemplateOptions
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of, text_parts
 
@@ -127,8 +127,8 @@ RELATIONS = (
 )
 
 
-class ResponsesRequest(RequestModel):
-    """POST /v1/responses; the fields from `top_k` on are quire's own."""
+class ResponsesRequest(SamplerFields):
+    """POST /v1/responses; the fields from `stop` on, and samplers beside `temperature` and `top_p`, are quire's own."""
 
     inner: ClassVar[Mapping[str, Place]] = {
         "input": ITEM,
@@ -145,8 +145,6 @@ class ResponsesRequest(RequestModel):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: Annotated[Objects | None, WithJsonSchema(shapes.optional(TOOLS))] = None
     tool_choice: Annotated[str | dict[str, Any] | None, WithJsonSchema(TOOL_CHOICE)] = None
     parallel_tool_calls: bool = True
@@ -162,12 +160,6 @@ class ResponsesRequest(RequestModel):
     previous_response_id: Annotated[str | None, WithJsonSchema(enum("", None))] = None
     conversation: Annotated[Any, WithJsonSchema(shapes.NULL)] = None
     prompt: Annotated[Any, WithJsonSchema(shapes.NULL)] = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     priority: int | None = None
