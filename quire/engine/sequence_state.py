@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from quire.engine.detokenizer import IncrementalDetokenizer, StopChecker
+from quire.engine.detokenizer import IncrementalDetokenizer, make_stop_checker
 from quire.engine.messages import EngineCoreRequest
 from quire.engine.tokenizer import Tokenizer
 from quire.metrics.stats import FinishedRequestStats, IterationStats
@@ -45,7 +45,12 @@ class SequenceState:
         self._params = params
         self._tokenizer = tokenizer
         self._detokenizer = _make_detokenizer(tokenizer, core_request)
-        self._stop = StopChecker(params.stop, include_in_output=params.include_stop_str_in_output)
+        self._stop = make_stop_checker(
+            tokenizer,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            include_in_output=params.include_stop_str_in_output,
+        )
         self._token_ids: list[int] = []
         self._logprobs: Positions | None = None
         self._text = ""
@@ -198,7 +203,8 @@ class SequenceState:
                 self._logprobs.append(position_of(entry, bytes_of))
                 self._cumulative_logprob += entry.logprobs[0]
             if self._detokenizer is not None and place < num_with_text:
-                self._text += self._stop.push(self._detokenizer.push([token_id]), armed=self._armed)
+                text, hidden = self._detokenizer.push([token_id]), self._detokenizer.hidden_text(token_id)
+                self._text += self._stop.push(text, hidden, armed=self._armed)
             if self._stop.matched is not None:
                 return
 

@@ -83,6 +83,10 @@ class TextPlace:
             self._move(last, has_text=True)
         self.unfinished = self._last_bytes(token_ids)
 
+    def skips(self, token_id: int) -> bool:
+        """Whether a token is one that adds nothing."""
+        return token_id in self._skipped
+
     def bytes_of(self, token_id: int) -> bytes:
         """Bytes that a token would add here, special ones always counted in."""
         if self._has_begun and self._table.ignores_neighbours:

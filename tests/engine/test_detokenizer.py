@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.detokenizer import IncrementalDetokenizer, StopChecker
+from quire.engine.detokenizer import (
+    IncrementalDetokenizer,
+    SpecialStopChecker,
+    StopChecker,
+    make_stop_checker,
+)
 from quire.engine.tokenizer import REPLACEMENT
-from tests.engine.tokenizer_kinds import KINDS, Kind
+from tests.engine.tokenizer_kinds import KINDS, SPECIALS, Kind
 
 # U+2581 in byte tokens is left out: after ByteFallback, a Metaspace step takes it for its own.
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="\u2581" + REPLACEMENT)
@@ -194,3 +199,59 @@ def test_unarmed_checker_passes_everything() -> None:
     assert checker.push("ab", armed=False) == "ab"
     assert checker.push("ab") == "a"
     assert checker.matched == "b"
+
+
+special_stop = st.lists(st.sampled_from(["a", "b", "é", *SPECIALS]), min_size=1, max_size=3).map("".join)
+
+
+@pytest.mark.parametrize("kind", ["byte_level"], indirect=True)
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    words=st.lists(st.sampled_from(["a", "b", "c", "é", *SPECIALS]), max_size=8),
+    stop=st.lists(special_stop, min_size=1, max_size=3),
+    include=st.booleans(),
+    num_unarmed=st.sampled_from([0, 0, 3]),
+)
+def test_special_tokens_stop_where_they_are_hidden(
+    kind: Kind, words: list[str], stop: list[str], include: bool, num_unarmed: int
+) -> None:
+    """Strings with special tokens are found in the text that has them, and others in the text that is given out."""
+    tokenizer = kind.tokenizer
+    detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=True)
+    checker = make_stop_checker(tokenizer, stop, skip_special_tokens=True, include_in_output=include)
+    special = [text for text in stop if any(one in text for one in SPECIALS)]
+    assert isinstance(checker, SpecialStopChecker) == bool(special)
+    pieces = [(i, word in SPECIALS, word) for i, word in enumerate(words)]
+    out, found = "", list[tuple[int, int, str]]()
+    whole, shown, shown_before = "", "", list[int]()
+    first_searched = 0
+    for index, is_special, word in pieces:
+        armed = index >= num_unarmed
+        for char in word:
+            shown_before.append(len(shown))
+            whole += char
+            shown += "" if is_special else char
+        for token_id in tokenizer.encode(word, add_special_tokens=False):
+            text, hidden = detokenizer.push([token_id]), detokenizer.hidden_text(token_id)
+            out += checker.push(text, hidden, armed=armed)
+        if not armed:
+            first_searched = len(whole)
+            continue
+        from_shown = shown_before[first_searched] if first_searched < len(whole) else len(shown)
+        for text in stop:
+            searched, start = (whole, first_searched) if text in special else (shown, from_shown)
+            place = searched.find(text, start)
+            if place >= 0:
+                found.append((shown_before[place] if text in special else place, -len(text), text))
+        if found:
+            break
+    else:
+        out += checker.flush()
+    start, _, hit = min(found, default=(len(shown), 0, None))
+    assert (out, checker.matched) == (shown[:start] + (hit or "" if include else ""), hit)
+
+
+def test_special_stop_is_plain_where_special_tokens_are_text() -> None:
+    tokenizer = Kind("byte_level").tokenizer
+    made = make_stop_checker(tokenizer, [SPECIALS[0]], skip_special_tokens=False, include_in_output=False)
+    assert type(made) is StopChecker

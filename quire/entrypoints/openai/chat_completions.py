@@ -24,7 +24,7 @@ from quire.entrypoints.openai.chat_prompt import chat_prompt
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.legacy_functions import function_call, old_names, translate
-from quire.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs_json
+from quire.entrypoints.openai.logprobs import chat_logprobs, naming_of, prompt_logprobs_json
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.streams import data_events
 from quire.entrypoints.openai.parsing import read_request
@@ -288,4 +288,5 @@ class ChatAnswer:
             return None
         listed = self._request.logprob_token_ids
         top = (self._request.top_logprobs or 0) if listed is None else listed
-        return chat_logprobs(completion.logprobs or [], top)
+        naming = naming_of(as_ids=self._request.return_tokens_as_token_ids)
+        return chat_logprobs(completion.logprobs or [], top, naming)

@@ -19,7 +19,13 @@ from quire.engine.queue_limits import Place
 from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.errors import request_id_of
 from quire.entrypoints.openai.generation import Outputs
-from quire.entrypoints.openai.logprobs import Top, completion_logprobs, id_text, prompt_logprobs_json
+from quire.entrypoints.openai.logprobs import (
+    Top,
+    completion_logprobs,
+    id_text,
+    naming_of,
+    prompt_logprobs_json,
+)
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.streams import data_events
 from quire.entrypoints.openai.parsing import read_request
@@ -158,6 +164,7 @@ class CompletionAnswer:
         text, logprobs, offset = completion.text, None, self._num_chars.get(index, 0)
         if is_first and request.echo:
             text = self._prompt_text(output) + text
+        naming = naming_of(as_ids=request.return_tokens_as_token_ids)
         top: Top | None = request.logprobs if request.logprob_token_ids is None else request.logprob_token_ids
         if top is not None:
             if output.prompt_logprobs is not None:  # they come once, and each choice begins with them
@@ -169,7 +176,7 @@ class CompletionAnswer:
             if is_first and request.echo:
                 ids = [*output.prompt_token_ids, *ids]
                 positions = [*self._prompt_positions[prompt_index], *positions]
-            logprobs, offset = completion_logprobs(ids, positions, top, offset, self._token_text)
+            logprobs, offset = completion_logprobs(ids, positions, top, offset, self._token_text, naming)
         self._num_chars[index] = offset
         return CompletionChoice(
             index=index,
@@ -194,6 +201,7 @@ class CompletionAnswer:
 
     def _token_text(self, token_id: int) -> str:
         has_texts = self._server.engine.tokenizer is not None
+        has_texts = has_texts and not self._request.return_tokens_as_token_ids
         return self._form.tokenizer.token_text(token_id) if has_texts else id_text(token_id)
 
 

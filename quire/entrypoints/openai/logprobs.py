@@ -22,9 +22,18 @@ Top = int | Sequence[int]
 """What is reported beside the chosen token: so many of the most likely ones (-1: all), or these."""
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs], top: Top) -> ChatLogprobs:
-    """One entry per generated token, each with other tokens in its place."""
-    return ChatLogprobs(content=[_chat_entry(position, top) for position in positions])
+Naming = Callable[[int, Logprob], str]
+"""How a token is written."""
+
+
+def naming_of(*, as_ids: bool | None) -> Naming:
+    """Return how a request wants tokens to be written: as text, or (`return_tokens_as_token_ids`) by their ids."""
+    return (lambda token_id, _: id_text(token_id)) if as_ids else token_text
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs], top: Top, naming: Naming) -> ChatLogprobs:
+    """Return one entry per generated token, each with other tokens in its place."""
+    return ChatLogprobs(content=[_chat_entry(position, top, naming) for position in positions])
 
 
 def completion_logprobs(
@@ -33,6 +42,7 @@ def completion_logprobs(
     top: Top,
     offset: int,
     text_of: Callable[[int], str],
+    naming: Naming,
 ) -> tuple[CompletionLogprobs, int]:
     """Parallel lists over tokens, and where the token after them begins in the choice's text.
 
@@ -45,11 +55,11 @@ def completion_logprobs(
     result = CompletionLogprobs([], [], [], [])
     for token_id, position in zip(token_ids, positions, strict=True):
         chosen = position[token_id] if position else None
-        text = token_text(token_id, chosen) if chosen else text_of(token_id)
+        text = naming(token_id, chosen) if chosen else text_of(token_id)
         result.tokens.append(text)
         result.text_offset.append(offset)
         result.token_logprobs.append(None if chosen is None else floored(chosen.logprob))
-        result.top_logprobs.append(None if position is None else _top_by_text(position, top))
+        result.top_logprobs.append(None if position is None else _top_by_text(position, top, naming))
         token_bytes = chosen.token_bytes if chosen else None
         offset += _num_begun(text.encode() if token_bytes is None else token_bytes)
     return result, offset
@@ -77,14 +87,14 @@ def id_text(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def _chat_entry(position: PositionLogprobs, top: Top) -> TokenLogprob:
+def _chat_entry(position: PositionLogprobs, top: Top, naming: Naming) -> TokenLogprob:
     token_id, chosen = next(iter(position.items()))
-    others = [_top_entry(token_id, logprob) for token_id, logprob in _beside(position, top)]
-    return TokenLogprob(token_text(token_id, chosen), floored(chosen.logprob), _byte_values(chosen), others)
+    others = [_top_entry(token_id, logprob, naming) for token_id, logprob in _beside(position, top)]
+    return TokenLogprob(naming(token_id, chosen), floored(chosen.logprob), _byte_values(chosen), others)
 
 
-def _top_entry(token_id: int, logprob: Logprob) -> TopLogprob:
-    return TopLogprob(token_text(token_id, logprob), floored(logprob.logprob), _byte_values(logprob))
+def _top_entry(token_id: int, logprob: Logprob, naming: Naming) -> TopLogprob:
+    return TopLogprob(naming(token_id, logprob), floored(logprob.logprob), _byte_values(logprob))
 
 
 def _num_begun(token_bytes: bytes) -> int:
@@ -96,12 +106,12 @@ def _byte_values(logprob: Logprob) -> list[int] | None:
     return None if logprob.token_bytes is None else list(logprob.token_bytes)
 
 
-def _top_by_text(position: PositionLogprobs, top: Top) -> dict[str, float]:
+def _top_by_text(position: PositionLogprobs, top: Top, naming: Naming) -> dict[str, float]:
     """The tokens of `top` and the chosen one; of two tokens with the same text the first of these stays."""
     by_text: dict[str, float] = {}
     chosen = next(iter(position.items()))
     for token_id, logprob in [*_beside(position, top), chosen]:
-        by_text.setdefault(token_text(token_id, logprob), floored(logprob.logprob))
+        by_text.setdefault(naming(token_id, logprob), floored(logprob.logprob))
     return by_text
 
 

@@ -184,6 +184,7 @@ class GenerationRequest(EngineRequest, SamplerFields, ConstraintFields):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT64_MAX)
 
 
