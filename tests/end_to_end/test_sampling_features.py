@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 
@@ -258,6 +259,74 @@ def test_the_prefix_cache_can_be_left_alone(llm: LLM) -> None:
     ]
     assert (cached[0], cached[2]) == (0, 0)
     assert cached[1] > 0
+
+
+def test_a_special_token_stops_where_it_is_no_text() -> None:
+    llm = LLM(max_model_len=128, cpu_threads=1)
+    tokenizer = llm.get_tokenizer()
+    special, *_ = sorted(tokenizer.special_ids - {tokenizer.eos_token_id})
+    forced = [*tokenizer.encode("Hi there", add_special_tokens=False), special, 7]
+
+    def force(_prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
+        logits[forced[len(output)]] = 1e4
+
+    literal = tokenizer.literal(special)
+    asked = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logits_processors=[force])
+    for stop, text in ((literal, "Hi there"), (f"there{literal}", "Hi ")):
+        for include in (False, True):
+            params = asked.clone(stop=[stop], include_stop_str_in_output=include)
+            (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+            found = output.outputs[0]
+            assert (found.text, found.stop_reason) == (text + (stop if include else ""), stop)
+            assert (found.finish_reason, found.token_ids) == ("stop", forced[:-1])
+
+
+def test_dry_ends_a_loop_that_a_breaker_lets_go_on() -> None:
+    llm = LLM(max_model_len=128, cpu_threads=1)
+    a, b, c, line = (
+        llm.get_tokenizer().encode(text, add_special_tokens=False)[-1] for text in ("a", "b", "c", "\n")
+    )
+
+    def favour(wanted: list[int]) -> Any:
+        def favour_next(_prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
+            logits[:] = -50.0
+            logits[c] = -1.0
+            logits[wanted[len(output) % len(wanted)]] = 0.0
+
+        return favour_next
+
+    def generated(wanted: list[int], **values: Any) -> list[int]:
+        params = SamplingParams(
+            temperature=0, max_tokens=12, ignore_eos=True, logits_processors=[favour(wanted)], **values
+        )
+        return list(llm.generate([[a]], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    assert generated([a, b]) == [a, b] * 6
+    assert c in generated([a, b], dry_multiplier=2.0)
+    assert generated([b, line], dry_multiplier=2.0) == [b, line] * 6
+    assert c in generated([b, line], dry_multiplier=2.0, dry_sequence_breakers=[])
+
+
+@pytest.mark.parametrize("count", [1, 7, 15])
+def test_mirostat_goes_on_after_a_core_is_replaced(
+    count: int, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the supervisor has it: a new core gets the prompt and the tokens so far."""
+    asked = SamplingParams(
+        mirostat=2, mirostat_tau=3.0, mirostat_eta=0.6, seed=3, max_tokens=16, ignore_eos=True
+    )
+    (whole,) = generate(make_llm(tiny_model("llama-tied-bias")), asked)
+    llm = make_llm(tiny_model("llama-tied-bias"), max_num_batched_tokens=8, max_num_seqs=2)
+    processor = llm.llm_engine.input_processor
+    process = processor.process
+
+    def resumed(*args: Any, **options: Any) -> list[Any]:
+        known = whole.token_ids[:count]
+        return [msgspec.structs.replace(one, output_token_ids=known) for one in process(*args, **options)]
+
+    monkeypatch.setattr(processor, "process", resumed)
+    (rest,) = generate(llm, asked)
+    assert rest.token_ids == whole.token_ids[count:]
 
 
 # Over HTTP

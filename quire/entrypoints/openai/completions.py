@@ -201,7 +201,6 @@ class CompletionAnswer:
 
     def _token_text(self, token_id: int) -> str:
         has_texts = self._server.engine.tokenizer is not None
-        has_texts = has_texts and not self._request.return_tokens_as_token_ids
         return self._form.tokenizer.token_text(token_id) if has_texts else id_text(token_id)
 
 

@@ -22,13 +22,13 @@ Top = int | Sequence[int]
 """What is reported beside the chosen token: so many of the most likely ones (-1: all), or these."""
 
 
-Naming = Callable[[int, Logprob], str]
-"""How a token is written."""
+Naming = Callable[[int, str | None], str]
+"""(token id, its text if there is a tokenizer) -> how it is written."""
 
 
 def naming_of(*, as_ids: bool | None) -> Naming:
     """Return how a request wants tokens to be written: as text, or (`return_tokens_as_token_ids`) by their ids."""
-    return (lambda token_id, _: id_text(token_id)) if as_ids else token_text
+    return (lambda token_id, _: id_text(token_id)) if as_ids else text_or_id
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], top: Top, naming: Naming) -> ChatLogprobs:
@@ -55,8 +55,8 @@ def completion_logprobs(
     result = CompletionLogprobs([], [], [], [])
     for token_id, position in zip(token_ids, positions, strict=True):
         chosen = position[token_id] if position else None
-        text = naming(token_id, chosen) if chosen else text_of(token_id)
-        result.tokens.append(text)
+        text = text_or_id(token_id, chosen.decoded_token) if chosen else text_of(token_id)
+        result.tokens.append(naming(token_id, text))
         result.text_offset.append(offset)
         result.token_logprobs.append(None if chosen is None else floored(chosen.logprob))
         result.top_logprobs.append(None if position is None else _top_by_text(position, top, naming))
@@ -78,9 +78,9 @@ def floored(logprob: float) -> float:
     return max(logprob, FLOOR)
 
 
-def token_text(token_id: int, logprob: Logprob) -> str:
-    """The token as text; without a tokenizer, its id."""
-    return id_text(token_id) if logprob.decoded_token is None else logprob.decoded_token
+def text_or_id(token_id: int, text: str | None) -> str:
+    """Return a token's text; without a tokenizer, its id."""
+    return id_text(token_id) if text is None else text
 
 
 def id_text(token_id: int) -> str:
@@ -90,11 +90,13 @@ def id_text(token_id: int) -> str:
 def _chat_entry(position: PositionLogprobs, top: Top, naming: Naming) -> TokenLogprob:
     token_id, chosen = next(iter(position.items()))
     others = [_top_entry(token_id, logprob, naming) for token_id, logprob in _beside(position, top)]
-    return TokenLogprob(naming(token_id, chosen), floored(chosen.logprob), _byte_values(chosen), others)
+    name = naming(token_id, chosen.decoded_token)
+    return TokenLogprob(name, floored(chosen.logprob), _byte_values(chosen), others)
 
 
 def _top_entry(token_id: int, logprob: Logprob, naming: Naming) -> TopLogprob:
-    return TopLogprob(naming(token_id, logprob), floored(logprob.logprob), _byte_values(logprob))
+    name = naming(token_id, logprob.decoded_token)
+    return TopLogprob(name, floored(logprob.logprob), _byte_values(logprob))
 
 
 def _num_begun(token_bytes: bytes) -> int:
@@ -111,7 +113,7 @@ def _top_by_text(position: PositionLogprobs, top: Top, naming: Naming) -> dict[s
     by_text: dict[str, float] = {}
     chosen = next(iter(position.items()))
     for token_id, logprob in [*_beside(position, top), chosen]:
-        by_text.setdefault(naming(token_id, logprob), floored(logprob.logprob))
+        by_text.setdefault(naming(token_id, logprob.decoded_token), floored(logprob.logprob))
     return by_text
 
 

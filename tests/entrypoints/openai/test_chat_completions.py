@@ -155,6 +155,14 @@ async def test_logprobs(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert none["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
+async def test_tokens_are_named_by_their_ids(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.reply = lambda prompt, index: "é"
+    body = {"messages": HI, "logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    first, *_ = (await client.post(PATH, json=body)).json()["choices"][0]["logprobs"]["content"]
+    assert (first["token"], first["top_logprobs"][0]["token"]) == ("token_id:195", "token_id:196")
+    assert first["bytes"] == [195]
+
+
 async def test_default_length_fills_the_context(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     await client.post(PATH, json={"messages": HI})
     assert engine.seen[0][1].max_tokens is None

@@ -147,6 +147,19 @@ async def test_logprobs(client: httpx.AsyncClient) -> None:
     assert logprobs["top_logprobs"][2] == {"S": -0.5, "R": -1.0, "T": -9999.0}
 
 
+async def test_tokens_are_named_by_their_ids(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "hi", "max_tokens": 2, "logprobs": 3, "echo": True, "return_tokens_as_token_ids": True}
+    logprobs = (await client.post(PATH, json=body)).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:104", "token_id:105", "token_id:82", "token_id:101"]
+    assert logprobs["top_logprobs"][2] == {"token_id:83": -0.5, "token_id:82": -1.0, "token_id:84": -9999.0}
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+    chunks = await stream(client, PATH, **body | {"echo": False})
+    streamed = [
+        token for one in chunks if one["choices"] for token in one["choices"][0]["logprobs"]["tokens"]
+    ]
+    assert streamed == logprobs["tokens"][2:]
+
+
 async def test_prompt_logprobs_and_token_ids(client: httpx.AsyncClient) -> None:
     body = {"prompt": "hi", "max_tokens": 2, "prompt_logprobs": 1, "return_token_ids": True}
     choice = (await client.post(PATH, json=body)).json()["choices"][0]

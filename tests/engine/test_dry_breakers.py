@@ -1,0 +1,68 @@
+"""DRY sequence breakers as tokens, against a search of every token's text."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.engine.dry_breakers import MAX_HEADS, dry_breakers
+from quire.engine.lexicons import Lexicon
+from quire.errors import ValidationError
+from quire.sampling_extras import DRY_SEQUENCE_BREAKERS
+from quire.sampling_params import SamplingParams
+from tests.engine.tokenizer_kinds import KINDS, Kind
+
+
+def lexicon_of(kind: Kind) -> Lexicon:
+    return Lexicon(kind.tokenizer, [], None, kind.num_ids)
+
+
+def expected_forms(kind: Kind, breaker: str) -> set[tuple[int, tuple[int, ...]]]:
+    """(head, tail) by llama.cpp's definition: tokens with all of it, or that end in its beginning, and the rest."""
+    found = set()
+    for token_id in range(kind.num_ids):
+        text = kind.backend.decode([token_id], skip_special_tokens=False)
+        if breaker in text:
+            found.add((token_id, ()))
+            continue
+        for size in range(1, len(breaker)):
+            if text.endswith(breaker[:size]):
+                rest = kind.tokenizer.encode(breaker[size:], add_special_tokens=False)
+                found.add((token_id, tuple(rest[:20])))
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_breakers_are_the_tokens_that_spell_them(name: str) -> None:
+    kind = Kind(name)
+    texts = ["a", "th", "he.", "an", "n't", "日本", "</s>", "a</s>", ",", "zzz", "ab" * 20]
+    for text in texts:
+        params = SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[text])
+        forms = dry_breakers(params, lexicon_of(kind))
+        found = [(head, form.tail) for form in forms for head in form.heads]
+        assert set(found) == expected_forms(kind, text), text
+
+
+def test_default_breakers_are_llamas() -> None:
+    kind = Kind("byte_level")
+    default = dry_breakers(SamplingParams(dry_multiplier=1.0), lexicon_of(kind))
+    named = SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=list(DRY_SEQUENCE_BREAKERS))
+    assert default == dry_breakers(named, lexicon_of(kind)) != ()
+    none = SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[])
+    assert dry_breakers(none, lexicon_of(kind)) == ()
+
+
+def test_breakers_without_a_tokenizer_are_refused_if_named() -> None:
+    lexicon = Lexicon(None, [], None, 9)
+    assert dry_breakers(SamplingParams(dry_multiplier=1.0), lexicon) == ()
+    with pytest.raises(ValidationError, match="need a tokenizer"):
+        dry_breakers(SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["x"]), lexicon)
+
+
+def test_breakers_that_stand_everywhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.dry_breakers.MAX_HEADS", 1)
+    assert MAX_HEADS > 1
+    with pytest.raises(ValidationError, match="the limit is 1"):
+        dry_breakers(
+            SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["a", "b"]),
+            lexicon_of(Kind("byte_level")),
+        )
