@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.limits import NO_LIMITS
+from quire.kernels.limits import NO_LIMITS, Limits
 from quire.kernels.philox import uniform
-from quire.kernels.token_order import ids_of, order_keys
+from quire.kernels.reference_sampling import shaped_at_once, shaped_logits
+from quire.kernels.token_order import order_keys
 from quire.sampling_params import MIN_TEMPERATURE, SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch, Samples
@@ -34,37 +35,10 @@ from quire.worker.sampler.feature import LogitsFeature
 
 _MAX_LOGIT = torch.finfo(torch.float32).max
 _XTC_STREAM = 1 << 62  # added to a place, so that XTC's numbers are none of those that draw the token
+_GREATEST_KEY = torch.iinfo(torch.int64).max
+_FIRST_WIDTH, _WIDENING = 1024, 16  # typical tokens that are looked for first, and by how much more next
 _NUM_MIROSTAT_TOKENS = 100  # by which mirostat 1 estimates the exponent of Zipf's law
 _NUM_PLACES = 256  # places of a row whose mu is kept: more than a step has drafts
-
-
-class _Candidates(NamedTuple):
-    """The first tokens of a row's order."""
-
-    ids: Tensor
-    """[1, W] int64."""
-    logits: Tensor
-    """[1, W] float64, in falling order; -inf where a filter has dropped the token."""
-
-    @classmethod
-    def of(cls, logits: Tensor, count: int) -> _Candidates:
-        """Return the first `count` of logits [1, V]."""
-        ids = ids_of(order_keys(logits).topk(count).values, logits.shape[1])
-        return cls(ids, logits.gather(1, ids).double())
-
-    def keep(self, is_kept: Tensor) -> _Candidates:
-        return self._replace(logits=self.logits.masked_fill(~is_kept, -torch.inf))
-
-    def scaled(self, temperature: Tensor | float) -> _Candidates:
-        return self._replace(logits=(self.logits / temperature).clamp(max=_MAX_LOGIT))
-
-    @property
-    def probs(self) -> Tensor:
-        return self.logits.softmax(1)
-
-    def put(self, logits: Tensor) -> None:
-        """Write them to logits [1, V], in which no other token is left."""
-        logits.fill_(-torch.inf).scatter_(1, self.ids, self.logits.float())
 
 
 def shape(logits: Tensor, params: SamplingParams, *, excludes: bool) -> None:
@@ -73,26 +47,42 @@ def shape(logits: Tensor, params: SamplingParams, *, excludes: bool) -> None:
     Args:
         excludes: whether XTC applies to this token.
     """
-    vocab_size = logits.shape[1]
     if params.top_n_sigma > 0.0:
         _drop_beyond_sigma(logits, params.top_n_sigma)
-    found = _Candidates.of(logits, min(params.top_k or vocab_size, vocab_size))
+    if 0 < params.top_k < logits.shape[1]:
+        _cut(logits, top_k=params.top_k)
     if params.typical_p < 1.0:
-        found = found.keep(_are_typical(found, params.typical_p))
+        _drop(logits, ~_are_typical(logits, params.typical_p))
     if params.top_p < 1.0:
-        found = found.keep(_mass_before(found.probs) < params.top_p)
+        _cut(logits, top_p=params.top_p)
     if params.min_p > 0.0:
-        lowest = found.logits.amax(1, keepdim=True) + math.log(params.min_p)
-        found = found.keep(found.logits >= lowest)
+        _drop(logits, logits < logits.amax(1, keepdim=True) + math.log(params.min_p))
     if excludes:
-        above = (found.probs >= params.xtc_threshold) & (found.logits != -torch.inf)
-        last = above.cumsum(1) == above.sum(1, keepdim=True)
-        found = found.keep(~above | last)
+        _exclude_top_choices(logits, params.xtc_threshold)
     if params.dynatemp_range > 0.0:
-        found = found.scaled(_dynamic_temperature(found, params))
+        _scale(logits, _dynamic_temperature(logits, params))
     elif params.temperature > 0.0:
-        found = found.scaled(params.temperature)
-    found.put(logits)
+        _scale(logits, params.temperature)
+
+
+def _drop(logits: Tensor, dropped: Tensor) -> None:
+    logits.masked_fill_(dropped, -torch.inf)
+
+
+def _scale(logits: Tensor, temperature: Tensor | float) -> None:
+    logits.copy_((logits.double() / temperature).clamp(max=_MAX_LOGIT))
+
+
+def _cut(logits: Tensor, *, top_k: int | Tensor | None = None, top_p: float = 1.0) -> None:
+    """Keep the first tokens of the order: so many, or the fewest that hold this mass."""
+    settings = torch.tensor([neutral_settings(logits.shape[1])], dtype=torch.float64, device=logits.device)
+    if top_k is not None:
+        settings[0, 2] = top_k
+    settings[0, 3] = top_p
+    if logits.is_cpu:
+        shaped_logits(logits, settings)
+    else:
+        shaped_at_once(logits, settings, Limits(min_p=False, top_k=top_k is not None, top_p=top_p < 1.0))
 
 
 def _drop_beyond_sigma(logits: Tensor, num_sigmas: float) -> None:
@@ -102,69 +92,94 @@ def _drop_beyond_sigma(logits: Tensor, num_sigmas: float) -> None:
     mean = _sum(values) / count
     spread = (values - mean).where(is_left, 0.0)
     sigma = (_sum(spread * spread) / count).sqrt()
-    logits.masked_fill_(logits < logits.amax(1, keepdim=True) - num_sigmas * sigma, -torch.inf)
+    _drop(logits, logits < logits.amax(1, keepdim=True) - num_sigmas * sigma)
 
 
-def _are_typical(found: _Candidates, mass: float) -> Tensor:
-    """Return which candidates are kept, [1, W]: those whose surprise is nearest to the entropy, of equal ones the
-    likelier, until they have more than this mass.
+def _are_typical(logits: Tensor, mass: float) -> Tensor:
+    """Return which tokens are kept, [1, V]: those whose surprise is nearest to the entropy, of equal ones the first,
+    until they have more than this mass.
     """
-    logprobs, probs = found.logits.log_softmax(1), found.probs
-    distance = (-logprobs - _entropy(logprobs, probs)).abs()
-    order = distance.argsort(dim=1, stable=True)
-    is_kept = _mass_before(probs.gather(1, order)) <= mass
-    return torch.zeros_like(is_kept).scatter(1, order, is_kept)
+    logprobs, probs = _logprobs(logits), _probs(logits)
+    distance = (-logprobs - _entropy(logprobs, probs)).abs()[0]
+    width = min(_FIRST_WIDTH, len(distance)) if logits.is_cpu else len(distance)
+    while True:
+        ids = (
+            distance.topk(width, largest=False).indices.sort().values
+        )  # so that of equal ones the first comes first
+        nearest, order = distance[ids].sort(stable=True)
+        ids = ids[order]
+        is_kept = torch.nn.functional.pad(probs[0, ids].cumsum(0)[:-1], (1, 0)) <= mass
+        # Of those at the greatest distance some may be outside.
+        if width == len(distance) or not (is_kept & (nearest == nearest[-1])).any():
+            return (
+                torch.zeros_like(logits, dtype=torch.bool)
+                .index_fill_(1, ids, True)
+                .index_put_((torch.zeros_like(ids), ids), is_kept)
+            )
+        width = min(width * _WIDENING, len(distance))
 
 
-def _dynamic_temperature(found: _Candidates, params: SamplingParams) -> Tensor:
+def _exclude_top_choices(logits: Tensor, threshold: float) -> None:
+    """Drop all tokens of at least this probability but the last of them."""
+    above = (_probs(logits) >= threshold) & (logits != -torch.inf)
+    keys = order_keys(logits)
+    last = keys.masked_fill(~above, _GREATEST_KEY).amin(1, keepdim=True)
+    _drop(logits, above & (keys != last))
+
+
+def _dynamic_temperature(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return a temperature [1, 1] by how near the entropy is to that of equal chances."""
     low, high = (
         max(0.0, params.temperature - params.dynatemp_range),
         params.temperature + params.dynatemp_range,
     )
-    num_left = (found.logits != -torch.inf).sum(1, keepdim=True)
+    num_left = (logits != -torch.inf).sum(1, keepdim=True)
     greatest = num_left.clamp(min=2).double().log()
-    share = _entropy(found.logits.log_softmax(1), found.probs) / greatest
+    share = _entropy(_logprobs(logits), _probs(logits)) / greatest
     return (low + (high - low) * share.clamp(0.0, 1.0) ** params.dynatemp_exponent).clamp(min=MIN_TEMPERATURE)
+
+
+def _probs(logits: Tensor) -> Tensor:
+    return logits.softmax(1, dtype=torch.float64)
+
+
+def _logprobs(logits: Tensor) -> Tensor:
+    return logits.log_softmax(1, dtype=torch.float64)
 
 
 def _entropy(logprobs: Tensor, probs: Tensor) -> Tensor:
     return -_sum((probs * logprobs).where(probs > 0.0, 0.0))
 
 
-def _mass_before(probs: Tensor) -> Tensor:
-    return torch.nn.functional.pad(probs.cumsum(1)[:, :-1], (1, 0))
-
-
 def _sum(values: Tensor) -> Tensor:
     return values.cumsum(1)[:, -1:]
 
 
-def _first_by_surprise(found: _Candidates, mu: Tensor) -> Tensor:
-    """Return which candidates mirostat 2 keeps: those whose surprise in bits is at most mu, and the first."""
-    is_kept = -found.logits.log_softmax(1) / math.log(2.0) <= mu
-    is_kept[:, 0] = True
-    return is_kept
+def _drop_by_surprise(logits: Tensor, mu: Tensor) -> None:
+    """Mirostat 2: keep tokens whose surprise in bits is at most mu, and the first."""
+    keys = order_keys(logits)
+    is_first = keys == keys.amax(1, keepdim=True)
+    _drop(logits, ~((-_logprobs(logits) / math.log(2.0) <= mu) | is_first))
 
 
-def _first_by_zipf(found: _Candidates, mu: Tensor, vocab_size: int) -> Tensor:
-    """Return which candidates mirostat 1 keeps: as many first ones as Zipf's law has of surprise mu."""
-    places = torch.arange(found.logits.shape[1], device=mu.device)
-    head = found.logits[:, :_NUM_MIROSTAT_TOKENS]
+def _drop_by_zipf(logits: Tensor, mu: Tensor) -> None:
+    """Mirostat 1: keep as many first tokens as Zipf's law, with the exponent of the head, has of surprise mu."""
+    vocab_size = logits.shape[1]
+    head = logits.topk(min(_NUM_MIROSTAT_TOKENS, vocab_size)).values.double()
     steps = torch.tensor([math.log((i + 2) / (i + 1)) for i in range(head.shape[1] - 1)], dtype=torch.float64)
     steps = steps.to(mu.device)
-    # Of tokens that are left, which come first: logarithms of ratios of probabilities are differences of logits.
+    # Logarithms of ratios of probabilities are differences of logits.
     is_left = head[:, 1:] != -torch.inf
     falls = (head[:, :-1] - head[:, 1:]).where(is_left, 0.0)
-    if not falls.shape[1]:
-        return places[None] < 1
     squares = (steps * steps)[None].where(is_left, 0.0)
+    if not falls.shape[1]:
+        return
     s_hat = _sum(steps * falls) / _sum(squares)
     epsilon = s_hat - 1.0
-    rest = 1.0 - vocab_size**-epsilon
-    ratio = torch.where(epsilon.abs() < 1e-9, 1.0 / math.log(max(vocab_size, 2)), epsilon / rest)
-    count = ((ratio * 2.0**mu) ** (1.0 / s_hat)).nan_to_num(nan=1.0).clamp(1.0, float(len(places)))
-    return places[None] < count.floor()
+    ratio = epsilon / (1.0 - vocab_size**-epsilon)
+    ratio = torch.where(epsilon.abs() < 1e-9, 1.0 / math.log(max(vocab_size, 2)), ratio)
+    count = ((ratio * 2.0**mu) ** (1.0 / s_hat)).nan_to_num(nan=1.0).clamp(1.0, float(vocab_size))
+    _cut(logits, top_k=count.floor().view(()))
 
 
 class Chained(NamedTuple):
@@ -233,17 +248,16 @@ class SamplerChain(LogitsFeature[StagedChain]):
 
     def _apply_mirostat(self, logits: Tensor, params: SamplingParams, one: Chained) -> None:
         """Filter by mu, and take in the surprise of what will be drawn."""
-        vocab_size, mus = logits.shape[1], self._mus[one.row]
+        mus = self._mus[one.row]
         mu = mus[one.column % _NUM_PLACES].view(1, 1)
-        found = _Candidates.of(logits, vocab_size).scaled(params.temperature)
-        is_first = params.mirostat == 1
-        found = found.keep(
-            _first_by_zipf(found, mu, vocab_size) if is_first else _first_by_surprise(found, mu)
-        )
-        found.put(logits)
+        _scale(logits, params.temperature)
+        if params.mirostat == 1:
+            _drop_by_zipf(logits, mu)
+        else:
+            _drop_by_surprise(logits, mu)
         key = torch.tensor([[one.seed, one.place]], device=self._device)
         chosen = ops.sample_tokens(logits, self._neutral, key, NO_LIMITS)
-        prob = _sum(found.probs.where(found.ids == chosen[:, None], 0.0))
+        prob = _probs(logits).gather(1, chosen.clamp(min=0)[:, None])
         error = -prob.log2() - params.mirostat_tau
         following = (mu - params.mirostat_eta * error).view(())
         mus[(one.column + 1) % _NUM_PLACES] = following.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
