@@ -20,6 +20,7 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lora_name: what it is called.
         lora_int_id: a number from 1 on; weights that change under a name get another one.
         lora_path: its directory, with adapter_config.json and adapter_model.safetensors, on the machine of the engine.
+        fingerprint: of its files (`quire.lora.directory`), quire's own: an adapter with another is refused; empty: any.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -28,6 +29,7 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora_name: str
     lora_int_id: int
     lora_path: str
+    fingerprint: str = ""
 
     def __post_init__(self) -> None:
         name, number = self.lora_name, self.lora_int_id

@@ -50,6 +50,8 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     model_dir: str = ""
+    files: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    """The checkpoint's files when they were first read (`quire.engine.file_states`); empty: they may change."""
     model_class: str = ""
     """The class that serves the model, as "module:Name", so that a process finds what was registered in another."""
     model_arch: ModelArch | None = None

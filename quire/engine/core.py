@@ -20,6 +20,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.engine.adapter_holds import AdapterHolds
 from quire.engine.cache_news import CacheNotes
+from quire.engine.file_states import check_files
 from quire.engine.grammar_holds import GrammarHolds
 from quire.engine.kv_events import create_publisher
 from quire.engine.lockstep import Lockstep, in_step
@@ -63,7 +64,7 @@ class EngineCore:
     `progress`, if there is one. With `lockstep` it takes its steps together with other replicas.
 
     Raises:
-        StartupError: the model cannot be loaded, or memory does not suffice for one request.
+        StartupError: the model cannot be loaded, its files changed meanwhile, or memory does not suffice for one request.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class EngineCore:
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
         with _shut_down_on_error(self.executor):
             self.executor.load()
+            check_files(config)
             kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
             config = settle_max_model_len(config, kv_config)
             self.executor.initialize_kv_cache(kv_config)
@@ -99,7 +101,9 @@ class EngineCore:
             executor = followed(executor, progress, is_alone=lockstep is None)
         executor = executor if lockstep is None else in_step(executor, lockstep)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
-        sleeper = Sleeper(self.scheduler, self.executor, self._loop, clock, self._tell, progress)
+        sleeper = Sleeper(
+            self.scheduler, self.executor, self._loop, clock, self._tell, progress, partial(check_files, config)
+        )
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,

@@ -22,12 +22,13 @@ from quire.config import EngineConfig
 from quire.engine.attached import AttachedClient, NoCore
 from quire.engine.client import ProcessClient, make_clients, startup_errors
 from quire.engine.core_client import CoreClient
+from quire.engine.file_states import check_files
 from quire.engine.guests import JOIN_S, GuestClient, Guests
 from quire.engine.ray_guests import RayGuests
 from quire.engine.remote import CoreAddress
 from quire.engine.replicas import configs_of_replicas, with_meeting
 from quire.engine.supervisor import MAX_DEATHS, WINDOW_S, Blame, Supervisor, Verdict
-from quire.errors import EngineDeadError, QuireError, StartupError
+from quire.errors import EngineDeadError, ModelLoadError, QuireError, StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class OwnCores(Cores):
         )  # which are gone with the core, and nobody here can bring back
         if cannot_start or has_guests or not isinstance(client, ProcessClient):
             raise error
+        self._check_files(core, error)
         verdict = self._supervisor.died(core, flights.keys(), names_in_work(client, flights), elsewhere)
         if verdict.restart_in_s is None:
             which = f"it was the {MAX_DEATHS + 1}th death in {WINDOW_S / 60:g} minutes"
@@ -138,6 +140,13 @@ class OwnCores(Cores):
             self._watcher.core_lost(core)
         self._end_those_who_share_with(core)
         return verdict
+
+    def _check_files(self, core: int, error: QuireError) -> None:
+        """Raise EngineDeadError if a new core would compute another model than the one that died."""
+        try:
+            check_files(self._configs[core])
+        except (ModelLoadError, OSError) as change:
+            raise EngineDeadError(f"{self._which(core)}{error}; it is not replaced: {change}") from None
 
     def _end_those_who_share_with(self, core: int) -> None:
         """Replicas that share experts do not go on without one of them: all begin anew, and meet elsewhere."""

@@ -10,6 +10,7 @@ from quire.config.lora import LoRAConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.speculative import MEDUSA, SpeculativeConfig
 from quire.engine.draft_model import whole_on_each_rank
+from quire.engine.file_states import states_of
 from quire.errors import ConfigError
 from quire.models.built_in import DECODER
 from quire.models.checkpoint import resolve_model_dir
@@ -48,5 +49,6 @@ def with_draft_heads(config: EngineConfig) -> EngineConfig:
         lora=LoRAConfig(),
         speculative=SpeculativeConfig(),
     )
+    heads = dataclasses.replace(heads, files=states_of(heads))
     arch = dataclasses.replace(config.arch, kept_layers=shape.draft.reads)
     return dataclasses.replace(config, model_arch=arch, draft=heads)

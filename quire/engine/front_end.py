@@ -19,6 +19,7 @@ import msgspec
 from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.beam_searches import BeamSearches
+from quire.engine.file_states import check_files
 from quire.engine.flights import Flight, Flights
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import (
@@ -79,7 +80,7 @@ class FrontEnd:
         dozes: whether it takes no requests because it is about to sleep.
 
     Raises:
-        ModelLoadError: from the constructor; the tokenizer cannot be loaded.
+        ModelLoadError: from the constructor; the tokenizer cannot be loaded, or its files have changed since `prepare`.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class FrontEnd:
         self.clock = clock
         self._stalls = stalls
         self.tokenizer = load_tokenizer(config)
+        check_files(config)
         self.input_processor = InputProcessor(
             config,
             self.tokenizer,

@@ -16,6 +16,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.client import ProcessClient
+from quire.engine.file_states import check_files
 from quire.engine.guests import JOIN_S
 from quire.engine.messages import CoreRequest, Shutdown
 from quire.engine.replica_wire import (
@@ -117,6 +118,7 @@ class GuestHost:
         delay_s = self._supervisor.died(self._replica, nobody, nobody).restart_in_s
         if delay_s is None or isinstance(death, StartupError):
             raise death
+        check_files(self._config)
         logger.error("replica %d: %s; a new core starts in %g s", self._replica, death, delay_s)
         self._stopped.wait(delay_s)
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from quire.engine.progress import Progress
-from quire.engine.sleep import MEMORY_TAGS, Rest
+from quire.engine.sleep import MEMORY_TAGS, WEIGHTS, Rest
 from quire.engine.step_loop import Clock, StepLoop
 from quire.executor.base import Executor
 from quire.processes import collect_garbage
@@ -26,6 +26,7 @@ class Sleeper:
     Args:
         tell: takes the news of requests whose steps were in flight.
         progress: told that the core does what may take long, as while it loads.
+        check_files: raises StartupError if the model's files are no longer those of the start.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Sleeper:
         clock: Clock,
         tell: Callable[[list[RequestUpdate]], None],
         progress: Progress | None,
+        check_files: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -43,6 +45,7 @@ class Sleeper:
         self._clock = clock
         self._tell = tell
         self._progress = progress
+        self._check_files = check_files
         self.rest = Rest()
 
     def sleep(self, level: int) -> list[str]:
@@ -64,20 +67,29 @@ class Sleeper:
 
         Raises:
             ConflictError: one of them needs what would still sleep; nothing was done.
-            StartupError: the weights cannot be loaded, or memory is short; this and what comes behind sleeps on.
+            StartupError: the weights cannot be loaded, or are others now, or memory is short; this and what comes behind
+                sleeps on.
         """
         wanted = list(tags)
         self.rest.without(wanted)
         self._begin()
         for tag in MEMORY_TAGS:
             if tag in wanted and tag in self.rest.asleep:
-                self._executor.wake_up(tag)
+                self._wake(tag)
                 self.rest = self.rest.without([tag])
         self.rest = self.rest.without(wanted)
         if not self.rest:
             self._scheduler.resume(self._clock())
         logger.info("awake but for: %s", ", ".join(sorted(self.rest.asleep)) or "nothing")
         return sorted(self.rest.asleep)
+
+    def _wake(self, tag: str) -> None:
+        rereads = tag == WEIGHTS and self.rest.level > 1
+        if rereads:
+            self._check_files()
+        self._executor.wake_up(tag)
+        if rereads:
+            self._check_files()  # they may have changed while they were read
 
     def _begin(self) -> None:
         if self._progress is not None:

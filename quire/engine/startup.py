@@ -18,6 +18,7 @@ from quire.config.engine import engine_fields
 from quire.engine.draft_heads import with_draft_heads
 from quire.engine.draft_model import check_draft_model, check_guessing, draft_model_config
 from quire.engine.expert_checks import check_experts
+from quire.engine.file_states import states_of, tokenizer_dir
 from quire.engine.rank_checks import check_hosts, check_ranks
 from quire.engine.replicas import check_replicas
 from quire.engine.tokenizer import Tokenizer
@@ -68,12 +69,13 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     load_general_plugins()
     model_dir = resolve_model_dir(config.model.model, config.model.revision, config.load.download_dir)
     _check_load_format(config, model_dir)
+    config = dataclasses.replace(config, model_dir=str(model_dir))
+    config = dataclasses.replace(config, files=states_of(config))
     arch = read_model_config(model_dir, config.model.hf_overrides, config.model.model_impl)
     arch = dataclasses.replace(arch, generation=_generation_defaults(config, arch, model_dir))
     fit = config.model.max_model_len == FIT_MEMORY
     config = dataclasses.replace(
         config,
-        model_dir=str(model_dir),
         model_arch=arch,
         model_class=ModelRegistry.place_of(arch.architecture, config.model.model_impl),
         fit_max_model_len=fit,
@@ -159,10 +161,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """The tokenizer of a prepared config, or None if it says to skip it."""
     if config.model.skip_tokenizer_init:
         return None
-    if config.model.tokenizer is None:
-        return Tokenizer.from_dir(Path(config.model_dir))
-    named = resolve_model_dir(config.model.tokenizer, None, config.load.download_dir)
-    return Tokenizer.from_dir(named)
+    return Tokenizer.from_dir(tokenizer_dir(config))
 
 
 def _id_of(config: EngineConfig, token: str) -> int | None:

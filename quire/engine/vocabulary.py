@@ -7,6 +7,7 @@ out.
 from __future__ import annotations
 
 from quire.config import EngineConfig
+from quire.engine.file_states import check_files
 from quire.engine.startup import load_tokenizer
 from quire.engine.tokenizer import Tokenizer
 from quire.structured_output.vocabulary import Vocabulary
@@ -16,9 +17,10 @@ def load_vocabulary(config: EngineConfig) -> Vocabulary:
     """The vocabulary of a model whose tokenizer has been found to be fit for grammars.
 
     Raises:
-        ModelLoadError: the tokenizer cannot be read.
+        ModelLoadError: the tokenizer cannot be read, or its files are no longer those of the start.
     """
     tokenizer = load_tokenizer(config)
+    check_files(config)
     assert tokenizer is not None, "constraints are refused without a tokenizer"
     vocab_size = config.arch.vocab_size
     return vocabulary_of(tokenizer, vocab_size, end_ids(config, tokenizer, vocab_size))

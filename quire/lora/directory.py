@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import quire
+from quire.models.fingerprint import files_fingerprint
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 TEMPLATES_NAME = "additional_chat_templates"
@@ -30,3 +31,10 @@ def directory_of(path: str) -> Path:
     if path in IN_THE_BOX and not directory.exists():
         return Path(quire.__path__[0]) / "assets" / path
     return directory
+
+
+def adapter_fingerprint(directory: Path) -> str:
+    """Return a digest of the adapter's files, by which one that is read again is known to be the same; empty: none."""
+    paths = (directory / name for name in (CONFIG_NAME, WEIGHTS_NAME, *TEXT_FILES))
+    files = [path for path in paths if path.is_file()]
+    return files_fingerprint(files).hex() if files else ""

@@ -16,7 +16,7 @@ import torch
 
 from quire.errors import StartupError, ValidationError
 from quire.lora.checkpoint import Adapter, read_adapter
-from quire.lora.directory import directory_of
+from quire.lora.directory import adapter_fingerprint, directory_of
 from quire.lora.targets import Targets
 from quire.lora_request import LoRARequest
 
@@ -98,6 +98,11 @@ class AdapterStore:
             logger.exception("the adapter %r could not be read", request.lora_name)
             problem = "it could not be read; the server's log says why"
         else:
+            if request.fingerprint not in ("", adapter_fingerprint(directory)):
+                raise ValidationError(
+                    f"adapter {request.lora_name!r}: its files have changed since it was loaded; load it again, in place",
+                    param="lora_request",
+                )
             self._kept[request.key] = adapter
             if _end_of(adapter.base_model) not in ("", _end_of(self._base_model)):
                 logger.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,12 +11,16 @@ EDGE_BYTES = 1 << 16
 
 
 def checkpoint_fingerprint(directory: Path) -> bytes:
-    """Names and sizes of a checkpoint's files, and how each begins and ends; where they are and when is left out."""
-    digest = sha256()
-    files = (
-        [directory] if directory.is_file() else sorted(path for path in directory.iterdir() if path.is_file())
+    """Return `files_fingerprint` of all files of a checkpoint."""
+    return files_fingerprint(
+        [directory] if directory.is_file() else [path for path in directory.iterdir() if path.is_file()]
     )
-    for path in files:
+
+
+def files_fingerprint(files: Iterable[Path]) -> bytes:
+    """Return a digest of names, sizes, first and last bytes of files; it does not depend on where they are."""
+    digest = sha256()
+    for path in sorted(files):
         size = path.stat().st_size
         with path.open("rb") as file:
             digest.update(f"{path.name} {size}\n".encode() + file.read(EDGE_BYTES))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.engine.file_states import adapter_request
 from quire.errors import ConfigError, ValidationError
 from quire.inputs import PromptType
 from quire.lora.store import NICENESS, AdapterStore
@@ -144,6 +145,22 @@ def test_an_adapter_of_another_base_is_told_in_the_log(
     store.use_targets(Targets(load_tiny(tiny_model("llama"))))
     store.prepare(LoRARequest("own", 1, str(tmp_path / "own"))).result()
     assert ("says that it was trained on 'x/Other-7B'" in caplog.text) == is_told
+    store.close()
+
+
+def test_adapter_read_again_with_changed_files_is_refused(
+    adapters: list[LoRARequest], tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    shutil.copytree(adapters[0].lora_path, tmp_path / "own")
+    request = adapter_request("own", 1, str(tmp_path / "own"))
+    store = AdapterStore(16, torch.float32, max_rows=0, max_added=0)
+    store.use_targets(Targets(load_tiny(tiny_model("llama"))))
+    store.prepare(request).result()
+    store.drop(request.key)
+    extend(tmp_path / "own", {}, lora_alpha=3)
+    with pytest.raises(ValidationError, match="'own': its files have changed since it was loaded; load it again"):
+        store.prepare(request).result()
+    store.prepare(adapter_request("own", 2, request.lora_path)).result()
     store.close()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quire.config import EngineConfig, ServerConfig
+from quire.engine.file_states import adapter_request
 from quire.entrypoints.openai.adapters import check_name
 from quire.errors import ConfigError, ConflictError, NotFoundError, ValidationError
 from quire.lora_request import LoRARequest
@@ -131,7 +132,7 @@ class AdapterChanges:
             done.exception()  # who waited for it has it
 
     async def _read(self, name: str, path: str) -> None:
-        request = LoRARequest(name, next(self._numbers), path)
+        request = await asyncio.to_thread(adapter_request, name, next(self._numbers), path)
         await self._check(request)
         await self._names.share_adapters({**self._names.adapters, name: request})
 

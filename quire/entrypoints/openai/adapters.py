@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from quire.config import EngineConfig
+from quire.engine.file_states import adapter_request
 from quire.errors import ConfigError, ValidationError
 from quire.lora_request import MAX_NAME_CHARS, LoRARequest
 
@@ -58,5 +59,5 @@ def named_adapters(
             )
         if name in adapters or name in taken:
             raise ConfigError(f"--lora-modules: two models are called {name!r}")
-        adapters[name] = LoRARequest(name, number, path)
+        adapters[name] = adapter_request(name, number, path)
     return adapters

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quire.config import ServerConfig
+from quire.engine.file_states import adapter_request
 from quire.entrypoints.openai.app import build_app
 from quire.errors import ConfigError, StartupError
-from quire.lora_request import LoRARequest
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 
@@ -39,9 +39,9 @@ async def test_model_chooses_an_adapter(directory: Path) -> None:
                 reply = await client.post(path, json=body | {"model": name})
                 assert (reply.status_code, reply.json()["model"]) == (200, name), reply.text
             assert engine.adapters == [
-                LoRARequest("json-2", 2, str(directory)),
+                adapter_request("json-2", 2, str(directory)),
                 None,
-                LoRARequest("pirate", 1, str(directory)),
+                adapter_request("pirate", 1, str(directory)),
             ]
             engine.adapters.clear()
         unknown = await client.post("/v1/completions", json={"prompt": "hi", "model": "../pirate"})

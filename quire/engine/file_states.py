@@ -1,0 +1,88 @@
+"""States of a checkpoint's files, by which a process that reads them again notices that they are others.
+
+Invariant: torch-free. A state has the inode and the time of the last status change, which a copy with the old size and
+modification time does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.errors import ModelLoadError
+from quire.lora.directory import TEMPLATES_NAME, adapter_fingerprint, directory_of
+from quire.lora_request import LoRARequest
+from quire.models.checkpoint import resolve_model_dir
+from quire.models.gguf.model import is_gguf, part_names
+from quire.models.pooling.sentence_transformers import MODULES
+
+FileStates = dict[str, tuple[int, int, int, int]]
+"""Path -> size, modification time and status change in ns, inode."""
+SUFFIXES = frozenset({".json", ".jsonl", ".safetensors", ".gguf", ".jinja", ".model", ".txt"})
+MOST_NAMED = 4  # changed files in one message
+
+
+def states_of(config: EngineConfig) -> FileStates:
+    """Return the state of every file that is read of a config's model and of its tokenizer."""
+    places = {Path(config.model_dir), tokenizer_dir(config)}
+    return {str(path): state for place in places for path in _files(place) if (state := _state(path))}
+
+
+def tokenizer_dir(config: EngineConfig) -> Path:
+    """Return the directory (or GGUF file) that has the tokenizer.
+
+    Raises:
+        ModelLoadError: there is none under the configured name.
+    """
+    if config.model.tokenizer is None:
+        return Path(config.model_dir)
+    return resolve_model_dir(config.model.tokenizer, None, config.load.download_dir)
+
+
+def check_files(config: EngineConfig) -> None:
+    """Compare the files of a prepared config, and of its draft model, with their states of when it was prepared.
+
+    Raises:
+        ModelLoadError: names the files that were changed, added or removed.
+    """
+    for one in (config, config.draft):
+        if one is None or not one.files:
+            continue
+        now = states_of(one)
+        names = sorted({path for path, _ in one.files.items() ^ now.items()})
+        if names:
+            raise ModelLoadError(_changed(names))
+
+
+def adapter_request(name: str, number: int, path: str) -> LoRARequest:
+    """Return the request for an adapter as it is on disk now: with an absolute path and a fingerprint of its files."""
+    directory = directory_of(path).absolute()
+    return LoRARequest(name, number, str(directory), adapter_fingerprint(directory))
+
+
+def _changed(paths: list[str]) -> str:
+    named = ", ".join(paths[:MOST_NAMED]) + (f" and {len(paths) - MOST_NAMED} more" * (len(paths) > MOST_NAMED))
+    return f"files of the model have changed since it was first read: {named}; start the program again to use them"
+
+
+def _files(place: Path) -> Iterator[Path]:
+    if is_gguf(place):
+        yield from map(Path, part_names(str(place)))
+        return
+    modules = place / MODULES
+    text = modules.read_text(errors="replace") if modules.is_file() else ""
+    for path in place.iterdir() if place.is_dir() else ():
+        if path.is_dir():
+            if path.name == TEMPLATES_NAME or f'"{path.name}"' in text:
+                yield from (inner for inner in path.iterdir() if inner.suffix in SUFFIXES)
+        elif path.suffix in SUFFIXES:
+            yield path
+
+
+def _state(path: Path) -> tuple[int, int, int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:  # it was removed; another error is the reader's to report
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
