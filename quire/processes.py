@@ -1,11 +1,18 @@
-"""How processes are told about, whoever has started them."""
+"""Starts Python programs as child processes, and describes how processes end."""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import os
 import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 COLLECT_AFTER = 10_000
 """Objects that can be in cycles, made and not yet freed; Python's own number is 700. A request leaves few that only
@@ -14,6 +21,51 @@ the collector can free."""
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """They reach whole groups of processes (Ctrl-C, a closed terminal, a service manager). Children that end when their
 parent tells them to, or is gone, ignore them."""
+
+PATH_VARIABLES = (
+    *("PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"),
+    *("TRITON_CACHE_DIR", "QUIRE_CPU_LIBRARY"),
+)
+"""Variables of the environment with a path, or several, that may be relative to this process's working directory."""
+
+
+def start_python(
+    program: Sequence[str], environment: Mapping[str, str] = os.environ, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start Python with these arguments in `/`, so that it does not depend on a directory that may be deleted.
+
+    Args:
+        options: of `Popen`.
+
+    Raises:
+        OSError: the machine refuses a process.
+    """
+    command = [sys.executable, "-P", *program]
+    return subprocess.Popen(command, cwd="/", env=child_environment(environment), **options)
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a child in another directory: with absolute paths, and with this process's imports."""
+    with suppress(FileNotFoundError):  # the directory was deleted, and all that is relative to it
+        here = os.getcwd()
+        relative = {name: environment[name] for name in PATH_VARIABLES if environment.get(name)}
+        absolute = {
+            name: os.pathsep.join(os.path.join(here, path) for path in paths.split(os.pathsep) if path)
+            for name, paths in relative.items()
+        }
+        own = [os.path.join(here, path) for path in _paths_of_the_program()]
+        imports = dict.fromkeys([*own, *absolute.get("PYTHONPATH", "").split(os.pathsep), here])
+        paths = [path.rstrip("/") for path in imports if path not in ("", "/")]
+        return {**environment, **absolute, "PYTHONPATH": os.pathsep.join(paths)}
+    return dict(environment)
+
+
+def _paths_of_the_program() -> list[str]:
+    """Return the paths of `sys.path` before the standard library's; those behind it a child has by itself."""
+    library = sysconfig.get_path("stdlib")
+    names = {library, str(Path(library).parent / f"python{sys.version_info[0]}{sys.version_info[1]}.zip")}
+    first = next((place for place, path in enumerate(sys.path) if path in names), len(sys.path))
+    return sys.path[:first]
 
 
 def settle_garbage() -> None:

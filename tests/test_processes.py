@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import weakref
+from pathlib import Path
 
-from quire.processes import collect_garbage
+import pytest
+
+from quire.processes import collect_garbage, start_python
 
 
 class Node:
@@ -28,3 +33,28 @@ def test_what_has_settled_is_collected_too_and_what_is_left_stays_settled() -> N
         gc.unfreeze()
     collect_garbage()
     assert gc.get_freeze_count() == 0
+
+
+def test_start_python_works_in_root_with_our_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("NAME = 'mine'")
+    monkeypatch.chdir(tmp_path)
+    program = (
+        "import json, mine, os, sys, tests; print(mine.NAME, os.getcwd(), os.environ['HF_HOME'], sys.argv[1])"
+    )
+    environment = {**os.environ, "HF_HOME": "hub"}
+    with start_python(["-c", program, "x"], environment, stdout=subprocess.PIPE) as child:
+        out, _ = child.communicate()
+    assert out.decode().split() == ["mine", "/", str(tmp_path / "hub"), "x"]
+
+
+def test_start_python_without_working_directory_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with start_python(["-c", "import os, quire; print(os.getcwd())"], stdout=subprocess.PIPE) as child:
+        out, _ = child.communicate()
+    assert out.decode() == "/\n"
+    monkeypatch.chdir(tmp_path)

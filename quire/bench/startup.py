@@ -5,17 +5,17 @@ Invariant: phases follow one another without a gap, so their seconds add up to t
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from subprocess import PIPE
 
 import msgspec
 
 from quire.bench.statistics import percentile
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.processes import start_python
 
 Run = dict[str, float]
 """Phase -> seconds, in the order in which the phases ended."""
@@ -62,11 +62,12 @@ def first_token(config: EngineConfig) -> Run:
     Raises:
         StartupError: it could not; the message is the process's own.
     """
-    command = [sys.executable, "-m", "quire.bench.startup_process", str(time.monotonic())]
-    done = subprocess.run(command, input=config.encoded(), capture_output=True, check=False)
-    if done.returncode:
-        raise StartupError(done.stderr.decode().strip().rpartition("\n")[2])
-    return msgspec.json.decode(done.stdout, type=Run)
+    program = ["-m", "quire.bench.startup_process", str(time.monotonic())]
+    with start_python(program, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
+        out, errors = process.communicate(config.encoded())
+    if process.returncode:
+        raise StartupError(errors.decode().strip().rpartition("\n")[2])
+    return msgspec.json.decode(out, type=Run)
 
 
 def measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -56,6 +57,15 @@ class KVEventsConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         _parse(self.kv_events_config)
+
+    def with_absolute_paths(self, directory: Path) -> dict[str, Any]:
+        """Return the settings as given, with sockets of relative paths (ipc://PATH) in this directory."""
+        given = dict(self.kv_events_config)
+        for key in ("endpoint", "replay_endpoint"):
+            address = given.get(key)
+            if isinstance(address, str) and address.startswith("ipc://") and address[6:7] not in ("/", "@"):
+                given[key] = f"ipc://{directory / address[6:]}"
+        return given
 
     @property
     def settings(self) -> KVEventsSettings:

@@ -88,7 +88,8 @@ class AdapterHolds:
         key, known = request.key, self._all().get(request.key)
         if known is not None and known != request:
             raise ValidationError(
-                f"adapter {request.lora_name!r} has the number {request.lora_int_id} already, with another path or other files",
+                f"adapter {request.lora_name!r} has the number {request.lora_int_id} already, with another path or "
+                "other files",
                 param="lora_request",
             )
         if key in self._kept:

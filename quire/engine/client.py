@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from quire.engine.messages import CoreMessage, CoreRequest, Shutdown
 from quire.engine.progress import Progress
 from quire.engine.remote import CONFIG, PROGRESS, RemoteClient
 from quire.errors import StartupError
-from quire.processes import exit_reason
+from quire.processes import exit_reason, start_python
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -139,9 +138,8 @@ class ProcessClient(RemoteClient):
 
     def _start_core(self, config: EngineConfig) -> subprocess.Popen[bytes]:
         (self._directory / CONFIG).write_bytes(config.encoded())
-        program = [sys.executable, "-m", "quire.engine.core_process"]
-        command = [*program, str(self._directory), str(os.getpid())]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=core_environment(os.environ))
+        program = ["-m", "quire.engine.core_process", str(self._directory), str(os.getpid())]
+        return start_python(program, core_environment(os.environ), stdin=subprocess.DEVNULL)
 
     def _is_gone(self) -> bool:
         return self.process.poll() is not None

@@ -64,7 +64,8 @@ class EngineCore:
     `progress`, if there is one. With `lockstep` it takes its steps together with other replicas.
 
     Raises:
-        StartupError: the model cannot be loaded, its files changed meanwhile, or memory does not suffice for one request.
+        StartupError: the model cannot be loaded or its files changed meanwhile, or memory does not suffice for one
+            request.
     """
 
     def __init__(
@@ -102,7 +103,13 @@ class EngineCore:
         executor = executor if lockstep is None else in_step(executor, lockstep)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
         sleeper = Sleeper(
-            self.scheduler, self.executor, self._loop, clock, self._tell, progress, partial(check_files, config)
+            self.scheduler,
+            self.executor,
+            self._loop,
+            clock,
+            self._tell,
+            progress,
+            partial(check_files, config),
         )
         self.utilities: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,

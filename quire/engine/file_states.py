@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.errors import ModelLoadError
+from quire.errors import ModelLoadError, ValidationError
 from quire.lora.directory import TEMPLATES_NAME, adapter_fingerprint, directory_of
 from quire.lora_request import LoRARequest
 from quire.models.checkpoint import resolve_model_dir
@@ -56,13 +56,25 @@ def check_files(config: EngineConfig) -> None:
 
 
 def adapter_request(name: str, number: int, path: str) -> LoRARequest:
-    """Return the request for an adapter as it is on disk now: with an absolute path and a fingerprint of its files."""
-    directory = directory_of(path).absolute()
+    """Return the request for an adapter as it is on disk now: with an absolute path and a fingerprint of its files.
+
+    Raises:
+        ValidationError: the path is relative, and the working directory was deleted.
+    """
+    try:
+        directory = directory_of(path).absolute()
+    except FileNotFoundError:
+        raise ValidationError(
+            "lora_path is relative to the server's working directory, which was deleted; give an absolute path",
+            param="lora_path",
+        ) from None
     return LoRARequest(name, number, str(directory), adapter_fingerprint(directory))
 
 
 def _changed(paths: list[str]) -> str:
-    named = ", ".join(paths[:MOST_NAMED]) + (f" and {len(paths) - MOST_NAMED} more" * (len(paths) > MOST_NAMED))
+    named = ", ".join(paths[:MOST_NAMED]) + (
+        f" and {len(paths) - MOST_NAMED} more" * (len(paths) > MOST_NAMED)
+    )
     return f"files of the model have changed since it was first read: {named}; start the program again to use them"
 
 

@@ -67,8 +67,8 @@ class Sleeper:
 
         Raises:
             ConflictError: one of them needs what would still sleep; nothing was done.
-            StartupError: the weights cannot be loaded, or are others now, or memory is short; this and what comes behind
-                sleeps on.
+            StartupError: the weights cannot be loaded, or have changed, or memory is short; this and what comes
+                behind sleeps on.
         """
         wanted = list(tags)
         self.rest.without(wanted)

@@ -67,6 +67,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         StartupError: the model cannot be found or read, or a field does not fit it.
     """
     load_general_plugins()
+    config = with_absolute_paths(config)
     model_dir = resolve_model_dir(config.model.model, config.model.revision, config.load.download_dir)
     _check_load_format(config, model_dir)
     config = dataclasses.replace(config, model_dir=str(model_dir))
@@ -123,6 +124,33 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     for field, reason in without_effect(config):
         logger.warning("%s: changes nothing, %s", field, reason)
     return _with_guessing_model(config, usage)
+
+
+def with_absolute_paths(config: EngineConfig) -> EngineConfig:
+    """Return the config with absolute paths in it: other processes work in another directory.
+
+    Raises:
+        ConfigError: the working directory does not exist.
+    """
+    here = working_directory()
+    if config.model.tokenizer is not None:
+        config = config.evolve(tokenizer=str(tokenizer_dir(config).absolute()))
+    if config.load.packed_weights_cache is not None:
+        cache = here / Path(config.load.packed_weights_cache).expanduser()
+        config = config.evolve(packed_weights_cache=str(cache))
+    if config.observability.record_trace:
+        config = config.evolve(record_trace=str(here / config.observability.record_trace))
+    return config.evolve(kv_events_config=config.kv_events.with_absolute_paths(here))
+
+
+def working_directory() -> Path:
+    """Return it. Raises ConfigError: it was deleted."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the working directory was deleted; change to one that exists, such as `cd /`, and start again"
+        ) from None
 
 
 def _with_guessing_model(config: EngineConfig, usage: Usage) -> EngineConfig:

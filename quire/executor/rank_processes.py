@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,7 +15,7 @@ from quire import private_directories
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.executor.rank_placement import Processors, on
-from quire.processes import STOPPED, exit_reason, why_silent
+from quire.processes import STOPPED, exit_reason, start_python, why_silent
 
 PROGRAM = ("-m", "quire.executor.rank_process")
 CONFIG = "config"
@@ -64,8 +63,8 @@ class RankProcesses:
         """Start one with this end of its socket, which it keeps alone."""
         told = [str(self._directory), str(rank), address, str(end.fileno())]
         with end, startup_errors(), on(self._places.get(rank, ())):
-            self._processes[rank] = subprocess.Popen(
-                [sys.executable, *self._program, *told], stdin=subprocess.PIPE, pass_fds=[end.fileno()]
+            self._processes[rank] = start_python(
+                [*self._program, *told], stdin=subprocess.PIPE, pass_fds=[end.fileno()]
             )
 
     def have_met(self) -> None:

@@ -7,8 +7,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ from quire.errors import ConfigError, StartupError
 from quire.executor.messages import Failed
 from quire.executor.ray_messages import Bring, Come, FromRay, Lost, Placed, Wanted
 from quire.executor.wire import Wire
-from quire.processes import why_silent
+from quire.processes import start_python, why_silent
 from quire.version import install_command
 
 ADDRESS = "RAY_ADDRESS"
@@ -60,10 +58,10 @@ class RayProcess:
         ours, theirs = socket.socketpair()
         self._wire = Wire(ours)
         with theirs:
-            command = [sys.executable, "-m", module, str(theirs.fileno())]
+            program = ["-m", module, str(theirs.fileno())]
             try:
                 # Apart from signals that a terminal gives to all processes of its own.
-                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+                self._process = start_python(program, pass_fds=[theirs.fileno()], start_new_session=True)
             except OSError:
                 self._wire.close()
                 private_directories.remove(Path(self.directory))

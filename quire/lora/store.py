@@ -100,7 +100,8 @@ class AdapterStore:
         else:
             if request.fingerprint not in ("", adapter_fingerprint(directory)):
                 raise ValidationError(
-                    f"adapter {request.lora_name!r}: its files have changed since it was loaded; load it again, in place",
+                    f"adapter {request.lora_name!r}: its files have changed since it was loaded; "
+                    "load it again, in place",
                     param="lora_request",
                 )
             self._kept[request.key] = adapter

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import select
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from typing import IO
@@ -18,6 +17,7 @@ from typing import IO
 import msgspec
 
 from quire.errors import UnavailableError, ValidationError
+from quire.processes import start_python
 from quire.structured_output.backends import AUTO
 from quire.structured_output.check_messages import Answer, Question, read_frame, write_frame
 from quire.structured_output.params import StructuredOutputsParams, invalid
@@ -125,11 +125,11 @@ class CheckProcess:
     """
 
     def __init__(self, backend: str = AUTO) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "quire.structured_output.check_process", backend],
+        self._process = start_python(
+            ["-m", "quire.structured_output.check_process", backend],
+            os.environ | ONE_THREAD,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | ONE_THREAD,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -64,7 +64,9 @@ def test_check_files_any_change_is_refused(model: Path, name: str, change: Calla
         check_files(config)
 
 
-@pytest.mark.parametrize("name", ["added_tokens.json", "model-00001-of-00002.safetensors", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["added_tokens.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
+)
 def test_check_files_new_file_is_refused(model: Path, name: str) -> None:
     config = EngineConfig(model_dir=str(model), files=states_of(EngineConfig(model_dir=str(model))))
     (model / name).write_text("{}")

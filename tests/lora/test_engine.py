@@ -158,7 +158,9 @@ def test_adapter_read_again_with_changed_files_is_refused(
     store.prepare(request).result()
     store.drop(request.key)
     extend(tmp_path / "own", {}, lora_alpha=3)
-    with pytest.raises(ValidationError, match="'own': its files have changed since it was loaded; load it again"):
+    with pytest.raises(
+        ValidationError, match="'own': its files have changed since it was loaded; load it again"
+    ):
         store.prepare(request).result()
     store.prepare(adapter_request("own", 2, request.lora_path)).result()
     store.close()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.engine.file_states import adapter_request
 from quire.errors import ConfigError, ValidationError
+from quire.lora.directory import directory_of
 from quire.lora_request import MAX_NAME_CHARS, LoRARequest
 
 NAME = rf"[A-Za-z0-9_:-][A-Za-z0-9_.:-]{{0,{MAX_NAME_CHARS - 1}}}"
@@ -35,6 +38,14 @@ def check_name(name: str, taken: Collection[str]) -> str:
     if name in taken:
         raise ValidationError(f"a model is called {name!r} already", param="lora_name")
     return name
+
+
+def with_absolute_paths(config: ServerConfig) -> ServerConfig:
+    """Return the config with absolute paths of adapters: other processes work in another directory."""
+    entries = [module.partition("=") for module in config.lora_modules]
+    modules = [f"{name}={directory_of(path).absolute()}" if path else name for name, _, path in entries]
+    directory = config.lora_dir and str(Path(config.lora_dir).expanduser().absolute())
+    return replace(config, lora_modules=tuple(modules), lora_dir=directory)
 
 
 def named_adapters(

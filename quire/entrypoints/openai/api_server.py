@@ -11,6 +11,8 @@ import asyncio
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
+    from quire.engine.tokenizer import Tokenizer
     from quire.entrypoints.openai.census import Census
 
 MAX_HEADER_BYTES = 64 * 2**10
@@ -67,6 +70,7 @@ async def _serve(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket, signals: StartSignals
 ) -> int:
     from quire.engine.async_llm import AsyncLLM
+    from quire.entrypoints.openai.adapters import with_absolute_paths
     from quire.entrypoints.openai.keys import make_keyring, with_keys_of_environment
 
     server_config = with_keys_of_environment(server_config)  # before there are other processes
@@ -82,6 +86,7 @@ async def _serve(
         if server_config.api_server_count > 1:
             from quire.entrypoints.openai.processes.first import serve_first
 
+            server_config = with_template(with_absolute_paths(server_config), engine.tokenizer)
             signals.check()
             return await serve_first(engine, server_config, listener)
 
@@ -96,6 +101,23 @@ async def _serve(
         return await Lifecycle(app.state.server, http, listener, needs_key=needs_key).run()
     finally:
         await engine.shutdown()
+
+
+def with_template(config: ServerConfig, tokenizer: Tokenizer | None) -> ServerConfig:
+    """Return the config with the text of its chat template, which no other process must read from the file again.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    from quire.entrypoints.chat.template import read_template
+
+    given, named = config.chat_template, tokenizer.chat_templates if tokenizer else {}
+    if given is None or given in named:
+        return config
+    text = read_template(given, named)
+    if "{" not in text and "\n" not in text:  # it would be taken for a file's name
+        text = str(Path(given).absolute())
+    return replace(config, chat_template=text)
 
 
 def http_config(app: FastAPI, config: ServerConfig, census: Census | None = None) -> uvicorn.Config:

@@ -10,14 +10,13 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 from contextlib import ExitStack
 from typing import Any
 
 from quire.engine.ledger import Ledger
 from quire.entrypoints.openai.processes.channel import Channel
 from quire.entrypoints.openai.processes.pulse import Pulse
-from quire.processes import exit_reason
+from quire.processes import exit_reason, start_python
 
 PROGRAM = "quire.entrypoints.openai.processes.member"
 END_S = 1.0
@@ -75,7 +74,7 @@ def launch(ledger: Ledger) -> tuple[subprocess.Popen[bytes], socket.socket, sock
         door.setblocking(False)
         with their_channel, their_door:
             fds = their_channel.fileno(), their_door.fileno(), ledger.fileno()
-            command = [sys.executable, "-m", PROGRAM, str(os.getpid()), *map(str, fds)]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+            program = ["-m", PROGRAM, str(os.getpid()), *map(str, fds)]
+            process = start_python(program, stdin=subprocess.DEVNULL, pass_fds=fds)
         on_error.pop_all()
         return process, channel, door
