@@ -5,11 +5,13 @@
     │   ├── ValidationError         400  a field has a bad value (also a ValueError)
     │   │   └── ContextLengthError  400  the prompt is longer than the model's context
     │   ├── AuthenticationError     401
+    │   ├── ForbiddenError          403  the request came by a name that is not the server's
     │   ├── NotFoundError           404  no such model
     │   ├── ConflictError           409  not while the engine is in this state
     │   ├── PayloadTooLargeError    413
     │   ├── UnsupportedMediaTypeError 415
-    │   └── HeadersTooLargeError    431
+    │   ├── HeadersTooLargeError    431
+    │   └── HttpVersionError        505
     ├── UnavailableError            503  loading, draining or full: try again later
     │   ├── NoRoomError             503  a limit of the whole server is met
     │   │   ├── QueueFullError      503  too much waits already
@@ -71,6 +73,13 @@ class AuthenticationError(ClientError):
     type = "AuthenticationError"
 
 
+class ForbiddenError(ClientError):
+    """The request comes from where none may come."""
+
+    status = 403
+    type = "PermissionDeniedError"
+
+
 class NotFoundError(ClientError):
     status = 404
     type = "NotFoundError"
@@ -96,6 +105,13 @@ class UnsupportedMediaTypeError(ClientError):
 class HeadersTooLargeError(ClientError):
     status = 431
     type = "RequestHeaderFieldsTooLargeError"
+
+
+class HttpVersionError(ClientError):
+    """The request is of another version of HTTP."""
+
+    status = 505
+    type = "HTTPVersionNotSupportedError"
 
 
 class UnavailableError(QuireError):

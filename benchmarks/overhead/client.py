@@ -29,9 +29,7 @@ LOOK_S = 0.003
 time, so looks are many."""
 TIMESPEC = struct.Struct("qq")
 EVENT = re.compile(rb"data: (\{.*\})\n\n")
-HEAD = (
-    "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
-)
+HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nConnection: close\r\n"
 
 
 @dataclass

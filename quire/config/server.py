@@ -40,6 +40,12 @@ class ServerConfig(Config):
     )
     root_path: str = option("", "Path prefix under which a proxy offers the server.")
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Name, or *.name, that requests may have in their Host header besides localhost and addresses; may be given "
+        "several times; *: any. Default: these alone on a loopback address without keys, else any (see security.md).",
+        metavar="NAME",
+    )
     lora_modules: tuple[str, ...] = option(
         (),
         "Adapter that requests name as their model; may be given several times (see lora.md).",

@@ -202,7 +202,7 @@ def test_a_compressed_body_is_counted_as_what_it_becomes(service: Service) -> No
 
 
 def head(method: str, *headers: str, path: str = "/v1/completions") -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: quire", *headers]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", *headers]
     return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n"
 
 
@@ -241,7 +241,9 @@ def test_heads_that_are_too_large_or_ambiguous_are_refused(service: Service) -> 
     for host in ("/health", "x/?#", "x\\health", "quire?/health"):
         with raw(service) as client:
             client.sendall(f"GET /v1/requests HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
-            assert int(client.recv(4096).split()[1]) in (400, 401), "no host opens what the admin key opens"
+            assert int(client.recv(4096).split()[1]) in (400, 401, 403), (
+                "no host opens what the admin key opens"
+            )
 
 
 @pytest.mark.item(10)

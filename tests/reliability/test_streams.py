@@ -192,7 +192,7 @@ def leave_at(service: Service, body: dict[str, Any], moment: str, path: str = "/
     """Send a request and go away at this moment."""
     content = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: quire\r\ncontent-type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {len(content)}\r\n\r\n"
     ).encode()
     with socket.create_connection(("127.0.0.1", service.process.port), timeout=30) as client:
@@ -302,7 +302,7 @@ def test_a_client_that_does_not_read_costs_nobody_else(service: Service) -> None
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         content = json.dumps({**BODY, "max_tokens": 200, "stream": True}).encode()
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: q\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n" % len(content) + content
         )
         clients.append(client)
@@ -393,7 +393,7 @@ def test_connections_beyond_the_open_files_are_told_and_the_server_goes_on(tmp_p
         for _ in range(80):
             with contextlib.suppress(OSError):
                 client = socket.create_connection(("127.0.0.1", limited.process.port), timeout=5)
-                client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: q\r\n")
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
                 idle.append(client)
         threading.Event().wait(0.2)
         with contextlib.suppress(httpx.TransportError):
@@ -417,7 +417,7 @@ def test_a_thousand_half_sent_heads_are_closed_and_real_requests_pass(tmp_path: 
     with serving(tmp_path, "--read-timeout", "5") as attacked, contextlib.ExitStack() as stack:
         for _ in range(SLOW):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", attacked.process.port), 30))
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: q\r\nx-slow: ")
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: ")
             stack.callback(client.close)
             slow = client
         assert {attacked.complete().status_code for _ in range(5)} == {200}

@@ -126,11 +126,14 @@ def http_config(app: FastAPI, config: ServerConfig, census: Census | None = None
 
     from quire.entrypoints.openai.census import Census
     from quire.entrypoints.openai.connection import protocol_class
+    from quire.entrypoints.openai.hosts import AllowedHosts
 
     hide_queries()
     return uvicorn.Config(
         app,
-        http=protocol_class(config, census or Census()),  # type: ignore[arg-type]
+        http=protocol_class(
+            config, census or Census(), AllowedHosts(config, has_keys=bool(app.state.server.keys))
+        ),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

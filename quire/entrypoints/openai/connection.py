@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import re
 import resource
 import sys
 from typing import Any
@@ -22,8 +23,16 @@ from quire.config import ServerConfig
 from quire.entrypoints.openai.begun_answer import BegunAnswer
 from quire.entrypoints.openai.census import Census
 from quire.entrypoints.openai.errors import error_body, request_id_of, response_of, shaped_error
+from quire.entrypoints.openai.hosts import AllowedHosts
 from quire.entrypoints.openai.response_body import offer
-from quire.errors import UnavailableError
+from quire.errors import (
+    ClientError,
+    ForbiddenError,
+    HttpVersionError,
+    QuireError,
+    UnavailableError,
+    ValidationError,
+)
 
 RESERVED_FILES = 64
 """Descriptors for all that is no admitted client: the core's sockets, files, and those who are told to come later."""
@@ -35,12 +44,15 @@ PROBE_S, MOST_PROBE_S = 0.05, 2.0
 """After so long a client that sends no more is written to again, each time after twice as long, up to the second."""
 LEAST_PROGRESS_BYTES = 16 * 2**10
 """What a client must read within the write timeout, unless that empties the buffer."""
+_HEAD_END = re.compile(rb"\n\r?\n")
 
 
-def protocol_class(config: ServerConfig, census: Census) -> functools.partial[Connection]:
+def protocol_class(
+    config: ServerConfig, census: Census, hosts: AllowedHosts
+) -> functools.partial[Connection]:
     """What uvicorn makes for every connection; the census counts those of which there may not be too many."""
     return functools.partial(
-        Connection, limits=config, max_connections=max_connections(config), census=census
+        Connection, limits=config, max_connections=max_connections(config), census=census, hosts=hosts
     )
 
 
@@ -58,12 +70,19 @@ class Connection(H11Protocol):
     """Two clocks: one until the request has come in as a whole, one while the client leaves what it was sent unread."""
 
     def __init__(
-        self, *args: Any, limits: ServerConfig, max_connections: int, census: Census, **kwargs: Any
+        self,
+        *args: Any,
+        limits: ServerConfig,
+        max_connections: int,
+        census: Census,
+        hosts: AllowedHosts,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._application: ASGIApp = self.app
         self.app = self._answer
         self._census = census
+        self._hosts = hosts
         self._limits = limits
         self._max_connections = max_connections
         self._read_timeout = limits.read_timeout
@@ -93,6 +112,13 @@ class Connection(H11Protocol):
                 return
             super().data_received(data)
             self._watch_reading()
+
+    def handle_events(self) -> None:
+        """Refuse a head with folded lines, which others may read otherwise (RFC 9112, 5.2), before h11 joins them."""
+        if self.conn.their_state is h11.IDLE and _has_folds(self.conn.trailing_data[0]):
+            self.send_400_response("A header must not be folded over several lines.")
+        else:
+            super().handle_events()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; the connection stays for the answer to a request that is here as a whole.
@@ -188,8 +214,12 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, which may write to the response's body at once."""
+        """The application, which may write to the response's body at once; or the refusal of a request for none."""
         assert self.cycle is not None
+        error = self._refusal(scope)
+        if error is not None:
+            await _refuse(error, scope, receive, send)
+            return
         if scope["method"] != "HEAD":
             offer(scope, self.cycle)
         await self._application(scope, receive, send)
@@ -197,9 +227,26 @@ class Connection(H11Protocol):
     async def _come_later(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application of a connection beyond the limit."""
         message = f"the server has {self._max_connections} connections, which is its limit; try again later"
-        response = response_of(UnavailableError(message), "unknown")
-        response.headers.update({"connection": "close", "x-request-id": request_id_of(scope)})
-        await response(scope, receive, send)
+        await _refuse(UnavailableError(message), scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ClientError | None:
+        """What is wrong with how the request came, whatever it asks for."""
+        version, headers = scope["http_version"], dict(scope["headers"])
+        if not version.startswith("1."):
+            return HttpVersionError(
+                f"the request is of HTTP/{version}; this server speaks HTTP/1.1 and HTTP/1.0"
+            )
+        if version == "1.0" and b"transfer-encoding" in headers:
+            return ValidationError("a request of HTTP/1.0 must have its length in Content-Length")
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            return ValidationError("a body must have Content-Length or Transfer-Encoding, not both")
+        host = self._hosts.refused(scope)
+        if host is None:
+            return None
+        return ForbiddenError(
+            f"the Host header {host!r:.80} is no name of this server; --allowed-hosts names those that it has "
+            "besides localhost and addresses"
+        )
 
     def _watch_writing(self) -> None:
         """The clock runs while bytes wait for the client and nothing but its reading can free them."""
@@ -227,6 +274,19 @@ class Connection(H11Protocol):
         """Whether no more is written before the client reads."""
         is_over = self.transport.is_closing() or self.cycle is None or self.cycle.response_complete
         return self.flow.write_paused or is_over
+
+
+def _has_folds(received: bytes) -> bool:
+    """Whether a line of the head, as far as it is here, begins with white space."""
+    head = _HEAD_END.split(received, 1)[0]
+    return b"\n " in head or b"\n\t" in head
+
+
+async def _refuse(error: QuireError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with an error, and close: bytes that follow may be anything."""
+    response = response_of(error, "unknown")
+    response.headers.update({"connection": "close", "x-request-id": request_id_of(scope)})
+    await response(scope, receive, send)
 
 
 def _cancel(*timers: asyncio.TimerHandle | None) -> None:

@@ -19,7 +19,7 @@ from quire.entrypoints.openai.connection import max_connections
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, live_server
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: quire\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 async def connect(server: LiveServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -68,7 +68,7 @@ async def test_a_request_that_does_not_come_in_ends_with_408() -> None:
 async def test_the_408_has_the_shape_of_the_api_that_was_asked() -> None:
     async with live_server(FakeEngine(), read_timeout=0.3) as server:
         reader, writer = await connect(server)
-        writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{")
         head, _, body = (await until_closed(reader)).partition(b"\r\n\r\n")
         writer.close()
     error = json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])  # it comes in chunks

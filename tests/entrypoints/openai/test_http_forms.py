@@ -142,7 +142,7 @@ async def test_broken_gzip_bodies(client: httpx.AsyncClient, body: bytes) -> Non
 @pytest.mark.item(9)
 async def test_two_statements_of_a_bodys_length_are_refused(engine: FakeEngine) -> None:
     request = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 4\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 4\r\n"
         b"transfer-encoding: chunked\r\n\r\n10\r\n" + BODY + b"\r\n0\r\n\r\n"
     )
     async with live_server(engine) as server:

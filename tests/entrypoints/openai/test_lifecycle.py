@@ -198,7 +198,8 @@ class Early:
         """Over a socket: httpx reads nothing before it has sent all."""
         reader, writer = await asyncio.open_connection(*self._server.listener.getsockname())
         body = json.dumps(BODY).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body[:9])
         answer = asyncio.create_task(reader.read())
         await asyncio.wait({answer, asyncio.create_task(self.go_on.wait())}, return_when="FIRST_COMPLETED")

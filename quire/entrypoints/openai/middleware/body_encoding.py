@@ -93,8 +93,6 @@ class Gunzip:
 
 
 def _refusal(headers: Headers) -> ClientError | None:
-    if "content-length" in headers and "transfer-encoding" in headers:
-        return ValidationError("a body must have Content-Length or Transfer-Encoding, not both")
     if headers.get("content-encoding", "identity").lower() not in ("identity", "gzip"):
         return UnsupportedMediaTypeError("the body must be sent plain or with Content-Encoding: gzip")
     return None
