@@ -42,8 +42,7 @@ class ServerConfig(Config):
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Name, or *.name, that requests may have in their Host header besides localhost and addresses; may be given "
-        "several times; *: any. Default: these alone on a loopback address without keys, else any (see security.md).",
+        "Name or *.name for Host headers besides localhost and addresses; several times (see security.md).",
         metavar="NAME",
     )
     lora_modules: tuple[str, ...] = option(
@@ -89,6 +88,11 @@ class ServerConfig(Config):
         choices=("ignore", "reject"),
     )
     max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
+    max_receiving_bytes: int = option(
+        256 * 2**20,
+        "Most bytes of bodies that a process holds while they come in; more is answered 503 (two bodies always fit).",
+        ge=1024,
+    )
     max_pooled_numbers: int = option(
         1 << 23,
         "Most numbers of one reply of a model that pools: the default is 2,048 embeddings of 4,096.",

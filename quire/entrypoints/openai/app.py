@@ -49,6 +49,7 @@ from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring, admin_key, api_keys, make_keyring
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS, Auth
 from quire.entrypoints.openai.middleware.availability import Availability
+from quire.entrypoints.openai.middleware.body_budget import BodyBudget
 from quire.entrypoints.openai.middleware.body_encoding import BodyEncoding
 from quire.entrypoints.openai.middleware.body_limit import BodyLimit, HeaderLimit
 from quire.entrypoints.openai.middleware.boundary import Boundary
@@ -216,7 +217,11 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
             root_path=config.root_path,
         ),
         Middleware(Visits, in_flight=state.in_flight),
-        Middleware(BodyEncoding, max_bytes=config.max_request_bytes),
+        Middleware(
+            BodyEncoding,
+            max_bytes=config.max_request_bytes,
+            budget=BodyBudget(max(config.max_receiving_bytes, 2 * config.max_request_bytes)),
+        ),
         Middleware(BodyLimit, max_bytes=config.max_request_bytes),
     ]
     return layers

@@ -1,20 +1,26 @@
 """Reads a request body as JSON, strictly.
 
 Invariant: what comes out is a JSON object of finite numbers and valid Unicode, without repeated keys, not deeper than
-`MAX_DEPTH` and of at most `MAX_VALUES` values; so no later code meets NaN, a lone surrogate or a recursion limit, and
-none that walks over a body, as the checks of the request models do at one go, stops the event loop for long.
+`MAX_DEPTH` and of at most `MAX_VALUES` values; so no later code meets NaN, a lone surrogate or a recursion limit. A
+body of more than `THREAD_ABOVE_BYTES` is parsed and checked in a thread, and the limits bound what holds the
+interpreter at one go.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from quire.entrypoints.openai.middleware.body_budget import held_body
 from quire.errors import UnsupportedMediaTypeError, ValidationError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_DEPTH = 64
 MAX_INT_DIGITS = 20
@@ -22,25 +28,47 @@ MAX_VALUES = 2**20
 """Of all kinds. A text counts once, however long it is."""
 MAX_CONTAINERS = 2**17
 """Lists and objects among them: the parser makes empty ones in one go, without a pause for other threads."""
+MAX_MEMBERS = 2**16
+"""Names in all objects, which cost more than items of lists: a prompt may be a million ids."""
 THREAD_ABOVE_BYTES = 64 * 2**10
+_NUM_BYTES = "num_body_bytes"
 UNDECLARED = ("", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded")
 """What clients say of a body of which they were told nothing: aiohttp the second and third, curl the last."""
 OF_BROWSERS = ("origin", "sec-fetch-site")
 """Headers that every browser sends with what a page makes it send to another site."""
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body of `request`.
+async def read_body(request: Request) -> bytes:
+    """Receive the body of `request`, which is declared as JSON; the request keeps no copy of it.
 
     Raises:
-        UnsupportedMediaTypeError: the body is declared as something else than JSON.
-        ValidationError: it is no JSON object, or breaks the rules above.
+        UnsupportedMediaTypeError: it is declared as something else.
+        PayloadTooLargeError, UnavailableError: it is too large, or all bodies are.
     """
     _check_media_type(request.headers)
-    body = await request.body()
-    if len(body) > THREAD_ABOVE_BYTES:
-        return await asyncio.to_thread(parse_json, body)
-    return parse_json(body)
+    body = b"".join([piece async for piece in request.stream()])
+    request.scope["state"][_NUM_BYTES] = len(body)
+    return body
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """Receive and parse the body of `request`.
+
+    Raises:
+        ClientError: as `read_body` and `parse_json`.
+    """
+    body = await read_body(request)
+    try:
+        return await beside_loop(request, parse_json, body)
+    finally:
+        held_body(request.scope).release()
+
+
+async def beside_loop(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run what goes over a body that was read: in a thread if it is large, so that the event loop does not wait."""
+    if request.scope["state"][_NUM_BYTES] > THREAD_ABOVE_BYTES:
+        return await asyncio.to_thread(work, *args, **kwargs)
+    return work(*args, **kwargs)
 
 
 def _check_media_type(headers: Headers) -> None:
@@ -71,7 +99,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def _check_size(body: bytes) -> None:
     """Count what stands between the texts, before anything is made of it; each step goes over the body at C's speed."""
-    if len(body) <= MAX_CONTAINERS:  # which is the least that so many would take
+    if len(body) <= 2 * MAX_MEMBERS:  # fewer than so many of any kind take
         return
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
     if unescaped.count(b'"') > 2 * MAX_VALUES + 2:
@@ -80,6 +108,8 @@ def _check_size(body: bytes) -> None:
     num_containers = outside.count(b"[") + outside.count(b"{")
     if num_containers > MAX_CONTAINERS:
         raise _too_many("lists and objects", MAX_CONTAINERS)
+    if outside.count(b":") > MAX_MEMBERS:
+        raise _too_many("members of objects", MAX_MEMBERS)
     if outside.count(b",") + num_containers > MAX_VALUES:
         raise _too_many("values", MAX_VALUES)
 

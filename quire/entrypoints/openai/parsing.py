@@ -11,7 +11,7 @@ import pydantic
 from starlette.requests import Request
 
 from quire.entrypoints.openai.field_policy import INNER, settle_fields
-from quire.entrypoints.openai.json_body import read_json
+from quire.entrypoints.openai.json_body import beside_loop, read_json
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol.requests import RequestModel
 from quire.entrypoints.openai.state import server_of
@@ -27,13 +27,17 @@ async def read_request(request: Request, model: type[Model]) -> Model:
         ClientError: the body is no JSON object, a field is unknown or of the wrong type, or the model is an adapter
             that cannot be used.
     """
-    body = checked(request, await read_json(request), model)
+    body = await checked(request, await read_json(request), model)
     await server_of(request).find_adapter(getattr(body, "model", None))
     return body
 
 
-def checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model:
-    """The part of `read_request` after the body is JSON."""
+async def checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model:
+    """The part of `read_request` after the body is JSON; of a large body it runs in a thread."""
+    return await beside_loop(request, _checked, request, body, model)
+
+
+def _checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model:
     server = server_of(request)
     known = model.model_fields.keys() - server.idle_fields
     # A request that is made from another one adds to the notes on that.

@@ -45,9 +45,8 @@ async def completion_prompts(
     lists = (request.stop_token_ids, request.allowed_token_ids, request.logit_bias)
     check_listed_ids(sum(len(one or ()) for one in lists), num_sequences(request))
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    for text in texts:
-        check_text(server, form, text, request)
     num_chars = sum(map(len, texts))
+    await beside_loop(num_chars, _check_texts, server, form, texts, request)
     if request.suffix:
         _check_suffix(server, form, request, prompts)
         num_chars += len(request.suffix) * len(prompts)
@@ -94,6 +93,11 @@ def check_text(server: ServerState, form: TextForm, text: str, request: RequestM
         processor.check_text(text, form.tokenizer)
     else:
         processor.check_cut_text(text, "messages" if isinstance(request, ChatFields) else "prompt")
+
+
+def _check_texts(server: ServerState, form: TextForm, texts: list[str], request: RequestModel) -> None:
+    for text in texts:
+        check_text(server, form, text, request)
 
 
 def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensPrompt:

@@ -32,11 +32,11 @@ async def tokenize(request: Request) -> Response:
     server.engine.check_memory()
     raw = await read_json(request)
     if raw.get("messages") is not None:
-        chat = checked(request, raw, TokenizeChatRequest)
+        chat = await checked(request, raw, TokenizeChatRequest)
         form = await server.form_named(server.check_model(chat.model))
         token_ids = (await chat_prompt(server, form, chat)).token_ids
         return await _tokenized(server, form, token_ids, chat.return_token_strs)
-    body = checked(request, raw, TokenizeRequest)
+    body = await checked(request, raw, TokenizeRequest)
     form = await server.form_named(server.check_model(body.model))
     check_text(server, form, body.prompt, body)
     encode = form.tokenizer.encode

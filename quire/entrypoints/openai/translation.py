@@ -151,7 +151,7 @@ async def respond_translated(
         ClientError: as chat would, with the client's names.
     """
     with renamed(names):
-        chat = as_chat(request, fields)
+        chat = await as_chat(request, fields)
         chat.notes.names = names
         answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat))
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
@@ -164,7 +164,7 @@ async def check_translated(request: Request, fields: dict[str, Any], names: Mapp
         ClientError: with the client's names.
     """
     with renamed(names):
-        chat, server = as_chat(request, fields), server_of(request)
+        chat, server = await as_chat(request, fields), server_of(request)
         apply_terms(request, chat)
         form = await server.form_named(server.check_model(chat.model))
         tool_constraint(form, chat, tools_in_use(server, form, chat), PromptEnd())
@@ -174,11 +174,11 @@ async def check_translated(request: Request, fields: dict[str, Any], names: Mapp
             processor.process("", TokenizedPrompt([0], None), params)
 
 
-def as_chat(request: Request, fields: dict[str, Any]) -> ChatCompletionRequest:
+async def as_chat(request: Request, fields: dict[str, Any]) -> ChatCompletionRequest:
     """The checked chat request; what is to be noted about it joins the notes on the client's own."""
     if fields.get("stream"):
         fields = {**fields, "stream_options": STREAM_OPTIONS}
-    return checked(request, fields, ChatCompletionRequest)
+    return await checked(request, fields, ChatCompletionRequest)
 
 
 @contextmanager

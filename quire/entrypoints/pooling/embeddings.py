@@ -78,8 +78,8 @@ async def pool(request: Request) -> Response:
     """What the model pools of each text, of all of it or of each token; or what the IO processor makes of it."""
     raw = await read_json(request)
     if raw.get("data") is not None:
-        return await pool_with_plugin(request, checked(request, raw, PluginRequest))
-    body = checked(request, raw, PoolingRequest)
+        return await pool_with_plugin(request, await checked(request, raw, PluginRequest))
+    body = await checked(request, raw, PoolingRequest)
     job = Job.of(request, body, "pool-")
     inputs, params = split_prompts(body.input, "input", MAX_INPUTS), _params(body, job)
     options = text_options(body)

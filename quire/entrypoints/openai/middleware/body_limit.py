@@ -1,7 +1,7 @@
 """Limits the size of requests: of their heads, and of their bodies.
 
 Invariant: of a body, bytes are counted while they are read, so a body without a declared length, or with a false one,
-costs no more memory than the limit.
+costs no more memory than the limit, and all bodies together no more than the process's budget.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.entrypoints.openai.errors import request_id_of, response_of
+from quire.entrypoints.openai.middleware.body_budget import held_body
 from quire.errors import HeadersTooLargeError, PayloadTooLargeError
 
 MAX_HEADERS = 128
@@ -45,7 +46,7 @@ class BodyLimit:
         if declared.isdigit() and int(declared[:20]) > self._max_bytes:
             await response_of(self._too_large(), request_id_of(scope))(scope, receive, send)
             return
-        num_bytes = 0
+        num_bytes, held = 0, held_body(scope)
 
         async def counted() -> Message:
             nonlocal num_bytes
@@ -53,6 +54,7 @@ class BodyLimit:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
                 raise self._too_large()
+            held.take(len(message.get("body", b"")))
             return message
 
         await self._app(scope, counted, send)
