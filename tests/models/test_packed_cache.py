@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -89,6 +89,69 @@ def test_any_flipped_bit_is_seen(position: float, bit: int, tmp_path_factory: py
     content[int(position * len(content))] ^= 1 << bit
     cache.path.write_bytes(content)
     assert cache.read() is None
+
+
+WORD_PAIRS = st.tuples(st.integers(0, 2 * PAGE // 8 - 1), st.integers(0, 2 * PAGE // 8 - 1))
+
+
+def damaged(directory: Path, damage: Callable[[bytearray], None]) -> bool:
+    """Whether the pages of b/packed.data differ from what was written, and are taken all the same."""
+    cache = PackedCache(directory, "tiny", KEY)
+    cache.write(TENSORS)
+    start = SafetensorsFile(cache.path).tensors["b/packed.data"].start
+    content = bytearray(cache.path.read_bytes())
+    data = content[start : start + 2 * PAGE]
+    before = bytes(data)
+    damage(data)
+    content[start : start + 2 * PAGE] = data
+    cache.path.write_bytes(content)
+    return bytes(data) != before and cache.read() is not None
+
+
+@given(words=WORD_PAIRS, size=st.sampled_from([1, 2, 4, 8]))
+@example(words=(0, 1), size=8)
+def test_seal_swapped_words_are_seen(
+    words: tuple[int, int], size: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    first, second = (8 * word for word in words)
+
+    def swap(data: bytearray) -> None:
+        data[first : first + size], data[second : second + size] = (
+            data[second : second + size],
+            data[first : first + size],
+        )
+
+    assert not damaged(tmp_path_factory.mktemp("swapped"), swap)
+
+
+@given(words=WORD_PAIRS, byte=st.integers(0, 7), bit=st.integers(0, 7), other=st.integers(0, 63))
+def test_seal_two_flips_are_seen(
+    words: tuple[int, int], byte: int, bit: int, other: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def flip(data: bytearray) -> None:
+        data[8 * words[0] + byte] ^= 1 << bit
+        data[8 * words[1] + byte] ^= 1 << bit  # the same bit, which goes the other way in half of the cases
+
+    def flip_another(data: bytearray) -> None:
+        data[8 * words[0] + byte] ^= 1 << bit
+        data[8 * words[1] + other // 8] ^= 1 << other % 8
+
+    assert not damaged(tmp_path_factory.mktemp("same"), flip)
+    assert not damaged(tmp_path_factory.mktemp("another"), flip_another)
+
+
+@given(halves=st.tuples(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1)), words=WORD_PAIRS)
+def test_seal_sum_sees_a_swap_of_mirrored_words(halves: tuple[int, int], words: tuple[int, int]) -> None:
+    (low, high), (first, second) = halves, (word % (PAGE // 8) for word in words)
+    page = torch.zeros(PAGE // 4, dtype=torch.int32)
+    page[2 * first : 2 * first + 2] = torch.tensor([low, high], dtype=torch.int32)
+    page[2 * second : 2 * second + 2] = torch.tensor([high, low], dtype=torch.int32)
+    swapped = page.clone()
+    pair = page[2 * first : 2 * first + 2].clone()
+    swapped[2 * first : 2 * first + 2] = page[2 * second : 2 * second + 2]
+    swapped[2 * second : 2 * second + 2] = pair
+    sums = [packed_cache._sums(one.view(torch.uint8)) for one in (page, swapped)]
+    assert (sums[0] == sums[1]) == torch.equal(page, swapped)
 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 100, PAGE, 3 * PAGE + 5, -1])
