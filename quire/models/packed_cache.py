@@ -3,8 +3,8 @@
 A file is in the safetensors format, with entries that fill up to pages, and ends with a seal: SHA-256 over its key and
 the weighted sum of each page. The key, which its name bears too, is a hash of all that the weights are made from.
 Invariant: what `read` returns is what `write` was given under the same key. One or two flipped bits of a page are
-always seen, and two words that were swapped; another damage that leaves a sum as it was is a coincidence. A file appears
-by renaming, so no reader sees half of it, and several writers at once do no harm.
+always seen, and two words that were swapped; another damage that leaves a sum as it was is a coincidence. A file
+appears by renaming, so no reader sees half of it, and several writers at once do no harm.
 """
 
 import dataclasses

@@ -41,7 +41,7 @@ class Explanation(msgspec.Struct, frozen=True):
     """Where a request's time went before and between its steps.
 
     `shares` add up to `waited_ns`; `cause` names what it waits for now, None while it is computed or when it has
-    ended; `num_ahead` counts the waiting requests that would start before it.
+    ended; `num_ahead` counts the waiting requests that would start before it. Only the request's tenant may read it.
     """
 
     request_id: str
@@ -51,6 +51,7 @@ class Explanation(msgspec.Struct, frozen=True):
     cause: str | None = None
     num_ahead: int = 0
     num_preemptions: int = 0
+    tenant: str = ""
 
     def __str__(self) -> str:
         ahead = f", {self.num_ahead} ahead of it" if self.cause else ""

@@ -70,7 +70,8 @@ class WaitAccount:
 
     def preempt(self, request: Request, by: Request, now: float) -> None:
         """A request has lost its place to another, or for want of blocks for itself."""
-        request.wait.enter(Cause.PREEMPTED, now, "lack of blocks" if by is request else by.request_id)
+        detail = by.request_id if by.tenant == request.tenant else "a request of another tenant"
+        request.wait.enter(Cause.PREEMPTED, now, "lack of blocks" if by is request else detail)
 
     def pause(self, request: Request, now: float) -> None:
         """The engine sleeps; that holds up a request, wherever it was."""
@@ -155,4 +156,5 @@ def _explanation(request: Request, now: float, num_ahead: int = 0) -> Explanatio
         cause=request.wait.cause.name.lower() if request.wait.cause else None,
         num_ahead=num_ahead,
         num_preemptions=request.num_preemptions,
+        tenant=request.tenant,
     )

@@ -21,7 +21,7 @@ from quire.entrypoints.anthropic.protocol import (
 )
 from quire.entrypoints.anthropic.writer import MessageWriter
 from quire.entrypoints.openai.chat_prompt import chat_prompt
-from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.streams import named_events
@@ -48,7 +48,7 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_request(request, MessagesRequest)
     note_ignored(body, given(body, WITHOUT_EFFECT))
-    message_id = f"msg_{request_id_of(request.scope)}"
+    message_id = f"msg_{own_id_of(request.scope)}"
     model = server_of(request).check_model(body.model)
     writer, fields = MessageWriter(message_id, model), {**chat_fields(body), "model": model}
     return await respond_translated(request, fields, writer, message_id, CHAT_NAMES)

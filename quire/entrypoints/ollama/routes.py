@@ -16,7 +16,7 @@ from quire.entrypoints.ollama.models import served_name
 from quire.entrypoints.ollama.options import ignored_options
 from quire.entrypoints.ollama.protocol import WITHOUT_EFFECT, ChatRequest, GenerateRequest, Line, TurnRequest
 from quire.entrypoints.ollama.writer import LineWriter
-from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.streams import json_lines
@@ -78,5 +78,5 @@ async def _respond(
         loaded = writer.loaded("load")
         loaded.ignored = body.notes.ignored or UNSET
         return json_response(loaded)
-    answer_id = f"ollama-{request_id_of(request.scope)}"
+    answer_id = f"ollama-{own_id_of(request.scope)}"
     return await respond_translated(request, fields, writer, answer_id, CHAT_NAMES)

@@ -20,10 +20,14 @@ from quire.errors import AuthenticationError
 
 def require_admin(request: Request) -> None:
     """Raise AuthenticationError unless the request brings the admin key."""
-    key = admin_key(server_of(request).config)
-    given = given_key(request.headers)
-    if key is None or given is None or not _is_key(given, key):
+    if not is_admin(request):
         raise AuthenticationError("this route needs the admin key: Authorization: Bearer <key>")
+
+
+def is_admin(request: Request) -> bool:
+    """Return whether the request brings the admin key."""
+    key, given = admin_key(server_of(request).config), given_key(request.headers)
+    return key is not None and given is not None and _is_key(given, key)
 
 
 def _is_key(given: bytes, hashed: str) -> bool:

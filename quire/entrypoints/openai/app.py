@@ -188,7 +188,7 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
     config = state.config
     layers = [
         Middleware(HttpMetrics, registry=state.registry),
-        Middleware(Boundary),
+        Middleware(Boundary, client_ids=state.client_ids),
         Middleware(HeaderLimit),
         Middleware(Head),
     ]

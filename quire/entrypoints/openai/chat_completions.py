@@ -21,7 +21,7 @@ from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
 from quire.entrypoints.openai.chat_frames import ChatFrames
 from quire.entrypoints.openai.chat_prompt import chat_prompt
-from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.legacy_functions import function_call, old_names, translate
 from quire.entrypoints.openai.logprobs import chat_logprobs, naming_of, prompt_logprobs_json
@@ -68,7 +68,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_request(request, ChatCompletionRequest)
-    answer_id = f"chatcmpl-{request_id_of(request.scope)}"
+    answer_id = f"chatcmpl-{own_id_of(request.scope)}"
     translate(body)
     with old_names(body):
         answer = ChatAnswer(server_of(request), body, answer_id, tenant_of(request, body))

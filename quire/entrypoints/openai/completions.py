@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from quire.engine.queue_limits import Place
 from quire.entrypoints.openai.beam_search import beam_search_params
-from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.logprobs import (
     Top,
@@ -57,7 +57,7 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     """Complete one or several prompts."""
     body = await read_request(request, CompletionRequest)
-    answer_id = f"cmpl-{request_id_of(request.scope)}"
+    answer_id = f"cmpl-{own_id_of(request.scope)}"
     answer = CompletionAnswer(server_of(request), body, answer_id, tenant_of(request, body))
     return await respond(request, body, answer)
 

@@ -190,8 +190,13 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 
 
 def request_id_of(scope: Any) -> str:
-    """The id that the server gave this HTTP request."""
+    """Return the id of this HTTP request that its client is told: the client's own, else the server's."""
     return str(scope.get("state", {}).get("request_id", "unknown"))
+
+
+def own_id_of(scope: Any) -> str:
+    """Return the id that the server gave this HTTP request, which no other has."""
+    return str(scope["state"]["own_id"])
 
 
 def _headers(error: BaseException) -> dict[str, str] | None:

@@ -1,7 +1,7 @@
 """Requests in flight: how many, why one waits, which there are, and their end.
 
 Invariant: a request is found under any id that its client was shown: that of the answer, or of the header
-`x-request-id`.
+`x-request-id`. Where keys are in use, a tenant finds its own requests alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.openai.admin import admin_router
+from quire.entrypoints.openai.admin import admin_router, is_admin
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
@@ -79,11 +79,16 @@ async def load(request: Request) -> Response:
 @router.get("/v1/requests/{request_id}/explain")
 @describe(Operation(reply=Explained, errors=(404,)))
 async def explain(request: Request, request_id: str) -> Response:
-    """Why the request waits or waited, for each of its sequences; 404 if it is unknown or ended too long ago."""
-    found = [*chain.from_iterable(await server_of(request).everywhere("explain", request_id))]
+    """Why the request waits or waited, for each of its sequences; 404 if it is unknown, another tenant's, or ended too
+    long ago."""
+    answers = await server_of(request).everywhere("explain", request_id)
+    found = msgspec.convert([*chain.from_iterable(answers)], list[ShownSequence])
+    tenant = request.scope["state"]["tenant"]
+    if tenant is not None and not is_admin(request):
+        found = [one for one in found if one.tenant == tenant]
     if not found:
         raise NotFoundError(f"no request {request_id!r:.100} is known to the engine", param="request_id")
-    return json_response(Explained(request_id, msgspec.convert(found, list[ShownSequence])))
+    return json_response(Explained(request_id, found))
 
 
 @controls.get("/v1/requests")
@@ -111,13 +116,14 @@ async def num_in_flight(server: ServerState) -> int:
 async def explained(server: ServerState, request_id: str) -> list[ShownSequence]:
     """All prompts of the request: the engine knows each under the answer's id and its number."""
     found: list[ShownSequence] = []
-    for start in count(step=ASKED_TOGETHER):
-        numbers = range(start, start + ASKED_TOGETHER)
-        names = [f"{prefix}{request_id}-{number}" for prefix in ID_PREFIXES for number in numbers]
-        news = [*chain.from_iterable(await _explained(server, names))]
-        if not news:
-            break
-        found += news
+    for name in server.client_ids.names_of(request_id):
+        for start in count(step=ASKED_TOGETHER):
+            numbers = range(start, start + ASKED_TOGETHER)
+            names = [f"{prefix}{name}-{number}" for prefix in ID_PREFIXES for number in numbers]
+            news = [*chain.from_iterable(await _explained(server, names))]
+            if not news:
+                break
+            found += news
     return found
 
 
@@ -131,7 +137,8 @@ async def aborted(server: ServerState, request_ids: list[str] | None) -> int:
     """End those of these requests that this process has; how many it had."""
     labels = server.engine.labels()
     if request_ids is not None:
-        names = {prefix + name for prefix in ID_PREFIXES for name in request_ids}
+        own = chain.from_iterable(map(server.client_ids.names_of, request_ids))
+        names = {prefix + name for name in own for prefix in ID_PREFIXES}
         labels = [label for label in labels if label.rpartition("-")[0] in names]
     await server.engine.abort(labels)
     return len(labels)

@@ -19,6 +19,7 @@ from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.openai.adapter_changes import AdapterChanges, make_resolvers
 from quire.entrypoints.openai.adapters import may_be_name, named_adapters
 from quire.entrypoints.openai.bounded_threads import BoundedThreads
+from quire.entrypoints.openai.client_ids import ClientIds
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
@@ -75,6 +76,7 @@ class ServerState:
     """For the process that decides for all."""
     preparation: BoundedThreads = field(default_factory=BoundedThreads)
     """For chat templates that are new, when the machine may have much to do."""
+    client_ids: ClientIds = field(default_factory=ClientIds)
     draining: bool = False
     io_processor: IOProcessor | None = field(init=False)
 

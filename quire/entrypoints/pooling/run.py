@@ -20,7 +20,7 @@ from starlette.requests import Request
 from quire.engine.pooling_inputs import PoolingInputs, TextOptions
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.tokenizer import beside_loop
-from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol.requests import EngineRequest
 from quire.entrypoints.openai.protocol.responses import PromptTokensDetails
@@ -57,7 +57,7 @@ class Job:
         server = server_of(request)
         model = server.check_model(body.model)
         apply_terms(request, body)
-        return cls(server, request, body, f"{prefix}{request_id_of(request.scope)}", model)
+        return cls(server, request, body, f"{prefix}{own_id_of(request.scope)}", model)
 
     @property
     def inputs(self) -> PoolingInputs:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.openai.client_ids import MAX_ENDED, ClientIds
 from quire.scheduler.explain import Explanation
 from tests.engine.slow_schedulers import Slow
 from tests.entrypoints.openai.fake_engine import FakeEngine
@@ -48,6 +50,56 @@ async def test_any_id_of_a_request_explains_it(client: httpx.AsyncClient) -> Non
             assert len(explained["sequences"]) == (2 if "prompt" in body else 1)
             assert explained["sequences"][0]["shares"][0]["cause"] == "next_step"
     assert (await client.get("/v1/requests/nothing/explain")).status_code == 404
+
+
+async def test_explain_finds_requests_by_their_clients_id(client: httpx.AsyncClient) -> None:
+    headers = {"x-request-id": "mine"}
+    for _ in range(2):
+        answer = await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert answer.headers["x-request-id"] == "mine"
+        assert "mine" not in answer.json()["id"]
+    assert len((await client.get("/v1/requests/mine/explain")).json()["sequences"]) == 2
+
+
+async def test_abort_finds_requests_by_their_clients_id(admin: httpx.AsyncClient, engine: FakeEngine) -> None:
+    admin.headers["x-request-id"] = "mine"
+    task = await started(admin, engine)
+    assert (await admin.post("/abort_requests", json={"request_ids": ["mine"]})).json() == {"num_aborted": 2}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_client_ids_of_ended_requests_are_bounded() -> None:
+    ids = ClientIds()
+    with ids.used("long", "0"):
+        for number in range(3 * MAX_ENDED):
+            with ids.used(f"id-{number % (2 * MAX_ENDED)}", str(number)):
+                pass
+        assert len(ids._own) <= MAX_ENDED + 1
+        assert ids.names_of("long") == ["long", "0"]
+    assert ids.names_of(f"id-{MAX_ENDED - 1}") == [f"id-{MAX_ENDED - 1}", str(3 * MAX_ENDED - 1)]
+
+
+async def test_explain_of_another_tenants_request_is_a_404(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("a: {keys: [ka1, ka2]}\nb: {keys: [kb]}")
+    engine = AsyncLLM(EngineConfig.from_args(model=DEMO_MODEL), in_process=True)
+    await engine.wait_ready()
+    async with client_for(engine, api_key_file=str(file), admin_api_key="admin") as client:  # type: ignore[arg-type]
+
+        async def statuses(name: str) -> list[int]:
+            keys = [{"authorization": f"Bearer {key}"} for key in ("ka1", "ka2", "kb", "admin")]
+            return [
+                (await client.get(f"/v1/requests/{name}/explain", headers=key)).status_code for key in keys
+            ]
+
+        headers = {"authorization": "Bearer ka1", "x-request-id": "mine"}
+        body = {"prompt": ["Hi", "Ho"], "max_tokens": 2}
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        assert await statuses(answer.json()["id"]) == [200, 200, 404, 200]
+        assert await statuses("mine") == [200, 200, 404, 200]
+    await engine.shutdown()
 
 
 async def test_all_are_listed_and_counted(admin: httpx.AsyncClient, engine: FakeEngine) -> None:

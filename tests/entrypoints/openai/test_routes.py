@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -99,14 +100,23 @@ async def test_metrics_do_not_grow_with_strange_requests(client: httpx.AsyncClie
     assert len(after.splitlines()) - len(before.splitlines()) <= 2
 
 
-@pytest.mark.item(21)
-async def test_client_request_id_is_no_key(client: httpx.AsyncClient) -> None:
-    ids = {
-        (await client.get("/health", headers={"x-request-id": "same"})).headers["x-request-id"]
-        for _ in range(2)
-    }
-    assert len(ids) == 2
-    assert "same" not in ids
+async def answered_id(client: httpx.AsyncClient, *given: str) -> str:
+    headers = [("x-request-id", one) for one in given]
+    return (await client.get("/health", headers=headers)).headers["x-request-id"]
+
+
+@pytest.mark.parametrize("given", ["same", "3f2c-9.a_b:c", "Root=1-67891233-abcdef", "x" * 128])
+async def test_request_id_of_the_client_is_taken_over(client: httpx.AsyncClient, given: str) -> None:
+    assert await answered_id(client, given) == given
+
+
+@pytest.mark.parametrize(
+    "given", [(), ("",), ("a b",), ("x" * 129,), ("a\tb",), ("a/b",), ("a", "b"), ("a,b",)]
+)
+async def test_request_id_that_is_not_sane_is_ours(client: httpx.AsyncClient, given: tuple[str, ...]) -> None:
+    first, second = await answered_id(client, *given), await answered_id(client, *given)
+    assert first != second
+    assert re.fullmatch("[0-9a-f]{24}", first)
 
 
 def test_the_formats_of_answers_are_chosen_by_the_template(engine: FakeEngine) -> None:

@@ -1,7 +1,7 @@
 """The layer around all that can fail: names the request and turns whatever escapes into an answer.
 
-Invariant: every response has the server's own `x-request-id`; a client's header of that name is no key to
-anything here. No exception reaches the HTTP server.
+Invariant: every response has an `x-request-id`, the client's if it has sent a sane one, else the server's. The server
+has an id of its own for each request, and the client's is no key to anything. No exception reaches the HTTP server.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import secrets
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.entrypoints.openai.client_ids import ClientIds, given_id
 from quire.entrypoints.openai.errors import response_of
 from quire.entrypoints.openai.in_flight import ClientDisconnectedError
 from quire.entrypoints.openai.notes import Notes
@@ -23,13 +25,23 @@ logger = logging.getLogger(__name__)
 class Boundary:
     """Request id, the headers of a request's notes, last resort for errors."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, client_ids: ClientIds) -> None:
         self._app = app
+        self._client_ids = client_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = secrets.token_hex(12)
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        own_id = state["own_id"] = secrets.token_hex(12)
+        request_id = state["request_id"] = given_id(Headers(scope=scope)) or own_id
+        if request_id == own_id:
+            await self._answer(scope, receive, send)
+        else:
+            with self._client_ids.used(request_id, own_id):
+                await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["state"]
+        request_id: str = state["request_id"]
         in_log = log_request_id.set(request_id)
         has_begun = False
 

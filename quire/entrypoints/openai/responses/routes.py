@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.openai.errors import request_id_of
+from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.openapi.streams import named_events
 from quire.entrypoints.openai.parsing import read_request
@@ -43,7 +43,7 @@ async def create_response(request: Request) -> Response:
     """Answer an input."""
     body = await read_request(request, ResponsesRequest)
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *idle_includes(body)])
-    response_id = f"resp_{request_id_of(request.scope)}"
+    response_id = f"resp_{own_id_of(request.scope)}"
     model = server_of(request).check_model(body.model)
     writer, fields = ResponseWriter(response_id, model, body), {**chat_fields(body), "model": model}
     return await respond_translated(request, fields, writer, response_id, CHAT_NAMES)
