@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -127,8 +128,11 @@ class Shape:
 
 
 OPENAI_SHAPE = Shape(ErrorBody, lambda body, status, request_id: body)
+ANTHROPIC_SHAPE = Shape(AnthropicError, anthropic_body)
+ANTHROPIC_VERSION = "anthropic-version"
+"""The header by which Anthropic's clients are known where they share a path with others."""
 SHAPES = {
-    "/v1/messages": Shape(AnthropicError, anthropic_body),
+    "/v1/messages": ANTHROPIC_SHAPE,
     "/api/": Shape(OllamaError, ollama_body),
     "/v2/": Shape(CohereError, cohere_body),
 }
@@ -143,7 +147,10 @@ def shape_of(path: str) -> Shape:
 def shaped_error(body: ErrorBody, status: int, scope: Any) -> bytes:
     """The error as JSON, in the shape of the API that was asked."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return msgspec.json.encode(shape_of(path).make(body, status, request_id_of(scope)))
+    shape = shape_of(path)
+    if path.startswith("/v1/models") and ANTHROPIC_VERSION in Headers(scope=scope):
+        shape = ANTHROPIC_SHAPE
+    return msgspec.json.encode(shape.make(body, status, request_id_of(scope)))
 
 
 class ErrorResponse(Response):

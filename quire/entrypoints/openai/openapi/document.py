@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from quire import __version__
-from quire.entrypoints.openai.errors import OPENAI_SHAPE, SHAPES, Shape, shape_of
+from quire.entrypoints.openai.errors import ANTHROPIC_SHAPE, OPENAI_SHAPE, SHAPES, Shape, shape_of
 from quire.entrypoints.openai.openapi.limits import Limits
 from quire.entrypoints.openai.openapi.operation import Operation, operation_of
 from quire.entrypoints.openai.openapi.refusals import (
@@ -78,6 +78,7 @@ class Document:
         operations = [one.operation for one in self._described]
         types: list[Any] = [shape.type for shape in ALL_SHAPES]
         types += [one.reply for one in operations if one.reply is not None]
+        types += [one.anthropic for one in operations if one.anthropic is not None]
         types += [one.stream.item for one in operations if one.stream is not None]
         self._replies, components = reply_schemas(types)
         requests = request_schemas((model for one in operations for model in one.body), limits)
@@ -130,17 +131,16 @@ class Document:
     def _responses(self, one: Described) -> Schema:
         by_key = self._access.errors(one.path, one.method, is_control=one.is_control)
         errors = sorted({*EVERYWHERE, *by_key, *one.operation.errors})
-        shape = shape_of(one.path)
-        references = {
-            str(status): {"$ref": f"#/components/responses/{_error_name(shape, status)}"} for status in errors
-        }
-        return {"200": self._success(one), **references}
+        shapes = [shape_of(one.path), *([ANTHROPIC_SHAPE] if one.operation.anthropic else [])]
+        answers = {str(status): self._error(shapes, status) for status in errors}
+        return {"200": self._success(one), **answers}
 
     def _success(self, one: Described) -> Schema:
         operation = one.operation
         content: Schema = {media_type: {"schema": schema} for media_type, schema in operation.other.items()}
         if operation.reply is not None:
-            content = {JSON: {"schema": self._replies[operation.reply]}, **content}
+            replies = filter(None, (operation.reply, operation.anthropic))
+            content = {JSON: {"schema": _any_of([self._replies[reply] for reply in replies])}, **content}
         if operation.stream is not None:
             stream = operation.stream
             schema = stream.write(self._replies[stream.item], self._replies[shape_of(one.path).type])
@@ -152,13 +152,22 @@ class Document:
     def _errors(self) -> Schema:
         """Each status in the shape of each API."""
         return {
-            _error_name(shape, status): {
-                "description": known.description,
-                "headers": header_references(["x-request-id", *known.headers, *OPTIONAL_HEADERS]),
-                "content": {JSON: {"schema": self._replies[shape.type]}},
-            }
+            _error_name(shape, status): self._described_error([shape], status)
             for shape in ALL_SHAPES
-            for status, known in STATUSES.items()
+            for status in STATUSES
+        }
+
+    def _error(self, shapes: list[Shape], status: int) -> Schema:
+        if len(shapes) > 1:
+            return self._described_error(shapes, status)
+        return {"$ref": f"#/components/responses/{_error_name(shapes[0], status)}"}
+
+    def _described_error(self, shapes: list[Shape], status: int) -> Schema:
+        known = STATUSES[status]
+        return {
+            "description": known.description,
+            "headers": header_references(["x-request-id", *known.headers, *OPTIONAL_HEADERS]),
+            "content": {JSON: {"schema": _any_of([self._replies[shape.type] for shape in shapes])}},
         }
 
 

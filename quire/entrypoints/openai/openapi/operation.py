@@ -21,6 +21,7 @@ class Operation:
     Args:
         body: models of the JSON body; of several, the request is one.
         reply: type of the JSON reply; None: there is none.
+        anthropic: type of the JSON reply to Anthropic's clients, whose errors have their form, too; None: as others.
         stream: what is sent instead if the client asks for a stream.
         other: schemas of replies in further media types.
         errors: statuses of errors that other routes do not have.
@@ -30,6 +31,7 @@ class Operation:
 
     body: tuple[type[RequestModel], ...] = ()
     reply: Any = None
+    anthropic: Any = None
     stream: Stream | None = None
     other: Mapping[str, Schema] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
