@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 from starlette.datastructures import QueryParams
 
-from quire.errors import ValidationError
+from quire.errors import NotFoundError, ValidationError
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
 QUERY = {
@@ -49,21 +49,18 @@ def model_of(name: str, created: int, max_model_len: int) -> AnthropicModel:
 
 
 def page_of(models: list[AnthropicModel], query: QueryParams) -> AnthropicModelList:
-    """Return the page that a query asks for: so many models behind `after_id`, or in front of `before_id`.
+    """Return the page that a query asks for: so many models behind `after_id`, or the last ones before `before_id`.
 
     Raises:
-        ValidationError: a parameter has no such value, or both ids are given.
+        ValidationError: the limit is out of range; NotFoundError: no model has such an id.
     """
     limit, after, before = _limit(query.get("limit")), query.get("after_id"), query.get("before_id")
-    if after is not None and before is not None:
-        raise ValidationError("give one of after_id and before_id", param="before_id")
     ids = [model.id for model in models]
-    if before is not None:
-        end = _place(ids, before, "before_id")
-        start = max(0, end - limit)
-        return _page(models[start:end], has_more=start > 0)
     start = 0 if after is None else _place(ids, after, "after_id") + 1
-    return _page(models[start : start + limit], has_more=start + limit < len(models))
+    end = len(ids) if before is None else _place(ids, before, "before_id")
+    if after is None and before is not None:
+        return _page(models[max(0, end - limit) : end], has_more=end > limit)
+    return _page(models[start:end][:limit], has_more=end - start > limit)
 
 
 def _page(models: list[AnthropicModel], *, has_more: bool) -> AnthropicModelList:
@@ -84,5 +81,5 @@ def _limit(text: str | None) -> int:
 
 def _place(ids: list[str], wanted: str, param: str) -> int:
     if wanted not in ids:
-        raise ValidationError(f"{param} must be the id of a served model, got {wanted!r:.100}", param=param)
+        raise NotFoundError(f"{param} must be the id of a served model, got {wanted!r:.100}", param=param)
     return ids.index(wanted)

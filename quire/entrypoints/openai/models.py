@@ -29,7 +29,7 @@ CREATED = int(time.time())
 @router.get("/v1/models")
 @router.get("/v1/models/", include_in_schema=False)
 @describe(
-    Operation(reply=ModelList, anthropic=AnthropicModelList, errors=(400,), headers=HEADERS, query=QUERY)
+    Operation(reply=ModelList, anthropic=AnthropicModelList, errors=(400, 404), headers=HEADERS, query=QUERY)
 )
 async def list_models(request: Request) -> Response:
     """The names under which the model is served, and its adapters, whose parent it is.

@@ -69,12 +69,22 @@ async def test_model_that_is_unknown_is_anthropics_error(client: httpx.AsyncClie
 
 
 @pytest.mark.parametrize(
-    "query",
-    ["limit=0", "limit=x", "limit=1001", "after_id=none", "before_id=none", "after_id=a1&before_id=a2"],
+    ("query", "status", "kind"),
+    [
+        *((f"limit={limit}", 400, "invalid_request_error") for limit in ("0", "x", "1001", "")),
+        *((f"{name}=none", 404, "not_found_error") for name in ("after_id", "before_id")),
+    ],
 )
-async def test_models_query_that_is_wrong_is_a_400(client: httpx.AsyncClient, query: str) -> None:
+async def test_models_query_that_is_wrong_is_refused(
+    client: httpx.AsyncClient, query: str, status: int, kind: str
+) -> None:
     reply = await client.get(f"/v1/models?{query}")
-    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
+
+
+async def test_models_between_two_ids_are_listed(client: httpx.AsyncClient) -> None:
+    page = (await client.get("/v1/models?after_id=a1&before_id=a5&limit=2")).json()
+    assert ([one["id"] for one in page["data"]], page["has_more"]) == (["a2", "a3"], True)
 
 
 async def test_models_without_the_header_are_openais(client: httpx.AsyncClient) -> None:

@@ -25,6 +25,12 @@ def test_a_file_is_answered(
     assert first["response"]["body"]["usage"]["completion_tokens"] == 4
     assert second["error"]["code"] == "BadRequestError"
     assert "2 lines answered, 1 of them with an error" in capsys.readouterr().err
+    answers = out.read_bytes()
+    assert main(["run-batch", "-i", str(lines), "-o", str(out), "--model", model]) == 2
+    assert "has content; --resume" in capsys.readouterr().err
+    assert main(["run-batch", "-i", str(lines), "-o", str(out), "--model", model, "--resume"]) == 0
+    assert "0 lines answered, 0 of them with an error, 2 had been answered before" in capsys.readouterr().err
+    assert out.read_bytes() == answers
     before = lines.read_bytes()
     assert main(["run-batch", "-i", str(lines), "-o", str(lines), "--model", model]) == 2
     assert lines.read_bytes() == before
