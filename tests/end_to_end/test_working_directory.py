@@ -17,6 +17,7 @@ from tests.end_to_end.test_faults import BODIES, NULL, events, whole
 ROOT = str(Path(__file__).parents[2])
 
 
+@pytest.mark.item(43)
 @pytest.mark.parametrize("args", [(), ("--api-server-count", "2")], ids=["one", "two"])
 def test_server_without_its_directory_replaces_its_core(args: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "release"

@@ -91,6 +91,7 @@ def test_front_end_with_another_tokenizer_is_refused(model: Path) -> None:
         load_vocabulary(config)
 
 
+@pytest.mark.item(54)
 async def test_core_with_changed_files_is_not_replaced(model: Path) -> None:
     engine = await started(model)
 

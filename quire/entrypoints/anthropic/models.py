@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -11,7 +11,7 @@ from starlette.datastructures import QueryParams
 from quire.errors import NotFoundError, ValidationError
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
-QUERY = {
+QUERY: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT},
     "after_id": {"type": "string"},
     "before_id": {"type": "string"},

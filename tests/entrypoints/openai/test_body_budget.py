@@ -88,6 +88,7 @@ def unfinished(num_bytes: int) -> bytes:
     return gzip.compress(b'{"prompt": "' + b"a" * num_bytes)[:-8]
 
 
+@pytest.mark.item(8)
 @pytest.mark.parametrize("is_gzip", [True, False])
 async def test_unfinished_bodies_are_bounded_in_sum(is_gzip: bool, budgets: list[Watched]) -> None:
     size = 900_000

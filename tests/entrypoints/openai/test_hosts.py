@@ -114,6 +114,7 @@ async def answered(server: LiveServer, request: bytes) -> bytes:
 END = b"Connection: close\r\n\r\n"
 
 
+@pytest.mark.item(9)
 @pytest.mark.parametrize(
     ("head", "status"),
     [

@@ -80,6 +80,7 @@ def test_client_ids_of_ended_requests_are_bounded() -> None:
     assert ids.names_of(f"id-{MAX_ENDED - 1}") == [f"id-{MAX_ENDED - 1}", str(3 * MAX_ENDED - 1)]
 
 
+@pytest.mark.item(21)
 async def test_explain_of_another_tenants_request_is_a_404(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("a: {keys: [ka1, ka2]}\nb: {keys: [kb]}")
