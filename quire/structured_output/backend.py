@@ -16,6 +16,8 @@ from quire.structured_output.vocabulary import Vocabulary
 
 EVERYTHING = -1
 """A word that allows all of its tokens."""
+DEAD_END = "nothing that the model can write goes on from here"
+"""The message of a `GrammarError` of a mask that would be empty."""
 
 
 class Masks:
@@ -75,7 +77,11 @@ class Matcher(ABC):
 
     @abstractmethod
     def advance(self, token_id: int) -> bool:
-        """Step over a token that is no end; False, and nothing done, if the grammar does not allow it."""
+        """Step over a token that is no end; False, and nothing done, if the grammar does not allow it.
+
+        Raises:
+            GrammarError: a limit is met. The matcher is of no use any more.
+        """
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 Invariant: what a token's bytes are comes from our vocabulary and not from the library's own reading of a tokenizer.
 Every limit of the library is set here; it bounds the work of one mask, and its states, by counting and not by time.
+The limits of the parser grow with the text of a grammar, because an alternative is an item.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.structured_output.backend import (
+    DEAD_END,
     Grammar,
     GrammarBackend,
     GrammarError,
@@ -27,21 +29,25 @@ from quire.structured_output.tag_writer import format_of
 from quire.structured_output.vocabulary import LongestTokens, Vocabulary
 
 LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
     "max_lexer_states": 30_000,
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""A mask takes some ten milliseconds at most, and the states of a grammar some 60 MB (each is a row of 256 numbers)."""
+"""The states of a grammar take some 60 MB (each is a row of 256 numbers)."""
+BASE_ITEMS = 2_000
+ITEMS_PER_BYTE = 0.5  # an optional property takes at least 8 bytes of schema, and 4 items
+MOST_ITEMS = 12_000  # a row takes time with their square: 20 ms for so many
+ROWS_PER_MASK = 25  # rows of that size that one mask may compute
 MAX_REASON_CHARS = 300
 PLACE = re.compile(r"^at \d+\(\d+\): |^\d+\(\d+\): ")
 PARSE_ERROR = re.compile(r"regex parse error:.*error: ", re.DOTALL)
 EXPRESSION = re.compile(r'invalid regex ".*" \(in regex\): ', re.DOTALL)
 EXCERPT = re.compile(r"(?m)^ *\d+ \| .*$|^ *\^+ *$")
-EXHAUSTED = re.compile("(?i)fuel|too (big|complex)|states|limit")
+EXHAUSTED = re.compile("(?i)fuel|too (big|complex)|states")
+ROW = re.compile(r"Current row has (\d+) items; max is (\d+)")
+ROWS = re.compile(r"Too many items \(limit (\d+)")
 
 
 class GuidanceBackend(GrammarBackend):
@@ -49,7 +55,6 @@ class GuidanceBackend(GrammarBackend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        self._limits = llguidance.LLParserLimits(**LIMITS)
         self._tokens = _Tokens(vocabulary)
         wrapper: Any = self._tokens
         self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(vocabulary.ends))
@@ -66,12 +71,12 @@ class GuidanceBackend(GrammarBackend):
         special, quote = self.vocabulary.special, llguidance.regex_to_lark
         with library_errors():
             text = lark_of(format_of(params), options, special, quote, any_to_lark)
-        return _GuidanceGrammar(self._tokens, self._tokenizer, text, self._limits)
+        return _GuidanceGrammar(self._tokens, self._tokenizer, text)
 
     def matches_beyond(self, pattern: str, bound: str) -> bool:
         inside, outside = map(llguidance.regex_to_lark, (pattern, bound))
         text = f"{NO_FORCING}\nstart: X\nX: /{inside}/ & ~/{outside}/"
-        matcher = _GuidanceGrammar(self._tokens, self._tokenizer, text, self._limits).new_matcher()
+        matcher = _GuidanceGrammar(self._tokens, self._tokenizer, text).new_matcher()
         try:
             matcher.fill(Masks(1, len(self.vocabulary.tokens)), 0)
         except GrammarError:
@@ -82,7 +87,8 @@ class GuidanceBackend(GrammarBackend):
 class _GuidanceGrammar(Grammar):
     """A matcher at the start, which others are copies of: they share the states of its lexer."""
 
-    def __init__(self, tokens: _Tokens, tokenizer: Any, text: str, limits: Any) -> None:
+    def __init__(self, tokens: _Tokens, tokenizer: Any, text: str) -> None:
+        limits = llguidance.LLParserLimits(**limits_of(text))
         self._tokens = tokens
         self._make: Callable[[], Any] = lambda: llguidance.LLMatcher(
             tokenizer, text, log_level=0, limits=limits
@@ -113,10 +119,14 @@ class _GuidanceMatcher(Matcher):
             _check(matcher)
 
     def advance(self, token_id: int) -> bool:
+        matcher = self._matcher
         try:
-            return bool(self._matcher.try_consume_tokens([token_id]) == 1)
+            is_allowed = bool(matcher.try_consume_tokens([token_id]) == 1)
         except BaseException as error:
             raise of_library(error) from error
+        if not is_allowed:
+            _check(matcher)  # a limit that was met reads like a token that is not allowed
+        return is_allowed
 
     def rollback(self, num_tokens: int) -> None:
         with library_errors():
@@ -133,7 +143,9 @@ class _GuidanceMatcher(Matcher):
 
     def forced_tokens(self) -> list[int]:
         with library_errors():
-            return self._tokens.longest(self._matcher.compute_ff_bytes())
+            forced = self._matcher.compute_ff_bytes()
+        _check(self._matcher)
+        return self._tokens.longest(forced)
 
 
 class _Tokens:
@@ -154,6 +166,12 @@ class _Tokens:
     def __call__(self, text: bytes | str) -> list[int]:
         """How the library asks for the tokens of a text that is forced; see `NO_FORCING`."""
         return self.longest(text if isinstance(text, bytes) else text.encode())
+
+
+def limits_of(text: str) -> dict[str, Any]:
+    """Return the limits for a grammar of this text, as `LLParserLimits` takes them."""
+    items = min(BASE_ITEMS + int(ITEMS_PER_BYTE * len(text.encode())), MOST_ITEMS)
+    return {**LIMITS, "max_items_in_row": items, "step_max_items": ROWS_PER_MASK * items}
 
 
 @contextmanager
@@ -190,7 +208,11 @@ def _check(matcher: Any) -> None:
 def _reason(message: str) -> str:
     """The library's words as far as a client needs them: without our grammar around theirs, and its own options."""
     if message.startswith("NoExtension"):
-        return "nothing that the model can write goes on from here"
+        return DEAD_END
+    if row := ROW.search(message):
+        return f"{row[1]} ways to go on are possible at one place, the limit is {row[2]}"
+    if rows := ROWS.search(message):
+        return f"finding the tokens that may come next takes more than {rows[1]} items of the parser, the limit"
     if "oneOf constraints are not supported" in message:
         return "oneOf is supported only where the library can tell that no value fits two of its schemas"
     message = message.split("\n<state>")[0].split("\n<non-verbose/>")[0]

@@ -42,6 +42,8 @@ class _Writer(TagWriter):
         as_lark: Callable[[str], str],
     ) -> None:
         super().__init__(special)
+        # One expression: as alternatives of a rule, all of them are looked at for every mask.
+        self._writers["choice"] = lambda one: self._regex({"pattern": "|".join(map(_escaped, one["choice"]))})
         self._as_lark = as_lark
         self._json_options = json_options
         self._quote = quote

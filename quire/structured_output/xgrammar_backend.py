@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Masks, Matcher
+from quire.structured_output.backend import DEAD_END, Grammar, GrammarBackend, GrammarError, Masks, Matcher
 from quire.structured_output.ebnf.constraints import ebnf_of
 from quire.structured_output.ebnf.rules import refusal
 from quire.structured_output.params import StructuredOutputsParams
@@ -95,7 +95,7 @@ class _XGrammarMatcher(Matcher):
 
     def fill(self, masks: Masks, place: int) -> None:
         if not self._fill(masks, place) and not self.may_end:
-            raise GrammarError("nothing that the model can write goes on from here")
+            raise GrammarError(DEAD_END)
 
     def _fill(self, masks: Masks, place: int) -> bool:
         """Write the mask; returns whether any token but ends may come."""
