@@ -212,7 +212,9 @@ def _reason(message: str) -> str:
     if row := ROW.search(message):
         return f"{row[1]} ways to go on are possible at one place, the limit is {row[2]}"
     if rows := ROWS.search(message):
-        return f"finding the tokens that may come next takes more than {rows[1]} items of the parser, the limit"
+        return (
+            f"finding the tokens that may come next takes more than {rows[1]} items of the parser, the limit"
+        )
     if "oneOf constraints are not supported" in message:
         return "oneOf is supported only where the library can tell that no value fits two of its schemas"
     message = message.split("\n<state>")[0].split("\n<non-verbose/>")[0]

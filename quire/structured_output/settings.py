@@ -16,10 +16,11 @@ class StructuredOutputsSettings(msgspec.Struct, frozen=True, forbid_unknown_fiel
         backend: "auto", or the name of a backend.
         disable_any_whitespace: JSON is written without spaces and line breaks, unless a request has a pattern for them.
         disable_additional_properties: objects have no properties that a schema does not name, unless it says so.
-        compile_timeout_s: seconds that one constraint may take to compile.
+        compile_timeout_s: seconds of CPU time that one constraint may take to compile.
         compile_memory_mb: MiB that this may take.
         cache_mb: MiB of compiled grammars that are kept.
         num_checkers: processes that check constraints at the same time.
+        mask_time_ms: mean CPU time that a mask of one request may take; see `MaskBudget`.
         jump_ahead: tokens that are guessed at a time where a grammar leaves one text only; None: as the model needs it.
     """
 
@@ -30,4 +31,5 @@ class StructuredOutputsSettings(msgspec.Struct, frozen=True, forbid_unknown_fiel
     compile_memory_mb: Annotated[int, msgspec.Meta(ge=16)] = 256
     cache_mb: Annotated[int, msgspec.Meta(ge=1)] = 256
     num_checkers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    mask_time_ms: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     jump_ahead: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Matcher
 from quire.structured_output.backends import resolve_backend
+from quire.structured_output.budget import MaskBudget
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.settings import MiB, StructuredOutputsSettings
 from quire.structured_output.vocabulary import Vocabulary
@@ -32,10 +33,12 @@ class GrammarStore:
 
     Args:
         settings: names the backend and how much is kept.
+        limits_time: a text whose masks take too much time fails. Of ranks that sample the same tokens one may do so.
     """
 
-    def __init__(self, settings: StructuredOutputsSettings) -> None:
+    def __init__(self, settings: StructuredOutputsSettings, *, limits_time: bool = True) -> None:
         self._settings = settings
+        self._limits_time = limits_time
         self._source: Callable[[], Vocabulary] | None = None
         self._backend: GrammarBackend | None = None
         self._kept: OrderedDict[bytes, Grammar | GrammarError] = OrderedDict()
@@ -70,6 +73,10 @@ class GrammarStore:
             GrammarError: the constraint cannot be compiled.
         """
         return self._compiled(params).new_matcher(shared=shared)
+
+    def budget(self, params: StructuredOutputsParams) -> MaskBudget | None:
+        """Return the account of a new text; None: nothing limits its time here."""
+        return MaskBudget(params, self._settings) if self._limits_time else None
 
     def renew(self, params: StructuredOutputsParams) -> None:
         """Forget a grammar whose shared states have become too many; those who use it go on."""

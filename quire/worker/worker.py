@@ -76,7 +76,10 @@ class Worker:
         self._tokens_per_s = 0.0
         self._kv_config: KVCacheConfig | None = None
         self._parked: ParkedWeights | None = None
-        self.grammars = GrammarStore(config.structured_outputs.settings)
+        # Time differs among ranks that must sample the same tokens: one decides for all, or, where each has a
+        # scheduler of its own, none.
+        limits_time = shard.rank == 0 and not config.device.plans_on_each_rank
+        self.grammars = GrammarStore(config.structured_outputs.settings, limits_time=limits_time)
         self.adapters = AdapterStore(
             config.lora.max_lora_rank,
             lora_dtype(config),

@@ -6,6 +6,7 @@ text from which nothing goes on, ends its own request.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -38,6 +39,15 @@ class StagedMask(NamedTuple):
     """[E] flat indices of an end for each text that is complete."""
     failed: Failures
     """Sample -> why its request cannot go on."""
+
+
+class Filled(NamedTuple):
+    """Result of one mask."""
+
+    end: int | None = None
+    """Token that ends the text, if nothing else may follow."""
+    failure: str | None = None
+    """Reason why no token can be sampled with this mask."""
 
 
 class GrammarMask(LogitsFeature[StagedMask]):
@@ -86,16 +96,13 @@ class GrammarMask(LogitsFeature[StagedMask]):
         places = zip(users.tolist(), rows.tolist(), num_known.tolist(), columns.tolist(), strict=True)
         for place, (user, row, known, column) in enumerate(places):
             text = self._texts[row]
-            if text.end == known - 1:
-                text.read_one(last[place])
-            elif text.end < known:
-                text.read(self._tokens(row, text.end, known))
+            unread = [last[place]] if text.end == known - 1 else self._tokens(row, text.end, known)
             drafts = self._tokens(row, known, column) if column > known else ()
-            end = text.fill(masks, place, drafts)
-            if end is not None:
-                endings.append(user * self._vocab_size + end)
-            if text.failure is not None:
-                failed[user] = text.failure
+            filled = text.fill(masks, place, unread, drafts)
+            if filled.end is not None:
+                endings.append(user * self._vocab_size + filled.end)
+            if filled.failure is not None:
+                failed[user] = filled.failure
         ends = torch.tensor(endings, dtype=torch.int64) if endings else self._no_endings
         return StagedMask(torch.from_numpy(users), torch.from_numpy(masks.words), ends, failed)
 
@@ -111,7 +118,7 @@ class GrammarMask(LogitsFeature[StagedMask]):
 
 
 class ConstrainedText:
-    """What one request has generated so far, under its grammar.
+    """Text of one request under its grammar.
 
     Args:
         request: with the ids that end it; `ignore_eos` makes it end where nothing else is possible only.
@@ -126,106 +133,148 @@ class ConstrainedText:
         assert params.structured_outputs is not None
         self._params: StructuredOutputsParams = params.structured_outputs
         self._grammars = grammars
+        self._budget = grammars.budget(self._params)
         self._ignores_ends = params.ignore_eos
         self._end_ids = [token_id for token_id in request.eos_token_ids if token_id < vocab_size]
         self._end_masks = Masks(1, vocab_size)
         self._end_masks.set_only(0, self._end_ids)
         self._has_ended = False
+        self._is_shared = True
+        self._is_forced_known = True
         self._tokens: list[int] = []
         self.end = request.num_prompt_tokens
         self.failure: str | None = None
         self._matcher: Matcher | None = None
-        self._start(shared=True)
+        self._num_steps = 0
+        self._free_ns = 0
+        self._restart()
 
     def read(self, token_ids: list[int]) -> None:
         """Step over tokens that were generated."""
-        self.end += len(token_ids)
-        self._tokens += token_ids
-        self._advance(token_ids)
-
-    def read_one(self, token_id: int) -> None:
-        """The same for one token, which is the rule."""
-        self.end += 1
-        self._tokens.append(token_id)
-        if self.failure is None and not self._step(token_id):
-            self.failure = LEFT
+        with self._metered():
+            self._read(token_ids)
 
     def forced_tokens(self, known: NDArray[np.int32]) -> list[int]:
-        """One way to write what must come next, of a request with these tokens; none if it has read further."""
-        if not self._reads_up_to(known) or self._has_ended or self._matcher is None:
-            return []
-        try:
-            return self._matcher.forced_tokens()
-        except GrammarError:  # it comes again with the next mask, where it is dealt with
-            return []
+        """Return one way to write what must come next behind these tokens; nothing if more was read."""
+        with self._metered():
+            if not self._reads_up_to(known) or self._has_ended or not self._is_forced_known:
+                return []
+            assert self._matcher is not None
+            try:
+                return self._matcher.forced_tokens()
+            except GrammarError:
+                # More is forced than the library finds at once. The mask of the next token may still be within limits.
+                self._is_forced_known = False
+                self._restart()
+                return []
 
     def num_allowed(self, known: NDArray[np.int32], drafts: Sequence[int]) -> int:
-        """How many of some guesses may follow these tokens; none if it has read further."""
-        if not self._reads_up_to(known):
-            return 0
+        """Return how many of some drafts may follow these tokens; 0 if more was read."""
+        with self._metered():
+            if not self._reads_up_to(known):
+                return 0
+            try:
+                with self._behind(drafts) as num_allowed:
+                    return num_allowed
+            except GrammarError:  # a draft meets a limit, and the text need not follow it
+                self._restart()
+                return 0
+
+    def fill(self, masks: Masks, place: int, unread: list[int], drafts: Sequence[int] = ()) -> Filled:
+        """Read tokens, and write what may follow them and these drafts.
+
+        Behind a draft that is not allowed everything may come, because nothing will: it is not what is sampled there.
+        What fails behind drafts is no failure of the request, whose text may take another way. The mask of a text that
+        has spent its budget is complete: ranks that do not limit time sample the same token with it.
+        """
+        with self._metered():
+            if unread:
+                self._read(unread)
+            filled = self._filled(masks, place, drafts)
+        if filled.failure is None and self._budget is not None and self._budget.is_spent:
+            return Filled(failure=f"structured_outputs: {self._budget.refusal}")
+        return filled
+
+    @contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Charge the budget with the CPU time of this thread.
+
+        Compiling is free: whether a grammar has to be compiled again depends on what else the store keeps.
+        """
+        self._num_steps = self._free_ns = 0
+        started_ns = time.thread_time_ns()
         try:
-            with self._behind(drafts) as num_allowed:
-                return num_allowed
-        except GrammarError:  # as above
-            return 0
+            yield
+        finally:
+            if self._budget is not None:
+                self._budget.charge(time.thread_time_ns() - started_ns - self._free_ns, self._num_steps)
+
+    def _read(self, token_ids: list[int]) -> None:
+        self.end += len(token_ids)
+        self._tokens += token_ids
+        try:
+            self._advance(token_ids)
+        except GrammarError as error:
+            if not self._leaves_shared_states(error):
+                self.failure = f"structured_outputs: {error}"
 
     def _reads_up_to(self, known: NDArray[np.int32]) -> bool:
         """Read a request's tokens, unless it has read others behind them; whether the text is one of the grammar."""
         if self.end > len(known):
             return False
-        self.read(known[self.end :].tolist())
+        self._read(known[self.end :].tolist())
         return self.failure is None
 
     @contextmanager
     def _behind(self, drafts: Sequence[int]) -> Iterator[int]:
         """Be behind those of some guesses that are allowed here, which are so many of the first, for a while."""
         had_ended, num_allowed, num_read = self._has_ended, 0, 0
-        try:
-            for draft in drafts:
-                if not self._step(draft):
-                    break
-                num_allowed += 1
-                num_read += not self._has_ended
-            yield num_allowed
-        finally:
-            self._has_ended = had_ended
-            if num_read and self._matcher is not None:
-                self._matcher.rollback(num_read)
+        for draft in drafts:
+            if not self._step(draft):
+                break
+            num_allowed += 1
+            num_read += not self._has_ended
+        yield num_allowed
+        self._has_ended = had_ended
+        if num_read and self._matcher is not None:
+            self._matcher.rollback(num_read)
 
-    def fill(self, masks: Masks, place: int, drafts: Sequence[int] = ()) -> int | None:
-        """Write what may follow these drafts; returns an end if the text is complete there.
-
-        Behind a draft that is not allowed everything may come, because nothing will: it is not what is sampled there.
-        """
-        if self.failure is not None or self._matcher is None:
-            return None
+    def _filled(self, masks: Masks, place: int, drafts: Sequence[int]) -> Filled:
+        """Write a mask; with states of its own if those that it shares have become too many."""
+        if self.failure is not None:
+            return Filled(failure=self.failure)
         try:
-            return self._fill_behind(masks, place, drafts) if drafts else self._fill_here(masks, place)
+            return Filled(self._fill_behind(masks, place, drafts))
         except GrammarError as error:
             masks.words[place] = EVERYTHING
-            return self._fill_alone(masks, place, drafts, error)
+            if self._leaves_shared_states(error):
+                return self._filled(masks, place, drafts)
+            failure = f"structured_outputs: {error}"
+            if drafts:
+                self._restart()
+            else:
+                self.failure = failure
+            return Filled(failure=failure)
 
-    def _fill_alone(self, masks: Masks, place: int, drafts: Sequence[int], error: GrammarError) -> int | None:
-        """What others did with a grammar's shared states must not end this text: once more, without them."""
-        if error.exhausted:
-            self._grammars.renew(self._params)
-            self._start(shared=False)
-            self._advance(self._tokens)
-            try:
-                return None if self._matcher is None else self._fill_behind(masks, place, drafts)
-            except GrammarError as last:
-                masks.words[place] = EVERYTHING
-                error = last
-        self.failure = f"structured_outputs: {error}"
-        return None
+    def _leaves_shared_states(self, error: GrammarError) -> bool:
+        """Begin again without the states of others, whose number must not end this text, if that may help."""
+        if not (error.exhausted and self._is_shared):
+            return False
+        self._grammars.renew(self._params)
+        self._is_shared = False
+        self._restart()
+        return True
 
     def _fill_behind(self, masks: Masks, place: int, drafts: Sequence[int]) -> int | None:
+        if not drafts:
+            return self._fill_here(masks, place)
         with self._behind(drafts) as num_allowed:
             return self._fill_here(masks, place) if num_allowed == len(drafts) else None
 
     def _fill_here(self, masks: Masks, place: int) -> int | None:
         matcher = self._matcher
         assert matcher is not None
+        self._num_steps += 1
         if not (self._has_ended or matcher.is_complete):
             matcher.fill(masks, place)
             if not self._ignores_ends or masks.forbid(place, self._end_ids):
@@ -240,14 +289,19 @@ class ConstrainedText:
     def _step(self, token_id: int) -> bool:
         """Whether a token is allowed here, and then be behind it."""
         assert self._matcher is not None
+        self._num_steps += 1
         if token_id in self._end_ids:
             self._has_ended = self._has_ended or self._matcher.may_end
             return self._has_ended
         return not self._has_ended and self._matcher.advance(token_id)
 
-    def _start(self, *, shared: bool) -> None:
+    def _restart(self) -> None:
+        """Take a new matcher behind the tokens that were read: the last one is of no use after an error."""
         self._has_ended = False
+        started_ns = time.thread_time_ns()
         try:
-            self._matcher = self._grammars.matcher(self._params, shared=shared)
+            self._matcher = self._grammars.matcher(self._params, shared=self._is_shared)
+            self._free_ns += time.thread_time_ns() - started_ns
+            self._advance(self._tokens)
         except GrammarError as error:
             self._matcher, self.failure = None, f"structured_outputs: {error}"

@@ -1,0 +1,45 @@
+"""CPU time that the masks of one text may take.
+
+Invariant: whatever came before, the steps of a text delay others by no more than a burst and the mean; time that other
+threads and processes take is not counted.
+"""
+
+from __future__ import annotations
+
+from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.settings import StructuredOutputsSettings
+
+BURST_MS = 250.0  # beyond the mean, for states of the lexer that are built once
+BURST_MS_PER_KIB = (
+    20.0  # of the constraint's text: many alternatives are expensive where all of them are possible
+)
+
+
+class MaskBudget:
+    """Account of one text: `mask_time_ms` for each step that it takes, and a burst beyond that.
+
+    Args:
+        params: the settled constraint, whose size decides the burst.
+        settings: has the mean.
+    """
+
+    def __init__(self, params: StructuredOutputsParams, settings: StructuredOutputsSettings) -> None:
+        self._mean_ms = settings.mask_time_ms
+        self._burst_ms = BURST_MS + BURST_MS_PER_KIB * len(params.key) / 1024
+        self._left_ms = self._burst_ms
+
+    def charge(self, spent_ns: int, num_steps: int) -> None:
+        """Count CPU time that some steps took; a step makes one mask or reads one token."""
+        self._left_ms = min(self._left_ms + num_steps * self._mean_ms - spent_ns / 1e6, self._burst_ms)
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left_ms < 0
+
+    @property
+    def refusal(self) -> str:
+        """The reason for a client, once the budget is spent."""
+        return (
+            f"finding the tokens that may come next takes more than {self._mean_ms:g} ms of CPU time per token; make "
+            "the grammar less ambiguous, with one way only to derive a text, or the constraint smaller"
+        )
