@@ -183,7 +183,7 @@ class AsyncLLM:
             num_tokens = sampling_params.n * len(tokenized.token_ids)
             self._admission.check_tokens(place, num_tokens)
             if isinstance(sampling_params, SamplingParams):
-                sampling_params = await self._checks.settled(sampling_params)
+                sampling_params = await self._checks.settled(sampling_params, tenant)
             name, messages = self._front_end.submit(
                 request_id,
                 tokenized,

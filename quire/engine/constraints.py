@@ -1,7 +1,8 @@
-"""What the front end does about `structured_outputs` before a request is queued.
+"""Checks of `structured_outputs` in the front end, before a request is queued.
 
 Invariant: a request that is queued with a constraint has one that is settled, was compiled once within the limits, and
-fits the model's tokenizer.
+fits the model's tokenizer. Only what the library says of a constraint is remembered, and not that a check met a limit
+of time or memory or was killed.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ import threading
 
 from quire.config import EngineConfig
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import ValidationError
+from quire.errors import UnavailableError, ValidationError
 from quire.sampling_params import SamplingParams
-from quire.structured_output.checker import Checker
+from quire.structured_output.checker import Checker, CheckLimitError
 from quire.structured_output.params import PARAM, StructuredOutputsParams
 from quire.structured_output.settle import settle
+from quire.structured_output.turns import Turn
 
 MAX_REMEMBERED = 256
 
 
 class Constraints:
-    """Checks constraints, each kind of them once.
+    """Checks constraints, and remembers those that are good or bad.
 
     Threads may share one; `close` ends its processes.
     """
@@ -33,29 +35,54 @@ class Constraints:
         self._lock = threading.Lock()
         self._known: dict[bytes, StructuredOutputsParams | ValidationError] = {}
 
-    def is_known(self, params: SamplingParams) -> bool:
-        """Whether `settled` has its answer at hand."""
-        wanted = params.structured_outputs
-        return wanted is None or wanted.key in self._known
-
-    def settled(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters with a constraint that is ready to be compiled; may take as long as compiling may.
+    def known(self, params: SamplingParams) -> SamplingParams | None:
+        """Return what `settled` would return if no check is needed, else None.
 
         Raises:
-            ValidationError: the constraint cannot be enforced, or takes more to compile than it may.
-            UnavailableError: others keep the checkers busy.
+            ValidationError: the constraint is known to be bad, or impossible with this model.
         """
         wanted = params.structured_outputs
         if wanted is None:
             return params
         self._check_tokenizer()
         found = self._known.get(wanted.key)
-        if found is None:
-            found = self._find_out(wanted)
-            self._remember(wanted.key, found)
         if isinstance(found, ValidationError):
             raise ValidationError(found.message, param=found.param)
-        return params.settled(structured_outputs=found)
+        return None if found is None else params.settled(structured_outputs=found)
+
+    def settled(self, params: SamplingParams, tenant: str = "") -> SamplingParams:
+        """The same parameters with a constraint that is ready to be compiled; may take as long as compiling may.
+
+        Raises:
+            ValidationError: the constraint cannot be enforced, or takes more to compile than it may.
+            UnavailableError: others keep the checkers busy, or they were killed.
+        """
+        known = self.known(params)
+        if known is not None:
+            return known
+        with self.take_turn(tenant) as turn:
+            try:
+                turn.granted.result(self.max_wait_s)
+            except TimeoutError:
+                raise busy() from None
+            return self.checked(params, turn)
+
+    @property
+    def max_wait_s(self) -> float:
+        """Seconds that a request waits for its turn."""
+        return self._checker.max_wait_s
+
+    def take_turn(self, tenant: str) -> Turn:
+        """Join the queue of those whose constraints are to be checked; raises UnavailableError if it is full."""
+        return self._checker.turns.take(tenant)
+
+    def checked(self, params: SamplingParams, turn: Turn) -> SamplingParams:
+        """As `settled`, in a turn that is granted, which ends."""
+        turn.start()
+        try:
+            return self.known(params) or self._find_out(params, turn)
+        finally:
+            turn.end()
 
     def check_prompt(self, token_ids: list[int]) -> None:
         """Refuse a prompt behind which the first tokens would not be what they are elsewhere.
@@ -88,17 +115,30 @@ class Constraints:
                 f"{PARAM} needs a model with an end-of-sequence token, and this one has none", param=PARAM
             )
 
-    def _find_out(self, wanted: StructuredOutputsParams) -> StructuredOutputsParams | ValidationError:
-        assert self._tokenizer is not None
+    def _find_out(self, params: SamplingParams, turn: Turn) -> SamplingParams:
+        """Check a constraint, and remember what the library says of it."""
+        wanted, tokenizer = params.structured_outputs, self._tokenizer
+        assert wanted is not None
+        assert tokenizer is not None
         try:
-            return self._checker.checked(
-                settle(wanted, self._settings), sorted(self._tokenizer.special_tokens)
+            found = self._checker.checked(
+                settle(wanted, self._settings), turn, sorted(tokenizer.special_tokens)
             )
+        except CheckLimitError:  # a matter of this time and this machine
+            raise
         except ValidationError as error:
-            return error
+            self._remember(wanted.key, error)
+            raise
+        self._remember(wanted.key, found)
+        return params.settled(structured_outputs=found)
 
     def _remember(self, key: bytes, found: StructuredOutputsParams | ValidationError) -> None:
         with self._lock:
             self._known[key] = found
             while len(self._known) > MAX_REMEMBERED:
                 del self._known[next(iter(self._known))]
+
+
+def busy() -> UnavailableError:
+    """The error of a request that waited for its turn in vain."""
+    return UnavailableError("constraints of other requests are being checked; try again", retry_after=5)

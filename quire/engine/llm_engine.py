@@ -98,7 +98,7 @@ class LLMEngine:
         arrived = self._front_end.clock()
         tokenized = self.input_processor.tokenize(prompt, adapter=lora_request)
         if isinstance(params, SamplingParams):
-            params = self.input_processor.constraints.settled(params)
+            params = self.input_processor.constraints.settled(params, tenant)
         with self._one_thread, HeldInterrupts():
             if request_id in self._front_end:
                 raise ValidationError(f"request id {request_id!r} is already in use", param="request_id")

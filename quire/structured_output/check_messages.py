@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import IO
 
@@ -10,10 +11,11 @@ import msgspec
 from quire.structured_output.params import StructuredOutputsParams
 
 SIZE = struct.Struct("<I")
+WALL_FACTOR = 6.0  # limit of wall time over that of CPU time: a busy machine gives a check a tenth of a core
 
 
 class Question(msgspec.Struct, array_like=True, frozen=True):
-    """Whether a settled constraint compiles."""
+    """Whether a settled constraint compiles, within seconds of CPU time and MiB of memory."""
 
     params: StructuredOutputsParams
     special: tuple[str, ...]
@@ -23,11 +25,26 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """The constraint as it is to be compiled; None, and why not, by a whole message if another `field` is to blame."""
+    """Result of a check.
+
+    Attributes:
+        params: the constraint as it is to be compiled; None if it is refused or nothing is known.
+        error: why it is refused; the whole message if another `field` is to blame.
+        is_of_library: the library said so. Otherwise the check met a limit of time or memory, which the next one need
+            not meet.
+        was_interrupted: the check was killed or stopped by others, and says nothing of the constraint.
+        cpu_s: seconds of CPU time.
+    """
 
     params: StructuredOutputsParams | None = None
     error: str = ""
     field: str = ""
+    is_of_library: bool = True
+    was_interrupted: bool = False
+    cpu_s: float = 0.0
+
+
+INTERRUPTED = Answer(was_interrupted=True)
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
@@ -39,3 +56,13 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 def write_frame(stream: IO[bytes], frame: bytes) -> None:
     stream.write(SIZE.pack(len(frame)) + frame)
     stream.flush()
+
+
+def is_stopped(child: int) -> bool:
+    """Whether a child was stopped by a signal, and so will not answer; False where the system cannot tell."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        return os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it has ended, and its exit status was read
+        return False

@@ -2,14 +2,17 @@
 
 Invariant: single-threaded, and it compiles nothing itself: a fork of it does, with a limit on its memory, and is killed
 when its time is over. It says with an empty frame that it is ready, reads questions from its standard input, answers
-them on its standard output, and ends with the input.
+them on its standard output, and ends with the input. Time is CPU time, so that other work on the machine refuses
+nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import random
 import resource
 import select
 import signal
@@ -23,25 +26,42 @@ from typing import IO, Any
 
 import msgspec
 
-from quire.structured_output.backend import GrammarBackend, GrammarError, Masks
+from quire.structured_output.backend import (
+    DEAD_END,
+    Grammar,
+    GrammarBackend,
+    GrammarError,
+    Masks,
+    Matcher,
+)
 from quire.structured_output.backends import resolve_backend
-from quire.structured_output.check_messages import Answer, Question, read_frame, write_frame
+from quire.structured_output.check_messages import (
+    INTERRUPTED,
+    WALL_FACTOR,
+    Answer,
+    Question,
+    is_stopped,
+    read_frame,
+    write_frame,
+)
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.pointer import Path as Place
 from quire.structured_output.pointer import pointer
 from quire.structured_output.settle import FLEXIBLE_SPACE
 from quire.structured_output.structural_tag import at_origin, parts_of
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_output.vocabulary import BYTES_END, Vocabulary
 
 NICENESS = 10
 WATCH_S = 0.5
+NUM_WALKS = 4
+WALK_STEPS = 32
 MAX_PLACES = 200
 """Schemas within a schema that are looked at for the cause of an error."""
 WHITE_SPACE = r"[ \t\n\r]*"
 
 
 def answer_in_fork(question: Question) -> Answer:
-    """Let a fork find out, and kill it when its time is over, or when nobody wants the answer any more."""
+    """Let a fork find out, which ends when its CPU time is over, or when nobody wants the answer any more."""
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
@@ -50,34 +70,82 @@ def answer_in_fork(question: Question) -> Answer:
         _be_child(question, writing, parent)
     os.close(writing)
     with os.fdopen(reading, "rb") as result:
-        frame = _wait(result, question.timeout_s)
+        frame = _wait(result, child, question.timeout_s * WALL_FACTOR)
     if frame is None:
         os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
+    _, status, usage = os.wait4(child, 0)
+    answer = _answer(question, frame, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
+    return msgspec.structs.replace(answer, cpu_s=usage.ru_utime + usage.ru_stime)
+
+
+def _answer(question: Question, frame: bytes | None, signal_number: int) -> Answer:
+    """The answer of a fork that wrote this, and ended by this signal; 0 is none."""
     if frame:
         return msgspec.msgpack.decode(frame, type=Answer)
-    if frame is None:
-        return Answer(error=f"it takes longer to compile than {question.timeout_s:g} s")
-    how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an error"
-    return Answer(
-        error=f"it needs more than {question.memory_mb} MiB to compile, or breaks the library ({how})"
-    )
+    if frame is None or signal_number == signal.SIGKILL:
+        return INTERRUPTED  # stopped, starved, or killed: for want of memory on the whole machine, or by hand
+    if signal_number in (signal.SIGPROF, signal.SIGXCPU):
+        error = f"it takes longer to compile than {question.timeout_s:g} s of CPU time"
+        return Answer(error=error, is_of_library=False)
+    how = f"signal {signal_number}" if signal_number else "an error"
+    error = f"it needs more than {question.memory_mb} MiB to compile, or breaks the library ({how})"
+    return Answer(error=error, is_of_library=False)
 
 
 def find_out(question: Question) -> Answer:
-    """Compile, and ask for the first mask."""
+    """Compile, ask for the first mask, and go some steps on."""
     try:
         backend = resolve_backend(question.backend)(Vocabulary.of_bytes(question.special))
         params = backend.prepare(question.params)
         _check_white_space(backend, params)
-        _try(backend, params)
-        return Answer(params)
+        grammar = _try(backend, params)
     except GrammarError as error:
         return _placed(question, str(error))
+    try:
+        _walk(grammar, len(backend.vocabulary.tokens))
+    except GrammarError as error:
+        return Answer(error=str(error))
+    return Answer(params)
 
 
-def _try(backend: GrammarBackend, params: StructuredOutputsParams) -> None:
-    backend.compile(params).new_matcher().fill(Masks(1, len(backend.vocabulary.tokens)), 0)
+def _try(backend: GrammarBackend, params: StructuredOutputsParams) -> Grammar:
+    grammar = backend.compile(params)
+    grammar.new_matcher().fill(Masks(1, len(backend.vocabulary.tokens)), 0)
+    return grammar
+
+
+def _walk(grammar: Grammar, vocab_size: int) -> None:
+    """Take a step behind each first token, and many along some texts.
+
+    Raises:
+        GrammarError: a limit of the library is met.
+    """
+    matcher, rng = grammar.new_matcher(), random.Random(0)
+    for first in _allowed(matcher, vocab_size):
+        if not (matcher.advance(first) and _allowed(matcher, vocab_size)):
+            matcher = grammar.new_matcher()
+            continue
+        matcher.rollback(1)
+    for _ in range(NUM_WALKS):
+        matcher = grammar.new_matcher()
+        for _ in range(WALK_STEPS):
+            tokens = _allowed(matcher, vocab_size)
+            if not tokens or not matcher.advance(rng.choice(tokens)):
+                break
+
+
+def _allowed(matcher: Matcher, vocab_size: int) -> list[int]:
+    """The tokens that may come next, without ends; none where nothing goes on."""
+    masks = Masks(1, vocab_size)
+    if matcher.is_complete:
+        return []
+    try:
+        matcher.fill(masks, 0)
+    except GrammarError as error:
+        if str(error) == DEAD_END:
+            return []
+        raise
+    return [token for token in range(vocab_size) if token != BYTES_END and masks.allows(0, token)]
 
 
 def _check_white_space(backend: GrammarBackend, params: StructuredOutputsParams) -> None:
@@ -162,8 +230,9 @@ def _end_with(parent: int) -> None:
 
 def _limit(question: Question) -> None:
     os.nice(NICENESS)
-    seconds = int(question.timeout_s) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    signal.setitimer(signal.ITIMER_PROF, question.timeout_s)  # its signal ends the process
+    seconds = math.ceil(question.timeout_s) + 1  # for a library that takes the timer away
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # no such file or limit on this system
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -171,18 +240,20 @@ def _limit(question: Question) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _wait(result: IO[bytes], timeout_s: float) -> bytes | None:
-    """All that the child writes until it ends; None if it does not end in time."""
+def _wait(result: IO[bytes], child: int, timeout_s: float) -> bytes | None:
+    """All that the child writes until it ends; None if it is stopped, or does not end in time."""
     deadline = time.monotonic() + timeout_s
     data = b""
-    while True:
-        left_s = max(0.0, deadline - time.monotonic())
-        if not select.select([result], [], [], left_s)[0]:
-            return None
+    while time.monotonic() < deadline:
+        if not select.select([result], [], [], WATCH_S)[0]:
+            if is_stopped(child):
+                return None
+            continue
         part = os.read(result.fileno(), 1 << 16)
         if not part:
             return data
         data += part
+    return None
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Whether a constraint compiles within limits of time and memory, found out in processes that can be killed.
+"""Check of constraints within limits of CPU time and memory, in processes that can be killed.
 
 Invariant: whatever a constraint does to the library (no end, all memory, a crash), it does it in a process of its own,
 and the answer is an error with a reason. Such a process knows the 256 bytes as its tokens: what compiling takes depends
@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from typing import IO
 
@@ -19,9 +20,18 @@ import msgspec
 from quire.errors import UnavailableError, ValidationError
 from quire.processes import start_python
 from quire.structured_output.backends import AUTO
-from quire.structured_output.check_messages import Answer, Question, read_frame, write_frame
+from quire.structured_output.check_messages import (
+    INTERRUPTED,
+    WALL_FACTOR,
+    Answer,
+    Question,
+    is_stopped,
+    read_frame,
+    write_frame,
+)
 from quire.structured_output.params import StructuredOutputsParams, invalid
 from quire.structured_output.settings import StructuredOutputsSettings
+from quire.structured_output.turns import FairTurns, Turn
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """A process that forks has no threads of libraries, which a fork has not."""
@@ -29,48 +39,66 @@ GRACE_S = 5.0
 """More than its deadline that a checker gets to answer."""
 START_S = 120.0
 """What it gets to start, on a machine with much else to do: some libraries take seconds to import on a quiet one."""
+MAX_WAIT_S = 30.0
+"""What a request waits for its turn, at least as long as two checks may take."""
+POLL_S = 0.5
+"""How often a process that should answer is asked for its state."""
+NUM_TRIES = 2
+
+
+class CheckLimitError(ValidationError):
+    """The check met a limit of time or memory, which another check of the same constraint need not meet."""
 
 
 class Checker:
     """Up to `num_checkers` processes, started when they are first needed.
 
-    Threads may share one.
+    Threads may share one. A check needs a turn of the fair queue `turns`.
     """
 
     def __init__(self, settings: StructuredOutputsSettings) -> None:
         self._settings = settings
-        self._free = threading.Semaphore(settings.num_checkers)
+        self.turns = FairTurns(settings.num_checkers)
+        self.max_wait_s = max(MAX_WAIT_S, 2 * settings.compile_timeout_s)
         self._lock = threading.Lock()
         self._idle: list[CheckProcess] = []
         self._busy: set[CheckProcess] = set()
         self._is_closed = False
 
     def checked(
-        self, params: StructuredOutputsParams, special: Sequence[str] = ()
+        self, params: StructuredOutputsParams, turn: Turn, special: Sequence[str] = ()
     ) -> StructuredOutputsParams:
         """The constraint as it is to be compiled, once it is known to be good.
 
         Args:
             params: settled.
+            turn: granted; is charged with the CPU time.
             special: literals of special tokens.
 
         Raises:
-            ValidationError: it cannot be compiled within the limits, or at all.
-            UnavailableError: no checker was free in all the time that one may take.
+            CheckLimitError: it cannot be compiled within the limits.
+            ValidationError: it cannot be compiled at all.
+            UnavailableError: the processes were killed or stopped while they checked it.
         """
-        if not self._free.acquire(timeout=self._settings.compile_timeout_s + GRACE_S):
-            raise UnavailableError("constraints of other requests are being checked; try again")
-        try:
-            answer = self._ask(params, special)
-        finally:
-            self._free.release()
+        answer = self._answer(params, special, turn)
         if answer.field:
             raise ValidationError(answer.error, param=answer.field)
         if answer.params is None:
-            raise invalid(
+            refusal = invalid(
                 params.kind, answer.error if answer.error.startswith("at ") else f"is refused: {answer.error}"
             )
+            raise refusal if answer.is_of_library else CheckLimitError(refusal.message, param=refusal.param)
         return answer.params
+
+    def _answer(self, params: StructuredOutputsParams, special: Sequence[str], turn: Turn) -> Answer:
+        for _ in range(NUM_TRIES):
+            answer = self._ask(params, special)
+            turn.cost_s += answer.cpu_s
+            if not answer.was_interrupted:
+                return answer
+        raise UnavailableError(
+            "the process that checks constraints was killed or stopped; try again", retry_after=2
+        )
 
     def close(self) -> None:
         """End the processes; calling it twice is fine."""
@@ -91,12 +119,14 @@ class Checker:
             self._settings.compile_timeout_s,
             self._settings.compile_memory_mb,
         )
-        answer = process.ask(question, self._settings.compile_timeout_s + GRACE_S)
+        answer = process.ask(question, self._settings.compile_timeout_s * WALL_FACTOR + GRACE_S)
         self._put_back(process, is_well=answer is not None)
-        return answer or Answer(error="the process that checks constraints failed on it")
+        return answer or INTERRUPTED
 
     def _take(self) -> CheckProcess:
         with self._lock:
+            if self._is_closed:
+                raise UnavailableError("constraints are not checked any more, because the engine shuts down")
             process = self._idle.pop() if self._idle else None
         if process is not None and not process.is_alive:
             process.kill()
@@ -144,7 +174,7 @@ class CheckProcess:
         return self._process.poll() is None
 
     def ask(self, question: Question, timeout_s: float) -> Answer | None:
-        """The answer; None if there is none in time, or the process has ended."""
+        """The answer; None if there is none in time, or the process has ended or is stopped."""
         try:
             self._is_ready = self._is_ready or self._read(START_S) is not None
             if not self._is_ready:
@@ -156,7 +186,13 @@ class CheckProcess:
             return None
 
     def _read(self, timeout_s: float) -> bytes | None:
-        return read_frame(self._from) if self._poll.poll(timeout_s * 1000) else None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self._poll.poll(POLL_S * 1000):
+                return read_frame(self._from)
+            if is_stopped(self._process.pid):
+                return None
+        return None
 
     def stop(self) -> None:
         """End the process; whoever waits for an answer learns that there is none."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BYTES_END = 256
+"""Id of the end in `Vocabulary.of_bytes`."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -24,8 +27,8 @@ class Vocabulary:
         """A token for each byte, and behind them an end and these special tokens."""
         tokens = [bytes([byte]) for byte in range(256)]
         names = dict.fromkeys(("<end>", *special))
-        ids = {name: 256 + place for place, name in enumerate(names)}
-        return Vocabulary([*tokens, *(b"" for _ in ids)], ids, (256,))
+        ids = {name: BYTES_END + place for place, name in enumerate(names)}
+        return Vocabulary([*tokens, *(b"" for _ in ids)], ids, (BYTES_END,))
 
 
 class LongestTokens:

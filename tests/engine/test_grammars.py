@@ -14,16 +14,17 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.constraint_checks import MAX_CHECKS
 from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.messages import AddRequest, EngineCoreRequest
 from quire.engine.startup import prepare
 from quire.engine.vocabulary import end_ids, vocabulary_of
-from quire.errors import ConfigError, UnavailableError, ValidationError
+from quire.errors import ConfigError, QuireError, UnavailableError, ValidationError
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.output import RequestUpdate
+from quire.structured_output.checker import CheckLimitError
+from quire.structured_output.turns import MAX_WAITING_OF_TENANT, Turn
 from tests.engine.tokenizer_kinds import EOS, KINDS, Kind, write_model_dir
 
 WAIT_S = 60.0
@@ -156,19 +157,91 @@ def test_an_answer_is_remembered(null_model_dir: Path) -> None:
     checks, asked = engine.input_processor.constraints, list[StructuredOutputsParams]()
     check = checks._checker.checked
 
-    def counted(wanted: StructuredOutputsParams, special: Sequence[str] = ()) -> StructuredOutputsParams:
+    def counted(
+        wanted: StructuredOutputsParams, turn: Turn, special: Sequence[str] = ()
+    ) -> StructuredOutputsParams:
         asked.append(wanted)
-        return check(wanted, special)
+        return check(wanted, turn, special)
 
     checks._checker.checked = counted  # type: ignore[method-assign]
     for _ in range(3):
-        assert not checks.is_known(params("b")) or asked
+        assert checks.known(params("b")) is None or asked
         checks.settled(params("b"))
         with pytest.raises(ValidationError, match="unclosed group"):
             checks.settled(params("("))
     assert [wanted.regex for wanted in asked] == ["b", "("]
-    assert checks.is_known(params("b"))
+    assert checks.known(params("b")) is not None
     engine.shutdown()
+
+
+@pytest.mark.parametrize("error", [CheckLimitError("too slow", param="x"), UnavailableError("killed")])
+def test_refusal_by_circumstances_is_forgotten(null_model_dir: Path, error: QuireError) -> None:
+    engine = LLMEngine(EngineConfig.from_args(model=str(null_model_dir), **NULL))
+    checks = engine.input_processor.constraints
+    check = checks._checker.checked
+    for number in range(2):
+        wanted = params(f"a{{{number}}}b")
+
+        def failed(*_args: Any) -> StructuredOutputsParams:
+            raise error
+
+        checks._checker.checked = failed  # type: ignore[method-assign]
+        with pytest.raises(type(error)):
+            checks.settled(wanted)
+        assert checks.known(wanted) is None
+        checks._checker.checked = check  # type: ignore[method-assign]
+        assert checks.settled(wanted).structured_outputs == wanted.structured_outputs
+    engine.shutdown()
+
+
+async def test_slow_constraints_of_a_tenant_delay_no_other(null_model_dir: Path) -> None:
+    """One checker of two stays free for others, and who waits in vain gets a 503."""
+    engine = AsyncLLM(EngineConfig.from_args(model=str(null_model_dir), **NULL), in_process=True)
+    checks, goes_on = engine.input_processor.constraints, threading.Event()
+    check = checks._checker.checked
+
+    def slow(wanted: StructuredOutputsParams, *args: Any) -> StructuredOutputsParams:
+        if str(wanted.regex).startswith("slow"):
+            assert goes_on.wait(WAIT_S)
+        return check(wanted, *args)
+
+    checks._checker.checked = slow  # type: ignore[method-assign]
+    slow_ones = [
+        asyncio.ensure_future(engine._checks.settled(params(f"slow{number}"), "a")) for number in range(12)
+    ]
+    for number in range(3):
+        settled = await engine._checks.settled(params(f"fast{number}"), "b")
+        assert settled.structured_outputs == StructuredOutputsParams(regex=f"fast{number}")
+    assert not any(one.done() for one in slow_ones)
+    checks._checker.max_wait_s = 0.01
+    with pytest.raises(UnavailableError, match="constraints of other requests are being checked"):
+        await engine._checks.settled(params("slow12"), "a")
+    goes_on.set()
+    assert len({(await one).structured_outputs for one in slow_ones}) == 12
+    await engine.shutdown()
+
+
+async def test_cancelled_check_gives_its_turn_back(null_model_dir: Path) -> None:
+    engine = AsyncLLM(EngineConfig.from_args(model=str(null_model_dir), **NULL), in_process=True)
+    checks, goes_on, begun = engine.input_processor.constraints, threading.Event(), threading.Event()
+    check = checks._checker.checked
+
+    def slow(wanted: StructuredOutputsParams, *args: Any) -> StructuredOutputsParams:
+        if wanted.regex == "slow":
+            begun.set()
+            assert goes_on.wait(WAIT_S)
+        return check(wanted, *args)
+
+    checks._checker.checked = slow  # type: ignore[method-assign]
+    running, waiting = (asyncio.ensure_future(engine._checks.settled(params("slow"), "a")) for _ in range(2))
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    for one in (running, waiting):
+        one.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await one
+    goes_on.set()
+    assert (await engine._checks.settled(params("next"), "a")).structured_outputs is not None
+    await engine.shutdown()
 
 
 def test_a_model_without_an_end_cannot_be_constrained(null_model_dir: Path) -> None:
@@ -182,14 +255,13 @@ def test_a_model_without_an_end_cannot_be_constrained(null_model_dir: Path) -> N
 async def test_the_event_loop_goes_on_while_a_constraint_is_checked(null_model_dir: Path) -> None:
     engine = AsyncLLM(EngineConfig.from_args(model=str(null_model_dir), **NULL), in_process=True)
     checks, goes_on = engine.input_processor.constraints, threading.Event()
-    settled = checks.settled
+    checked = checks.checked
 
-    def slow(given: SamplingParams) -> SamplingParams:
-        if given.structured_outputs is not None:
-            assert goes_on.wait(WAIT_S)
-        return settled(given)
+    def slow(given: SamplingParams, turn: Turn) -> SamplingParams:
+        assert goes_on.wait(WAIT_S)
+        return checked(given, turn)
 
-    checks.settled = slow  # type: ignore[method-assign]
+    checks.checked = slow  # type: ignore[method-assign]
     constrained = engine.generate([1, 2], params("a"), "slow")
     waiting = asyncio.ensure_future(anext(constrained))
     async for output in engine.generate([1, 2], params(None), "fast"):
@@ -203,7 +275,9 @@ async def test_the_event_loop_goes_on_while_a_constraint_is_checked(null_model_d
 
 async def test_no_more_constraints_wait_to_be_checked_than_may(null_model_dir: Path) -> None:
     engine = AsyncLLM(EngineConfig.from_args(model=str(null_model_dir), **NULL), in_process=True)
-    engine._checks.num_waiting = MAX_CHECKS
+    queue = engine.input_processor.constraints._checker.turns
+    for _ in range(MAX_WAITING_OF_TENANT + 2):  # two of them have the checkers
+        queue.take("")
     with pytest.raises(UnavailableError, match="wait to be checked"):
         await anext(engine.generate([1, 2], params("a"), "one too many"))
     assert (await anext(engine.generate([1, 2], params(None), "free"))).request_id == "free"

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from quire.errors import ValidationError
+from quire.errors import UnavailableError, ValidationError
 from quire.structured_output import checker as checker_module
 from quire.structured_output.check_messages import Question
-from quire.structured_output.checker import Checker, CheckProcess
+from quire.structured_output.checker import Checker, CheckLimitError, CheckProcess
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.settings import StructuredOutputsSettings
 from quire.structured_output.settle import settle
@@ -50,6 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "30k parentheses": ({"regex": "(" * 30_000 + "a" + ")" * 30_000}, "nested parentheses"),
     "30k open parentheses": ({"regex": "(" * 30_000}, "the expression is not supported"),
     "64 KiB of an expression": ({"regex": "a" * 65_537}, "the limit is 65536"),
+    "many times of many": ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too many expressions"),
     "nested Lark": ({"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, "too deeply nested"),
     "nested GBNF": ({"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000}, "nested too deeply"),
     "products": (
@@ -65,7 +66,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 COMPILED: dict[str, dict[str, Any]] = {
     "backtracking": {"regex": "(a+)+$"},
     "many times": {"regex": "a{1,100000}"},
-    "many times of many": {"regex": "((a{1,1000}){1,1000}){1,1000}"},
     "states": {"regex": "(.*a.{12}b){50}"},
     "64 KiB": {"regex": "|".join(f"ab{i}" for i in range(8000))[:65_536]},
     "references": {"json": chain(1500)},
@@ -87,7 +87,13 @@ def checker() -> Iterator[Checker]:
 
 
 def check(checker: Checker, fields: dict[str, Any]) -> StructuredOutputsParams:
-    return checker.checked(settle(StructuredOutputsParams(**fields), SETTINGS))
+    return checked(checker, settle(StructuredOutputsParams(**fields), SETTINGS))
+
+
+def checked(checker: Checker, params: StructuredOutputsParams) -> StructuredOutputsParams:
+    with checker.turns.take("") as turn:
+        turn.granted.result(HANG_S)
+        return checker.checked(params, turn)
 
 
 @pytest.mark.item(12)
@@ -111,15 +117,19 @@ def test_what_looks_bad_and_is_not_compiles(checker: Checker, name: str) -> None
 @pytest.mark.item(12)
 def test_time_is_limited() -> None:
     checker = Checker(StructuredOutputsSettings(compile_timeout_s=0.3, compile_memory_mb=4096))
-    with pytest.raises(ValidationError, match=r"longer to compile than 0\.3 s"):
-        checker.checked(SLOW)
+    with (
+        checker.turns.take("") as turn,
+        pytest.raises(CheckLimitError, match=r"longer to compile than 0\.3 s of CPU"),
+    ):
+        checker.checked(SLOW, turn)
+    assert turn.cost_s >= 0.25
     checker.close()
 
 
 def test_memory_is_limited() -> None:
     checker = Checker(StructuredOutputsSettings(compile_timeout_s=60.0, compile_memory_mb=16))
-    with pytest.raises(ValidationError, match="more than 16 MiB to compile"):
-        checker.checked(SLOW)
+    with pytest.raises(CheckLimitError, match="more than 16 MiB to compile"):
+        checked(checker, SLOW)
     check(checker, {"regex": "a"})
     checker.close()
 
@@ -134,21 +144,16 @@ def test_a_checker_that_is_killed_is_replaced() -> None:
     checker.close()
 
 
-@pytest.mark.item(50)
-def test_a_checker_that_is_killed_at_work_costs_its_own_request() -> None:
-    checker = Checker(SETTINGS)
-    check(checker, {"regex": "a"})
-    (process,) = checker._idle
-    killer = threading.Timer(0.3, os.kill, (process._process.pid, signal.SIGKILL))
-    killer.start()
-    with pytest.raises(ValidationError, match="failed on it"):
-        checker.checked(SLOW)
-    check(checker, {"regex": "b"})
-    checker.close()
+def work_of(process: CheckProcess) -> int | None:
+    """The process that compiles for a checker, if there is one now."""
+    children = Path(f"/proc/{process._process.pid}/task/{process._process.pid}/children")
+    with contextlib.suppress(OSError):
+        return next(map(int, children.read_text().split()), None)
+    return None
 
 
-@pytest.mark.item(13)
-def test_a_slow_constraint_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded_processes(monkeypatch: pytest.MonkeyPatch) -> list[CheckProcess]:
+    """The processes that checkers start from now on."""
     made: list[CheckProcess] = []
 
     def recorded(backend: str) -> CheckProcess:
@@ -156,8 +161,61 @@ def test_a_slow_constraint_does_not_keep_another_waiting(monkeypatch: pytest.Mon
         return made[-1]
 
     monkeypatch.setattr(checker_module, "CheckProcess", recorded)
+    return made
+
+
+def attack(made: list[CheckProcess], number: signal.Signals, *, fork: bool, times: int) -> None:
+    """Send a signal to so many checks, each once it is at work."""
+    victims = set[int]()
+    while len(victims) < times:
+        work = work_of(made[-1]) if made else None
+        victim = work if fork or work is None else made[-1]._process.pid
+        if victim is not None and victim not in victims:
+            victims.add(victim)
+            os.kill(victim, number)
+        time.sleep(0.01)
+
+
+@pytest.mark.item(50)
+@pytest.mark.parametrize("fork", [False, True], ids=["checker", "fork"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_checker_interrupted_twice_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, fork: bool
+) -> None:
+    made = recorded_processes(monkeypatch)
+    checker = Checker(SETTINGS)
+    attacker = threading.Thread(
+        target=attack, args=(made, number), kwargs={"fork": fork, "times": 2}, daemon=True
+    )
+    attacker.start()
+    with pytest.raises(UnavailableError, match="killed or stopped"):
+        checked(checker, SLOW)
+    attacker.join(HANG_S)
+    check(checker, {"regex": "b"})
+    checker.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_checker_interrupted_once_answers(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    made = recorded_processes(monkeypatch)
+    checker = Checker(StructuredOutputsSettings(compile_timeout_s=2.0, compile_memory_mb=4096))
+    check(checker, {"regex": "a"})
+    os.kill(made[0]._process.pid, number)
+    check(checker, {"regex": "hello[0-9]{3}"})
+    attacker = threading.Thread(
+        target=attack, args=(made, number), kwargs={"fork": True, "times": 1}, daemon=True
+    )
+    attacker.start()
+    with pytest.raises(CheckLimitError, match="longer to compile"):
+        checked(checker, SLOW)
+    checker.close()
+
+
+@pytest.mark.item(13)
+def test_a_slow_constraint_does_not_keep_another_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recorded_processes(monkeypatch)
     checker = Checker(StructuredOutputsSettings(compile_timeout_s=HANG_S, compile_memory_mb=4096))
-    slow = threading.Thread(target=_swallow, args=(checker.checked, SLOW))
+    slow = threading.Thread(target=_swallow, args=(checked, checker, SLOW))
     slow.start()
     while not made:
         time.sleep(0.01)
@@ -166,12 +224,12 @@ def test_a_slow_constraint_does_not_keep_another_waiting(monkeypatch: pytest.Mon
     checker.close()
     slow.join(HANG_S)
     assert not slow.is_alive()
-    with pytest.raises(ValidationError, match="failed on it"):
+    with pytest.raises(UnavailableError, match="shuts down"):
         check(checker, {"regex": "c"})
 
 
 def _swallow(work: Callable[..., Any], *args: Any) -> None:
-    with contextlib.suppress(ValidationError):
+    with contextlib.suppress(ValidationError, UnavailableError):
         work(*args)
 
 
@@ -188,10 +246,8 @@ def test_a_fork_ends_with_its_parent() -> None:
         target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096), HANG_S), daemon=True
     )
     asking.start()
-    children = Path(f"/proc/{process._process.pid}/task/{process._process.pid}/children")
-    while not children.read_text().split():
+    while (fork := work_of(process)) is None:
         time.sleep(0.01)
-    (fork,) = children.read_text().split()
     process.stop()
     asking.join(HANG_S)
     process.kill()
