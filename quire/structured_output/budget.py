@@ -40,6 +40,6 @@ class MaskBudget:
     def refusal(self) -> str:
         """The reason for a client, once the budget is spent."""
         return (
-            f"finding the tokens that may come next takes more than {self._mean_ms:g} ms of CPU time per token; make "
-            "the grammar less ambiguous, with one way only to derive a text, or the constraint smaller"
+            f"finding the tokens that may come next takes more than {self._mean_ms:g} ms of CPU time at each step; "
+            "make the grammar less ambiguous, with one way only to derive a text, or the constraint smaller"
         )

@@ -20,7 +20,7 @@ class StructuredOutputsSettings(msgspec.Struct, frozen=True, forbid_unknown_fiel
         compile_memory_mb: MiB that this may take.
         cache_mb: MiB of compiled grammars that are kept.
         num_checkers: processes that check constraints at the same time.
-        mask_time_ms: mean CPU time that a mask of one request may take; see `MaskBudget`.
+        mask_time_ms: mean CPU time that each step of a constrained text may take; see `MaskBudget`.
         jump_ahead: tokens that are guessed at a time where a grammar leaves one text only; None: as the model needs it.
     """
 

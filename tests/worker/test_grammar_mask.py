@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from quire.plugins import FACTORY, PluginTable
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.output import NewRequestData
-from quire.structured_output import backends
+from quire.structured_output import backends, budget
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Masks, Matcher
 from quire.structured_output.settings import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
@@ -19,6 +20,7 @@ from quire.structured_output.vocabulary import Vocabulary
 from quire.worker.cpu import HostTransfers
 from quire.worker.input_batch import Samples
 from quire.worker.sampler import Sampler, SamplerOutput
+from quire.worker.sampler.grammar import ConstrainedText
 from tests.worker.harness import append_tokens, input_batch, next_samples, request, rows_of
 
 END = 256
@@ -188,6 +190,63 @@ class FailingMatcher(Matcher):
         return []
 
 
+class SlowClock:
+    """CPU time that goes on by the same amount whenever it is read."""
+
+    def __init__(self, ms: float) -> None:
+        self.now_ns = 0
+        self._step_ns = int(ms * 1e6)
+
+    def __call__(self) -> int:
+        self.now_ns += self._step_ns
+        return self.now_ns
+
+
+@pytest.mark.parametrize(("ms", "fails"), [(4.0, False), (400.0, True)])
+def test_text_that_spends_its_budget_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, ms: float, fails: bool
+) -> None:
+    """Its mask is complete nevertheless, so that ranks which do not limit time sample the same token."""
+    monkeypatch.setattr("quire.worker.sampler.grammar.time.thread_time_ns", SlowClock(ms))
+    bench = Bench([member("a*", ignore_eos=True), member(None)])
+    for _ in range(20):
+        output = bench.step("b")
+        assert output.token_ids.tolist() == [ord("a"), ord("b")]
+    assert list(output.failed) == ([0] if fails else [])
+    assert not fails or "more than 5 ms of CPU time" in output.failed[0]
+
+
+def test_store_that_limits_no_time_has_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.worker.sampler.grammar.time.thread_time_ns", SlowClock(1e4))
+    grammars = GrammarStore(StructuredOutputsSettings(), limits_time=False)
+    grammars.use_vocabulary(lambda: VOCABULARY)
+    bench = Bench([member("a*", ignore_eos=True)], grammars)
+    assert not any(bench.step("b").failed for _ in range(20))
+
+
+AMBIGUOUS = [
+    'start: e\ne: e e | e e e | "a"',
+    'start: e\ne: e e | "a" | ' + " | ".join(f'"b{number}"' for number in range(1000)),
+]
+
+
+@pytest.mark.parametrize("grammar", AMBIGUOUS, ids=["small", "wide"])
+def test_ambiguous_grammar_ends_within_its_budget(grammar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that would take minutes of a step if nobody counted."""
+    monkeypatch.setattr(budget, "BURST_MS", 20.0)
+    wanted = StructuredOutputsParams(grammar=grammar)
+    params = GREEDY.clone(structured_outputs=wanted, ignore_eos=True)
+    one = ConstrainedText(request([1, 2], params, output=b"", eos_token_ids=[END]), store(), VOCAB)
+    unread: list[int] = []
+    for _ in range(3000):
+        filled = one.fill(Masks(1, VOCAB), 0, unread)
+        if filled.failure is not None:
+            break
+        unread = [ord("a")]
+    assert filled.failure is not None
+    assert "CPU time" in filled.failure
+
+
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> GrammarStore:
     table: PluginTable[type[GrammarBackend]] = PluginTable("none", "", {"failing": FailingBackend}, FACTORY)
@@ -203,6 +262,29 @@ def test_limits_of_what_texts_share_do_not_end_one_that_keeps_within_them_alone(
     assert list(bench.step("b").failed) == [2]
     assert list(bench.sample("b").failed) == [1, 2]
     assert bench.sample("b").token_ids.tolist()[0] == ord("a")
+
+
+def test_draft_that_meets_a_limit_ends_no_text(failing: GrammarStore) -> None:
+    """The text need not follow it, and goes on as it would without drafts."""
+    bench = Bench([member("once:2")], failing)
+    (row,) = bench.rows.tolist()
+    bench.batch.token_ids[row, 2:4] = [ord("a"), ord("a")]
+    output = bench.sample("b", Samples(np.full(3, row), np.arange(2, 5)))
+    assert list(output.failed) == [2]
+    assert bench.step("b").failed == {}
+    assert bench.step("b").failed == {}
+    assert list(bench.sample("b").failed) == [0]
+
+
+def test_limit_of_the_library_is_named() -> None:
+    """Rather than that the text has left its grammar."""
+    wide = "|".join(f"b{number}x" for number in range(13_000))
+    wanted = StructuredOutputsParams(grammar="start: " + " | ".join(f'"{one}"' for one in wide.split("|")))
+    params = GREEDY.clone(structured_outputs=wanted)
+    bench = Bench([request([1, 2], params, output=b"", eos_token_ids=[END])])
+    bench.step("b")
+    (failure,) = bench.sample("b").failed.values()
+    assert re.search(r"\d+ ways to go on are possible at one place, the limit is 12000", failure)
 
 
 def forced(bench: Bench, output: str) -> bytes:
