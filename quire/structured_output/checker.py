@@ -125,8 +125,7 @@ class Checker:
 
     def _take(self) -> CheckProcess:
         with self._lock:
-            if self._is_closed:
-                raise UnavailableError("constraints are not checked any more, because the engine shuts down")
+            self._check_open()
             process = self._idle.pop() if self._idle else None
         if process is not None and not process.is_alive:
             process.kill()
@@ -137,6 +136,10 @@ class Checker:
             if self._is_closed:
                 process.stop()
         return process
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UnavailableError("constraints are not checked any more, because the engine shuts down")
 
     def _put_back(self, process: CheckProcess, *, is_well: bool) -> None:
         with self._lock:

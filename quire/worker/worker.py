@@ -78,7 +78,7 @@ class Worker:
         self._parked: ParkedWeights | None = None
         # Time differs among ranks that must sample the same tokens: one decides for all, or, where each has a
         # scheduler of its own, none.
-        limits_time = shard.rank == 0 and not config.device.plans_on_each_rank
+        limits_time = shard.rank == 0 and not config.parallel.plans_on_each_rank
         self.grammars = GrammarStore(config.structured_outputs.settings, limits_time=limits_time)
         self.adapters = AdapterStore(
             config.lora.max_lora_rank,
