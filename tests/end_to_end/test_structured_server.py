@@ -201,6 +201,58 @@ def test_hostile_constraints_are_refused_while_others_go_on(demo_server: Server)
     assert demo_server.health() == 200
 
 
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_checker_that_is_lost_costs_no_constraint(demo_server: Server, number: signal.Signals) -> None:
+    wanted = {"regex": f"hello[0-9]{{{number}}}"}
+    assert completion(demo_server, {"structured_outputs": {"regex": f"a{{{number}}}"}}).status_code == 200
+    for pid in demo_server.children("quire.structured_output.check_process"):
+        os.kill(pid, number)
+    for _ in range(2):
+        reply = completion(demo_server, {"structured_outputs": wanted, "max_tokens": 60})
+        assert reply.status_code == 200, reply.text
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "choice": {"choice": [f"label {number}" for number in range(2000)]},
+    "open": {
+        "json": {"type": "object", "properties": {f"p{number}": {"type": "null"} for number in range(500)}}
+    },
+    "closed": {
+        "json": {
+            "type": "object",
+            "properties": {f"p{number}": {"type": "null"} for number in range(1500)},
+            "additionalProperties": False,
+        }
+    },
+    "rules": {"grammar": "start: " + " | ".join(f'"a{number}"' for number in range(1980))},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_constraint_is_generated(demo_server: Server, name: str) -> None:
+    body = {"structured_outputs": LARGE[name], "max_tokens": 60, "temperature": 1.5, "seed": 1}
+    reply = completion(demo_server, body)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_ambiguous_grammar_ends_with_its_reason(demo_server: Server) -> None:
+    """Its steps take the longer the longer the text is; other requests go on."""
+    other = {"max_tokens": 300, "seed": 3, "temperature": 1.0, "ignore_eos": True}
+    expected = completion(demo_server, other).json()["choices"]
+    grammar = 'start: e\ne: e e | e e e | "a"'
+    with ThreadPoolExecutor(2) as pool:
+        attack = pool.submit(
+            completion,
+            demo_server,
+            {"structured_outputs": {"grammar": grammar}, "max_tokens": 900, "ignore_eos": True},
+        )
+        assert completion(demo_server, other).json()["choices"] == expected
+        reply = attack.result()
+    assert reply.status_code == 500
+    assert "CPU time at each step; make the grammar less ambiguous" in reply.text
+
+
 @pytest.mark.more
 def test_a_constrained_stream_goes_on_in_a_new_core(tmp_path: Path) -> None:
     server = Server("--no-enable-prefix-caching", log=tmp_path / "log").wait_ready()
