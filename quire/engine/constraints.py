@@ -7,7 +7,10 @@ of time or memory or was killed.
 
 from __future__ import annotations
 
+import hashlib
 import threading
+
+import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.tokenizer import Tokenizer
@@ -18,7 +21,7 @@ from quire.structured_output.params import PARAM, StructuredOutputsParams
 from quire.structured_output.settle import settle
 from quire.structured_output.turns import Turn
 
-MAX_REMEMBERED = 256
+MAX_REMEMBERED = 256  # encoded constraints within the limits of `settle`
 
 
 class Constraints:
@@ -33,7 +36,7 @@ class Constraints:
         self._ends = ends
         self._checker = Checker(self._settings)
         self._lock = threading.Lock()
-        self._known: dict[bytes, StructuredOutputsParams | ValidationError] = {}
+        self._known: dict[bytes, bytes | ValidationError] = {}
 
     def known(self, params: SamplingParams) -> SamplingParams | None:
         """Return what `settled` would return if no check is needed, else None.
@@ -45,10 +48,12 @@ class Constraints:
         if wanted is None:
             return params
         self._check_tokenizer()
-        found = self._known.get(wanted.key)
+        found = self._known.get(_name(wanted))
         if isinstance(found, ValidationError):
             raise ValidationError(found.message, param=found.param)
-        return None if found is None else params.settled(structured_outputs=found)
+        if found is None:
+            return None
+        return params.settled(structured_outputs=msgspec.msgpack.decode(found, type=StructuredOutputsParams))
 
     def settled(self, params: SamplingParams, tenant: str = "") -> SamplingParams:
         """The same parameters with a constraint that is ready to be compiled; may take as long as compiling may.
@@ -127,16 +132,21 @@ class Constraints:
         except CheckLimitError:  # a matter of this time and this machine
             raise
         except ValidationError as error:
-            self._remember(wanted.key, error)
+            self._remember(wanted, error)
             raise
-        self._remember(wanted.key, found)
+        self._remember(wanted, found.key)
         return params.settled(structured_outputs=found)
 
-    def _remember(self, key: bytes, found: StructuredOutputsParams | ValidationError) -> None:
+    def _remember(self, wanted: StructuredOutputsParams, found: bytes | ValidationError) -> None:
         with self._lock:
-            self._known[key] = found
+            self._known[_name(wanted)] = found
             while len(self._known) > MAX_REMEMBERED:
                 del self._known[next(iter(self._known))]
+
+
+def _name(wanted: StructuredOutputsParams) -> bytes:
+    """A short name of a constraint as a client wrote it, which may have megabytes."""
+    return hashlib.sha256(wanted.key).digest()
 
 
 def busy() -> UnavailableError:

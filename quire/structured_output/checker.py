@@ -7,8 +7,10 @@ on the constraint and hardly on the vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import subprocess
 import threading
 import time
@@ -163,6 +165,7 @@ class CheckProcess:
             os.environ | ONE_THREAD,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            process_group=0,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -198,12 +201,14 @@ class CheckProcess:
         return None
 
     def stop(self) -> None:
-        """End the process; whoever waits for an answer learns that there is none."""
-        self._process.kill()
+        """End the process and its fork, also if they are stopped; who waits for an answer gets none."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """End the process, and let go of what led to it; nobody may wait for an answer."""
-        self._process.kill()
+        self.stop()
         self._process.wait()
         self._to.close()
         self._from.close()

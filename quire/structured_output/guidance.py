@@ -38,7 +38,7 @@ LIMITS: dict[str, Any] = {
 """The states of a grammar take some 60 MB (each is a row of 256 numbers)."""
 BASE_ITEMS = 2_000
 ITEMS_PER_BYTE = 0.5  # an optional property takes at least 8 bytes of schema, and 4 items
-MOST_ITEMS = 12_000  # a row takes time with their square: 20 ms for so many
+MOST_ITEMS = 8_192  # a row takes time with their square, 10 ms for so many, and 8 bytes of memory for each
 ROWS_PER_MASK = 25  # rows of that size that one mask may compute
 MAX_REASON_CHARS = 300
 PLACE = re.compile(r"^at \d+\(\d+\): |^\d+\(\d+\): ")

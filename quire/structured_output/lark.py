@@ -42,8 +42,8 @@ class _Writer(TagWriter):
         as_lark: Callable[[str], str],
     ) -> None:
         super().__init__(special)
-        # One expression: as alternatives of a rule, all of them are looked at for every mask.
-        self._writers["choice"] = lambda one: self._regex({"pattern": "|".join(map(_escaped, one["choice"]))})
+        self._writers["choice"] = lambda one: self._choice(one["choice"])
+        self._writers["or"] = lambda one: self._or(one["elements"])
         self._as_lark = as_lark
         self._json_options = json_options
         self._quote = quote
@@ -72,6 +72,20 @@ class _Writer(TagWriter):
 
     def _regex(self, one: Format) -> str:
         return f"/{self._quote(one['pattern'])}/"
+
+    def _choice(self, texts: list[str]) -> str:
+        """Write one expression: as alternatives of a rule, all of them would be looked at for every mask."""
+        return self._regex({"pattern": "|".join(map(_escaped, texts))})
+
+    def _or(self, elements: list[Format]) -> str:
+        texts = [one["value"] for one in elements if one["type"] == "const_string"]
+        are_plain = len(texts) == len(elements) and all(
+            text and not self._has_special(text) for text in texts
+        )
+        return self._choice(texts) if are_plain else " | ".join(map(self._rule, elements))
+
+    def _has_special(self, text: str) -> bool:
+        return self._special is not None and self._special.search(text) is not None
 
     def _schema(self, one: Format) -> str:
         return "%json " + json.dumps(

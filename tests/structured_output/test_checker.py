@@ -248,13 +248,31 @@ def test_a_fork_ends_with_its_parent() -> None:
     asking.start()
     while (fork := work_of(process)) is None:
         time.sleep(0.01)
-    process.stop()
+    os.kill(process._process.pid, signal.SIGKILL)
     asking.join(HANG_S)
     process.kill()
+    wait_for_end(fork)
+
+
+def wait_for_end(pid: int) -> None:
     deadline = time.monotonic() + HANG_S
-    while Path(f"/proc/{fork}").exists() and "Z" not in Path(f"/proc/{fork}/stat").read_text().split()[2]:
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_check_that_is_stopped_as_a_whole_leaves_nothing() -> None:
+    process = CheckProcess()
+    asking = threading.Thread(
+        target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096), HANG_S), daemon=True
+    )
+    asking.start()
+    while (fork := work_of(process)) is None:
+        time.sleep(0.01)
+    os.killpg(process._process.pid, signal.SIGSTOP)
+    asking.join(HANG_S)
+    process.kill()
+    wait_for_end(fork)
 
 
 def test_a_grammar_of_llama_cpp_comes_back_as_one_of_lark(checker: Checker) -> None:

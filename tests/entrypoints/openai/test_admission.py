@@ -256,7 +256,7 @@ async def test_a_constraint_that_takes_for_ever_keeps_no_stream_waiting() -> Non
     form = {"type": "json_schema", "json_schema": {"schema": TAKES_MINUTES}}
     hostile = Client("/v1/completions", {"prompt": "hi", "response_format": form})
     waiting = asyncio.create_task(app(hostile.scope, hostile.receive, hostile.send))
-    while not engine._checks.num_waiting:  # noqa: ASYNC110 - nothing tells
+    while not engine.input_processor.constraints._checker._busy:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0)
     async with CheckedClient(app) as client:
         body = {"prompt": "hi", "stream": True, "max_tokens": 20, "ignore_eos": True}

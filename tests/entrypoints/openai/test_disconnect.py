@@ -131,7 +131,7 @@ async def test_disconnect_while_its_grammar_is_compiled(
     await engine.wait_ready()
     begun = asyncio.Event()
 
-    async def endless(params: Any) -> Any:
+    async def endless(_params: Any, _tenant: str) -> Any:
         begun.set()
         await asyncio.Event().wait()
 
