@@ -126,18 +126,22 @@ class Checker:
         return answer or INTERRUPTED
 
     def _take(self) -> CheckProcess:
-        with self._lock:
-            self._check_open()
-            process = self._idle.pop() if self._idle else None
-        if process is not None and not process.is_alive:
-            process.kill()
-            process = None
-        process = process or CheckProcess(self._settings.backend)
+        process = self._idle_process() or CheckProcess(self._settings.backend)
         with self._lock:
             self._busy.add(process)
             if self._is_closed:
                 process.stop()
         return process
+
+    def _idle_process(self) -> CheckProcess | None:
+        """A process that waits for work; those that were killed or stopped meanwhile are reaped."""
+        while True:
+            with self._lock:
+                self._check_open()
+                process = self._idle.pop() if self._idle else None
+            if process is None or process.is_well:
+                return process
+            process.kill()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -178,6 +182,11 @@ class CheckProcess:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the process has neither ended nor been stopped."""
+        return self.is_alive and not is_stopped(self._process.pid)
 
     def ask(self, question: Question, timeout_s: float) -> Answer | None:
         """The answer; None if there is none in time, or the process has ended or is stopped."""

@@ -134,13 +134,17 @@ def test_memory_is_limited() -> None:
     checker.close()
 
 
-def test_a_checker_that_is_killed_is_replaced() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_idle_checkers_that_are_lost_are_replaced(number: signal.Signals) -> None:
+    """All of them, however many there are."""
     checker = Checker(SETTINGS)
-    check(checker, {"regex": "a"})
-    (process,) = checker._idle
-    os.kill(process._process.pid, signal.SIGKILL)
-    process._process.wait()
+    checker._idle = [CheckProcess() for _ in range(3)]
+    lost = [process._process.pid for process in checker._idle]
+    for pid in lost:
+        os.kill(pid, number)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     check(checker, {"regex": "b"})
+    assert not {process._process.pid for process in checker._idle} & {*lost}
     checker.close()
 
 
