@@ -11,6 +11,7 @@ from pathlib import Path
 from quire.engine.lexicons import Lexicon
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.formats.choice import choose
+from quire.entrypoints.chat.formats.examples import examples_of
 from quire.entrypoints.chat.formats.model import ModelFormat
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.entrypoints.fill_in import FillIn
@@ -79,10 +80,10 @@ class TextForm:
         Raises:
             ConfigError: a parser is named that is none; and as `chat_template`.
         """
-        options, sources = self._options, self.chat_template.all_sources
-        return ModelFormat(
-            choose(options.tool_call_parser, options.reasoning_parser, sources), self.tokenizer
-        )
+        options, template = self._options, self.chat_template
+        examples = examples_of(template)
+        formats = choose(options.tool_call_parser, options.reasoning_parser, template.all_sources, examples)
+        return ModelFormat(formats, self.tokenizer)
 
     @property
     def fills_in(self) -> bool:

@@ -194,6 +194,19 @@ class ChatTemplate:
         options = {"tools": tools, "documents": documents, **chat_template_kwargs}
         return self._render(messages, options, add_generation_prompt, continue_final_message).text
 
+    def try_render(self, messages: Conversation, /, **options: Any) -> str | None:
+        """Return the prompt without the options that the template does not read; None if it cannot be rendered."""
+        if self._for_tools is not None and options.get("tools"):
+            return self._for_tools.try_render(messages, **options)
+        if self._wants_parts:
+            messages = [_with_parts(message) for message in messages]
+        known = {name: options[name] for name in options.keys() & (self.variables | OWN_VARIABLES)}
+        context = {**self._tokens, "tools": None, "documents": None, **known, "messages": messages}
+        try:
+            return _bounded_join(self._template.generate(context))
+        except Exception:  # the template is foreign code; that it fails is the answer
+            return None
+
     def compose(
         self,
         messages: Conversation,

@@ -10,6 +10,7 @@ import click
 
 from quire.entrypoints.chat.formats.choice import PlainReader, choose
 from quire.entrypoints.chat.formats.events import Event, Reasoning
+from quire.entrypoints.chat.formats.examples import examples_of
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.cli.answer_printer import AnswerPrinter
 from quire.entrypoints.cli.form import form_options, structured_outputs
@@ -81,7 +82,8 @@ def _rendered(engine: LLMEngine, text: str, system_prompt: str | None, raw: bool
     messages.append({"role": "user", "content": text})
     template = ChatTemplate.from_tokenizer(engine.tokenizer)
     chat = template.compose(messages)
-    formats = ModelFormat(choose("none", "auto", template.all_sources), engine.tokenizer)
+    chosen = choose("none", "auto", template.all_sources, examples_of(template))
+    formats = ModelFormat(chosen, engine.tokenizer)
     return Asked(chat.encode(engine.tokenizer), formats, PromptEnd.of(chat.text, messages, continues=False))
 
 

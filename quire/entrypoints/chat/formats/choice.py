@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from quire.entrypoints.chat.answer_grammar import AnswerGrammar, MarkerGrammar
 from quire.entrypoints.chat.formats.answer import AnswerParser, AnswerReader
 from quire.entrypoints.chat.formats.events import Event, Tools
+from quire.entrypoints.chat.formats.examples import TOOLS, Example
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.harmony import MARKERS as HARMONY_MARKERS
 from quire.entrypoints.chat.formats.harmony import HarmonyReader, Opening
@@ -85,26 +86,56 @@ class AnswerFormat:
         )
 
 
-def choose(tool_name: str, reasoning_name: str, chat_template: str | None) -> AnswerFormat:
-    """The formats of these names; "auto" goes by the chat template, "none" is none.
+def choose(
+    tool_name: str, reasoning_name: str, chat_template: str | None, examples: Iterable[Example] = ()
+) -> AnswerFormat:
+    """Return the formats of these names; "auto" goes by the chat template, "none" is none.
+
+    Args:
+        examples: answers as the template writes them; a format that reads them goes before one whose evidence the
+            template holds, but which does not.
 
     Raises:
         ConfigError: there is no format of a name.
     """
-    return AnswerFormat(
-        _choose(TOOL_FORMATS, tool_name, chat_template),
-        _choose(REASONING_FORMATS, reasoning_name, chat_template),
+    shown = list(examples)
+    reasoning = _choose(
+        REASONING_FORMATS, reasoning_name, chat_template, lambda row: _reads_thoughts(row, shown)
     )
+    tools = _choose(TOOL_FORMATS, tool_name, chat_template, lambda row: _reads_calls(row, reasoning, shown))
+    return AnswerFormat(tools, reasoning)
 
 
-def _choose(table: PluginTable[Row], name: str, chat_template: str | None) -> Row | None:
+def _choose(
+    table: PluginTable[Row], name: str, chat_template: str | None, reads: Callable[[Row], bool]
+) -> Row | None:
     if name == "none":
         return None
     if name != "auto":
         return table.resolve(name)
-    rows = (table.resolve(known) for known in table.names())
-    return next((row for row in rows if _speaks_of(chat_template or "", row)), None)
+    rows = [row for row in map(table.resolve, table.names()) if row.evidence]
+    spoken_of = [row for row in rows if _speaks_of(chat_template or "", row)]
+    return next(filter(reads, [*spoken_of, *rows]), None) or next(iter(spoken_of), None)
 
 
 def _speaks_of(chat_template: str, row: ToolFormat | ReasoningFormat) -> bool:
     return any(all(word in chat_template for word in words) for words in row.evidence)
+
+
+def _reads_calls(row: ToolFormat, reasoning: ReasoningFormat | None, examples: list[Example]) -> bool:
+    """Whether there are examples of calls, and the format reads them all."""
+    calls = [one for one in examples if one.has_call]
+    return bool(calls) and all(one.calls_are_read(_read(AnswerFormat(row, reasoning), one)) for one in calls)
+
+
+def _reads_thoughts(row: ReasoningFormat, examples: list[Example]) -> bool:
+    """Whether there are examples of reasoning, and the format reads them all."""
+    thoughts = [one for one in examples if one.has_thought]
+    return bool(thoughts) and all(
+        one.thought_is_read(_read(AnswerFormat(None, row), one)) for one in thoughts
+    )
+
+
+def _read(formats: AnswerFormat, one: Example) -> list[Event]:
+    reader = formats.reader(one.prompt, TOOLS)
+    return reader.feed(one.text) + reader.finish()

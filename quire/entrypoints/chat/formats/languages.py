@@ -18,18 +18,34 @@ from quire.entrypoints.chat.formats.constraint import (
 )
 from quire.entrypoints.chat.formats.ends import End, QuotedEnd
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
-from quire.entrypoints.chat.formats.literals import ESCAPE, GemmaLiterals
+from quire.entrypoints.chat.formats.literals import GemmaLiterals
 from quire.entrypoints.chat.formats.syntax import json_object
 from quire.entrypoints.chat.formats.typed import to_json
+
+BARE_KEY = re.compile(
+    r"([{,]\s*)([^\s\"{}\[\],](?:[^\"{}\[\],]*[^\s\"{}\[\],])?)\s*:(?=\s*(?:\Z|[-\d{\[tfnTFN]))"
+)
+"""A key that is no string, and behind it a value, or the end of the text if the value is a string."""
+BARE_WORD = re.compile(r"(?<=[:,\[])(\s*)(True|False|None)(?=\s*[,}\]])")
+"""A value as Python writes it."""
+JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def _json_key(found: re.Match[str]) -> str:
+    return f"{found[1]}{to_json(found[2])}:"
+
+
+def _json_word(found: re.Match[str]) -> str:
+    return f"{found[1]}{JSON_WORDS[found[2]]}"
 
 
 @dataclass(frozen=True)
 class GemmaCall:
-    """`<start_function_call>call:name{key:<escape>text<escape>,n:1}<end_function_call>`: JSON with bare keys."""
+    """`call:name{key:<escape>text<escape>,n:1}`: JSON with bare keys, and strings between two marks."""
 
+    close: str
+    quote: str
     before: str = "call:"
-    close: str = "<end_function_call>"
-    quote: str = ESCAPE
     needs_marker: ClassVar[bool] = True
 
     def begins(self, text: str) -> bool | None:
@@ -57,7 +73,7 @@ class GemmaCall:
     def _as_json(self, text: str) -> str:
         """Strings and what is between them take turns."""
         parts = text.split(self.quote)
-        parts[0::2] = [re.sub(r"([{,]\s*)([\w.\-]+)\s*:", r'\1"\2":', part) for part in parts[0::2]]
+        parts[0::2] = [BARE_WORD.sub(_json_word, BARE_KEY.sub(_json_key, part)) for part in parts[0::2]]
         parts[1::2] = [to_json(part) for part in parts[1::2]]
         return "".join(parts)
 

@@ -1,4 +1,4 @@
-"""Values as constraints in languages that write them otherwise than JSON does: Python's literals, and FunctionGemma's.
+"""Values as constraints in languages that write them otherwise than JSON does: Python's literals, and Gemma's.
 
 Invariant: an object has the properties that its schema names, in their order, and no others; what a language cannot say
 of a schema is `UnsayableError`.
@@ -34,7 +34,6 @@ from quire.entrypoints.chat.formats.constraint import (
 from quire.entrypoints.chat.formats.texts import text_pattern
 from quire.entrypoints.chat.formats.typed import schema_kinds, to_json
 
-ESCAPE = "<escape>"
 MAX_DEPTH = 16
 BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 INTEGER = "-?(?:0|[1-9][0-9]{0,17})"
@@ -218,7 +217,10 @@ class PythonLiterals(Literals):
         return [verbatim(text) for text in dict.fromkeys([repr(value), to_json(value)])]
 
 
-GEMMA_NAME = r"[A-Za-z0-9_.\-]+"
+GEMMA_NAME = r"[^\s\"{}\[\],:<>]+"
+GEMMA_KEY = r"[A-Za-z0-9_.\-]{1,64}:"
+GEMMA_DEPTH = 2
+"""How deep lists and objects nest of which a schema says nothing."""
 
 
 class GemmaLiterals(Literals):
@@ -232,11 +234,10 @@ class GemmaLiterals(Literals):
         self._quote = quote
 
     def anything(self) -> Form:
-        scalar = [self.string({}), matching(NUMBER), *(fixed(word) for word in ("true", "false", "null"))]
-        return either(scalar)
+        return self._any(GEMMA_DEPTH)
 
     def any_object(self) -> Form:
-        raise UnsayableError("an object without named properties")
+        return self._any_object(self._any(GEMMA_DEPTH - 1))
 
     def string(self, schema: Schema) -> Form:
         return row(fixed(self._quote), until(self._quote, text_pattern(schema)))
@@ -254,3 +255,15 @@ class GemmaLiterals(Literals):
         if isinstance(value, str):
             return [row(fixed(self._quote), verbatim(value), fixed(self._quote))]
         return [verbatim(to_json(value))]
+
+    def _any(self, depth: int) -> Form:
+        """Any value in which lists and objects nest so deep."""
+        scalars = [self.string({}), matching(NUMBER), *(fixed(word) for word in ("true", "false", "null"))]
+        if not depth:
+            return either(scalars)
+        inner = self._any(depth - 1)
+        array = row(fixed("["), listed(inner, self.comma), fixed("]"))
+        return either([*scalars, array, self._any_object(inner)])
+
+    def _any_object(self, value: Form) -> Form:
+        return row(fixed("{"), listed(row(matching(GEMMA_KEY), value), self.comma), fixed("}"))

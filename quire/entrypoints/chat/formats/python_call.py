@@ -21,10 +21,7 @@ from quire.entrypoints.chat.formats.constraint import (
 from quire.entrypoints.chat.formats.ends import MAX_HEAD_CHARS, End, python_end
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
 from quire.entrypoints.chat.formats.literals import PythonLiterals
-
-JSON_NAMES = {"true": True, "false": False, "null": None}
-ODD_ESCAPE = re.compile(r"\\(?:[\\'\"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}|(?P<odd>.))", re.DOTALL)
-"""An escape, or a backslash that is none to Python, which keeps both characters and warns."""
+from quire.entrypoints.chat.formats.python_literals import literal, parse_python
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class PythonCall:
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
         name, _, rest = text.partition("(")
         try:
-            call = ast.parse(f"_({ODD_ESCAPE.sub(_doubled, rest)}", mode="eval").body
+            call = parse_python(f"_({rest}")
             if not isinstance(call, ast.Call) or call.args:
                 return None
             said = {str(word.arg): literal(word.value) for word in call.keywords if word.arg is not None}
@@ -68,34 +65,3 @@ class PythonCall:
         words = [row(verbatim(f"{one.name}="), values.argument(one)) for one in arguments]
         body = fields(words, [one.is_required for one in arguments], ", ")
         return row(verbatim(f"{name}("), body, fixed(")"))
-
-
-def _doubled(escape: re.Match[str]) -> str:
-    return escape[0] if escape["odd"] is None else rf"\{escape[0]}"
-
-
-def literal(node: ast.expr) -> Any:
-    """The value of a literal of Python or JSON.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    match node:
-        case ast.Constant(value=str() | int() | float() | None as value):
-            return value
-        case ast.Name(id=name) if name in JSON_NAMES:
-            return JSON_NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {_key(key): literal(value) for key, value in zip(keys, values, strict=True)}
-    raise ValueError("no literal")
-
-
-def _key(node: ast.expr | None) -> str:
-    match node:
-        case ast.Constant(value=str() as key):
-            return key
-    raise ValueError("no string")

@@ -21,6 +21,7 @@ from quire.entrypoints.chat.formats.constraint import (
     Schema,
     UnsayableError,
     arguments_of,
+    either,
     fields,
     fixed,
     json_of,
@@ -39,8 +40,18 @@ from quire.entrypoints.chat.formats.ends import (
     json_end,
 )
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
-from quire.entrypoints.chat.formats.tagged import tagged_value
-from quire.entrypoints.chat.formats.typed import VALUES, object_text, plain, to_json, typed_text, unpadded
+from quire.entrypoints.chat.formats.tagged import Tags, tagged_value
+from quire.entrypoints.chat.formats.typed import (
+    KINDS,
+    VALUES,
+    json_kind,
+    marked_text,
+    object_text,
+    plain,
+    to_json,
+    typed_text,
+    unpadded,
+)
 
 
 class Syntax(Protocol):
@@ -125,6 +136,35 @@ class JsonCall:
 
 
 @dataclass(frozen=True)
+class NamedJson:
+    """`{"name of the function": {...}}`."""
+
+    before: ClassVar[str] = ""
+    needs_marker: ClassVar[bool] = False
+
+    def begins(self, text: str) -> bool | None:
+        return text[0] == "{"
+
+    def end(self) -> End:
+        return json_end()
+
+    def parse(self, text: str, tools: Tools) -> ToolCall | None:
+        fields = json_object(text)
+        if fields is None or len(fields) != 1:
+            return None
+        ((name, arguments),) = fields.items()
+        raw = _arguments_text(bytes(arguments).decode())
+        return ToolCall(name, raw) if name and raw is not None else None
+
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
+        return f"{{{to_json(name)}: {to_json(arguments)}}}"
+
+    def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
+        arguments = json_of({**ANY_OBJECT, **schema} if strict else ANY_OBJECT)
+        return row(fixed("{"), verbatim(to_json(name)), fixed(": "), arguments, fixed("}"))
+
+
+@dataclass(frozen=True)
 class HeadedJson:
     """A head with the name, and the JSON object of the arguments.
 
@@ -132,7 +172,7 @@ class HeadedJson:
         before: begins the call.
         head: what stands between that and the object, white space around it aside, with a group `name`, and a group
             `id` if the model numbers its calls.
-        written: the same as a model writes it.
+        written: the same as a model writes it, with `{name}`, and `{index}` or `{id}` if calls have one.
     """
 
     before: str
@@ -159,27 +199,33 @@ class HeadedJson:
         arguments = _arguments_text(text[start:])
         if found is None or arguments is None:
             return None
-        return ToolCall(found["name"], arguments, found.groupdict().get("id"))
+        return ToolCall(found["name"], arguments, found.groupdict().get("id") or None)
 
     def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
-        return f"{self.before}{self.written.format(name=name, index=index)}{to_json(arguments)}"
+        head = self.written.format(name=name, index=index, id=f"call{index:06d}")
+        return f"{self.before}{head}{to_json(arguments)}"
 
     def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
-        before, _, behind = self.written.partition("{name}")
         arguments = json_of({**ANY_OBJECT, **schema} if strict else ANY_OBJECT)
-        behind, counts, rest = behind.partition("{index}")
-        number = [matching("[0-9]{1,4}")] if counts else []
-        return row(
-            fixed(self.before + before), verbatim(name), fixed(behind), *number, fixed(rest), arguments
-        )
+        return row(fixed(self.before), *numbered(self.written, name), arguments)
 
 
 @dataclass(frozen=True)
 class TaggedCall:
     """A name, and for each argument its key and its value between literals; values are text.
 
-    A value is a string if the tool's schema says so, or else what JSON makes of it. One line end on either side of it
-    belongs to the literals.
+    A value is a string if the tool's schema says so, or else what JSON makes of it. With padding, one line end on
+    either side of it belongs to the literals.
+
+    Args:
+        name_close: ends the name; it may hold `{index}`, the number of the call.
+        key_close: ends the key; it may hold `{mark}`, the kind of the value.
+        padding: written on either side of a value.
+        gap: written between the parts of a call.
+        outer: ends the section, and so a call with values whose own end was forgotten.
+        marks: how `key_close` names strings, and then other values; of six, those of `KINDS` in their order.
+        quotes: may stand around a string that holds markup.
+        index_from: the number of the first call.
     """
 
     before: str
@@ -189,9 +235,11 @@ class TaggedCall:
     value_close: str
     close: str
     padding: str = "\n"
-    """What a model writes around values, and between the parts of a call."""
+    gap: str = "\n"
     outer: str = ""
-    """Ends the section, and so a call with values whose own end was forgotten."""
+    marks: tuple[str, ...] = ()
+    quotes: tuple[str, str] | None = None
+    index_from: int = 0
 
     @property
     def needs_marker(self) -> bool:
@@ -210,55 +258,109 @@ class TaggedCall:
         body = text[len(self.before) :].removesuffix(self.close)
         start = body.find(self.key_open)
         head, values = (body, "") if start < 0 else (body[:start], body[start:])
-        name = head.strip().removesuffix(self.name_close.strip()).strip()
+        name = re.sub(rf"(?:{_pattern(self.name_close.strip())})?\Z", "", head.strip(), count=1).strip()
         pairs = self._pairs(values)
         if not name or len(name) > MAX_HEAD_CHARS or re.search(r"[\s<>{}]", name) or pairs is None:
             return None
         schema = tools.get(name, {})
-        fields = {key: typed_text(_property(schema, key), value) for key, value in pairs}
+        fields = {key: self._typed(_property(schema, key), mark, value) for key, mark, value in pairs}
         return ToolCall(name, object_text(fields))
 
     def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
-        pad = self.padding
+        pad, head = self.padding, self.name_close.replace("{index}", str(self.index_from + index))
         values = "".join(
-            f"{self.key_open}{key}{self.key_close}{pad}{plain(value)}{pad}{self.value_close}{pad}"
+            f"{self.key_open}{key}{self._key_close(value)}{pad}{self._quoted(value)}{pad}{self.value_close}{self.gap}"
             for key, value in arguments.items()
         )
-        return f"{self.before}{name}{self.name_close}{pad}{values}{self.close}"
+        return f"{self.before}{name}{head}{self.gap}{values}{self.close}"
 
     def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
-        pad, arguments = self.padding, arguments_of(schema, strict=strict)
+        arguments = arguments_of(schema, strict=strict)
         values = [self._value(argument, schema) for argument in arguments]
         body = fields(values, [argument.is_required for argument in arguments])
-        begin = row(fixed(self.before), verbatim(name), fixed(self.name_close + pad))
-        return row(begin, body, fixed(self.close))
+        head = numbered(f"{{name}}{self.name_close}{self.gap}", name)
+        return row(fixed(self.before), *head, body, fixed(self.close))
 
     def _value(self, argument: Argument, root: Schema) -> Form:
+        of_text, of_others = self._opens(self.marks[:1]), self._opens(self.marks[1:])
+        tags = Tags(of_text, of_others, self.padding, self.value_close, bool(self.marks), self.quotes)
         with within("properties", argument.name):
-            value = tagged_value(argument.schema, root, self.padding, self.value_close)
+            value = tagged_value(argument.schema, root, tags)
         value = placed(value, "properties", argument.name)
-        begin = row(fixed(self.key_open), verbatim(argument.name), fixed(self.key_close + self.padding))
-        return row(begin, value, fixed(self.padding))
+        return row(fixed(self.key_open), verbatim(argument.name), value, fixed(self.gap))
 
-    def _pairs(self, text: str) -> list[tuple[str, str]] | None:
-        """Key and value of each argument; None if something else stands between them."""
+    def _opens(self, marks: tuple[str, ...]) -> Form:
+        """Ends the key of a value that is marked as one of these."""
+        closes = [self.key_close.replace("{mark}", mark) for mark in marks or ("",)]
+        return either([fixed(close + self.padding) for close in closes])
+
+    def _key_close(self, value: Any) -> str:
+        if not self.marks:
+            return self.key_close
+        place = min(KINDS.index(json_kind(value)), len(self.marks) - 1)
+        return self.key_close.replace("{mark}", self.marks[place])
+
+    def _quoted(self, value: Any) -> str:
+        """The value as it is written; between quotes if it is a string that could be taken for markup."""
+        text = plain(value)
+        if self.quotes is None or not isinstance(value, str) or not re.search(r"[<&\n]", text):
+            return text
+        return f"{self.quotes[0]}{text}{self.quotes[1]}"
+
+    def _typed(self, schema: Schema, mark: str | None, value: str) -> str:
+        """The JSON text of a value."""
+        if self.quotes is not None and value.strip().startswith(self.quotes[0]):
+            inner = value.strip().removeprefix(self.quotes[0])
+            if inner.endswith(self.quotes[1]):
+                return marked_text(schema, inner.removesuffix(self.quotes[1]), is_text=True)
+        value = unpadded(value) if self.padding else value
+        return (
+            typed_text(schema, value)
+            if mark is None
+            else marked_text(schema, value, is_text=mark == self.marks[0])
+        )
+
+    def _pairs(self, text: str) -> list[tuple[str, str | None, str]] | None:
+        """Key, mark and value of each argument; None if something else stands between them."""
         key_open, value_close = re.escape(self.key_open), re.escape(self.value_close)
-        key_close = r"\s*".join(re.escape(part) for part in self.key_close.split())
+        key_close = r"\s*".join(_pattern(part) for part in self.key_close.split())
         one = re.compile(
-            rf"\s*{key_open}([^<>]*?){key_close}(.*?){value_close}(?=\s*(?:{key_open}|\Z))", re.DOTALL
+            rf"\s*{key_open}(?P<key>[^<>]*?){key_close}(?P<value>.*?){value_close}(?=\s*(?:{key_open}|\Z))",
+            re.DOTALL,
         )
         pairs, position = [], 0
         while (found := one.match(text, position)) is not None:
-            pairs.append((found[1].strip().strip('"'), unpadded(found[2])))
+            mark = found["mark"] if self.marks else None
+            pairs.append((found["key"].strip().strip('"'), mark, found["value"]))
             position = found.end()
         return pairs if not text[position:].strip() else None
+
+
+PLACEHOLDERS = {"index": "[0-9]{1,4}", "id": "[a-z0-9]{10}"}
+"""What a model writes for itself in the head of a call."""
+
+
+def numbered(written: str, name: str) -> list[Form]:
+    """The head of a call of this function."""
+    parts = re.split(r"\{(name|index|id)\}", written)
+    parts_of_model = {key: matching(pattern) for key, pattern in PLACEHOLDERS.items()}
+    kinds = {**parts_of_model, "name": verbatim(name)}
+    return [kinds[part] if place % 2 else fixed(part) for place, part in enumerate(parts)]
+
+
+def _pattern(literal: str) -> str:
+    """The expression of a literal with placeholders."""
+    escaped = re.escape(literal)
+    return escaped.replace(r"\{index\}", "[0-9]*").replace(r"\{mark\}", r"(?P<mark>\w*)")
 
 
 @lru_cache(maxsize=64)
 def _head_of(before: str, name_close: str) -> re.Pattern[str]:
     """What stands before a call's first value, or the beginning of it."""
     name = rf"[^\s<>{{}}{re.escape(name_close[:1])}]*"
-    return re.compile(rf"{re.escape(before)}\s*{name}\s*{''.join(f'{re.escape(c)}?' for c in name_close)}\s*")
+    chars = re.findall(r"\{index\}|.", name_close, re.DOTALL)
+    close = "".join("[0-9]*" if char == "{index}" else rf"{re.escape(char)}?" for char in chars)
+    return re.compile(rf"{re.escape(before)}\s*{name}\s*{close}\s*")
 
 
 def json_object(text: str) -> dict[str, msgspec.Raw] | None:

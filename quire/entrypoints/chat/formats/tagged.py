@@ -5,6 +5,8 @@ Invariant: a value that is allowed is read back as one that its schema allows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from quire.entrypoints.chat.formats.constraint import (
     ANNOTATIONS,
     Form,
@@ -19,47 +21,86 @@ from quire.entrypoints.chat.formats.constraint import (
     with_definitions,
 )
 from quire.entrypoints.chat.formats.texts import ANY, LENGTHS, text_pattern
-from quire.entrypoints.chat.formats.typed import plain, schema_kinds, to_json, typed_text, unpadded
+from quire.entrypoints.chat.formats.typed import KINDS, plain, schema_kinds, to_json, typed_text
 
 ALTERNATIVES = ("anyOf", "oneOf")
 COMBINED = frozenset({"allOf", "not", "if", "then", "else"})
 """Keywords about any value."""
-INNER = r"[^\n]"
-"""Where nothing is around a value, a line end at its edge is taken for the tag's."""
 
 
-def tagged_value(schema: Schema, root: Schema, padding: str, close: str) -> Form:
-    """A value, and what closes it.
+class Tags(NamedTuple):
+    """What stands around a value.
+
+    Attributes:
+        of_text, of_others: end the key and open a value, which is a string or something else.
+        padding: stands between a value and its end.
+        marked: whether the two say which of them the value is.
+        quotes: may stand around a string.
+    """
+
+    of_text: Form
+    of_others: Form
+    padding: str
+    close: str
+    marked: bool = False
+    quotes: tuple[str, str] | None = None
+
+
+def tagged_value(schema: Schema, root: Schema, tags: Tags) -> Form:
+    """The end of a key, its value, and what closes that.
 
     Raises:
         UnsayableError: its schema allows strings, but not by what can be said of a text without quotes.
     """
     kinds = schema_kinds(schema)
-    end, gap = fixed(padding + close), padding.replace("\n", r"\n")
+    end, gap = fixed(tags.padding + tags.close), tags.padding.replace("\n", r"\n")
     if isinstance(schema.get("enum"), list) or "const" in schema:
-        return _listed(schema, close, end, is_padded=bool(padding))
+        return _listed(schema, tags, end)
     if "string" not in kinds:
         if schema.keys() <= ANNOTATIONS:
-            return until(close, ANY + gap)
-        return row(json_of(with_definitions(schema, root)), end)
-    pattern = _pattern(schema, is_padded=bool(padding))
-    text = until(close, f"(?:{pattern}){gap}")
-    return either([text, row(fixed("null"), end)]) if "null" in kinds else text
+            return _anything(tags, gap)
+        return row(tags.of_others, json_of(with_definitions(schema, root)), end)
+    pattern = _pattern(schema)
+    text = row(tags.of_text, until(tags.close, f"(?:{pattern}){gap}"))
+    forms = [text, *_quoted(pattern, tags, gap)]
+    if "null" in kinds:
+        forms.append(row(tags.of_others, fixed("null"), end))
+    return either(forms)
 
 
-def _listed(schema: Schema, close: str, end: Form, *, is_padded: bool) -> Form:
+def _anything(tags: Tags, gap: str) -> Form:
+    text = row(tags.of_text, until(tags.close, ANY + gap))
+    if not tags.marked:
+        return text
+    other = json_of({"type": list(KINDS[1:])})
+    return either([text, row(tags.of_others, other, fixed(tags.padding + tags.close))])
+
+
+def _quoted(pattern: str, tags: Tags, gap: str) -> list[Form]:
+    """A string between quotes, if the syntax has any."""
+    if tags.quotes is None:
+        return []
+    opening, closing = tags.quotes
+    return [row(tags.of_text, fixed(opening), until(closing + tags.padding + tags.close, pattern))]
+
+
+def _listed(schema: Schema, tags: Tags, end: Form) -> Form:
     others = sorted(schema.keys() - ANNOTATIONS - {"type", "enum", "const"})
     if others:
         raise UnsayableError(f"the keyword {others[0]} beside enum or const")
     values = schema.get("enum", [schema.get("const")])
     for value in values:
         text = plain(value)
-        if close in text or typed_text(schema, text if is_padded else unpadded(text)) != to_json(value):
+        if tags.close in text or typed_text(schema, text) != to_json(value):
             raise UnsayableError(f"the value {value!r:.80}, which would be read as another")
-    return row(either([verbatim(plain(value)) for value in values]), end)
+    by_kind = [
+        (tags.of_text, [verbatim(value) for value in values if isinstance(value, str)]),
+        (tags.of_others, [verbatim(plain(value)) for value in values if not isinstance(value, str)]),
+    ]
+    return row(either([row(begin, either(texts)) for begin, texts in by_kind if texts]), end)
 
 
-def _pattern(schema: Schema, *, is_padded: bool) -> str:
+def _pattern(schema: Schema) -> str:
     """Of the strings that the schema allows; one of its alternatives may be about strings."""
     alternatives = next((schema[key] for key in ALTERNATIVES if isinstance(schema.get(key), list)), None)
     if alternatives is not None:
@@ -67,26 +108,9 @@ def _pattern(schema: Schema, *, is_padded: bool) -> str:
         of_text = [option for option in alternatives if "string" in schema_kinds(option)]
         if others or len(of_text) != 1:
             raise UnsayableError("alternatives of which not exactly one is about strings")
-        return _pattern(of_text[0], is_padded=is_padded)
+        return _pattern(of_text[0])
     own = {key: value for key, value in schema.items() if key in LENGTHS | {"pattern", "format"}}
     others = sorted(schema.keys() - ANNOTATIONS - LENGTHS - {"type", "pattern", "format"})
     if others and (schema.get("type") == "string" or COMBINED.intersection(others)):
         raise UnsayableError(f"the keyword {others[0]} of a string")
-    if is_padded or "minLength" not in own:
-        return text_pattern(own)
-    return _without_edges(own)
-
-
-def _without_edges(schema: Schema) -> str:
-    """Strings of at least so many characters that neither begin nor end with a line end."""
-    least, most = schema["minLength"], schema.get("maxLength")
-    if schema.keys() - LENGTHS or type(least) is not int or type(most) not in (int, type(None)):
-        raise UnsayableError("lengths of a string beside a pattern")
-    if least < 2 and (most is None or most > 1):
-        more = "" if most is None else most - 2
-        one = f"{INNER}(?:(?s:.){{0,{more}}}{INNER})?"
-        return one if least else f"(?:{one})?"
-    if least >= 2:
-        more = "" if most is None else most - 2
-        return f"{INNER}(?s:.){{{least - 2},{more}}}{INNER}"
-    return INNER if least else f"{INNER}{{0,{most}}}"
+    return text_pattern(own)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.formats.languages import GemmaCall
 from quire.entrypoints.chat.formats.python_call import PythonCall
-from quire.entrypoints.chat.formats.syntax import HeadedJson, JsonCall, TaggedCall
+from quire.entrypoints.chat.formats.syntax import HeadedJson, JsonCall, NamedJson, TaggedCall
+from quire.entrypoints.chat.formats.typed import KINDS
 from quire.plugins import PluginTable, instance_of
 
 LIST = ("[", "]", ",")
@@ -18,6 +19,85 @@ MISTRAL_HEAD = r"(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS
 XML_CALL = TaggedCall(
     "<function=", ">", "<parameter=", ">", "</parameter>", "</function>", outer="</tool_call>"
 )
+
+
+def dsml(name: str, section: str) -> ToolFormat:
+    """Return DeepSeek's markup, in which each value says whether it is a string."""
+    opening, closing = f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"
+    call = TaggedCall(
+        '<｜DSML｜invoke name="',
+        '">',
+        '<｜DSML｜parameter name="',
+        '" string="{mark}">',
+        "</｜DSML｜parameter>",
+        "</｜DSML｜invoke>",
+        padding="",
+        outer=closing,
+        marks=("true", "false"),
+    )
+    evidence = ((opening,), ("｜DSML｜", f"{section}>"))
+    return ToolFormat(
+        name,
+        (call,),
+        opens=(opening,),
+        closes=(closing,),
+        opening=f"{opening}\n",
+        closing=f"\n{closing}",
+        evidence=evidence,
+    )
+
+
+def glm(name: str, gap: str, evidence: tuple[str, ...], *aliases: str) -> ToolFormat:
+    """Return GLM's tags with this between them."""
+    key_close = f"</arg_key>{gap}<arg_value>"
+    call = TaggedCall("", "", "<arg_key>", key_close, "</arg_value>", "</tool_call>", padding="", gap=gap)
+    return ToolFormat(
+        name,
+        (call,),
+        opens=("<tool_call>",),
+        opening="<tool_call>",
+        separator=gap,
+        each=True,
+        evidence=(evidence,),
+        aliases=aliases,
+    )
+
+
+def hunyuan(name: str, suffix: str, evidence: tuple[str, ...]) -> ToolFormat:
+    """Return Hunyuan 3's tags, of which the names end in a suffix."""
+    opening, closing = f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"
+    call = TaggedCall(
+        f"<tool_call{suffix}>",
+        f"<tool_sep{suffix}>",
+        f"<arg_key{suffix}>",
+        f"</arg_key{suffix}>\n<arg_value{suffix}>",
+        f"</arg_value{suffix}>",
+        f"</tool_call{suffix}>",
+        padding="",
+        outer=closing,
+    )
+    return ToolFormat(
+        name,
+        (call,),
+        opens=(opening,),
+        closes=(closing,),
+        opening=f"{opening}\n",
+        closing=f"\n{closing}",
+        evidence=(evidence,),
+    )
+
+
+def gigachat(name: str, opening: str) -> ToolFormat:
+    """Return GigaChat's calls, which are messages of a role, or stand behind a token."""
+    return ToolFormat(
+        name,
+        (JsonCall(),),
+        opens=("<|function_call|>", "function call<|role_sep|>\n"),
+        opening=opening,
+        each=True,
+        evidence=(("<|role_sep|>", opening.split("<|role_sep|>")[0]),),
+    )
+
 
 FORMATS = (
     ToolFormat(
@@ -38,12 +118,44 @@ FORMATS = (
     ),
     ToolFormat(
         "functiongemma",
-        (GemmaCall(),),
+        (GemmaCall("<end_function_call>", "<escape>"),),
         opens=("<start_function_call>",),
         opening="<start_function_call>",
         separator="",
         each=True,
         evidence=(("<start_function_call>",),),
+    ),
+    ToolFormat(
+        "gemma4",
+        (GemmaCall("<tool_call|>", '<|"|>'),),
+        opens=("<|tool_call>",),
+        opening="<|tool_call>",
+        separator="",
+        each=True,
+        evidence=(("<|tool_call>",),),
+    ),
+    ToolFormat(
+        "kimi_k3",
+        (
+            TaggedCall(
+                '<|open|>call tool="',
+                '" index="{index}"<|sep|>',
+                '<|open|>argument key="',
+                '" type="{mark}"<|sep|>',
+                "<|close|>argument<|sep|>",
+                "<|close|>call<|sep|>",
+                padding="",
+                gap="",
+                marks=KINDS,
+                index_from=1,
+            ),
+        ),
+        opens=("<|open|>tools<|sep|>",),
+        closes=("<|close|>tools<|sep|>",),
+        opening="<|open|>tools<|sep|>",
+        separator="",
+        closing="<|close|>tools<|sep|>",
+        evidence=(("<|open|>", "open_tag('call'"), ("<|open|>call tool=",)),
     ),
     ToolFormat(
         "kimi_k2",
@@ -94,6 +206,8 @@ FORMATS = (
         closing="<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         evidence=(("<｜tool▁sep｜>",),),
     ),
+    dsml("deepseek_v32", "function_calls"),
+    dsml("deepseek_v4", "tool_calls"),
     ToolFormat(
         "cohere_command3",
         (JsonCall(("tool_name", "name"), ("parameters", "arguments"), ("tool_call_id",)),),
@@ -104,8 +218,83 @@ FORMATS = (
         separator=",\n    ",
         closing="\n]<|END_ACTION|>",
         evidence=(("<|START_ACTION|>",),),
-        aliases=("command_r",),
+        aliases=("command_r", "cohere_command4"),
     ),
+    ToolFormat(
+        "cohere_command_r",
+        (JsonCall(("tool_name", "name"), ("parameters", "arguments")),),
+        opens=("Action: ```json", "Action:\n```json", "Action:```json"),
+        closes=("```",),
+        skips=LIST,
+        opening="Action:\n```json\n[\n    ",
+        separator=",\n    ",
+        closing="\n]\n```",
+        evidence=(("<|START_OF_TURN_TOKEN|>", "Action:"),),
+    ),
+    ToolFormat(
+        "minicpm5",
+        (
+            TaggedCall(
+                "",
+                '">',
+                '<param name="',
+                '">',
+                "</param>",
+                "</function>",
+                padding="",
+                gap="",
+                quotes=("<![CDATA[", "]]>"),
+            ),
+        ),
+        opens=('<function name="',),
+        opening='<function name="',
+        each=True,
+        evidence=(("<function name=", "<param name="),),
+    ),
+    hunyuan("hy_v3_opensource", ":opensource", ("<tool_sep", "<arg_key", ":opensource")),
+    hunyuan("hy_v3", "", ("<tool_sep", "<arg_key")),
+    ToolFormat(
+        "solar_open",
+        (
+            HeadedJson(
+                "<|tool_call:begin|>",
+                r"(?:(?P<id>[^\s<>|]*)\s*<\|tool_call:name\|>)?\s*(?P<name>[\w.\-]+)\s*<\|tool_call:args\|>",
+                "{id}<|tool_call:name|>{name}<|tool_call:args|>",
+            ),
+        ),
+        opens=("<|tool_calls|>",),
+        closes=("<|calls|>",),
+        skips=("<|tool_call:end|>",),
+        opening="<|tool_calls|>",
+        separator="<|tool_call:end|>",
+        closing="<|tool_call:end|><|calls|>",
+        evidence=(("<|tool_call:begin|>",),),
+    ),
+    ToolFormat(
+        "apertus",
+        (NamedJson(),),
+        opens=("<|tools_prefix|>",),
+        closes=("<|tools_suffix|>",),
+        skips=LIST,
+        opening="<|tools_prefix|>[",
+        separator=", ",
+        closing="]<|tools_suffix|>",
+        evidence=(("<|tools_prefix|>",),),
+    ),
+    ToolFormat(
+        "nemotron_json",
+        (JsonCall(),),
+        opens=("<TOOLCALL>",),
+        closes=("</TOOLCALL>",),
+        skips=LIST,
+        opening="<TOOLCALL>[",
+        separator=", ",
+        closing="]</TOOLCALL>",
+        evidence=(("<TOOLCALL>",),),
+        aliases=("llama_nemotron_json",),
+    ),
+    gigachat("gigachat31", "<|function_call|>"),
+    gigachat("gigachat3", "function call<|role_sep|>\n"),
     ToolFormat(
         "seed_oss",
         (
@@ -116,7 +305,7 @@ FORMATS = (
                 ">",
                 "</parameter>",
                 "</function>",
-                "",
+                padding="",
                 outer="</seed:tool_call>",
             ),
         ),
@@ -147,19 +336,8 @@ FORMATS = (
         closing="\n</minimax:tool_call>",
         evidence=(("minimax:tool_call",),),
     ),
-    ToolFormat(
-        "glm45",
-        (
-            TaggedCall(
-                "", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>", padding=""
-            ),
-        ),
-        opens=("<tool_call>",),
-        opening="<tool_call>",
-        each=True,
-        evidence=(("<arg_key>",),),
-        aliases=("glm47",),
-    ),
+    glm("glm47", "", ("</arg_key><arg_value>",), "poolside_v1", "ling3"),
+    glm("glm45", "\n", ("<arg_key>",)),
     ToolFormat(
         "qwen3_coder",
         (XML_CALL, JsonCall()),
@@ -169,7 +347,18 @@ FORMATS = (
         closing="\n</tool_call>",
         each=True,
         evidence=(("<tool_call>", "<function="),),
-        aliases=("qwen3_xml",),
+        aliases=("qwen3_xml", "step3p5", "mimo"),
+    ),
+    ToolFormat(
+        "functionary_v31",
+        (HeadedJson("", r"(?P<name>[\w.\-]+)\s*>", "{name}>"),),
+        opens=("<function=",),
+        closes=("</function>",),
+        opening="<function=",
+        separator="",
+        closing="</function>",
+        each=True,
+        evidence=(("<function=",),),
     ),
     ToolFormat(
         "mistral",
@@ -235,15 +424,25 @@ FORMATS = (
         aliases=("phi4_mini",),
     ),
     ToolFormat(
-        "lfm2",
+        "minicpm3",
         (PythonCall(),),
+        opens=("<|tool_call_start|>",),
+        closes=("<|tool_call_end|>",),
+        skips=("```python", "```"),
+        opening="<|tool_call_start|>\n```python\n",
+        closing="\n```\n<|tool_call_end|>",
+        evidence=(("<|tool_call_start|>", "```python"),),
+    ),
+    ToolFormat(
+        "lfm2",
+        (PythonCall(), JsonCall()),
         opens=("<|tool_call_start|>",),
         closes=("<|tool_call_end|>",),
         skips=LIST,
         opening="<|tool_call_start|>[",
         separator=", ",
         closing="]<|tool_call_end|>",
-        evidence=(("<|tool_call_start|>",),),
+        evidence=(("<|tool_call_start|>",), ("<|tool_list_start|>",), ("<|im_start|>", "List of tools: [")),
     ),
     ToolFormat(
         "llama4_pythonic",
@@ -311,6 +510,17 @@ FORMATS = (
         opening="<tool_calls>\n",
         closing="\n</tool_calls>",
         evidence=(("<tool_calls>", "<beginning_of_sentence>"),),
+    ),
+    ToolFormat(
+        "apriel",
+        (JsonCall(),),
+        opens=("<tool_calls>",),
+        closes=("</tool_calls>",),
+        skips=LIST,
+        opening="<tool_calls>[",
+        separator=", ",
+        closing="]</tool_calls>",
+        evidence=(("<tool_calls>", "[BEGIN FINAL RESPONSE]"),),
     ),
     ToolFormat(
         "jamba",

@@ -68,7 +68,7 @@ def test_reasoning_that_never_ends_is_reasoning(row: ReasoningFormat) -> None:
 
 @pytest.mark.parametrize("row", [row for row in TAGGED if row.silent], ids=lambda row: row.name)
 def test_markers_around_the_answer_are_no_part_of_it(row: ReasoningFormat) -> None:
-    answer = f"{row.opens[0]}{THOUGHT}{row.closes[0]}\n{row.silent[0]}\nIt is 4.\n{row.silent[1]}"
+    answer = f"{row.opens[0]}{THOUGHT}{row.closes[0]}\n{row.silent[0]}\nIt is 4.\n{row.silent[-1]}"
     for pieces in cuts(answer):
         assert read(row, pieces)[:2] == (THOUGHT, "It is 4.")
 

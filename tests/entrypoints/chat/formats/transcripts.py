@@ -254,7 +254,6 @@ WRITTEN: tuple[Transcript, ...] = (
         "<arg_value>2</arg_value></tool_call>",
         calls=[("get_weather", {"city": "Paris", "days": 2})],
     ),
-    Transcript("glm47", "no arguments", "<tool_call>now</tool_call>", calls=[("now", {})]),
     Transcript(
         "glm45", "reasoning speaks of the marker", "<think>I'd use <tool_call>now if asked.</think>\n<tool_call>now\n</tool_call>",
         calls=[("now", {})], thought="I'd use <tool_call>now if asked.", reasoning="glm45",

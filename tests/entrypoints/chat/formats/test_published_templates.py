@@ -1,0 +1,145 @@
+"""Published chat templates: an answer that a template writes into a history is read by the formats chosen for it.
+
+The templates are not part of this repository: `$QUIRE_REAL/templates/*.jinja`, by default of `build/real`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.entrypoints.chat.formats.choice import AnswerFormat, choose
+from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
+from quire.entrypoints.chat.formats.examples import QUESTION, THINKING, Example, example, examples_of
+from quire.entrypoints.chat.template import ChatTemplate
+from tests.entrypoints.chat.formats.reading import pieces_of
+
+FOLDER = Path(os.environ.get("QUIRE_REAL", "build/real")) / "templates"
+TEMPLATES = sorted(FOLDER.glob("*.jinja"))
+
+NO_PLACE = "its template has no place for tools"
+WITHOUT_TOOLS = {
+    "HuggingFaceTB-SmolLM3-3B": NO_PLACE,
+    "google-gemma-2-2b-it": NO_PLACE,
+    "lenml-gemma3": NO_PLACE,
+    "lenml-llama3": NO_PLACE,
+    "lenml-llama3_1": NO_PLACE,
+    "llama-cpp-rwkv-world": NO_PLACE,
+    "microsoft-Phi-3.5-mini-instruct": NO_PLACE,
+}
+"""Templates for which no format of calls is chosen, and the reason."""
+UNSEEN = {
+    "HuggingFaceTB-SmolLM3-3B": NO_PLACE,
+    "LFM2-8B-A1B": "it leaves calls of a history out",
+    "LFM2.5-Instruct": "it leaves calls of a history out",
+}
+"""Templates that have a format and show no call, and the reason."""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "description": "p"},
+        "count": {"type": "integer", "description": "c"},
+        "ratio": {"type": "number", "description": "r"},
+        "exact": {"type": "boolean", "description": "e"},
+        "names": {"type": "array", "items": {"type": "string"}, "description": "n"},
+        "where": {
+            "type": "object",
+            "description": "w",
+            "properties": {"at": {"type": "string", "description": "a"}},
+        },
+    },
+    "required": ["path"],
+}
+TOOLS = {"write_file": SCHEMA, "now": {"type": "object", "properties": {}}}
+DECLARED = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
+    for name, schema in TOOLS.items()
+]
+ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {"path": "a.py", "count": 3, "ratio": 0.5, "exact": True},
+    {"path": "5", "names": ["a b", "c"], "where": {"at": "x", "deep": {"list": [1, True, {"k": "v"}]}}},
+    {"path": 'say "hi" \\ it\'s {a: [1, 2]}, (b) <c> & d'},
+    {"path": "def f():\n    return 1\n"},
+    {"path": "ünï 🌍 東京", "names": []},
+    {},
+)
+THOUGHT = "First I look.\nThen, <b>I</b> think & say."
+SAID = "I look it up."
+REST = re.compile(r"(?:<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\]|\]~b\]\w*|\[e~\[|\s)*")
+"""Markers around the end of a turn, which are special tokens that the formats do not show."""
+
+
+def call(name: str, arguments: dict[str, Any], index: int) -> dict[str, Any]:
+    return {
+        "id": f"call0000{index}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def answers(*, thinks: bool) -> Iterator[dict[str, Any]]:
+    thoughts = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT) if thinks else {}
+    for arguments in ARGUMENTS:
+        calls = [call("write_file", arguments, 1)]
+        yield {"role": "assistant", "content": "", "tool_calls": calls, **thoughts}
+    calls = [call("write_file", ARGUMENTS[0], 1), call("now", {}, 2)]
+    yield {"role": "assistant", "content": "", "tool_calls": calls, **thoughts}
+    yield {"role": "assistant", "content": SAID, "tool_calls": calls, **thoughts}
+    yield {"role": "assistant", "content": SAID, **thoughts}
+
+
+def turns(template: ChatTemplate) -> Iterator[tuple[dict[str, Any], Example]]:
+    """Answers, and how the template writes them."""
+    for options in THINKING:
+        given = {"tools": DECLARED, **options}
+        prompt = template.try_render([QUESTION], add_generation_prompt=True, **given)
+        for answer in (*answers(thinks=True), *answers(thinks=False)):
+            rendered = template.try_render([QUESTION, answer], add_generation_prompt=False, **given)
+            if prompt is not None and rendered is not None:
+                yield answer, example(prompt, rendered)
+
+
+def read(formats: AnswerFormat, turn: Example, size: int) -> list[Event]:
+    reader = formats.reader(turn.prompt, TOOLS)
+    (pieces,) = pieces_of(turn.text, [size])
+    return [event for piece in pieces for event in reader.feed(piece)] + reader.finish()
+
+
+def parts(events: list[Event]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Reasoning, text and calls."""
+    calls = [(one.name, json.loads(one.arguments)) for one in events if isinstance(one, ToolCall)]
+    thought = "".join(event.text for event in events if isinstance(event, Reasoning))
+    return thought, "".join(event for event in events if isinstance(event, str)), calls
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not TEMPLATES, reason=f"no templates in {FOLDER}")
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_published_template_answers_are_read_back(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
+    formats = choose("auto", "auto", source, examples_of(template))
+    assert (formats.tools is None) == (path.stem in WITHOUT_TOOLS), formats.told()
+    num_shown = 0
+    for answer, turn in turns(template):
+        thought, text, calls = parts(read(formats, turn, 10**6))
+        wanted = [
+            (one["function"]["name"], one["function"]["arguments"]) for one in answer.get("tool_calls", [])
+        ]
+        if wanted and "write_file" in turn.text:
+            num_shown += 1
+            shown = wanted if turn.text.count("write_file") and "now" in turn.text else wanted[:1]
+            assert calls == shown, (turn, text)
+        if THOUGHT in turn.text:
+            assert thought == THOUGHT, turn
+        assert REST.fullmatch(text.replace(SAID, "", 1)), (turn, text)
+        assert (SAID in text) == (SAID in turn.text)
+        for size in (1, 3, 7):
+            assert parts(read(formats, turn, size)) == (thought, text, calls)
+    assert num_shown or path.stem in WITHOUT_TOOLS | UNSEEN, "the template shows no call"
