@@ -6,8 +6,9 @@ none that cannot be rendered.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
@@ -80,13 +81,35 @@ class Example(NamedTuple):
 def examples_of(template: Renderer) -> Iterator[Example]:
     """Render the answers of `ANSWERS` with and without thinking, as far as the template can."""
     for options in THINKING:
-        prompt = template.try_render([QUESTION], tools=[TOOL], add_generation_prompt=True, **options)
         for answer in ANSWERS:
-            rendered = template.try_render(
-                [QUESTION, answer], tools=[TOOL], add_generation_prompt=False, **options
-            )
-            if prompt is not None and rendered is not None:
-                yield example(prompt, rendered)
+            found = shown(template, answer, tools=[TOOL], **options)
+            if found is not None:
+                yield found
+
+
+def shown(template: Renderer, answer: Mapping[str, Any], **options: Any) -> Example | None:
+    """Return an answer as the template writes it behind a question; None if it cannot.
+
+    Some templates show a call only if its message has no content at all, or its arguments are text.
+    """
+    prompt = template.try_render([QUESTION], add_generation_prompt=True, **options)
+    calls = answer.get("tool_calls") or []
+    name = calls[0]["function"]["name"] if calls else ""
+    for form in (answer, _with_texts(answer)) if calls else (answer,):
+        rendered = template.try_render([QUESTION, form], add_generation_prompt=False, **options)
+        if prompt is not None and rendered is not None:
+            found = example(prompt, rendered)
+            if name in found.text:
+                return found
+    return None
+
+
+def _with_texts(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with arguments as JSON texts, and without a content that is empty."""
+    functions = [call["function"] for call in answer["tool_calls"]]
+    texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+    calls = [{**call, "function": text} for call, text in zip(answer["tool_calls"], texts, strict=True)]
+    return {**answer, "content": answer["content"] or None, "tool_calls": calls}
 
 
 def example(prompt: str, rendered: str) -> Example:
@@ -97,7 +120,8 @@ def example(prompt: str, rendered: str) -> Example:
     """
     if rendered.startswith(prompt):
         return Example(prompt, rendered[len(prompt) :])
-    size = next((at for at, (one, other) in enumerate(zip(prompt, rendered, strict=False)) if one != other), len(rendered))
+    alike = (one == other for one, other in zip(prompt, rendered, strict=False))
+    size = sum(1 for _ in itertools.takewhile(bool, alike))
     marker = max(rendered.rfind(char, 0, size) for char in "<[")
     if marker >= 0 and not any(char in rendered[marker:size] for char in ">]"):
         size = marker

@@ -17,6 +17,9 @@ from quire.entrypoints.chat.formats.syntax import json_object
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+ROLE_END = re.compile(r"\s*to=[\w.\-]+\s*")
+"""What may end a role that the prompt began: to whom the message goes."""
+MAX_ROLE_END = 256
 RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
 
 
@@ -49,6 +52,13 @@ class Opening(NamedTuple):
         return re.split(r"[\s<]", rest.lstrip(), maxsplit=1)[0] == "analysis"
 
 
+def may_end_role(text: str) -> bool:
+    """Whether the text is the beginning of what may end a role."""
+    return "to=".startswith(text.strip()) or (
+        len(text) <= MAX_ROLE_END and ROLE_END.fullmatch(f"{text.strip()}_") is not None
+    )
+
+
 class HarmonyReader:
     """Reads one answer; see `AnswerReader`.
 
@@ -67,7 +77,9 @@ class HarmonyReader:
         self._head = opening.head
         self._is_head = True
         self._space: list[str] = []
-        """What stands before the first head, if it is but white space."""
+        """What stands before the first head, if it is white space, or may end a role."""
+        self._role_end = ""
+        """The beginning of what may end a role, without white space before it."""
         self._held = ""
         self._call: list[str] = []
         if opening.in_message:
@@ -100,9 +112,10 @@ class HarmonyReader:
         if marker is None:
             certain, self._held = text[: len(text) - num_open], text[len(text) - num_open :]
             return self._no_head(certain)
-        before = text[: marker.start()]
-        if before.strip() and not self._head:
+        before = "".join([*self._space, text[: marker.start()]])
+        if before.strip() and not self._head and not ROLE_END.fullmatch(before):
             return self._no_head(text)
+        self._space, self._role_end = [], ""
         if marker.group() in ENDS:
             self._head = ""
         else:
@@ -115,12 +128,13 @@ class HarmonyReader:
         if self._head:
             self._head += text
             return ""
-        if not text.strip():
+        self._role_end = (self._role_end + text).lstrip()
+        if may_end_role(self._role_end):
             self._space.append(text)
             return ""
         self._end_head()
         text = "".join([*self._space, text, self._held])
-        self._space, self._held = [], ""
+        self._space, self._held, self._role_end = [], "", ""
         return text
 
     def _read_message(self, text: str, found: list[Event]) -> str:

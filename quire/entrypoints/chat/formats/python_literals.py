@@ -7,17 +7,24 @@ import re
 from typing import Any
 
 JSON_NAMES = {"true": True, "false": False, "null": None}
+STRING = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
+LINE_END = re.compile(r"\\.|(?P<end>[\n\r])", re.DOTALL)
 ODD_ESCAPE = re.compile(r"\\(?:[\\'\"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}|(?P<odd>.))", re.DOTALL)
 """An escape, or a backslash that is none to Python, which keeps both characters and warns."""
 
 
 def parse_python(text: str) -> ast.expr:
-    """Parse an expression.
+    """Parse an expression, in which lines may end within strings, as models write them.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: it is none, or too much for the parser.
     """
-    return ast.parse(ODD_ESCAPE.sub(_doubled, text), mode="eval").body
+    escaped = STRING.sub(lambda string: LINE_END.sub(_escaped, string[0]), text)
+    return ast.parse(ODD_ESCAPE.sub(_doubled, escaped), mode="eval").body
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0] if found["end"] is None else repr(found[0])[1:-1]
 
 
 def _doubled(escape: re.Match[str]) -> str:
