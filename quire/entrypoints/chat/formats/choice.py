@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from quire.entrypoints.chat.answer_grammar import AnswerGrammar, MarkerGrammar
 from quire.entrypoints.chat.formats.answer import AnswerParser, AnswerReader
 from quire.entrypoints.chat.formats.events import Event, Tools
-from quire.entrypoints.chat.formats.examples import TOOLS, Example
+from quire.entrypoints.chat.formats.examples import ARGUMENTS, NAME, TOOLS, Example
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.harmony import MARKERS as HARMONY_MARKERS
 from quire.entrypoints.chat.formats.harmony import HarmonyReader, Opening
@@ -92,8 +92,8 @@ def choose(
     """Return the formats of these names; "auto" goes by the chat template, "none" is none.
 
     Args:
-        examples: answers as the template writes them; a format that reads them goes before one whose evidence the
-            template holds, but which does not.
+        examples: answers as the template writes them; a format that reads them goes before others, and among those
+            one that writes them in the same way.
 
     Raises:
         ConfigError: there is no format of a name.
@@ -107,33 +107,42 @@ def choose(
 
 
 def _choose(
-    table: PluginTable[Row], name: str, chat_template: str | None, reads: Callable[[Row], bool]
+    table: PluginTable[Row], name: str, chat_template: str | None, fits: Callable[[Row], int]
 ) -> Row | None:
+    """Choose a row of a table; `fits` says how well one reads the examples, and 0 if it does not."""
     if name == "none":
         return None
     if name != "auto":
         return table.resolve(name)
     rows = [row for row in map(table.resolve, table.names()) if row.evidence]
     spoken_of = [row for row in rows if _speaks_of(chat_template or "", row)]
-    return next(filter(reads, [*spoken_of, *rows]), None) or next(iter(spoken_of), None)
+    best = max(
+        [*spoken_of, *reversed(rows)], key=fits
+    )  # the first of those that fit alike: the less particular
+    return best if fits(best) else next(iter(spoken_of), None)
 
 
 def _speaks_of(chat_template: str, row: ToolFormat | ReasoningFormat) -> bool:
     return any(all(word in chat_template for word in words) for words in row.evidence)
 
 
-def _reads_calls(row: ToolFormat, reasoning: ReasoningFormat | None, examples: list[Example]) -> bool:
-    """Whether there are examples of calls, and the format reads them all."""
+def _reads_calls(row: ToolFormat, reasoning: ReasoningFormat | None, examples: list[Example]) -> int:
+    """Whether there are examples of calls, and the format reads them all: 2 if it writes them so, too."""
     calls = [one for one in examples if one.has_call]
-    return bool(calls) and all(one.calls_are_read(_read(AnswerFormat(row, reasoning), one)) for one in calls)
+    as_taught = replace(row, calls=row.calls[:1])
+    if not calls or not all(
+        one.calls_are_read(_read(AnswerFormat(as_taught, reasoning), one)) for one in calls
+    ):
+        return 0
+    return 2 if all(row.write([(NAME, ARGUMENTS)]).strip() in one.text for one in calls) else 1
 
 
-def _reads_thoughts(row: ReasoningFormat, examples: list[Example]) -> bool:
-    """Whether there are examples of reasoning, and the format reads them all."""
+def _reads_thoughts(row: ReasoningFormat, examples: list[Example]) -> int:
+    """Whether there are examples of reasoning, and the format reads them all: 2 if it opens it so, too."""
     thoughts = [one for one in examples if one.has_thought]
-    return bool(thoughts) and all(
-        one.thought_is_read(_read(AnswerFormat(None, row), one)) for one in thoughts
-    )
+    if not thoughts or not all(one.thought_is_read(_read(AnswerFormat(None, row), one)) for one in thoughts):
+        return 0
+    return 2 if all(row.opens[0] in one.prompt + one.text for one in thoughts) else 1
 
 
 def _read(formats: AnswerFormat, one: Example) -> list[Event]:

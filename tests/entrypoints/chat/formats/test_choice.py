@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from quire.entrypoints.chat.formats.choice import choose
+from quire.entrypoints.chat.formats.examples import examples_of
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.formats.reasoning import REASONING_FORMATS
 from quire.entrypoints.chat.formats.tools import TOOL_FORMATS
+from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ConfigError
 
 IM = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -118,6 +120,95 @@ FAMILIES = {
         "openai_gptoss",
     ),
     "lfm2": (IM + "<|tool_list_start|><|tool_call_start|>[f()]<|tool_call_end|>", "lfm2", None),
+    "lfm2-8b": (IM + "List of tools: <|tool_list_start|>[{{ tools }}]<|tool_list_end|>", "lfm2", None),
+    "lfm2.5": (IM + "List of tools: [{{ tools }}] {{ content.split('</think>')[-1] }}", "lfm2", "qwen3"),
+    "gemma-4": (
+        '<|turn>model\n<|channel>thought\n<channel|><|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>',
+        "gemma4",
+        "gemma4",
+    ),
+    "nemotron-nano-2": (
+        "<SPECIAL_11>Assistant\n<think>\n</think><TOOLCALL>[{}]</TOOLCALL>",
+        "nemotron_json",
+        "think",
+    ),
+    "llama-nemotron": (
+        "<|start_header_id|><TOOLCALL>[{}]</TOOLCALL><|python_tag|>",
+        "nemotron_json",
+        None,
+    ),
+    "deepseek-v3.2": (
+        "{% set dsml_token = '｜DSML｜' %}<｜Assistant｜></think>{{ '<' + dsml_token + 'function_calls>' }}",
+        "deepseek_v32",
+        "deepseek_r1",
+    ),
+    "deepseek-v4": (
+        "{% set dsml_token = '｜DSML｜' %}<｜Assistant｜></think>{{ '<' + dsml_token + 'tool_calls>' }}",
+        "deepseek_v4",
+        "deepseek_r1",
+    ),
+    "functionary-3.1": (
+        "<|start_header_id|><function=f>{}</function><|python_tag|>",
+        "functionary_v31",
+        None,
+    ),
+    "command-r-plus": (
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>\nAction:\n```json\n[]```",
+        "cohere_command_r",
+        None,
+    ),
+    "gigachat-3": ("assistant<|role_sep|>\nfunction call<|role_sep|>\n{}<|message_sep|>", "gigachat3", None),
+    "gigachat-3.1": ("assistant<|role_sep|>\n<|function_call|>{}<|message_sep|>", "gigachat31", None),
+    "minicpm-3": (
+        IM + "<|thought_start|>\n<|thought_end|><|tool_call_start|>\n```python\nf()\n```\n<|tool_call_end|>",
+        "minicpm3",
+        "minicpm3",
+    ),
+    "minicpm-5": (
+        IM + '<think></think><function name="f"><param name="p"></param></function><tool_sep>',
+        "minicpm5",
+        "qwen3",
+    ),
+    "solar-open": (
+        "<|begin|>assistant<|think|><|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>",
+        "solar_open",
+        "solar_open",
+    ),
+    "hunyuan-3": (
+        "<think></think><tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>",
+        "hy_v3",
+        "hy_v3",
+    ),
+    "hunyuan-3-open": (
+        "{% set suffix = ':opensource' %}{{ '<think{}>'.format(suffix) }}{{ '<tool_sep{}>' }}{{ '<arg_key{}>' }}",
+        "hy_v3_opensource",
+        "hy_v3",
+    ),
+    "kimi-k3": (
+        "{{ '<|open|>' }}{{ open_tag('think') }}{{ open_tag('call', []) }}<|sep|>",
+        "kimi_k3",
+        "kimi_k3",
+    ),
+    "apertus": (
+        "<|assistant_start|><|inner_prefix|><|inner_suffix|><|tools_prefix|>[]<|tools_suffix|>",
+        "apertus",
+        "apertus",
+    ),
+    "apriel": (
+        "Here are my reasoning steps:\n[BEGIN FINAL RESPONSE]<tool_calls>[]</tool_calls>",
+        "apriel",
+        "apriel",
+    ),
+    "glm-4.7": (
+        "[gMASK]<sop><tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call><think></think>",
+        "glm47",
+        "glm45",
+    ),
+    "minimax-m2-results": (
+        "]~b]ai\n<think>\n<minimax:tool_call></minimax:tool_call>]~b]tool\n<response></response>",
+        "minimax_m2",
+        "minimax_m2",
+    ),
     "gemma-3": ("<start_of_turn>user\n{{ message.content }}<end_of_turn>", None, None),
     "vicuna": ("USER: {{ message.content }} ASSISTANT:", None, None),
 }
@@ -193,3 +284,66 @@ def test_the_tokens_between_the_markers_are_counted_however_they_come(
             counter.add(ids[start : start + size])
             counter.settle(())
         assert counter.num_tokens == num_tokens
+
+
+THINKS = "{% if thought %}<{{ r }}>\n{{ thought }}\n</{{ r }}>\n\n{% endif %}"
+GEMMA_THINKS = "{% if thought %}<{{ p }}channel>thought\n{{ thought }}\n<channel{{ p }}>{% endif %}"
+HERMES_CALL = """<{{ t }}>
+{{ '{' }}"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}{{ '}' }}
+</{{ t }}>"""
+GEMMA_CALL = (
+    "<{{ p }}tool_call>call:{{ c.name }}{{ '{' }}{% for k, v in c.arguments.items() %}{{ k }}:"
+    '{% if v is string %}<{{ p }}"{{ p }}>{{ v }}<{{ p }}"{{ p }}>{% else %}{{ v }}{% endif %}'
+    "{{ ',' if not loop.last }}{% endfor %}{{ '}' }}<tool_call{{ p }}>"
+)
+WRITTEN = "{}{{{{ content }}}}{{% for c in calls %}}{}{{% endfor %}}"
+RENDERING = {
+    # What a template writes of a message, without words that are evidence, and the formats that read it.
+    "hermes": (
+        "{% set t = 'tool_call' %}{% set r = 'think' %}" + WRITTEN.format(THINKS, HERMES_CALL),
+        "hermes",
+        "think",
+    ),
+    "gemma4": (
+        "{% set p = '|' %}" + WRITTEN.format(GEMMA_THINKS, GEMMA_CALL),
+        "gemma4",
+        "gemma4",
+    ),
+}
+CONVERSATION = (
+    "{% if tools %}TOOLS{% endif %}{% for m in messages %}<{{ m.role }}>{% set thought = m.reasoning_content %}"
+    "{% set content = m.content %}{% set calls = (m.tool_calls or []) | map(attribute='function') | list %}"
+    "WRITTEN{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", RENDERING)
+def test_choose_template_without_evidence_takes_what_reads_it(name: str) -> None:
+    written, tools, reasoning = RENDERING[name]
+    source = CONVERSATION.replace("WRITTEN", written)
+    template = ChatTemplate(source)
+    told = choose("auto", "auto", source)
+    assert (told.tools, told.reasoning) == (None, None)
+    chosen = choose("auto", "auto", source, examples_of(template))
+    assert chosen.tools is not None
+    assert chosen.reasoning is not None
+    calls = [("f", {"a": "x"}), ("g", {})]
+    assert chosen.tools.write(calls) == TOOL_FORMATS.resolve(tools).write(calls)
+    assert chosen.reasoning.opens == REASONING_FORMATS.resolve(reasoning).opens
+
+
+def test_choose_evidence_of_another_format_is_overruled() -> None:
+    source = CONVERSATION.replace("WRITTEN", RENDERING["gemma4"][0]) + "{# unlike <tool_call> and <think> #}"
+    assert choose("auto", "auto", source).tools is TOOL_FORMATS.resolve("hermes")
+    chosen = choose("auto", "auto", source, examples_of(ChatTemplate(source)))
+    assert chosen.tools is TOOL_FORMATS.resolve("gemma4")
+    assert chosen.reasoning is REASONING_FORMATS.resolve("gemma4")
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages.absent.field }}", "{{ raise_exception('no') }}", "{{ tools[0].x.y }}"]
+)
+def test_choose_template_that_fails_goes_by_evidence(source: str) -> None:
+    source += "<|im_start|><tool_call>"
+    chosen = choose("auto", "auto", source, examples_of(ChatTemplate(source)))
+    assert chosen.tools is TOOL_FORMATS.resolve("hermes")

@@ -82,7 +82,7 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 THOUGHT = "First I look.\nThen, <b>I</b> think & say."
 SAID = "I look it up."
 REST = re.compile(
-    r"(?:assistant|<\|START_OF_TURN_TOKEN\|>.*|<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\]|\]~b\]\w*|\[e~\[|\s)*",
+    r"(?:[Aa]ssistant|<\|START_OF_TURN_TOKEN\|>.*|<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\]|\]~b\]\w*|\[e~\[|\s)*",
     re.DOTALL,
 )
 """Markers around the end of a turn, which are special tokens that the formats do not show."""

@@ -331,6 +331,169 @@ WRITTEN: tuple[Transcript, ...] = (
     ),
     lost("functiongemma", "open quote", "<start_function_call>call:get_weather{city:<escape>Paris}<end_function_call>"),
     lost("functiongemma", "bare string", "<start_function_call>call:get_weather{city:Paris}<end_function_call>"),
+    Transcript(
+        "functiongemma", "odd keys", "<start_function_call>call:get_weather{where:{$a/b:1,xml:lang:<escape>x:y<escape>,a b:{c-d:[2]}}}"
+        "<end_function_call>",
+        calls=[("get_weather", {"where": {"$a/b": 1, "xml:lang": "x:y", "a b": {"c-d": [2]}}})],
+    ),
+    Transcript(
+        "gemma4", "after reasoning",
+        '<|channel>thought\nI look.\n<channel|><|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>',
+        calls=WEATHER, thought="I look.", reasoning="gemma4",
+    ),
+    Transcript(
+        "gemma4", "empty reasoning in the prompt", '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>',
+        calls=WEATHER, reasoning="gemma4", prompt="<|turn>model\n<|channel>thought\n<channel|>",
+    ),
+    Transcript(
+        "gemma4", "an answer after reasoning", "<|channel>thought\nI know.<channel|>It rains.", content="It rains.",
+        thought="I know.", reasoning="gemma4",
+    ),
+    Transcript(
+        "gemma4", "reasoning is not ended", "<|channel>thought\nI look.\n<|tool_call>call:now{}<tool_call|>", calls=[("now", {})],
+        thought="I look.", reasoning="gemma4",
+    ),
+    Transcript(
+        "gemma4", "spaces and Python's words",
+        '<|tool_call>call:get_weather{ city: <|"|>Paris<|"|>, limit: None, exact: True, tags: [None, <|"|>True<|"|>] }<tool_call|>',
+        calls=[("get_weather", {"city": "Paris", "limit": None, "exact": True, "tags": [None, "True"]})],
+    ),
+    Transcript(
+        "gemma4", "quoted keys", '<|tool_call>call:get_weather{<|"|>city<|"|>:<|"|>Paris<|"|>}<tool_call|>', calls=WEATHER
+    ),
+    Transcript(
+        "gemma4", "markup in a string", '<|tool_call>call:get_weather{city:<|"|>}<tool_call|>{a:1,<|"|>}<tool_call|>',
+        calls=[("get_weather", {"city": "}<tool_call|>{a:1,"})],
+    ),
+    lost("gemma4", "open quote", '<|tool_call>call:get_weather{city:<|"|>Paris}<tool_call|>'),
+    lost("gemma4", "bare string", "<|tool_call>call:get_weather{city:Paris}<tool_call|>"),
+    lost("gemma4", "no name", "<|tool_call>call:{city:1}<tool_call|>"),
+    # --- DSML
+    Transcript(
+        "deepseek_v32", "as the template shows it",
+        '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        calls=[("get_weather", {"city": "Paris", "days": 2}), ("now", {})],
+    ),
+    Transcript(
+        "deepseek_v32", "the mark decides where the schema is silent",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="rm">\n<｜DSML｜parameter name="a" string="true">5</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="b" string="false">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        calls=[("rm", {"a": "5", "b": 5})],
+    ),
+    Transcript(
+        "deepseek_v32", "the schema goes before the mark",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="false">5</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="true">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        calls=[("get_weather", {"city": "5", "days": 5})],
+    ),
+    Transcript(
+        "deepseek_v4", "lines are kept, after reasoning",
+        'I look.</think>\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">\na\n\n'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        calls=[("get_weather", {"city": "\na\n\n"})], thought="I look.", reasoning="deepseek_r1", prompt="<think>",
+    ),
+    Transcript(
+        "deepseek_v4", "no end of the call",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+        "</｜DSML｜tool_calls>",
+        calls=WEATHER,
+    ),
+    lost("deepseek_v4", "no mark", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n<｜DSML｜parameter name="a">1</｜DSML｜parameter>\n</｜DSML｜invoke>'),
+    # --- Kimi K3
+    Transcript(
+        "kimi_k3", "after reasoning and an empty response",
+        'I look.<|close|>think<|sep|><|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="get_weather" '
+        'index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|><|open|>argument key="days" '
+        'type="number"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
+        calls=[("get_weather", {"city": "Paris", "days": 2})], thought="I look.", reasoning="kimi_k3", prompt="<|open|>think<|sep|>",
+    ),
+    Transcript(
+        "kimi_k3", "a response", "<|open|>response<|sep|>It rains.<|close|>response<|sep|><|close|>message<|sep|>", content="It rains.",
+        reasoning="kimi_k3",
+    ),
+    # --- Hunyuan 3
+    Transcript(
+        "hy_v3_opensource", "after reasoning",
+        "<think:opensource>I look.</think:opensource><tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+        "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+        calls=WEATHER, thought="I look.", reasoning="hy_v3",
+    ),
+    Transcript(
+        "hy_v3", "no line ends", "<tool_calls><tool_call>get_weather<tool_sep><arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call></tool_calls>",
+        calls=WEATHER,
+    ),
+    # --- Solar Open
+    Transcript(
+        "solar_open", "after reasoning",
+        '<|think|>I look.<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>'
+        '{"city": "Paris"}<|tool_call:end|><|calls|>',
+        calls=WEATHER, thought="I look.", reasoning="solar_open",
+    ),
+    Transcript(
+        "solar_open", "an answer", "<|think|>I know.<|end|><|begin|>assistant<|content|>It rains.", content="It rains.",
+        thought="I know.", reasoning="solar_open",
+    ),
+    # --- MiniCPM
+    Transcript(
+        "minicpm5", "CDATA",
+        '<function name="get_weather"><param name="city"><![CDATA[</param> & <b>\n</function>]]></param><param name="days">2</param></function>',
+        calls=[("get_weather", {"city": "</param> & <b>\n</function>", "days": 2})],
+    ),
+    Transcript(
+        "minicpm5", "lists as Python writes them",
+        '<function name="get_weather"><param name="tags">[\'a b\', 1, None]</param><param name="exact">True</param></function>',
+        calls=[("get_weather", {"tags": ["a b", 1, None], "exact": True})],
+    ),
+    Transcript(
+        "minicpm3", "after reasoning",
+        '<|thought_start|>\nI look.\n<|thought_end|>\n<|tool_call_start|>\n```python\nget_weather(city="Paris")\nnow()\n```\n<|tool_call_end|>\n',
+        calls=[*WEATHER, ("now", {})], thought="I look.", reasoning="minicpm3",
+    ),
+    # --- others
+    Transcript(
+        "apertus", "after reasoning", '<|inner_prefix|>I look.<|inner_suffix|><|tools_prefix|>[{"get_weather": {"city": "Paris"}}]<|tools_suffix|>',
+        calls=WEATHER, thought="I look.", reasoning="apertus",
+    ),
+    lost("apertus", "two names in one", '<|tools_prefix|>[{"now": {}, "get_weather": {}}]<|tools_suffix|>'),
+    lost("apertus", "a list of arguments", '<|tools_prefix|>[{"now": [1]}]<|tools_suffix|>'),
+    Transcript(
+        "apriel", "after reasoning", f"I look.\n[BEGIN FINAL RESPONSE]\n<tool_calls>[{JSON_OF_WEATHER}]</tool_calls>\n[END FINAL RESPONSE]",
+        calls=WEATHER, thought="I look.", reasoning="apriel", prompt="<|begin_assistant|>\nHere are my reasoning steps:\n",
+    ),
+    Transcript("nemotron_json", "compact", f"<TOOLCALL>[{JSON_OF_WEATHER},{JSON_OF_WEATHER}]</TOOLCALL>", calls=WEATHER * 2),
+    Transcript(
+        "functionary_v31", "a line end and text before", '\nI look. <function=get_weather>{"city": "Paris"}</function><function=now>{}</function>',
+        content="\nI look.", calls=[*WEATHER, ("now", {})],
+    ),
+    lost("functionary_v31", "tags inside", "<function=now><parameter=a>1</parameter></function>"),
+    Transcript("gigachat3", "after text", f"I look.\n\nfunction call<|role_sep|>\n{JSON_OF_WEATHER}", content="I look.", calls=WEATHER),
+    Transcript("gigachat3", "the newer token", f"<|function_call|>{JSON_OF_WEATHER}", calls=WEATHER),
+    Transcript(
+        "cohere_command_r", "spaced", 'Action: ```json\n[{"tool_name": "get_weather", "parameters": {"city": "Paris"}}]\n```', calls=WEATHER
+    ),
+    Transcript("lfm2", "JSON", f"<|tool_call_start|>[{JSON_OF_WEATHER}]<|tool_call_end|>", calls=WEATHER),
+    Transcript(
+        "lfm2", "a line ends in a string", "<|tool_call_start|>[get_weather(city='a\nb\\n\\\nc')]<|tool_call_end|>",
+        calls=[("get_weather", {"city": "a\nb\nc"})],
+    ),
+    Transcript(
+        "seed_oss", "a list as Python writes it",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=tags>['a', {'b': None}]</parameter>\n</function>\n</seed:tool_call>",
+        calls=[("get_weather", {"tags": ["a", {"b": None}]})],
+    ),
+    Transcript(
+        "seed_oss", "lines at the ends are kept",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\na\n</parameter>\n</function>\n</seed:tool_call>",
+        calls=[("get_weather", {"city": "\na\n"})],
+    ),
+    Transcript(
+        "openai", "the prompt's role has the recipient", ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>',
+        calls=WEATHER, prompt="<|start|>assistant",
+    ),
+    Transcript("openai", "text about a recipient", " to=functions is what I write", content=" to=functions is what I write"),
     # --- Cohere
     Transcript(
         "cohere_command3", "numbered",
