@@ -11,6 +11,8 @@ from quire.entrypoints.chat.formats.answer import AnswerParser, AnswerReader
 from quire.entrypoints.chat.formats.events import Event, Tools
 from quire.entrypoints.chat.formats.examples import ARGUMENTS, NAME, TOOLS, Example
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
+from quire.entrypoints.chat.formats.functionary import MARKER as FUNCTIONARY_MARKER
+from quire.entrypoints.chat.formats.functionary import PromptedGrammar, PromptedReader
 from quire.entrypoints.chat.formats.harmony import MARKERS as HARMONY_MARKERS
 from quire.entrypoints.chat.formats.harmony import HarmonyReader, Opening
 from quire.entrypoints.chat.formats.harmony_grammar import HarmonyGrammar
@@ -18,6 +20,7 @@ from quire.entrypoints.chat.formats.reasoning import REASONING_FORMATS
 from quire.entrypoints.chat.formats.tools import TOOL_FORMATS
 from quire.plugins import PluginTable
 
+FUNCTIONARY = "functionary_v32"
 HARMONY = ("openai", "openai_gptoss")
 Row = TypeVar("Row", ToolFormat, ReasoningFormat)
 
@@ -51,6 +54,12 @@ class AnswerFormat:
     def _is_harmony(self) -> bool:
         return any(row is not None and row.name in HARMONY for row in (self.tools, self.reasoning))
 
+    def _is_begun(self, prompt: str, continued: str) -> bool:
+        """Whether the prompt holds the first marker of a Functionary's answer."""
+        rows = (self.tools, self.reasoning)
+        named = any(row is not None and row.name == FUNCTIONARY for row in rows)
+        return named and not continued and prompt.endswith(FUNCTIONARY_MARKER)
+
     def reader(self, prompt: str, tools: Tools | None, *, continued: str = "") -> AnswerReader:
         """Reads one answer.
 
@@ -65,12 +74,15 @@ class AnswerFormat:
         if tool_format is None and self.reasoning is None:
             return PlainReader()
         in_reasoning = self.reasoning is not None and self.reasoning.is_open_after(prompt, continued)
-        return AnswerParser(tool_format, self.reasoning, tools, in_reasoning=in_reasoning)
+        parser = AnswerParser(tool_format, self.reasoning, tools, in_reasoning=in_reasoning)
+        return PromptedReader(parser) if self._is_begun(prompt, continued) else parser
 
     def grammar(self, prompt: str, *, continued: str = "") -> AnswerGrammar:
         """Makes the constraints of one answer; arguments as those of `reader`."""
         if self._is_harmony:
             return HarmonyGrammar(self.tools, Opening.of(prompt, continued))
+        if self._is_begun(prompt, continued):
+            return PromptedGrammar(self.tools)
         if self.reasoning is None:
             return MarkerGrammar(self.tools, None)
         is_open = self.reasoning.is_open_after(prompt, continued)

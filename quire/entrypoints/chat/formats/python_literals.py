@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 JSON_NAMES = {"true": True, "false": False, "null": None}
-STRING = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
+STRING = re.compile(r"'(?:[^'\\]|\\.)*+(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*+(?:\"|\\?\Z)", re.DOTALL)
+"""A string; one without an end goes on to that of the text, which keeps the search linear."""
 LINE_END = re.compile(r"\\.|(?P<end>[\n\r])", re.DOTALL)
 ODD_ESCAPE = re.compile(r"\\(?:[\\'\"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}|(?P<odd>.))", re.DOTALL)
 """An escape, or a backslash that is none to Python, which keeps both characters and warns."""

@@ -1,4 +1,4 @@
-"""The table of reasoning formats; names as in vLLM's `--reasoning-parser`.
+"""The table of reasoning formats, and of markers around what is said; names as in vLLM's `--reasoning-parser`.
 
 A template is asked for evidence in the order of the table, so what is more particular stands first.
 """
@@ -95,6 +95,7 @@ FORMATS = (
         closes=("<|thought_end|>",),
         evidence=(("<|thought_start|>",),),
     ),
+    ReasoningFormat("functionary_v32", (), (), silent=(">>>all\n",), evidence=((">>>all",),)),
     ReasoningFormat("minimax_m2", ends_at_calls=True, evidence=(("minimax:tool_call", "<think>"),)),
     ReasoningFormat("hunyuan_a13b", silent=("<answer>", "</answer>"), evidence=(("</think>", "<answer>"),)),
     ReasoningFormat("ernie45", silent=("<response>", "</response>"), evidence=(("</think>", "<response>"),)),

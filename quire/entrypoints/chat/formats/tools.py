@@ -350,6 +350,15 @@ FORMATS = (
         aliases=("qwen3_xml", "step3p5", "mimo"),
     ),
     ToolFormat(
+        "functionary_v32",
+        (HeadedJson("", r"(?P<name>[\w.\-]+)", "{name}\n"),),
+        opens=(">>>",),
+        opening=">>>",
+        separator="",
+        each=True,
+        evidence=((">>>all",),),
+    ),
+    ToolFormat(
         "functionary_v31",
         (HeadedJson("", r"(?P<name>[\w.\-]+)\s*>", "{name}>"),),
         opens=("<function=",),

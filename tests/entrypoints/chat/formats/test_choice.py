@@ -152,6 +152,11 @@ FAMILIES = {
         "functionary_v31",
         None,
     ),
+    "functionary-3.2": (
+        "<|start_header_id|>{{ '>>>all\\n' + content }}{{ '>>>' + name }}",
+        "functionary_v32",
+        "functionary_v32",
+    ),
     "command-r-plus": (
         "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>\nAction:\n```json\n[]```",
         "cohere_command_r",

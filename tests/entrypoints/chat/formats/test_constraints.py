@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.entrypoints.chat.answer_grammar import Calls
 from quire.entrypoints.chat.formats.answer import AnswerParser
-from quire.entrypoints.chat.formats.constraint import Form
+from quire.entrypoints.chat.formats.choice import choose
+from quire.entrypoints.chat.formats.constraint import Form, fixed
 from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.reasoning import FORMATS as REASONING
@@ -216,7 +218,9 @@ def test_a_call_in_text_is_enforced_from_its_marker_on(row: ToolFormat, is_speci
 
 
 @pytest.mark.parametrize(
-    "reasoning", [row for row in REASONING if row.name != "openai_gptoss"], ids=lambda row: row.name
+    "reasoning",
+    [row for row in REASONING if row.opens and row.name != "openai_gptoss"],
+    ids=lambda row: row.name,
 )
 @pytest.mark.parametrize("is_special", [False, True])
 def test_what_is_wanted_comes_behind_the_reasoning(reasoning: ReasoningFormat, is_special: bool) -> None:
@@ -234,6 +238,24 @@ def test_what_is_wanted_comes_behind_the_reasoning(reasoning: ReasoningFormat, i
     assert not done.takes(reasoning.opens[0] + thought + call)
     found = read(thought + call, row, SCHEMAS, reasoning, inside=True)
     assert [type(event) for event in found] == [Reasoning, ToolCall]
+
+
+def test_grammar_prompt_with_the_first_marker_leaves_it_out() -> None:
+    formats = choose("functionary_v32", "functionary_v32", None)
+    prompt = "<|start_header_id|>assistant<|end_header_id|>\n\n>>>"
+    grammar, calls = formats.grammar(prompt), Calls(strict(SCHEMAS), at_most_one=False)
+    written = formats.tools.write([("now", {"n": 1}), ("now", {"n": 2})]) if formats.tools else ""
+    answer = written.removeprefix(">>>")
+    assert Walker(grammar.calls(calls)).takes(answer)
+    assert not Walker(grammar.calls(calls)).takes(written)
+    free = Walker(grammar.calls_in_text(calls))
+    assert [free.takes(text) for text in (answer, "all\nIt is noon.", f"all\nI look.{written}")] == [True] * 3
+    assert Walker(grammar.text_or_calls(fixed("yes"), calls)).takes("all\nyes")
+    for text, content in ((answer, ""), (f"all\nI look.{written}", "I look.")):
+        reader = formats.reader(prompt, SCHEMAS)
+        found = [event for char in text for event in reader.feed(char)] + reader.finish()
+        assert "".join(event for event in found if isinstance(event, str)) == content
+        assert [event.arguments for event in found if isinstance(event, ToolCall)] == ['{"n": 1}', '{"n": 2}']
 
 
 UNSAYABLE: list[dict[str, Any]] = [

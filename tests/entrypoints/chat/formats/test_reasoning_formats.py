@@ -15,7 +15,7 @@ from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.reasoning import FORMATS
 from quire.entrypoints.chat.formats.tools import FORMATS as TOOL_FORMATS
 
-TAGGED = [row for row in FORMATS if row.name != "openai_gptoss"]
+TAGGED = [row for row in FORMATS if row.opens and row.name != "openai_gptoss"]
 IDS = [row.name for row in TAGGED]
 THOUGHT = "Let me see:\n 2 < 3, <b> and so on. \n\nYes."
 BY_NAME = {name: row for row in TOOL_FORMATS for name in (row.name, *row.aliases)}

@@ -494,6 +494,21 @@ WRITTEN: tuple[Transcript, ...] = (
         calls=WEATHER, prompt="<|start|>assistant",
     ),
     Transcript("openai", "text about a recipient", " to=functions is what I write", content=" to=functions is what I write"),
+    Transcript(
+        "functionary_v32", "the prompt has the first marker", 'get_weather\n{"city": "Paris"}>>>now\n{}', calls=[*WEATHER, ("now", {})],
+        reasoning="functionary_v32", prompt="assistant\n\n>>>",
+    ),
+    Transcript(
+        "functionary_v32", "an answer, then a call", "all\nI look.>>>now\n{}", content="I look.", calls=[("now", {})],
+        reasoning="functionary_v32", prompt="assistant\n\n>>>",
+    ),
+    Transcript(
+        "functionary_v32", "an answer", "all\na >> b >>> c", content="a >> b >>> c", reasoning="functionary_v32",
+        prompt="assistant\n\n>>>",
+    ),
+    Transcript(
+        "functionary_v32", "no recipient", "It rains.", content="It rains.", reasoning="functionary_v32", prompt="assistant\n\n>>>"
+    ),
     # --- Cohere
     Transcript(
         "cohere_command3", "numbered",
