@@ -147,17 +147,27 @@ class Literals(ABC):
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if type(least) is not int or (most is not None and type(most) is not int):
             raise UnsayableError("minItems or maxItems, which must be integers")
-        items = self._part(schema.get("items", {}), depth + 1, "items")
-        return row(fixed("["), listed(items, self.comma, least, most), fixed("]"))
+        return self.items(self._part(schema.get("items", {}), depth + 1, "items"), least, most)
 
     def _object(self, schema: Schema, depth: int) -> Form:
         own = {key: value for key, value in schema.items() if key not in OF_OTHERS | OF_LISTS}
         if not own.keys() & {"properties", "required"} and own.get("additionalProperties") is not False:
             return self.any_object()
         members = arguments_of(own, strict=True)
-        forms = [row(self.key(one.name), self.argument(one, depth + 1)) for one in members]
-        body = fields(forms, [one.is_required for one in members], self.comma)
-        return row(fixed("{"), body, fixed("}"))
+        forms = [self.member(one.name, self.argument(one, depth + 1)) for one in members]
+        return self.members(forms, [one.is_required for one in members])
+
+    def items(self, item: Form, least: int, most: int | None) -> Form:
+        """An array of so many of these."""
+        return row(fixed("["), listed(item, self.comma, least, most), fixed("]"))
+
+    def member(self, name: str, value: Form) -> Form:
+        """A property and its value."""
+        return row(self.key(name), value)
+
+    def members(self, forms: list[Form], required: list[bool]) -> Form:
+        """An object of these properties."""
+        return row(fixed("{"), fields(forms, required, self.comma), fixed("}"))
 
     def _part(self, schema: Any, depth: int, *path: str) -> Form:
         with within(*path):

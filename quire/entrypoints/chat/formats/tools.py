@@ -6,6 +6,7 @@ table, so what is more particular stands first.
 
 from __future__ import annotations
 
+from quire.entrypoints.chat.formats.elements import ElementCall
 from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.formats.languages import GemmaCall
 from quire.entrypoints.chat.formats.python_call import PythonCall
@@ -335,6 +336,15 @@ FORMATS = (
         opening="<minimax:tool_call>\n",
         closing="\n</minimax:tool_call>",
         evidence=(("minimax:tool_call",),),
+    ),
+    ToolFormat(
+        "minimax_m3",
+        (ElementCall("]<]minimax[>["),),
+        opens=("]<]minimax[>[<tool_call>",),
+        closes=("]<]minimax[>[</tool_call>",),
+        opening="]<]minimax[>[<tool_call>\n",
+        closing="\n]<]minimax[>[</tool_call>",
+        evidence=(("]<]minimax[>[",),),
     ),
     glm("glm47", "", ("</arg_key><arg_value>",), "poolside_v1", "ling3"),
     glm("glm45", "\n", ("<arg_key>",)),

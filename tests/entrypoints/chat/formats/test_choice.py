@@ -214,6 +214,11 @@ FAMILIES = {
         "minimax_m2",
         "minimax_m2",
     ),
+    "minimax-m3": (
+        "{% set token = ']<]minimax[>[' %}{{ '<mm:think>' }}{{ token ~ '<tool_call>' }}]~b]tool <response></response>",
+        "minimax_m3",
+        "minimax_m3",
+    ),
     "gemma-3": ("<start_of_turn>user\n{{ message.content }}<end_of_turn>", None, None),
     "vicuna": ("USER: {{ message.content }} ASSISTANT:", None, None),
 }

@@ -32,6 +32,7 @@ WITHOUT_TOOLS = {
     "lenml-llama3_1": NO_PLACE,
     "llama-cpp-rwkv-world": NO_PLACE,
     "microsoft-Phi-3.5-mini-instruct": NO_PLACE,
+    "muse-glimmer": "its calls are messages to a tool (ATEM), a protocol of no architecture that is served",
 }
 """Templates for which no format of calls is chosen, and the reason."""
 UNSEEN = {

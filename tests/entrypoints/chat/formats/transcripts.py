@@ -509,6 +509,26 @@ WRITTEN: tuple[Transcript, ...] = (
     Transcript(
         "functionary_v32", "no recipient", "It rains.", content="It rains.", reasoning="functionary_v32", prompt="assistant\n\n>>>"
     ),
+    Transcript(
+        "minimax_m3", "after reasoning",
+        'I look.</mm:think>]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris]<]minimax[>[</city>'
+        "]<]minimax[>[<tags>]<]minimax[>[<item>a <b>]<]minimax[>[</item>]<]minimax[>[<item>2]<]minimax[>[</item>]<]minimax[>[</tags>"
+        "]<]minimax[>[<where>]<]minimax[>[<at>]<]minimax[>[<x>1]<]minimax[>[</x>]<]minimax[>[</at>]<]minimax[>[</where>]<]minimax[>[</invoke>\n"
+        "]<]minimax[>[</tool_call>",
+        calls=[("get_weather", {"city": "Paris", "tags": ["a <b>", 2], "where": {"at": {"x": 1}}})],
+        thought="I look.", reasoning="minimax_m3", prompt="]~b]ai\n<mm:think>",
+    ),
+    Transcript(
+        "minimax_m3", "empty elements",
+        ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>]<]minimax[>[</city>]<]minimax[>[<tags>'
+        "]<]minimax[>[</tags>]<]minimax[>[<where>]<]minimax[>[</where>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>",
+        calls=[("get_weather", {"city": "", "tags": [], "where": {}})],
+    ),
+    lost(
+        "minimax_m3", "wrong nesting",
+        ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="now">]<]minimax[>[<a>]<]minimax[>[<b>1]<]minimax[>[</a>]<]minimax[>[</b>'
+        "]<]minimax[>[</invoke>",
+    ),
     # --- Cohere
     Transcript(
         "cohere_command3", "numbered",
@@ -586,8 +606,8 @@ def spoken(row: ToolFormat) -> str:
 
 
 def can_hold_its_markers(row: ToolFormat) -> bool:
-    """Those of gpt-oss are tokens and no text."""
-    return row.name != "openai"
+    """Those of some are tokens and no text."""
+    return row.name not in ("openai", "minimax_m3")
 
 
 def written_by(row: ToolFormat) -> Iterator[Transcript]:
