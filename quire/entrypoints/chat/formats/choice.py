@@ -22,7 +22,7 @@ from quire.plugins import PluginTable
 
 FUNCTIONARY = "functionary_v32"
 HARMONY = ("openai", "openai_gptoss")
-Row = TypeVar("Row", ToolFormat, ReasoningFormat)
+Row = TypeVar("Row", bound=ToolFormat | ReasoningFormat)
 
 
 class PlainReader:
@@ -126,12 +126,14 @@ def _choose(
         return None
     if name != "auto":
         return table.resolve(name)
-    rows = [row for row in map(table.resolve, table.names()) if row.evidence]
-    spoken_of = [row for row in rows if _speaks_of(chat_template or "", row)]
+    rows: list[Row] = [row for row in map(table.resolve, table.names()) if row.evidence]
+    spoken_of: list[Row] = [row for row in rows if _speaks_of(chat_template or "", row)]
     best = max(
         [*spoken_of, *reversed(rows)], key=fits
     )  # the first of those that fit alike: the less particular
-    return best if fits(best) else next(iter(spoken_of), None)
+    if fits(best):
+        return best
+    return spoken_of[0] if spoken_of else None
 
 
 def _speaks_of(chat_template: str, row: ToolFormat | ReasoningFormat) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
@@ -87,7 +87,7 @@ def examples_of(template: Renderer) -> Iterator[Example]:
                 yield found
 
 
-def shown(template: Renderer, answer: Mapping[str, Any], **options: Any) -> Example | None:
+def shown(template: Renderer, answer: dict[str, Any], **options: Any) -> Example | None:
     """Return an answer as the template writes it behind a question; None if it cannot.
 
     Some templates show a call only if its message has no content at all, or its arguments are text.
@@ -95,7 +95,8 @@ def shown(template: Renderer, answer: Mapping[str, Any], **options: Any) -> Exam
     prompt = template.try_render([QUESTION], add_generation_prompt=True, **options)
     calls = answer.get("tool_calls") or []
     name = calls[0]["function"]["name"] if calls else ""
-    for form in (answer, _with_texts(answer)) if calls else (answer,):
+    forms = [answer, _with_texts(answer)] if calls else [answer]
+    for form in forms:
         rendered = template.try_render([QUESTION, form], add_generation_prompt=False, **options)
         if prompt is not None and rendered is not None:
             found = example(prompt, rendered)
@@ -104,7 +105,7 @@ def shown(template: Renderer, answer: Mapping[str, Any], **options: Any) -> Exam
     return None
 
 
-def _with_texts(answer: Mapping[str, Any]) -> dict[str, Any]:
+def _with_texts(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the message with arguments as JSON texts, and without a content that is empty."""
     functions = [call["function"] for call in answer["tool_calls"]]
     texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]

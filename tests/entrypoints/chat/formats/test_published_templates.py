@@ -163,6 +163,8 @@ def test_published_template_answers_are_read_back(path: Path) -> None:
         wanted = [
             (one["function"]["name"], one["function"]["arguments"]) for one in answer.get("tool_calls", [])
         ]
+        if formats.tools is None and "write_file" in turn.text:
+            continue
         if wanted and "write_file" in turn.text:
             num_shown += 1
             assert calls == (wanted if "now" in turn.text else wanted[:1]), (turn, text)
