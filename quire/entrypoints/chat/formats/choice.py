@@ -142,13 +142,20 @@ def _speaks_of(chat_template: str, row: ToolFormat | ReasoningFormat) -> bool:
 
 def _reads_calls(row: ToolFormat, reasoning: ReasoningFormat | None, examples: list[Example]) -> int:
     """Whether there are examples of calls, and the format reads them all: 2 if it writes them so, too."""
-    calls = [one for one in examples if one.has_call]
+    calls = [one for one in examples if one.has_call and not _never_ends(reasoning, one)]
     as_taught = replace(row, calls=row.calls[:1])
     if not calls or not all(
         one.calls_are_read(_read(AnswerFormat(as_taught, reasoning), one)) for one in calls
     ):
         return 0
     return 2 if all(row.write([(NAME, ARGUMENTS)]).strip() in one.text for one in calls) else 1
+
+
+def _never_ends(reasoning: ReasoningFormat | None, one: Example) -> bool:
+    """Whether the prompt begins reasoning of which the answer has no end, as templates write it and no model does."""
+    if reasoning is None or reasoning.name in HARMONY or not reasoning.is_open_after(one.prompt):
+        return False
+    return not any(close in one.text for close in reasoning.closes)
 
 
 def _reads_thoughts(row: ReasoningFormat, examples: list[Example]) -> int:

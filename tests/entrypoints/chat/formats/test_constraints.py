@@ -33,7 +33,9 @@ from quire.structured_output.vocabulary import Vocabulary
 ROWS = [row for row in FORMATS if row.name != "openai"]
 BY_NAME = {row.name: row for row in ROWS}
 IDS = [row.name for row in ROWS]
-MARKER = re.compile(r"<\|[^<>|]*\|>|<｜[^<>｜]*｜>|</?[a-z_:]+>|\[[A-Z_]+\]")
+MARKER = re.compile(
+    r"<\|[^<>|]*\|>|<\|[a-z_]+>|<[a-z_]+\|>|\]<\]minimax\[>\[|</?｜[^<>]*>|<｜[^<>｜]*｜>|</?[a-z_:]+>|\[[A-Z_]+\]"
+)
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<"), max_size=6)
 SHORT: dict[str, Any] = {"type": "string", "maxLength": 5}
 VALUES: dict[str, tuple[dict[str, Any], st.SearchStrategy[Any]]] = {
