@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.entrypoints.chat.formats.syntax import JsonCall
+from quire.entrypoints.chat.formats.syntax import JsonCall, NamedJson
 from quire.entrypoints.chat.formats.tools import FORMATS
 from quire.entrypoints.chat.tool_schemas import PLAIN_NAME, check_names
 from quire.errors import ValidationError
@@ -227,7 +227,7 @@ def test_every_format_holds_plain_names_and_says_what_else_it_holds(row: Any) ->
         assert PLAIN_NAME.fullmatch(name)
     check_names(["get_weather", "F2_", "get-weather"], row)
     odd = ["f", 'a"<|{}>\n(b']
-    if isinstance(row.calls[0], JsonCall):  # its names are strings
+    if isinstance(row.calls[0], JsonCall | NamedJson):  # its names are strings
         check_names(odd, row)
         return
     with pytest.raises(ValidationError, match=r"tools\.1\.function\.name") as refusal:
