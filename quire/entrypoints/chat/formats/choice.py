@@ -74,7 +74,8 @@ class AnswerFormat:
         if tool_format is None and self.reasoning is None:
             return PlainReader()
         in_reasoning = self.reasoning is not None and self.reasoning.is_open_after(prompt, continued)
-        parser = AnswerParser(tool_format, self.reasoning, tools, in_reasoning=in_reasoning)
+        reasoning = self.reasoning.with_tools(tools or ()) if self.reasoning is not None else None
+        parser = AnswerParser(tool_format, reasoning, tools, in_reasoning=in_reasoning)
         return PromptedReader(parser) if self._is_begun(prompt, continued) else parser
 
     def grammar(self, prompt: str, *, continued: str = "") -> AnswerGrammar:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.entrypoints.chat.formats.syntax import Syntax
@@ -78,6 +78,7 @@ class ReasoningFormat:
         closes: each of these ends it.
         starts_open: an answer begins with reasoning though nothing says so.
         silent: markers around other parts of the answer, which are no part of its text.
+        heads: stands before a call, with `{name}` for its tool, and is no part of the text either.
         ends_at_calls: a tool call ends it, too.
         evidence, aliases: as those of a tool format.
     """
@@ -87,9 +88,16 @@ class ReasoningFormat:
     closes: tuple[str, ...] = ("</think>",)
     starts_open: bool = False
     silent: tuple[str, ...] = ()
+    heads: str = ""
     ends_at_calls: bool = False
     evidence: tuple[tuple[str, ...], ...] = ()
     aliases: tuple[str, ...] = ()
+
+    def with_tools(self, names: Iterable[str]) -> ReasoningFormat:
+        """Return the format of an answer to a request with these tools."""
+        if not self.heads:
+            return self
+        return replace(self, silent=(*self.silent, *(self.heads.format(name=name) for name in names)))
 
     def is_open_after(self, prompt: str, continued: str = "") -> bool:
         """Whether an answer to this prompt begins inside of the reasoning.

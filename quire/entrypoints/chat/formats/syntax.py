@@ -34,6 +34,7 @@ from quire.entrypoints.chat.formats.constraint import (
 )
 from quire.entrypoints.chat.formats.ends import (
     MAX_HEAD_CHARS,
+    MAX_SPACE,
     End,
     HeadedEnd,
     MarkerEnd,
@@ -208,6 +209,21 @@ class HeadedJson:
     def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
         arguments = json_of({**ANY_OBJECT, **schema} if strict else ANY_OBJECT)
         return row(fixed(self.before), *numbered(self.written, name), arguments)
+
+
+class LineCall(HeadedJson):
+    """A line with the name, and the JSON object of the arguments; text that begins otherwise is no call."""
+
+    def begins(self, text: str) -> bool | None:
+        found = LINE_HEAD.match(text)
+        if found is None:
+            return False
+        if found.end() < len(text):
+            return text[found.end()] == "{" and "\n" in found["space"]
+        return None if len(found["space"]) < MAX_SPACE else False
+
+
+LINE_HEAD = re.compile(r"[A-Za-z_][\w\-]{0,63}(?P<space>\s*)")
 
 
 @dataclass(frozen=True)

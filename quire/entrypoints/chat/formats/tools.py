@@ -6,11 +6,13 @@ table, so what is more particular stands first.
 
 from __future__ import annotations
 
+from string import ascii_letters
+
 from quire.entrypoints.chat.formats.elements import ElementCall
 from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.formats.languages import GemmaCall
 from quire.entrypoints.chat.formats.python_call import PythonCall
-from quire.entrypoints.chat.formats.syntax import HeadedJson, JsonCall, NamedJson, TaggedCall
+from quire.entrypoints.chat.formats.syntax import HeadedJson, JsonCall, LineCall, NamedJson, TaggedCall
 from quire.entrypoints.chat.formats.typed import KINDS
 from quire.plugins import PluginTable, instance_of
 
@@ -345,6 +347,37 @@ FORMATS = (
         opening="]<]minimax[>[<tool_call>\n",
         closing="\n]<]minimax[>[</tool_call>",
         evidence=(("]<]minimax[>[",),),
+    ),
+    ToolFormat(
+        "muse_glimmer",
+        (
+            TaggedCall(
+                '<atem:invoke name="',
+                '">',
+                '<atem:parameter name="',
+                '">',
+                "</atem:parameter>",
+                "</atem:invoke>",
+                padding="",
+                outer="</atem:function_calls>",
+            ),
+        ),
+        opens=("<atem:function_calls>",),
+        closes=("</atem:function_calls>",),
+        opening="<atem:function_calls>\n",
+        closing="\n</atem:function_calls>",
+        each=True,
+        evidence=(("<atem:function_calls>",),),
+    ),
+    ToolFormat(
+        "glm4",
+        (LineCall("", r"(?P<name>[\w\-]+)", "{name}\n"),),
+        opens=("<|assistant|>",),
+        skips=("<|assistant|>",),
+        bare=f"{ascii_letters}_",
+        only_known=True,
+        separator="<|assistant|>",
+        evidence=(("<|observation|>", "请使用 Json 格式表示调用的参数"),),
     ),
     glm("glm47", "", ("</arg_key><arg_value>",), "poolside_v1", "ling3"),
     glm("glm45", "\n", ("<arg_key>",)),

@@ -219,6 +219,16 @@ FAMILIES = {
         "minimax_m3",
         "minimax_m3",
     ),
+    "glm-4-0414": (
+        "[gMASK]<sop><|system|>\n# 可用工具\n在调用上述函数时，请使用 Json 格式表示调用的参数。<|observation|>",
+        "glm4",
+        None,
+    ),
+    "muse-glimmer": (
+        "<|start|>assistant to=self<|message|><|eom|><atem:function_calls></atem:function_calls><|eot|>",
+        "muse_glimmer",
+        "muse_glimmer",
+    ),
     "gemma-3": ("<start_of_turn>user\n{{ message.content }}<end_of_turn>", None, None),
     "vicuna": ("USER: {{ message.content }} ASSISTANT:", None, None),
 }

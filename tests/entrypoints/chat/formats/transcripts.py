@@ -529,6 +529,24 @@ WRITTEN: tuple[Transcript, ...] = (
         ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="now">]<]minimax[>[<a>]<]minimax[>[<b>1]<]minimax[>[</a>]<]minimax[>[</b>'
         "]<]minimax[>[</invoke>",
     ),
+    Transcript(
+        "glm4", "two calls", 'get_weather\n{"city": "Paris"}<|assistant|>now\n{}', calls=[*WEATHER, ("now", {})],
+    ),
+    Transcript("glm4", "an answer", "\nget_weather says it rains.", content="\nget_weather says it rains."),
+    lost("glm4", "an unknown name", 'paris\n{"city": 1}'),
+    lost("glm4", "a name within a line", 'now {"city": 1}'),
+    lost("glm4", "a word", "Now"),
+    Transcript(
+        "muse_glimmer", "reasoning, and a message to each tool",
+        ' to=self<|message|>I look.<|eom|><|start|>assistant to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n'
+        '<atem:parameter name="city">Paris</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=now<|message|>'
+        '<atem:function_calls>\n<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls>',
+        calls=[*WEATHER, ("now", {})], thought="I look.", reasoning="muse_glimmer", prompt="<|start|>assistant",
+    ),
+    Transcript(
+        "muse_glimmer", "an answer", " to=self<|message|>I know.<|eom|><|start|>assistant to=user<|message|>It rains.", content="It rains.",
+        thought="I know.", reasoning="muse_glimmer", prompt="<|start|>assistant",
+    ),
     # --- Cohere
     Transcript(
         "cohere_command3", "numbered",
