@@ -78,6 +78,9 @@ def calls_in_text(tools: ToolFormat, functions: Iterable[Function], *, at_most_o
         ValidationError: they cannot be enforced in this format.
     """
     calls = list(functions)
+    if tools.needs_required:
+        reason = "calls of this format begin as text does; use tool_choice required, or no strict functions"
+        raise ValidationError(f"--tool-call-parser {tools.name} cannot be enforced: {reason}", param="tools")
     marker = next((opens for opens in tools.opens if tools.opening.startswith(opens)), None)
     if marker is None:
         text = free_text(tools.opens, not_first=tools.bare)

@@ -19,6 +19,7 @@ class ToolFormat:
         closes: what ends a section; without it the first thing that is no call does.
         skips: what may stand between the calls of a section, beside white space.
         bare: characters with which a section may begin at the beginning of the answer, without a marker.
+        needs_required: calls begin as text does, so they can be enforced only where no text may come.
         only_known: a call is one only if the request has a tool of its name: for formats that look like other text.
         opening, separator, closing: what a model writes around its calls, and between two of them.
         each: every call has a section of its own.
@@ -32,6 +33,7 @@ class ToolFormat:
     closes: tuple[str, ...] = ()
     skips: tuple[str, ...] = ()
     bare: str = ""
+    needs_required: bool = False
     only_known: bool = False
     opening: str = ""
     separator: str = "\n"

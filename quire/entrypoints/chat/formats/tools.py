@@ -12,7 +12,13 @@ from quire.entrypoints.chat.formats.elements import ElementCall
 from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.formats.languages import GemmaCall
 from quire.entrypoints.chat.formats.python_call import PythonCall
-from quire.entrypoints.chat.formats.syntax import HeadedJson, JsonCall, LineCall, NamedJson, TaggedCall
+from quire.entrypoints.chat.formats.syntax import (
+    HeadedJson,
+    JsonCall,
+    LineCall,
+    NamedJson,
+    TaggedCall,
+)
 from quire.entrypoints.chat.formats.typed import KINDS
 from quire.plugins import PluginTable, instance_of
 
@@ -375,6 +381,7 @@ FORMATS = (
         opens=("<|assistant|>",),
         skips=("<|assistant|>",),
         bare=f"{ascii_letters}_",
+        needs_required=True,
         only_known=True,
         separator="<|assistant|>",
         evidence=(("<|observation|>", "请使用 Json 格式表示调用的参数"),),
