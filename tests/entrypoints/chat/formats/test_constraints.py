@@ -200,6 +200,30 @@ def test_what_is_allowed_is_read_as_valid_calls(
 SCHEMAS = {"now": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}}
 
 
+PARTS_OF_TAGS = {
+    "deepseek_v32": ("｜DSML｜",),
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
+    "minimax_m3": ("]<]minimax[>[",),
+}
+"""Formats of which tags hold special tokens, and are none."""
+
+
+@pytest.mark.parametrize("name", PARTS_OF_TAGS)
+def test_calls_whose_tags_hold_special_tokens_are_enforced(name: str) -> None:
+    properties = {"a": {"type": "string", "maxLength": 9}, "e": {"enum": ["x", 1]}}
+    schemas = {"f": {"type": "object", "properties": properties, "required": ["a", "e"]}}
+    row, special = BY_NAME[name], PARTS_OF_TAGS[name]
+    text = row.write([("f", {"a": "b c", "e": "x"}), ("f", {"a": "", "e": 1})])
+    only = Walker(calls_only(row, strict(schemas), at_most_one=False), special)
+    assert only.takes(text)
+    assert not only.takes(row.write([("f", {"a": "b c", "e": "y"})]))
+    assert Walker(calls_in_text(row, strict(schemas), at_most_one=False), special).takes(f"So. {text}")
+    for seed in range(5):
+        written = only.wander(random.Random(seed))
+        if written is not None:
+            check_calls(read(written, row, schemas), schemas)
+
+
 def test_calls_in_text_that_begin_as_text_does_are_refused() -> None:
     with pytest.raises(ValidationError, match="use tool_choice required"):
         calls_in_text(BY_NAME["glm4"], strict(SCHEMAS), at_most_one=False)
