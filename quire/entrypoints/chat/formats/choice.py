@@ -164,7 +164,8 @@ def _reads_thoughts(row: ReasoningFormat, examples: list[Example]) -> int:
     thoughts = [one for one in examples if one.has_thought]
     if not thoughts or not all(one.thought_is_read(_read(AnswerFormat(None, row), one)) for one in thoughts):
         return 0
-    return 2 if all(row.opens[0] in one.prompt + one.text for one in thoughts) else 1
+    opens = row.opens[0] if row.opens else ""
+    return 2 if all(opens in one.prompt + one.text for one in thoughts) else 1
 
 
 def _read(formats: AnswerFormat, one: Example) -> list[Event]:
