@@ -28,6 +28,7 @@ from quire.lora.peft_config import read_peft_config
 from quire.lora.rounding import read_as, rounded
 from quire.lora.row_lengths import RowLengths, settle
 from quire.lora.targets import Place, Targets
+from quire.models.checkpoint_files import has_file
 from quire.models.safetensors_file import SafetensorsFile
 
 _COLUMNS = 16384
@@ -111,13 +112,13 @@ def read_adapter(
 
 def _weights_file(directory: Path) -> Path:
     path = directory / WEIGHTS_NAME
-    if not path.exists() and (directory / _PICKLED_NAME).exists():
+    if has_file(path):
+        return path
+    if has_file(directory / _PICKLED_NAME):
         raise ModelLoadError(
             f"{directory / _PICKLED_NAME}: pickled weights cannot be used, convert to safetensors"
         )
-    if not path.exists():
-        raise ModelLoadError(f"{path}: no such file")
-    return path
+    raise ModelLoadError(f"{path}: no such file")
 
 
 def _row_lengths(own: Adaptable) -> RowLengths:

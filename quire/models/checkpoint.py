@@ -13,6 +13,7 @@ import quire
 from quire.config import IN_THE_BOX
 from quire.config.arch import ModelArch
 from quire.errors import ModelLoadError
+from quire.models.checkpoint_files import has_file
 from quire.models.gguf.config import read_gguf_config
 from quire.models.gguf.model import gguf_in, is_gguf, part_paths
 from quire.models.hf_config import read_hf_config
@@ -31,7 +32,7 @@ def resolve_model_dir(model: str, revision: str | None, download_dir: str | None
     path = Path(model).expanduser()
     if model and path.is_dir():
         path = path.resolve()
-        return path if (path / "config.json").exists() else gguf_in(path) or path
+        return path if has_file(path / "config.json") else gguf_in(path) or path
     if model in IN_THE_BOX:
         return _in_the_box(model)
     if path.is_file():

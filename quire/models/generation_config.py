@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.models.json_object import JsonObject, read_json_object
+from quire.models.json_object import JsonObject, optional_json_object
 
 # Sampling default -> (low, high); the names are those of `SamplingParams`.
 _SAMPLING: Mapping[str, tuple[float, float]] = {
@@ -39,8 +39,7 @@ def sampling_defaults(file: JsonObject) -> dict[str, float]:
 
 def generation_file(directory: Path) -> JsonObject:
     """The file's object, an empty one if there is no such file; raises as `read_json_object` does."""
-    path = directory / "generation_config.json"
-    return read_json_object(path) if path.exists() else JsonObject(str(path), {})
+    return optional_json_object(directory / "generation_config.json")
 
 
 def token_ids(file: JsonObject, key: str, vocab_size: int) -> tuple[int, ...]:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
+from quire.models.checkpoint_files import has_file, read_text
 
-MAX_JSON_BYTES = 64 * 1024 * 1024
 _REQUIRED: Any = object()
 
 
@@ -179,7 +178,7 @@ def read_json_object(path: Path) -> JsonObject:
     """The JSON object in a file.
 
     Raises:
-        ModelLoadError: the file is missing, none, unreadable, larger than `MAX_JSON_BYTES`, or holds no JSON object.
+        ModelLoadError: the file is missing, no regular file, unreadable, too large, or holds no JSON object.
     """
     values = _read_json(path)
     if not isinstance(values, dict):
@@ -189,7 +188,7 @@ def read_json_object(path: Path) -> JsonObject:
 
 def optional_json_object(path: Path) -> JsonObject:
     """As `read_json_object`, and an empty one where there is no file."""
-    return read_json_object(path) if path.is_file() else JsonObject(str(path), {})
+    return read_json_object(path) if has_file(path) else JsonObject(str(path), {})
 
 
 def read_json_objects(path: Path) -> list[JsonObject]:
@@ -201,17 +200,9 @@ def read_json_objects(path: Path) -> list[JsonObject]:
 
 
 def _read_json(path: Path) -> Any:
+    text = read_text(path)
     try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for, and a device may never end
-            raise ModelLoadError(f"{path}: is no file")
-        if about.st_size > MAX_JSON_BYTES:
-            raise ModelLoadError(f"{path}: larger than the limit of {MAX_JSON_BYTES} bytes for a JSON file")
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelLoadError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
 

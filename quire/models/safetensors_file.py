@@ -9,7 +9,6 @@ import json
 import math
 import mmap
 import os
-import stat
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.layers.slot import Box
+from quire.models.checkpoint_files import size_of, unreadable
 from quire.models.tensor_file import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
@@ -56,18 +56,15 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, called: Callable[[str], str] = str) -> None:
         self.path = path
+        size = size_of(path)
         try:
-            about = path.stat()
-            if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for
-                raise self._error("is no file")
             self._file = path.open("rb")
             weakref.finalize(self, self._file.close)
-            size = about.st_size
             header = self._read_header(self._file.read(8), size, self._file)
             # A private writable map: torch wants writable memory, and nothing ever reaches the file.
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise unreadable(self.path, error) from error
         data_start = size - self._data_size
         infos = [
             self._info(name, entry, data_start) for name, entry in header.items() if name != "__metadata__"
@@ -107,7 +104,7 @@ class SafetensorsFile:
             try:
                 count = os.preadv(self._file.fileno(), [rest], start)
             except OSError as error:
-                raise self._unreadable(error) from error
+                raise unreadable(self.path, error) from error
             if count == 0:
                 raise self._error(f"truncated: it ends before byte {start + len(rest)}")
             start, rest = start + count, rest[count:]
@@ -171,9 +168,6 @@ class SafetensorsFile:
             position = info.end
         if position != size:
             raise self._error(f"{size - position} bytes after the last tensor belong to none")
-
-    def _unreadable(self, error: OSError) -> ModelLoadError:
-        return ModelLoadError(f"{self.path}: cannot be read: {error.strerror}")
 
     def _error(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {problem}")

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelLoadError
+from quire.models.checkpoint_files import MAX_TEXT_BYTES, has_file
 from quire.models.gguf.model import is_gguf, part_paths
-from quire.models.json_object import MAX_JSON_BYTES, optional_json_object, read_json_object
+from quire.models.json_object import optional_json_object, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -65,10 +66,10 @@ def _first_file(model_dir: Path) -> Path | None:
         name = config.text(_NAMED)
         if name != Path(name).name or not name.endswith((".safetensors", _INDEX_END)):
             raise config.wrong(_NAMED, "the name of a *.safetensors file or its index in the same directory")
-        if not (model_dir / name).is_file():
+        if not has_file(model_dir / name):
             raise ModelLoadError(f"{model_dir}: {_NAMED} of config.json names {name}, which is missing")
         return model_dir / name
-    found = [model_dir / name for name in (SINGLE_NAME, INDEX_NAME) if (model_dir / name).exists()]
+    found = [model_dir / name for name in (SINGLE_NAME, INDEX_NAME) if has_file(model_dir / name)]
     return found[0] if found else None
 
 
@@ -77,7 +78,7 @@ def _indexed_files(path: Path) -> list[Path]:
     names = list(index.child("weight_map").values.values())
     if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
         raise index.wrong("weight_map", "an object of tensor name -> name of a file in the same directory")
-    missing = sorted(name for name in set(names) if not (model_dir / name).is_file())
+    missing = sorted(name for name in set(names) if not has_file(model_dir / name))
     if missing:
         raise ModelLoadError(f"{model_dir}: {path.name} names {missing[0]}, which is missing")
     return [model_dir / name for name in sorted(set(names))]
@@ -133,11 +134,11 @@ class StoredTensors:
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
-    if not path.is_file():
+    if not has_file(path):
         return {}
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        text = file.read(size) if size <= MAX_JSON_BYTES else b""
+        text = file.read(size) if size <= MAX_TEXT_BYTES else b""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):

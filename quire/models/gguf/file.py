@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import stat
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from quire.config.ggml_types import OTHERS, READ, TensorType
 from quire.errors import ModelLoadError
+from quire.models.checkpoint_files import size_of, unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -78,11 +78,8 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._size = size_of(path)
         try:
-            about = path.stat()
-            if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for
-                raise self._error("is no file")
-            self._size = about.st_size
             with path.open("rb") as file:
                 magic = file.read(4)
                 if magic != MAGIC:
@@ -90,7 +87,7 @@ class GgufFile:
                 # A private writable map: torch wants writable memory, and nothing ever reaches the file.
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+            raise unreadable(path, error) from error
         self._place = len(MAGIC)
         num_tensors, num_keys = self._read_counts()
         self.metadata = self._read_metadata(num_keys)

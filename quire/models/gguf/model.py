@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelLoadError
+from quire.models.checkpoint_files import has_file
 from quire.models.gguf.file import GgufFile, TensorEntry
 from quire.models.json_object import JsonObject
 
@@ -65,7 +66,7 @@ def part_paths(path: Path) -> list[Path]:
         ModelLoadError: it is not the first of its split, or one is missing.
     """
     paths = [Path(name) for name in part_names(str(path))]
-    missing = [each.name for each in paths if not each.is_file()]
+    missing = [each.name for each in paths if not has_file(each)]
     if missing and len(paths) > 1:
         raise ModelLoadError(f"{path}: {missing[0]}, another part of it, is missing")
     return paths

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.models.checkpoint_files import has_file
 from quire.models.json_object import JsonObject, optional_json_object
 
 _FILES = tuple(
@@ -44,7 +45,7 @@ def read_model_input(model_dir: Path, tasks: tuple[str, ...] = _TASKS) -> ModelI
         ModelLoadError: a file is malformed.
         UnsupportedModelError: something is asked for that is not done.
     """
-    name = next((name for name in _FILES if (model_dir / name).is_file()), _FILES[0])
+    name = next((name for name in _FILES if has_file(model_dir / name)), _FILES[0])
     about, tokenizer = (optional_json_object(model_dir / file) for file in (name, "tokenizer_config.json"))
     if about.flag("do_lower_case", False) and not tokenizer.flag("do_lower_case", False):
         raise about.unsupported("do_lower_case", "false where tokenizer_config.json does not say true")

@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.config.pooling import HeadLayer
 from quire.errors import ModelLoadError
+from quire.models.checkpoint_files import has_file
 from quire.models.json_object import (
     JsonObject,
     optional_json_object,
@@ -114,7 +115,7 @@ def read_sentence_transformer(model_dir: Path) -> SentenceTransformer | None:
         ModelLoadError: a file is malformed.
         UnsupportedModelError: they ask for something that is not done; the message names file and key.
     """
-    if not (model_dir / MODULES).is_file():
+    if not has_file(model_dir / MODULES):
         return None
     modules = _checked(model_dir / MODULES, _modules(model_dir / MODULES))
     about = optional_json_object(model_dir / "config_sentence_transformers.json")

@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.config.arch import ModelArch
 from quire.config.pooling import HeadLayer, PoolingSpec
 from quire.errors import ConfigError, ModelLoadError
+from quire.models.checkpoint_files import has_file
 from quire.models.gguf.model import is_gguf
 from quire.models.hf_config import architecture_of, config_json
 from quire.models.json_object import JsonObject
@@ -232,7 +233,7 @@ def _own_heads(model_dir: Path, width: int) -> tuple[tuple[str, tuple[HeadLayer,
     """Those that lie beside the model; as pickles, which are not read, they are but named."""
     found = []
     for folder, (task, size, activation) in _HEADS_OF_TOKENS.items():
-        if (model_dir / folder / "model.safetensors").is_file():
+        if has_file(model_dir / folder / "model.safetensors"):
             layer = HeadLayer(f"{folder}/linear", width, size or width, activation=activation)
             found.append((task, (layer,)))
         elif (model_dir / f"{folder}.pt").is_file():

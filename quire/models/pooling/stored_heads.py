@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from quire.errors import ModelLoadError
+from quire.models.checkpoint_files import has_file, size_of
 from quire.models.gguf.model import is_gguf
 from quire.models.json_object import read_json_object
 
@@ -29,13 +30,14 @@ def has_head(model_dir: Path) -> bool:
 
 
 def _tensor_names(model_dir: Path) -> set[str]:
-    if (model_dir / _INDEX).is_file():
+    if has_file(model_dir / _INDEX):
         return {*read_json_object(model_dir / _INDEX).child("weight_map").values}
     return {name for path in model_dir.glob("*.safetensors") for name in _names_in(path)}
 
 
 def _names_in(path: Path) -> set[str]:
     """Those of a safetensors file: 8 bytes with the size of a JSON object, which follows and has them as keys."""
+    size_of(path)
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

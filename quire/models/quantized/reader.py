@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from quire.config.encoding import CheckpointQuantization
 from quire.errors import UnsupportedModelError
+from quire.models.checkpoint_files import has_file
 from quire.models.json_object import JsonObject, read_json_object
 from quire.plugins import FACTORY, PluginTable
 
@@ -72,7 +73,7 @@ def _found(config: JsonObject, model_dir: Path) -> JsonObject | None:
         if key in config:
             return config.child(key)
     for name, inside, method in _FILES:
-        if (model_dir / name).is_file():
+        if has_file(model_dir / name):
             file = read_json_object(model_dir / name)
             found = file.child(inside) if inside else file
             implied = {} if "method" in found else {"quant_method": method}
