@@ -10,15 +10,15 @@ import copy
 import filecmp
 from pathlib import Path
 
+from quire.engine.added_tokens import TokenizerSettings, read_settings
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.tokenizer_files import (
     TOKENIZER_NAME,
-    literal_in,
     read_backend,
     read_chat_templates,
-    read_settings,
 )
 from quire.errors import ModelLoadError
+from quire.models.checkpoint_files import has_file
 
 
 def own_tokenizer(model: Tokenizer, directory: Path, max_ids: int) -> Tokenizer:
@@ -34,17 +34,22 @@ def own_tokenizer(model: Tokenizer, directory: Path, max_ids: int) -> Tokenizer:
     """
     settings, own = read_settings(directory), copy.copy(model)
     file = directory / TOKENIZER_NAME
-    if file.is_file() and (model.file is None or not filecmp.cmp(file, model.file, shallow=False)):
-        own = Tokenizer(read_backend(directory), settings, file=file)
+    if has_file(file) and not _is_models(file, settings, model):
+        own = Tokenizer(read_backend(directory, settings), {}, file=file)
         _check(own, model, file, max_ids)
-    own.bos_token = literal_in(settings, "bos_token") or model.bos_token
-    own.eos_token = literal_in(settings, "eos_token") or model.eos_token
-    own.chat_templates = read_chat_templates(directory, settings) or model.chat_templates
+    own.named_tokens = model.named_tokens | settings.literals
+    own.chat_templates = read_chat_templates(directory, settings.file) or model.chat_templates
     return model if _is_same(own, model) else own
 
 
+def _is_models(file: Path, settings: TokenizerSettings, model: Tokenizer) -> bool:
+    """Whether the file is the model's, and those beside it add no token."""
+    is_copy = model.file is not None and filecmp.cmp(file, model.file, shallow=False)
+    return is_copy and settings.all_in(model.vocabulary())
+
+
 def _is_same(own: Tokenizer, model: Tokenizer) -> bool:
-    facts = [(one.file, one.bos_token, one.eos_token, one.chat_templates) for one in (own, model)]
+    facts = [(one.file, one.named_tokens, one.chat_templates) for one in (own, model)]
     return facts[0] == facts[1]
 
 

@@ -12,22 +12,23 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import tokenizers
 
+from quire.engine.added_tokens import read_settings
 from quire.engine.special_tokens import Template, read_template
 from quire.engine.text_bound import max_chars_per_token
 from quire.engine.token_bytes import TextPlace, TokenBytes
 from quire.engine.tokenizer_files import (
     DEFAULT_TEMPLATE,
     TOKENIZER_NAME,
-    literal_in,
+    converted_backend,
     read_backend,
     read_chat_templates,
-    read_settings,
 )
 from quire.errors import ValidationError
+from quire.models.checkpoint_files import has_file
 from quire.models.gguf.model import is_gguf
 from quire.models.gguf.tokenizer import read_tokenizer
 
@@ -58,21 +59,24 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        settings: dict[str, Any],
+        named_tokens: Mapping[str, str],
         chat_templates: Mapping[str, str] | None = None,
         *,
         file: Path | None = None,
+        truncation_side: str = "right",
+        splits_special: bool = False,
     ) -> None:
+        """`named_tokens` are literals by name (`eos_token`); `splits_special`: special tokens in texts are text."""
         self._backend = backend
         self.file = file
         """Its tokenizer.json, if it is from one."""
         self.chat_templates = dict(chat_templates or {})
         """By name; most models have but one, the default."""
-        self.bos_token = literal_in(settings, "bos_token")
-        self.eos_token = literal_in(settings, "eos_token")
+        self.named_tokens = dict(named_tokens)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._derived: dict[str, Any] = {}
-        self.truncation_side: str = "left" if settings.get("truncation_side") == "left" else "right"
+        self.truncation_side = truncation_side
+        self._splits_special = splits_special
 
     @staticmethod
     def from_dir(directory: Path) -> Tokenizer:
@@ -83,15 +87,34 @@ class Tokenizer:
         """
         if is_gguf(directory):
             found = read_tokenizer(directory)
-            return Tokenizer(found.backend, found.settings, found.chat_templates)
+            return Tokenizer(found.backend, found.named_tokens, found.chat_templates)
         settings, file = read_settings(directory), directory / TOKENIZER_NAME
-        templates = read_chat_templates(directory, settings)
-        return Tokenizer(read_backend(directory), settings, templates, file=file if file.is_file() else None)
+        templates = read_chat_templates(directory, settings.file)
+        if has_file(file):
+            backend, named = read_backend(directory, settings), settings.literals
+        else:
+            backend, named = converted_backend(directory)
+        return Tokenizer(
+            backend,
+            named,
+            templates,
+            file=file if has_file(file) else None,
+            truncation_side=settings.file.choice("truncation_side", ("right", "left"), "right"),
+            splits_special=settings.file.flag("split_special_tokens", False),
+        )
 
     @property
     def chat_template(self) -> str | None:
         """The model's default template."""
         return self.chat_templates.get(DEFAULT_TEMPLATE)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.named_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.named_tokens.get("eos_token")
 
     @property
     def eos_token_id(self) -> int | None:
@@ -134,7 +157,8 @@ class Tokenizer:
             raise ValidationError(
                 f"the text is not valid Unicode: lone surrogate at position {error.start}", param="prompt"
             ) from None
-        backend = self._backend if allow_special else self._plain_backend
+        splits = self._splits_special or not allow_special
+        backend = self._plain_backend if splits else self._backend
         # As a batch, because only then does the library let other threads run: `encode` stops them all until it is
         # done. The fast one makes no offsets, which take more memory than the text.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -108,14 +108,14 @@ def test_ids_that_mean_something_else_are_refused(name: str, lexicons: Lexicons,
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
-        ("chat_template.jinja", b"\xff\xfe", "cannot be read as text"),
+        ("chat_template.jinja", b"\xff\xfe", "is not UTF-8 text"),
         ("tokenizer_config.json", b"[]", "must hold a JSON object"),
-        ("tokenizer_config.json", b"{", "is not valid JSON"),
+        ("tokenizer_config.json", b"{", "not valid JSON"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(
     file: str, content: bytes, problem: str, lexicons: Lexicons, tmp_path: Path
 ) -> None:
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(ValidationError, match=f"^adapter .*: {file} {problem}"):
+    with pytest.raises(ValidationError, match=f"^adapter .*: {file}: {problem}"):
         lexicons.of(adapter_in(tmp_path))

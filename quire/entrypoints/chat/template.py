@@ -45,8 +45,7 @@ class TemplateTokenizer(Encoder, Protocol):
     """What a chat template needs to know of a tokenizer; `quire.engine.tokenizer.Tokenizer` has it."""
 
     chat_templates: dict[str, str]
-    bos_token: str | None
-    eos_token: str | None
+    named_tokens: dict[str, str]
 
     @property
     def special_tokens(self) -> Iterable[str]: ...
@@ -81,6 +80,7 @@ class ChatTemplate:
     Args:
         source: Jinja text.
         bos_token, eos_token: given to the template under these names.
+        named_tokens: further special tokens that the template gets under their names (`pad_token`).
         special_tokens: literals that user text must not turn into tokens.
         for_tools: the template for conversations with tools, if the model has one of its own for them.
         content_format: "string" or "openai" (a list of parts) is how it gets a message's content; "auto" tries both.
@@ -95,6 +95,7 @@ class ChatTemplate:
         *,
         bos_token: str = "",
         eos_token: str = "",
+        named_tokens: Mapping[str, str] | None = None,
         special_tokens: Iterable[str] = (),
         for_tools: ChatTemplate | None = None,
         content_format: str = "auto",
@@ -116,7 +117,7 @@ class ChatTemplate:
         self._for_tools = for_tools
         if for_tools is not None:
             self.variables |= for_tools.variables | {"tools"}
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._tokens = {**(named_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._literals = Literals(special_tokens)
         self._reads_name: dict[str, bool] = {}
         self._wants_parts = content_format == "openai" or (
@@ -152,8 +153,9 @@ class ChatTemplate:
                 "the model has no chat template; start the server with --chat-template", param="messages"
             )
         facts: dict[str, Any] = {
-            "bos_token": tokenizer.bos_token or "",
-            "eos_token": tokenizer.eos_token or "",
+            "bos_token": tokenizer.named_tokens.get("bos_token", ""),
+            "eos_token": tokenizer.named_tokens.get("eos_token", ""),
+            "named_tokens": tokenizer.named_tokens,
             "special_tokens": tokenizer.special_tokens,
             "content_format": content_format,
         }

@@ -27,16 +27,26 @@ logger = logging.getLogger(__name__)
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 """Values of `token_type`; the rest are plain (1) or unused (5)."""
 _TEMPLATE = "tokenizer.chat_template"
+_NAMES = {
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "sep": "seperator",  # as the format spells it
+    "pad": "padding",
+    "cls": "cls",
+    "mask": "mask",
+}
+"""Special tokens in tokenizer_config.json -> in `tokenizer.ggml`."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
 
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """What a file says of its tokenizer; `settings` has the keys of tokenizer_config.json."""
+    """What a file says of its tokenizer; `named_tokens` has the keys of tokenizer_config.json."""
 
     backend: Tokenizer
-    settings: dict[str, Any]
+    named_tokens: dict[str, str]
     chat_templates: dict[str, str]
 
 
@@ -56,8 +66,7 @@ def read_tokenizer(path: Path) -> GgufTokenizer:
     backend, added = _KINDS[tables.kind](tables)
     _add_tokens(backend, tables)
     _add_around(backend, tables, added)
-    settings = {f"{name}_token": tables.named(name) for name in ("bos", "eos")}
-    return GgufTokenizer(backend, settings, dict(_chat_templates(model)))
+    return GgufTokenizer(backend, tables.named_tokens(), dict(_chat_templates(model)))
 
 
 class _Tables:
@@ -92,6 +101,15 @@ class _Tables:
         if index is not None and index >= len(self.tokens):
             raise self.about.wrong(f"{name}_token_id", f"below {len(self.tokens)}, the number of tokens")
         return None if index is None else self.tokens[index]
+
+    def named_tokens(self) -> dict[str, str]:
+        """The special tokens by their names in tokenizer_config.json; `bos` and `eos` are checked."""
+        self.named("bos"), self.named("eos")
+        ids = {ours: self.about.get(f"{theirs}_token_id") for ours, theirs in _NAMES.items()}
+        count = len(self.tokens)
+        return {
+            f"{name}_token": self.tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < count
+        }
 
 
 Made = tuple[Tokenizer, tuple[str, ...]]

@@ -167,9 +167,7 @@ def test_tool_call_arguments_are_an_object() -> None:
 
 
 def model_with(**templates: str) -> SimpleNamespace:
-    return SimpleNamespace(
-        chat_templates=templates, bos_token=None, eos_token=None, special_tokens=frozenset()
-    )
+    return SimpleNamespace(chat_templates=templates, named_tokens={}, special_tokens=frozenset())
 
 
 def test_override(tmp_path: Path) -> None:
