@@ -31,7 +31,7 @@ from quire.models.gguf.hybrids import (
 from quire.models.gguf.latent import LATENT_PLACES, deepseek2
 from quire.models.gguf.mambas import CHANNEL_PLACES, NEMOTRON_PLACES, jamba, mamba, mamba2, nemotron_h
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, Config, biased, dense, named, windows
+from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, Config, biased, dense, multiplied, named, windows
 from quire.models.gguf.tensor_names import AROUND, MERGED_MLP, SANDWICH, Listed, Places
 
 
@@ -144,7 +144,7 @@ def _gpt_oss(model: GgufModel) -> Config:
 
 def _granite(model: GgufModel) -> Config:
     model.own.only("rope.scaling.finetuned", True)  # says whether queries and keys are rotated at all
-    return dense(model, "GraniteForCausalLM", **named(model, MULTIPLIERS))
+    return multiplied(model, dense(model, "GraniteForCausalLM", **named(model, MULTIPLIERS)))
 
 
 def _granite_moe(model: GgufModel) -> Config:
@@ -155,7 +155,7 @@ def _granite_moe(model: GgufModel) -> Config:
         "num_experts_per_tok": "expert_used_count",
         "shared_intermediate_size": "expert_shared_feed_forward_length",
     }
-    return dense(model, "GraniteMoeSharedForCausalLM", **named(model, keys))
+    return multiplied(model, dense(model, "GraniteMoeSharedForCausalLM", **named(model, keys)))
 
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {

@@ -18,7 +18,7 @@ from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.config_overrides import with_overrides
 from quire.models.generation_config import sampling_defaults
 from quire.models.gguf.architectures import ARCHITECTURES, GgufArchitecture
-from quire.models.gguf.model import GgufModel
+from quire.models.gguf.model import GgufModel, stated_pooling
 from quire.models.gguf.shapes import FACTORS, FREQUENCIES, num_guessing
 from quire.models.gguf.sparse import CORRECTION_BIAS
 from quire.models.gguf.tensor_names import place_of
@@ -39,6 +39,7 @@ _TURN_ENDS = (
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|endoftext|>",
     "<|end_of_text|>",
 )
@@ -52,6 +53,24 @@ _NORMS_TOGETHER = {"each_head_layer_apart": "each_head_layer"}
 """Norms of which the family's own files have a tensor for each head."""
 _SAY_NOTHING = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon")
 """Keys of an architecture that change nothing, as the tensors say the same or no model here has what they say."""
+_OFF: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention.sliding_window", "attention.clamp_kqv", "attention.max_alibi_bias"), (0,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"), (0,)),
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale", "expert_weights_scale"), (0, 1)),
+    **dict.fromkeys(("attention.output_scale", "attention.value_scale"), (0, 1)),
+    **dict.fromkeys(("attention.scale", "attention.temperature_scale", "attention.temperature_length"), (0,)),
+    **dict.fromkeys(("attention.q_lora_rank", "attention.kv_lora_rank", "attention.shared_kv_layers"), (0,)),
+    **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count", "expert_gating_func"), (0,)),
+    **dict.fromkeys(("expert_feed_forward_length", "expert_shared_feed_forward_length"), (0,)),
+    **dict.fromkeys(("expert_group_count", "expert_group_used_count"), (0, 1)),
+    **dict.fromkeys(("leading_dense_block_count", "nextn_predict_layers", "n_deepstack_layers"), (0,)),
+    **dict.fromkeys(("embedding_length_per_layer_input", "embedding_length_out", "adapters.count"), (0,)),
+    **dict.fromkeys(("moe_every_n_layers", "interleave_moe_layer_step", "full_attention_interval"), (0,)),
+    **dict.fromkeys(("rope.scaling.alpha", "rope.scaling.yarn_log_multiplier"), (0,)),
+    **dict.fromkeys(("use_parallel_residual", "swin_norm"), (False,)),
+    "rope.dimension_sections": ([0, 0, 0, 0],),
+}
+"""Keys of which a family knows nothing, and the values that switch off what they say."""
 
 
 def read_gguf_config(path: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:
@@ -63,6 +82,7 @@ def read_gguf_config(path: Path, overrides: dict[str, Any], model_impl: str = "a
     """
     model = GgufModel(path)
     row = architecture_of(model)
+    stated_pooling(model)
     values = with_overrides(_of_the_file(model) | row.config(model), overrides)
     arch = read_config(JsonObject(str(path), values, refused=[]), model_impl)
     _refuse_unknown_keys(model)
@@ -89,6 +109,7 @@ def _of_the_file(model: GgufModel) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "eos_token_id": _ends(about),
         "bos_token_id": about.get("bos_token_id"),
+        **({"is_causal": causal} if (causal := model.own.flag("attention.causal", True)) is False else {}),
     }
 
 
@@ -122,7 +143,8 @@ def _dtype(model: GgufModel) -> str:
 
 
 def _refuse_unknown_keys(model: GgufModel) -> None:
-    unknown = sorted(model.own.values.keys() - model.own.asked - set(_SAY_NOTHING))
+    unread = model.own.values.keys() - model.own.asked - set(_SAY_NOTHING)
+    unknown = sorted(key for key in unread if model.own.get(key) not in _OFF.get(key, ()))
     if unknown:
         raise UnsupportedModelError(
             f"{model.own.where}: {', '.join(unknown)}: quire does not know what this changes in such a model"

@@ -123,7 +123,8 @@ def cohere2(model: GgufModel) -> Config:
 
 def _cohere(model: GgufModel, architecture: str, **more: object) -> Config:
     keys = {"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"}
-    return dense(model, architecture, LAYER_NORM_SIZES, **named(model, keys), **more)
+    scale = {"logit_scale": 1.0} if model.own.get("logit_scale") == 0 else {}
+    return dense(model, architecture, LAYER_NORM_SIZES, **named(model, keys), **scale, **more)
 
 
 def hunyuan(model: GgufModel) -> Config:

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, SIZES, Config, dense, named, num_guessing
+from quire.models.gguf.shapes import (
+    EXPERTS,
+    MULTIPLIERS,
+    SIZES,
+    Config,
+    dense,
+    multiplied,
+    named,
+    num_guessing,
+)
 from quire.models.gguf.sparse import SIGMOID
 from quire.models.gguf.tensor_names import AROUND, Place, Places
 
@@ -101,7 +110,7 @@ def granite_hybrid(model: GgufModel) -> Config:
         "num_experts_per_tok": "expert_used_count",
         "shared_intermediate_size": "expert_shared_feed_forward_length",
     }
-    config = dense(model, "GraniteMoeHybridForCausalLM", _SIZES, **named(model, keys))
+    config = multiplied(model, dense(model, "GraniteMoeHybridForCausalLM", _SIZES, **named(model, keys)))
     config.setdefault("shared_intermediate_size", config.get("intermediate_size"))
     return config | kinds | _mamba2(model) | {"num_local_experts": own.integer("expert_count", 0, low=0)}
 

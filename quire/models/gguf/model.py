@@ -72,6 +72,10 @@ def part_paths(path: Path) -> list[Path]:
     return paths
 
 
+_POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last"}
+"""Values of `pooling_type` -> how hidden states become an embedding."""
+
+
 class GgufModel:
     """The metadata of the first file, and all tensors by name, each with the file that has it.
 
@@ -124,3 +128,18 @@ class GgufModel:
             raise ModelLoadError(
                 f"{self.path}: split.tensors.count is {count}, and there are {len(self.tensors)}"
             )
+
+
+def stated_pooling(model: GgufModel) -> str | None:
+    """Return how the file says that embeddings are made; None if it does not.
+
+    Raises:
+        ModelLoadError: the value is no integer.
+        UnsupportedModelError: it is another way, such as 4, which ranks pairs of texts.
+    """
+    value = model.own.integer("pooling_type", 0, low=-1)  # -1: not specified
+    if value not in (-1, *_POOLINGS):
+        raise model.own.unsupported(
+            "pooling_type", ", ".join(f"{key} ({name})" for key, name in _POOLINGS.items())
+        )
+    return _POOLINGS.get(value)

@@ -1,9 +1,13 @@
 """Builds the tokenizer of a GGUF file from the tables in it, with the `tokenizers` library.
 
-Three kinds of tables: `llama`, SentencePiece's pieces with scores, of which the pair that makes the best piece is
-merged first (Kudo and Richardson, 2018, arXiv:1808.06226); `t5`, pieces with the logarithms of how likely they are, of
-which a text is cut into the likeliest (Unigram: Kudo, 2018, arXiv:1804.10959); and `gpt2`, byte-level BPE with a list
-of merges (Radford et al., 2019). Invariant: torch-free; every id is that of the file.
+Kinds of tables:
+- `llama`: SentencePiece's pieces with scores; the pair that makes the best piece is merged first (Kudo and Richardson,
+  2018, arXiv:1808.06226).
+- `t5`: pieces with log likelihoods, of which a text is cut into the likeliest (Unigram: Kudo, 2018, arXiv:1804.10959).
+- `gpt2`: byte-level BPE with a list of merges (Radford et al., 2019).
+- `gemma4`: a list of merges over SentencePiece's characters.
+- `bert`: WordPiece, which takes the longest pieces first (Schuster and Nakajima, 2012).
+Invariant: torch-free; every id is that of the file.
 """
 
 from __future__ import annotations
@@ -37,6 +41,16 @@ _NAMES = {
     "mask": "mask",
 }
 """Special tokens in tokenizer_config.json -> in `tokenizer.ggml`."""
+_BERT = "bert"
+_INSIDE = "##"
+"""Marks WordPiece's tokens that continue a word; the format marks those that begin one instead, by `SPACE`."""
+_BERT_IDS = {
+    "cls": 101,
+    "seperator": 102,
+    "unknown": 100,
+}  # where a file names none, those of Google's vocabularies
+_ALWAYS_ADDED = {"gemma4": ("bos",)}
+"""Kinds -> tokens that texts get whatever the file says: early files of Gemma 4 wrongly say that they get no `bos`."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
 
@@ -76,6 +90,8 @@ class _Tables:
         self.about = about
         self.kind = about.text("model")
         self.tokens = about.texts("tokens")
+        if self.kind == _BERT:
+            self.tokens = tuple(map(_piece, self.tokens))
         self.vocab = {token: index for index, token in enumerate(self.tokens)}
         if len(self.vocab) < len(self.tokens):
             twice = next(token for index, token in enumerate(self.tokens) if self.vocab[token] != index)
@@ -194,6 +210,61 @@ def _byte_pairs(tables: _Tables) -> Made:
     return backend, ("bos",) if cut.adds_bos else ()
 
 
+def _merged_pieces(tables: _Tables) -> Made:
+    """Gemma 4's: merges do not cross newlines."""
+    backend = Tokenizer(
+        models.BPE(
+            vocab=tables.vocab,
+            merges=list(_listed_merges(tables)),
+            unk_token=tables.named("unknown") or next(tables.of_type(UNKNOWN), None),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return backend, ("bos",)
+
+
+def _word_pieces(tables: _Tables) -> Made:
+    about = tables.about
+    unknown, first, last = (_bert_token(tables, name) for name in ("unknown", "cls", "seperator"))
+    lowercase = about.flag("normalizer.lowercase", True)
+    backend = Tokenizer(
+        models.WordPiece(vocab=tables.vocab, unk_token=unknown, continuing_subword_prefix=_INSIDE)
+    )
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=about.flag("normalizer.strip_accents", lowercase)
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(_INSIDE)
+    begin = [first] if about.flag("add_bos_token", True) else []
+    end = [last] if about.flag("add_sep_token", True) else []
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*begin, "$A", *end],
+        pair=[*begin, "$A", *end, "$B:1", *(f"{token}:1" for token in end)],
+        special_tokens=[(token, tables.vocab[token]) for token in dict.fromkeys((*begin, *end))],
+    )
+    return backend, ()
+
+
+def _piece(token: str) -> str:
+    """Return a token of WordPiece as vocabularies of BERT write it; those in brackets are no parts of words."""
+    if token.startswith(SPACE):
+        return token[len(SPACE) :]
+    return token if token[:1] == "[" and token[-1:] == "]" and len(token) > 2 else _INSIDE + token
+
+
+def _bert_token(tables: _Tables, name: str) -> str:
+    index = tables.about.integer(f"{name}_token_id", _BERT_IDS[name], low=0)
+    if index >= len(tables.tokens):
+        raise tables.about.wrong(f"{name}_token_id", f"below {len(tables.tokens)}, the number of tokens")
+    return tables.tokens[index]
+
+
 def _pre_tokenizer(about: JsonObject) -> PreTokenizer:
     if "pre" not in about:
         logger.warning(
@@ -221,6 +292,8 @@ _KINDS: dict[str, Callable[[_Tables], Made]] = {
     "llama": _sentence_pieces,
     "t5": _unigrams,
     "gpt2": _byte_pairs,
+    "gemma4": _merged_pieces,
+    _BERT: _word_pieces,
 }
 """By `tokenizer.ggml.model`."""
 
@@ -239,7 +312,14 @@ def _add_tokens(backend: Tokenizer, tables: _Tables) -> None:
 
 def _add_around(backend: Tokenizer, tables: _Tables, added: tuple[str, ...]) -> None:
     """The tokens that go before and behind every text."""
-    around = [name for name in ("bos", "eos") if tables.about.flag(f"add_{name}_token", name in added)]
+    if backend.post_processor is not None:
+        return
+    always = _ALWAYS_ADDED.get(tables.kind, ())
+    around = [
+        name
+        for name in ("bos", "eos")
+        if tables.about.flag(f"add_{name}_token", name in added) or name in always
+    ]
     named = {name: tables.named(name) for name in around}
     for name, token in named.items():
         if token is None and f"add_{name}_token" in tables.about:

@@ -14,7 +14,7 @@ from quire.config.arch import ModelArch
 from quire.config.pooling import HeadLayer, PoolingSpec
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.checkpoint_files import has_file
-from quire.models.gguf.model import is_gguf
+from quire.models.gguf.model import GgufModel, is_gguf, stated_pooling
 from quire.models.hf_config import architecture_of, config_json
 from quire.models.json_object import JsonObject
 from quire.models.pooling.architectures import GENERATES, Made, made_for
@@ -80,9 +80,10 @@ def settle_pooling(config: EngineConfig, id_of: IdOf) -> Settled:
     architecture = architecture_of(file)
     made = made_for(architecture, asked.model_impl)
     layout = read_sentence_transformer(model_dir) if asked.runner != "generate" else None
+    stated = stated_pooling(GgufModel(model_dir)) if is_gguf(model_dir) else None
     if layout is not None and layout.answers and made.kind != GENERATES:
         raise ModelLoadError(f"{layout.pooling_file}: {ANSWER} is for language models, not {architecture}")
-    runner, reason = _runner(config, architecture, made, layout)
+    runner, reason = _runner(config, architecture, made, layout, stated)
     if runner == "generate":
         return Settled(runner, reason, "none", "it generates")
     target, target_reason = _target(asked.convert, made, layout)
@@ -100,6 +101,8 @@ def settle_pooling(config: EngineConfig, id_of: IdOf) -> Settled:
     else:
         spec, why = _classifier(file, made, arch, target, layout, id_of)
         spec = replace(spec, head_of_adapters=_leaves_head_to_adapters(config, made, model_dir))
+    if stated is not None and target == "embed":
+        spec, why = overridden(spec, {"pooling_type": stated}), "as pooling_type in the file says"
     if said:
         spec, why = overridden(spec, said), "as --pooler-config says"
     longest = None if layout is None else layout.max_seq_length
@@ -111,7 +114,11 @@ _CONVERTS = {"token_classify": "classify", "process_reward": "reward"}
 
 
 def _runner(
-    config: EngineConfig, architecture: str, made: Made, layout: SentenceTransformer | None
+    config: EngineConfig,
+    architecture: str,
+    made: Made,
+    layout: SentenceTransformer | None,
+    stated: str | None,
 ) -> tuple[str, str]:
     """ "generate" or "pooling", and why."""
     asked, convert = config.model.runner, config.model.convert
@@ -139,6 +146,8 @@ def _runner(
         return "pooling", f"{architecture} has no output head"
     if layout is not None:
         return "pooling", f"the checkpoint has {MODULES}"
+    if stated is not None:
+        return "pooling", f"the file says how it pools ({stated})"
     if config.arch.bidirectional:
         return "pooling", f"config.json says {_BOTH_WAYS}"
     return "generate", f"{architecture} is a language model"

@@ -193,6 +193,83 @@ def test_metadata_that_is_refused(
         read_model_config(path, {})
 
 
+OFF: dict[str, dict[str, Any]] = {
+    "pooling none": {"pooling_type": 0},
+    "causal": {"attention.causal": True},
+    "factor 0": {"rope.scaling.factor": 0.0, "rope.scaling.original_context_length": 0},
+    "factor beside type none": {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+    "old factor 1": {"rope.scale_linear": 1.0},
+    "old factor 0": {"rope.scale_linear": 0.0},
+    "window 0": {"attention.sliding_window": 0},
+    "logit scale 0": {"logit_scale": 0.0},
+    "no experts": {"expert_count": 0, "expert_used_count": 0, "expert_group_count": 1},
+    "no caps": {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "attention.clamp_kqv": 0.0},
+    "no drafts": {"nextn_predict_layers": 0},
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("name", OFF)
+def test_gguf_key_that_switches_off_changes_nothing(name: str, architecture: str, tmp_path: Path) -> None:
+    plain = read_model_config(bare(tmp_path / "x.gguf", architecture), {})
+    assert read_model_config(bare(tmp_path / "x.gguf", architecture, **OFF[name]), {}) == plain
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [
+        ("gemma3", {"attention.sliding_window": 0}),
+        ("olmo2", {"attention.sliding_window": 0}),
+        ("phi3", {"attention.sliding_window": 0}),
+    ],
+)
+def test_gguf_window_of_zero_is_none(architecture: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    arch = read_model_config(bare(tmp_path / "x.gguf", architecture, **keys), {})
+    assert set(arch.layer_types or ("full_attention",)) == {"full_attention"} or arch.sliding_window is None
+
+
+@pytest.mark.parametrize("keys", [{"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}])
+def test_gguf_factor_without_type_is_linear(keys: dict[str, Any], tmp_path: Path) -> None:
+    rope = read_model_config(bare(tmp_path / "x.gguf", **keys), {}).rope
+    assert rope is not None
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
+def test_gguf_multipliers_of_zero_are_the_usual(tmp_path: Path) -> None:
+    zero = {"logit_scale": 0.0, "embedding_scale": 0.0, "residual_scale": 0.0, "attention.scale": 0.0}
+    usual = {"logit_scale": 1.0, "embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": 0.25}
+    arches = [read_model_config(bare(tmp_path / "x.gguf", "granite", **each), {}) for each in (zero, usual)]
+    assert arches[0] == arches[1]
+    sizes = {"attention.layer_norm_epsilon": 1e-5, "attention.layer_norm_rms_epsilon": None}
+    both = [{"logit_scale": 0.0, **sizes}, {"logit_scale": 1.0, **sizes}]
+    arches = [read_model_config(bare(tmp_path / "x.gguf", "command-r", **each), {}) for each in both]
+    assert arches[0] == arches[1]
+
+
+@pytest.mark.parametrize(("value", "pooling"), [(1, "mean"), (2, "cls"), (3, "last")])
+def test_gguf_pooling_type_settles_the_runner(value: int, pooling: str, tmp_path: Path) -> None:
+    path = bare(tmp_path / "x.gguf", "qwen3", pooling_type=value)
+    config = prepare(EngineConfig.from_args(model=str(path), skip_tokenizer_init=True), "offline")
+    assert config.pooling is not None
+    assert (config.pooling.pooling, config.pooling.activation) == (pooling, "normalize")
+    asked = EngineConfig.from_args(model=str(path), runner="generate", skip_tokenizer_init=True)
+    assert prepare(asked, "offline").pooling is None
+    said = EngineConfig.from_args(
+        model=str(path), pooler_config={"pooling_type": "LAST"}, skip_tokenizer_init=True
+    )
+    assert getattr(prepare(said, "offline").pooling, "pooling", None) == "last"
+
+
+def test_gguf_pooling_type_of_rankers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="pooling_type = 4 is not supported"):
+        read_model_config(bare(tmp_path / "x.gguf", pooling_type=4), {})
+
+
+def test_gguf_without_causal_attention_pools(tmp_path: Path) -> None:
+    path = bare(tmp_path / "x.gguf", "llama", **{"attention.causal": False})
+    assert read_model_config(path, {}).bidirectional
+
+
 @pytest.mark.item(26)
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(

@@ -263,3 +263,70 @@ def test_a_token_twice(tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path / "x.gguf", "llama", ["a", "b", "a"], [1, 1, 1])
     with pytest.raises(ModelLoadError, match="tokens 0 and 2 are both 'a'"):
         Tokenizer.from_dir(path)
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_gguf_word_pieces_match_transformers(lowercase: bool, tmp_path: Path) -> None:
+    """Tokens that begin a word have SentencePiece's space in the file, and those inside a word nothing."""
+    named = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    characters = sorted({character for text in corpus() for character in text if not character.isspace()})
+    theirs = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    theirs.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    theirs.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=600, special_tokens=named, initial_alphabet=characters[:50], show_progress=False
+    )
+    theirs.train_from_iterator(corpus(), trainer)
+    theirs.decoder = decoders.WordPiece()
+    theirs.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    vocab = sorted(theirs.get_vocab(), key=theirs.get_vocab().__getitem__)
+    stored = [
+        token if token in named else token[2:] if token.startswith("##") else SPACE + token for token in vocab
+    ]
+    types = [TokenType.CONTROL if token in named else TokenType.NORMAL for token in vocab]
+    path = tmp_path / "x.gguf"
+    writer = GGUFWriter(path, "bert")
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(stored)
+    writer.add_token_types(types)
+    for key, index in {"unknown": 1, "cls": 2, "seperator": 3, "padding": 0, "mask": 4}.items():
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", index)
+    writer.add_bool("tokenizer.ggml.normalizer.lowercase", lowercase)
+    finish(writer)
+    ours = Tokenizer.from_dir(path)
+    assert_same(ours, theirs)
+    assert ours.named_tokens == {
+        "unk_token": "[UNK]",
+        "sep_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "mask_token": "[MASK]",
+    }
+    pair = theirs.encode("the naive", "résumé")
+    template = ours.pair_template
+    first, second = (ours.encode(text, add_special_tokens=False) for text in ("the naive", "résumé"))
+    assert template.around(first, second).token_ids == pair.ids
+
+
+@pytest.mark.parametrize("says", [None, True, False])
+def test_gguf_gemma4_merges_stop_at_newlines(says: bool | None, tmp_path: Path) -> None:
+    bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["a", "b", SPACE, "\n", f"{SPACE}a", f"{SPACE}ab", "\n\n", "é"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", *bytes_of, *pieces]
+    writer = GGUFWriter(tmp_path / "x.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    kinds = [TokenType.CONTROL] * 3 + [TokenType.UNKNOWN, TokenType.CONTROL]
+    writer.add_token_types([*kinds, *[TokenType.BYTE] * 256, *[TokenType.NORMAL] * len(pieces)])
+    writer.add_token_merges([f"{SPACE} a", f"{SPACE}a b", "\n \n"])
+    writer.add_bos_token_id(2)
+    if says is not None:
+        writer.add_add_bos_token(says)
+    finish(writer)
+    ours = Tokenizer.from_dir(tmp_path / "x.gguf")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    expected = ["<bos>", "a", f"{SPACE}ab", "\n\n", "\n", "b", "é", "<0xC3>", "<0xA8>"]
+    text = "a ab\n\n\nbéè"
+    assert ours.encode(text) == [vocab[token] for token in expected]
+    assert ours.decode(ours.encode(text)) == text
+    assert ours.encode("<|turn>", add_special_tokens=False) == [4]
