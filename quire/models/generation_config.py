@@ -5,11 +5,16 @@ Invariant: torch-free; a directory without the file has no defaults.
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from quire.models.json_object import JsonObject, optional_json_object
+
+logger = logging.getLogger(__name__)
 
 # Sampling default -> (low, high); the names are those of `SamplingParams`.
 _SAMPLING: Mapping[str, tuple[float, float]] = {
@@ -19,6 +24,37 @@ _SAMPLING: Mapping[str, tuple[float, float]] = {
     "repetition_penalty": (math.nextafter(0.0, 1.0), 1e6),
 }
 
+_INTEGERS = {"top_k": -1, "max_new_tokens": 1}  # name -> least value
+_NOT_DONE: Mapping[str, tuple[Any, ...]] = {
+    "do_sample": (True,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "penalty_alpha": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "diversity_penalty": (0,),
+    "length_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "max_length": (20,),
+    "bad_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({},),
+    "stop_strings": ([],),
+    "watermarking_config": (),
+}
+"""Keys by which transformers changes what is generated, and the values with which they change nothing."""
+
 
 def read_generation_config(directory: Path) -> dict[str, float]:
     """Default sampling parameters in a directory's generation_config.json; none if there is no such file.
@@ -26,7 +62,12 @@ def read_generation_config(directory: Path) -> dict[str, float]:
     Raises:
         ModelLoadError: the file is malformed or a value is out of range.
     """
-    return sampling_defaults(generation_file(directory))
+    file = generation_file(directory)
+    ignored = [key for key, neutral in _NOT_DONE.items() if key in file and file.get(key) not in neutral]
+    if ignored:
+        shown = ", ".join(f"{key} = {json.dumps(file.get(key)):.100}" for key in ignored)
+        logger.warning("%s: not applied, requests say it themselves: %s", file.where, shown)
+    return sampling_defaults(file)
 
 
 def sampling_defaults(file: JsonObject) -> dict[str, float]:
@@ -34,7 +75,7 @@ def sampling_defaults(file: JsonObject) -> dict[str, float]:
     found = {
         name: file.number(name, low=low, high=high) for name, (low, high) in _SAMPLING.items() if name in file
     }
-    return found | ({"top_k": file.integer("top_k", low=-1)} if "top_k" in file else {})
+    return found | {name: file.integer(name, low=low) for name, low in _INTEGERS.items() if name in file}
 
 
 def generation_file(directory: Path) -> JsonObject:
@@ -43,7 +84,7 @@ def generation_file(directory: Path) -> JsonObject:
 
 
 def token_ids(file: JsonObject, key: str, vocab_size: int) -> tuple[int, ...]:
-    """One id or a list of them; ids outside the vocabulary, which no model can produce, are left out.
+    """One id or a list of them; ids outside the vocabulary, which no model can produce, are left out with a warning.
 
     Raises:
         ModelLoadError: the value is something else.
@@ -52,4 +93,7 @@ def token_ids(file: JsonObject, key: str, vocab_size: int) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
         raise file.wrong(key, "a token id or a list of token ids")
+    outside = [item for item in ids if item >= vocab_size]
+    if outside:
+        logger.warning("%s: %s %s left out: the vocabulary has %d", file.where, key, outside, vocab_size)
     return tuple(item for item in ids if item < vocab_size)

@@ -302,6 +302,32 @@ def test_generation_config(tmp_path: Path) -> None:
     assert arch.eos_token_ids == (3, 7), "config.json's first, no repetition, none outside the vocabulary"
 
 
+def test_generation_config_limit_is_a_default(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7, "do_sample": True}))
+    assert read(tmp_path, LLAMA).generation == {"max_new_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("do_sample", False), ("num_beams", 4), ("stop_strings", ["x"]), ("eos_token_id", 10**6)],
+)
+def test_generation_config_key_not_applied_is_warned_of(
+    key: str, value: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+    with caplog.at_level("WARNING"):
+        read(tmp_path, LLAMA)
+    assert key in caplog.text
+
+
+def test_generation_config_neutral_values_are_quiet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    neutral = {"num_beams": 1, "typical_p": 1.0, "max_length": 20, "suppress_tokens": None, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(neutral))
+    with caplog.at_level("WARNING"):
+        read(tmp_path, LLAMA)
+    assert not caplog.text
+
+
 @pytest.mark.item(26)
 @pytest.mark.parametrize(
     ("changes", "words"),
