@@ -372,9 +372,11 @@ def check_listed_ids(num_ids: int, num_sequences: int) -> None:
 
 def _default_params(config: EngineConfig) -> dict[str, Any]:
     """The model's generation config, in which a limit of tokens may be above the context as it is served."""
-    limit = config.model.max_model_len
-    limits = {name: min(value, limit) for name, value in config.arch.generation.items() if name in MAX_TOKENS}
-    return {**config.arch.generation, **(limits if limit > 0 else {})}
+    limit, defaults = config.model.max_model_len, dict(config.arch.generation)
+    asked = [int(defaults.pop(name)) for name in MAX_TOKENS if name in defaults]
+    if asked:
+        defaults["max_tokens"] = min(asked[0], limit) if limit > 0 else asked[0]
+    return defaults
 
 
 def _nth_seed(params: SamplingParams, index: int) -> int | None:

@@ -48,6 +48,12 @@ class TemplateTokenizer(Encoder, Protocol):
     named_tokens: dict[str, str]
 
     @property
+    def bos_token(self) -> str | None: ...
+
+    @property
+    def eos_token(self) -> str | None: ...
+
+    @property
     def special_tokens(self) -> Iterable[str]: ...
 
 
@@ -153,8 +159,8 @@ class ChatTemplate:
                 "the model has no chat template; start the server with --chat-template", param="messages"
             )
         facts: dict[str, Any] = {
-            "bos_token": tokenizer.named_tokens.get("bos_token", ""),
-            "eos_token": tokenizer.named_tokens.get("eos_token", ""),
+            "bos_token": tokenizer.bos_token or "",
+            "eos_token": tokenizer.eos_token or "",
             "named_tokens": tokenizer.named_tokens,
             "special_tokens": tokenizer.special_tokens,
             "content_format": content_format,

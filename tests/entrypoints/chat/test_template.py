@@ -167,7 +167,15 @@ def test_tool_call_arguments_are_an_object() -> None:
 
 
 def model_with(**templates: str) -> SimpleNamespace:
-    return SimpleNamespace(chat_templates=templates, named_tokens={}, special_tokens=frozenset())
+    return SimpleNamespace(
+        chat_templates=templates, bos_token=None, eos_token=None, named_tokens={}, special_tokens=frozenset()
+    )
+
+
+def test_template_gets_all_named_tokens() -> None:
+    model = model_with(default="{{ bos_token }}{{ pad_token }}{{ image_token }}")
+    model.named_tokens = {"pad_token": "<pad>", "image_token": "<image>"}
+    assert ChatTemplate.from_tokenizer(model).render(HI) == "<pad><image>"
 
 
 def test_override(tmp_path: Path) -> None:

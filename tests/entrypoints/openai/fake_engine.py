@@ -10,7 +10,7 @@ import codecs
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor
@@ -50,6 +50,7 @@ class FakeTokenizer:
 
     vocab_size = num_ids = 258
     bos_token = None
+    named_tokens: ClassVar[dict[str, str]] = {}
     eos_token = "<|im_end|>"
     eos_token_id = 257
     special_tokens = frozenset(SPECIAL)
