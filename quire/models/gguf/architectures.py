@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.config.arch import QKV_APART, CheckpointNames
 from quire.models.gguf import decoders, sparse
+from quire.models.gguf.encoders import BERT_PLACES, bert
 from quire.models.gguf.gemma3n import GEMMA3N_PLACES, gemma3n
 from quire.models.gguf.hybrids import (
     CONV_PLACES,
@@ -223,6 +224,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         )
         for name, config in {"qwen35": qwen3_5, "qwen35moe": qwen3_5_moe}.items()
     },
+    "bert": GgufArchitecture(bert, places=BERT_PLACES),
     "mamba": GgufArchitecture(mamba, places=CHANNEL_PLACES),
     "mamba2": GgufArchitecture(mamba2, places=STATE_PLACES),
     "jamba": GgufArchitecture(jamba, places=CHANNEL_PLACES),

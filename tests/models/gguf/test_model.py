@@ -129,9 +129,9 @@ def bare(path: Path, architecture: str = "llama", **keys: Any) -> Path:
     ("keys", "error", "words"),
     [
         (
-            {"architecture": "bert"},
+            {"architecture": "clip"},
             UnsupportedModelError,
-            "general.architecture is 'bert'.* known are llama, qwen2",
+            "general.architecture is 'clip'.* known are llama, qwen2",
         ),
         ({"embedding_length": None}, ModelLoadError, "'embedding_length' is missing"),
         ({"embedding_length": "x"}, ModelLoadError, "embedding_length must be an integer"),
