@@ -16,6 +16,8 @@ TEMPLATES_NAME = "additional_chat_templates"
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
     TEMPLATES_NAME,

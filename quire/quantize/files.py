@@ -18,7 +18,7 @@ from quire.errors import ConfigError, StartupError
 from quire.models.safetensors_file import DTYPES
 from quire.models.weight_files import INDEX_NAME
 
-_OTHERS = ("*.json", "*.jinja", "*.model", "*.txt")
+_OTHERS = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 CONFIG_NAME = "config.json"
 
@@ -72,7 +72,10 @@ def _clear(draft: Path, output: Path) -> None:
     if output.exists():
         raise ConfigError(f"--output {output} exists already: name a new directory")
     for path in draft.iterdir():
-        path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 class CheckpointWriter:
@@ -100,7 +103,9 @@ class CheckpointWriter:
         _write_json(self._directory / INDEX_NAME, index_of)
         for path in {path for pattern in _OTHERS for path in source.glob(pattern)}:
             if path.name not in (CONFIG_NAME, INDEX_NAME):
-                shutil.copyfile(path, self._directory / path.name)
+                copy = self._directory / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
         config = json.loads((source / CONFIG_NAME).read_text(encoding="utf-8"))
         _write_json(self._directory / CONFIG_NAME, config | {"quantization_config": quantization})
 

@@ -238,3 +238,18 @@ def test_what_a_killed_run_left_is_cleared_and_a_running_one_is_not(
     with pytest.raises(ConfigError, match="exists already"), files.new_checkpoint(output):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["q"]
+
+
+def test_written_checkpoint_keeps_named_chat_templates(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_model("llama"), source)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    (tmp_path / ".out.unfinished" / "additional_chat_templates").mkdir(
+        parents=True
+    )  # of a run that was killed
+    with files.new_checkpoint(tmp_path / "out") as writer:
+        writer.finish(source, {})
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
