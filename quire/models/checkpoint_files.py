@@ -7,7 +7,6 @@ that names it; it never counts as absent, and opening it never blocks.
 from __future__ import annotations
 
 import codecs
-import os
 import stat
 from pathlib import Path
 
@@ -33,9 +32,7 @@ def has_file(path: Path) -> bool:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
-            raise ModelLoadError(
-                f"{path}: is a symbolic link to {os.readlink(path)}, which does not exist"
-            ) from None
+            raise ModelLoadError(f"{path}: is a symbolic link whose target does not exist") from None
         return False
     except OSError as error:  # a loop of links, a directory that may not be searched
         raise unreadable(path, error) from error

@@ -19,8 +19,9 @@ from quire.entrypoints.chat.budget import TemplateRefusalError
 from quire.entrypoints.chat.environment import make_environment
 from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, checked_messages
 from quire.entrypoints.chat.plain_text import Encoder, Literals, PlainText
-from quire.errors import ConfigError, ValidationError
+from quire.errors import ConfigError, ModelLoadError, ValidationError
 from quire.inputs import Conversation
+from quire.models.checkpoint_files import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -348,8 +349,8 @@ def read_template(template: str | Path, names: Iterable[str] = ()) -> str:
     if "{" in text or "\n" in text:
         return text
     try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(Path(text))
+    except ModelLoadError as error:
         raise ConfigError(
             f"--chat-template {text} is neither a readable file nor template text{_known(names)}: {error}"
         ) from None

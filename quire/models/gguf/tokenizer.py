@@ -49,6 +49,19 @@ _BERT_IDS = {
     "seperator": 102,
     "unknown": 100,
 }  # where a file names none, those of Google's vocabularies
+_SAY_NOTHING = frozenset(
+    (
+        "scores",
+        "token_type",
+        "token_type_count",
+        "merges",
+        "pre",
+        "hf_json",
+        "add_space_prefix",
+        "add_eos_token",
+    )
+)
+"""Keys that some converters write for kinds of tables that have no use for them."""
 _ALWAYS_ADDED = {"gemma4": ("bos",)}
 """Kinds -> tokens that texts get whatever the file says: early files of Gemma 4 wrongly say that they get no `bos`."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -80,6 +93,7 @@ def read_tokenizer(path: Path) -> GgufTokenizer:
     backend, added = _KINDS[tables.kind](tables)
     _add_tokens(backend, tables)
     _add_around(backend, tables, added)
+    _warn_of_unread(tables.about)
     return GgufTokenizer(backend, tables.named_tokens(), dict(_chat_templates(model)))
 
 
@@ -333,6 +347,16 @@ def _add_around(backend: Tokenizer, tables: _Tables, added: tuple[str, ...]) -> 
             single=[token for token in (bos, "$A", eos) if token is not None],
             special_tokens=[(token, tables.vocab[token]) for token in dict.fromkeys(tokens)],
         )
+
+
+def _warn_of_unread(about: JsonObject) -> None:
+    """Name keys that may change what a text's tokens are, and that no kind of tables here has a use for."""
+    unread = about.values.keys() - about.asked - _SAY_NOTHING
+    found = sorted(
+        key for key in unread if not key.endswith(("_token_id", "_token_ids")) and about.values[key]
+    )
+    if found:
+        logger.warning("%s: not read: %s", about.where, ", ".join(found))
 
 
 def _chat_templates(model: GgufModel) -> Iterator[tuple[str, str]]:

@@ -330,3 +330,14 @@ def test_gguf_gemma4_merges_stop_at_newlines(says: bool | None, tmp_path: Path) 
     assert ours.encode(text) == [vocab[token] for token in expected]
     assert ours.decode(ours.encode(text)) == text
     assert ours.encode("<|turn>", add_special_tokens=False) == [4]
+
+
+def test_gguf_tokenizer_key_not_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written(tmp_path / "x.gguf", gpt2(), "gpt-2", add_bos_token=False)
+    with caplog.at_level("WARNING"):
+        Tokenizer.from_dir(path)
+    assert not caplog.text
+    path = written(tmp_path / "x.gguf", gpt2(), "gpt-2", add_bos_token=False, add_sep_token=True)
+    with caplog.at_level("WARNING"):
+        Tokenizer.from_dir(path)
+    assert "not read: add_sep_token" in caplog.text
