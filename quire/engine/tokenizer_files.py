@@ -170,7 +170,7 @@ def _warn_of_options(backend: tokenizers.Tokenizer, settings: TokenizerSettings)
         and prefixes is not None
         and config.get("add_prefix_space") is not prefixes
     ):
-        _warn(config, "add_prefix_space", "the pre-tokenizer in tokenizer.json does otherwise, and holds")
+        _warn(config, "add_prefix_space", "tokenizer.json does otherwise, and holds")
     if config.get("clean_up_tokenization_spaces") is True and not _cleans_itself(backend):
         _warn(config, "clean_up_tokenization_spaces", "spaces before punctuation stay in decoded text")
     if "fast_tokenizer_files" in config and config.get("fast_tokenizer_files") != [TOKENIZER_NAME]:
@@ -182,12 +182,21 @@ def _warn(config: JsonObject, key: str, effect: str) -> None:
 
 
 def _adds_prefix_space(backend: tokenizers.Tokenizer) -> bool | None:
-    """Return whether a byte-level pre-tokenizer puts a space before texts; None if there is none."""
-    if backend.pre_tokenizer is None:
-        return None
-    state = json.loads(backend.pre_tokenizer.__getstate__())
-    steps = [step for step in state.get("pretokenizers", [state]) if step["type"] == "ByteLevel"]
-    return any(step["add_prefix_space"] for step in steps) if steps else None
+    """Return whether a space is put before texts; None for kinds of tokenizers that know no such option."""
+    steps = [*_steps(backend.normalizer, "normalizers"), *_steps(backend.pre_tokenizer, "pretokenizers")]
+    adds = [
+        step.get("add_prefix_space", step.get("prepend_scheme", "always") != "never")
+        for step in steps
+        if step["type"] in ("ByteLevel", "Metaspace", "Prepend")
+    ]
+    return any(adds) if adds else None
+
+
+def _steps(part: Any, key: str) -> list[dict[str, Any]]:
+    """Return the states of a normalizer's or pre-tokenizer's steps."""
+    state = json.loads(part.__getstate__()) if part is not None else {key: []}
+    steps: list[dict[str, Any]] = state.get(key, [state])
+    return steps
 
 
 def _cleans_itself(backend: tokenizers.Tokenizer) -> bool:

@@ -91,7 +91,7 @@ def test_split_special_tokens_makes_them_text(directory: Path) -> None:
     [
         ({"add_bos_token": True, "bos_token": "<s>"}, "the post-processor in tokenizer.json does otherwise"),
         ({"add_eos_token": True, "eos_token": "</s>"}, "the post-processor in tokenizer.json does otherwise"),
-        ({"add_prefix_space": True}, "the pre-tokenizer in tokenizer.json does otherwise"),
+        ({"add_prefix_space": True}, "add_prefix_space = true has no effect: tokenizer.json does otherwise"),
         ({"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}, "tokenizer.json alone is read"),
         ({"added_tokens_decoder": {}, "eos_token": "</s>"}, "is not used"),
     ],
