@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class TokenizerSettings:
         named: special tokens by the names that chat templates know them by.
         extra: further special tokens.
         listed: added tokens by id, from the file `listed_in`.
+        unread: ids by token of added_tokens.json, if another file goes before it.
     """
 
     file: JsonObject
@@ -45,6 +46,7 @@ class TokenizerSettings:
     extra: tuple[AddedToken, ...]
     listed: Mapping[int, AddedToken]
     listed_in: str
+    unread: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def literals(self) -> dict[str, str]:
@@ -67,19 +69,18 @@ def read_settings(directory: Path) -> TokenizerSettings:
         ModelLoadError: a file cannot be read, or a token in it is malformed.
     """
     config = optional_json_object(directory / CONFIG_NAME)
-    mapped = optional_json_object(directory / MAP_NAME)
+    mapped, added = (optional_json_object(directory / name) for name in (MAP_NAME, ADDED_NAME))
     named, extra = _named(config), _extra(config, _EXTRA) or _extra(config, _OLD_EXTRA)
     if _DECODER in config:
         _warn_of_unread(mapped, named)
         entries = config.child(_DECODER)
         listed = {_id(entries, key): _token(entries, key) for key in entries.values}
-        return TokenizerSettings(config, named, extra, listed, config.where)
+        return TokenizerSettings(config, named, extra, listed, config.where, added.values)
     named = _merged(named, mapped)
     has_extra = _EXTRA in config.values and not isinstance(config.get(_EXTRA), dict)
     knows_extra = has_extra or _OLD_EXTRA in config.values or _EXTRA in mapped
     extra = () if isinstance(mapped.get(_EXTRA), dict) else extra
     extra += _extra(mapped, _EXTRA if knows_extra else _OLD_EXTRA)
-    added = optional_json_object(directory / ADDED_NAME)
     special = {named[name].content for name in _STANDARD if name in named} | {one.content for one in extra}
     return TokenizerSettings(config, named, extra, _old_listed(added, special), added.where)
 
@@ -110,6 +111,17 @@ def add_tokens(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> No
                 "one; added tokens must follow the vocabulary of tokenizer.json without a gap"
             )
     _add_special(backend, settings)
+    lost = [token for token, token_id in settings.unread.items() if backend.token_to_id(token) != token_id]
+    if lost:
+        shown = ", ".join(f"{token!r:.100}" for token in lost[:8])
+        logger.warning(
+            "%s has %s, beside which %s does not count: %d of its tokens are not used: %s",
+            settings.file.where,
+            _DECODER,
+            ADDED_NAME,
+            len(lost),
+            shown,
+        )
 
 
 def _check_id(backend: tokenizers.Tokenizer, token_id: int, content: str, where: str) -> None:

@@ -108,6 +108,15 @@ def test_option_without_effect_is_warned_of(
     assert effect in caplog.text
 
 
+def test_added_tokens_file_not_used_is_warned_of(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(directory, "tokenizer_config.json", {"added_tokens_decoder": {}})
+    write(directory, "added_tokens.json", {"</s>": 257, "<other>": 258})
+    with caplog.at_level(logging.WARNING):
+        ours = Tokenizer.from_dir(directory)
+    assert "1 of its tokens are not used: '<other>'" in caplog.text
+    assert ours.id_of("<other>") is None
+
+
 @pytest.mark.parametrize("adds", [True, False])
 def test_options_tokenizer_json_agrees_with_are_quiet(
     adds: bool, directory: Path, caplog: pytest.LogCaptureFixture
