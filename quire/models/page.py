@@ -87,8 +87,20 @@ are refused. For texts, logits are within 1e-4 of the whole model's (`tests/mode
 NOTES = """
 ## Limits
 
-- Tokenizers: a tokenizer.json, or one that transformers converts without code of the checkpoint. ChatGLM, QWen (2023),
-  Baichuan and PLaMo 2 as published have neither; name a converted one with `--tokenizer`.
+- Tokenizers: a tokenizer.json, or one that transformers converts without code of the checkpoint; for
+  `tokenizer.model` it needs the packages sentencepiece and protobuf, for `tekken.json` mistral-common, for
+  `tiktoken.model` tiktoken. ChatGLM, QWen (2023), Baichuan and PLaMo 2 as published have neither; name a converted one
+  with `--tokenizer`.
+- Added and special tokens beside tokenizer.json are read in the order of transformers: `added_tokens_decoder` of
+  tokenizer_config.json, else added_tokens.json, with special_tokens_map.json before the names in tokenizer_config.json.
+  Their ids must follow the vocabulary; one that is another token's is refused. A special token in no vocabulary gets
+  the next free id, with a warning. Templates see all special tokens by name. What tokenizer.json contradicts
+  (`add_bos_token`, `add_prefix_space`) or what is not done (`clean_up_tokenization_spaces` outside of BPE and
+  WordPiece) is warned of.
+- generation_config.json gives eos tokens, temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens;
+  other keys by which transformers changes what is generated (`do_sample: false`, `num_beams` ...) are warned of.
+- Files of a checkpoint must be regular files (or links to them), JSON and templates of at most 64 MiB, tokenizer.json
+  of 512.
 - What stretches positions (`rope_scaling`): linear, dynamic, llama3, yarn, longrope. Where config.json has
   `rope_parameters` as well, a `rope_scaling` that is not empty decides, with the theta of whichever has one. In
   `--hf-overrides` either key replaces both, and `rope_theta` replaces that of the file wherever it stands;
