@@ -126,6 +126,11 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def was_cut(self) -> bool:
+        """Whether something else than the model ended the text: a limit, a stop string, a failure."""
+        return self.finish_reason not in (None, "stop") or self.stop_reason is not None
+
 
 @dataclass(slots=True)
 class RequestStateStats:

@@ -143,7 +143,7 @@ class LLM(OfflinePooling):
         outputs = self.generate(prompts, settled, use_tqdm=use_tqdm, lora_request=adapters)
         for output, one, end in zip(outputs, formats, ends, strict=True):
             for completion in output.outputs:
-                completion.answer = one.read(completion.text, end, schemas)
+                completion.answer = one.read(completion.text, end, schemas, was_cut=completion.was_cut)
         return outputs
 
     def beam_search(

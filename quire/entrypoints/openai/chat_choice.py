@@ -57,9 +57,16 @@ class ChatChoiceBuilder:
     def num_reasoning_tokens(self) -> int:
         return self._counter.num_tokens if self._counter is not None else 0
 
-    def take(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> ChoicePart:
-        """The next piece of text; with a finish reason, the last one."""
-        parts = self.parts(text, token_ids, finish_reason)
+    @property
+    def is_open(self) -> bool:
+        """Whether the reasoning or text that came last has not ended."""
+        return self._reader.is_open
+
+    def take(
+        self, text: str, token_ids: Sequence[int], finish_reason: str | None, *, was_cut: bool = False
+    ) -> ChoicePart:
+        """Read the next piece of text; with a finish reason, the last one, which may have been cut."""
+        parts = self.parts(text, token_ids, finish_reason, was_cut=was_cut)
         return ChoicePart(
             "".join(part.reasoning for part in parts),
             "".join(part.content for part in parts),
@@ -67,15 +74,24 @@ class ChatChoiceBuilder:
             parts[-1].finish_reason,
         )
 
-    def parts(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> list[ChoicePart]:
+    def parts(
+        self, text: str, token_ids: Sequence[int], finish_reason: str | None, *, was_cut: bool = False
+    ) -> list[ChoicePart]:
         """The same in the model's order: in each part that is reasoning, text, calls. At least one part."""
-        return self.arranged(self.read(text, token_ids, finish_reason), finish_reason)
+        return self.arranged(self.read(text, token_ids, finish_reason, was_cut=was_cut), finish_reason)
 
-    def read(self, text: str, token_ids: Sequence[int], finish_reason: str | None = None) -> list[Event]:
-        """What is found in the next piece of text, for `arranged`."""
+    def read(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        finish_reason: str | None = None,
+        *,
+        was_cut: bool = False,
+    ) -> list[Event]:
+        """Find what is in the next piece of text, for `arranged`."""
         found = self._reader.feed(text)
         if finish_reason is not None:
-            found += self._reader.finish()
+            found += self._reader.finish(was_cut=was_cut)
         if self._counter is not None:
             self._counter.add(token_ids)
             self._counter.settle(self._reader.call_markers)

@@ -174,7 +174,7 @@ class ChatAnswer:
                 yield self.chunk([opening], usage.of_opening(), output.prompt_token_ids)
         for completion in output.outputs:
             builder, reason = self._builder(completion), completion.finish_reason
-            found = builder.read(completion.text, completion.token_ids, reason)
+            found = builder.read(completion.text, completion.token_ids, reason, was_cut=completion.was_cut)
             usage.note_reasoning(self._reasoning_tokens)
             *earlier, last = self._chunk_choices(completion, builder.arranged(found, reason))
             told = usage.of_chunk(0, completion)
@@ -190,7 +190,9 @@ class ChatAnswer:
             yield self.chunk([choice], more)
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
-        part = self._builder(completion).take(completion.text, completion.token_ids, completion.finish_reason)
+        part = self._builder(completion).take(
+            completion.text, completion.token_ids, completion.finish_reason, was_cut=completion.was_cut
+        )
         for call in part.tool_calls:
             call.index = UNSET
         message = ChatMessage(

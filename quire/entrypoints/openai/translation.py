@@ -46,7 +46,10 @@ STREAM_OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 
 @dataclass(frozen=True)
 class Piece:
-    """What one piece of an answer adds. Each tool call has its index; pieces of one call join their arguments."""
+    """What one piece of an answer adds. Each tool call has its index; pieces of one call join their arguments.
+
+    `is_open` says of the last piece that the reasoning or text before the end had not ended.
+    """
 
     content: str = ""
     reasoning: str = ""
@@ -54,6 +57,7 @@ class Piece:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    is_open: bool = False
 
 
 class Writer(Protocol):
@@ -100,7 +104,7 @@ class TranslatedAnswer:
         """A stream of one output, whose events nobody sees."""
         (output,) = outputs
         for chunk in self._chat.chunks_of_whole(output):
-            deque(_events(self._writer, chunk, output.metrics), maxlen=0)
+            deque(_events(self._chat, self._writer, chunk, output.metrics), maxlen=0)
         return self._writer.result()
 
     def frames(self, prompt_lengths: list[int]) -> TranslatedFrames:
@@ -124,10 +128,12 @@ class TranslatedFrames:
         return self._of_chunk(self._chat.chunk([], self._usage.closing()))
 
     def _of_chunk(self, chunk: ChatChunk) -> bytes:
-        return b"".join(map(self._writer.encode, _events(self._writer, chunk, self._stats)))
+        return b"".join(map(self._writer.encode, _events(self._chat, self._writer, chunk, self._stats)))
 
 
-def _events(writer: Writer, chunk: ChatChunk, stats: RequestStateStats) -> Iterable[msgspec.Struct]:
+def _events(
+    chat: ChatAnswer, writer: Writer, chunk: ChatChunk, stats: RequestStateStats
+) -> Iterable[msgspec.Struct]:
     """Of chat's first chunk, which has the role; of one that adds something; of the last, which has no choices."""
     assert isinstance(chunk.usage, Usage)
     if not chunk.choices:
@@ -135,7 +141,8 @@ def _events(writer: Writer, chunk: ChatChunk, stats: RequestStateStats) -> Itera
     (choice,) = chunk.choices
     if choice.delta.role is not UNSET:
         return writer.opening(chunk.usage)
-    return writer.take(_piece(choice))
+    read = chat.choice(choice.index)
+    return writer.take(_piece(choice, is_open=read is not None and read.is_open))
 
 
 async def respond_translated(
@@ -230,7 +237,7 @@ def as_object(arguments: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.format(arguments.encode() or b"{}", indent=-1))
 
 
-def _piece(choice: ChatChunkChoice) -> Piece:
+def _piece(choice: ChatChunkChoice, *, is_open: bool) -> Piece:
     delta = choice.delta
     return Piece(
         content="" if delta.content is UNSET else delta.content,
@@ -239,4 +246,5 @@ def _piece(choice: ChatChunkChoice) -> Piece:
         logprobs=choice.logprobs.content if choice.logprobs else [],
         finish_reason=choice.finish_reason,
         stop_reason=None if choice.stop_reason is UNSET else choice.stop_reason,
+        is_open=is_open,
     )

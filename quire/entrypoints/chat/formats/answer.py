@@ -1,8 +1,8 @@
 """`AnswerParser`: reads a model's answer as it arrives, and tells content, reasoning and tool calls apart.
 
 Invariants: however the text is cut into pieces, what is found is the same: a whole answer is one piece. What is no
-valid call comes back as text, as it was; white space next to a marker belongs to the marker. The cost of a piece is
-linear in its length.
+valid call comes back as text, as it was, unless the answer was cut within it: a call that was begun is left out. White
+space next to a marker belongs to the marker. The cost of a piece is linear in its length.
 
 The text is a row of regions: plain text, reasoning, a section of calls. Each takes what is its own and says which
 region goes on with the rest.
@@ -17,7 +17,7 @@ from quire.entrypoints.chat.formats.ends import End
 from quire.entrypoints.chat.formats.events import Event, Reasoning, Tools
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.markers import Markers
-from quire.entrypoints.chat.formats.syntax import Syntax
+from quire.entrypoints.chat.formats.syntax import BareSyntax, Syntax
 
 
 class AnswerReader(Protocol):
@@ -28,12 +28,21 @@ class AnswerReader(Protocol):
         """For each marker of calls that stood in reasoning so far, whether a call followed, and so ended it."""
         ...
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the reader is inside of text or reasoning of which it gave out a part."""
+        ...
+
     def feed(self, text: str) -> list[Event]:
         """What is certain after this piece, in order."""
         ...
 
-    def finish(self) -> list[Event]:
-        """What was held back; nothing may be fed afterwards."""
+    def finish(self, *, was_cut: bool = False) -> list[Event]:
+        """Return what was held back; nothing may be fed afterwards.
+
+        Args:
+            was_cut: the model did not end the answer itself, so a marker or call that has begun is left out.
+        """
         ...
 
 
@@ -44,8 +53,13 @@ class Region(Protocol):
         """Take in a piece; if the region ends in it, what goes on and the rest of the text."""
         ...
 
-    def end(self, found: list[Event]) -> None:
-        """The answer ends here."""
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of this text or reasoning was given out."""
+        ...
+
+    def end(self, found: list[Event], *, was_cut: bool) -> None:
+        """End the answer here; see `AnswerReader.finish`."""
         ...
 
 
@@ -77,9 +91,13 @@ class AnswerParser:
             self._region, rest = turn
         return found
 
-    def finish(self) -> list[Event]:
+    @property
+    def is_open(self) -> bool:
+        return self._region.is_open
+
+    def finish(self, *, was_cut: bool = False) -> list[Event]:
         found: list[Event] = []
-        self._region.end(found)
+        self._region.end(found, was_cut=was_cut)
         return found
 
 
@@ -140,6 +158,7 @@ class TextRegion:
         self._space: list[str] = []
         """White space that was held back; behind it stands `_opened`, the beginning of a marker."""
         self._opened = ""
+        self.is_open = False
 
     def take(self, text: str, found: list[Event]) -> tuple[Region, str] | None:
         text, self._opened = self._opened + text, ""
@@ -147,7 +166,7 @@ class TextRegion:
             self._may_be_bare = False
             if visible[0] in self._grammar.bare:
                 self._space.append(text[: len(text) - len(visible)])
-                return SectionRegion(self._grammar, "".join(self._space)), visible
+                return SectionRegion(self._grammar, "".join(self._space), is_bare=True), visible
         marker, num_open = self._grammar.in_text.scan(text)
         if marker is not None:
             self._give_out(text[: marker.start()], found)
@@ -157,10 +176,19 @@ class TextRegion:
         self._give_out(certain, found)
         return None
 
-    def end(self, found: list[Event]) -> None:
+    def end(self, found: list[Event], *, was_cut: bool) -> None:
+        if was_cut and self._begins_marker:
+            self.is_open = False
+            return
         self._give_out(self._opened, found)
         if self._space and not self._after_call:
             found.append("".join(self._space))
+
+    @property
+    def _begins_marker(self) -> bool:
+        """Whether a marker has begun; one of letters does not begin within a word."""
+        is_word = self._opened[:1].isalnum() and self.is_open and not self._space
+        return bool(self._opened) and not is_word
 
     def _after(self, marker: str) -> Region:
         if marker in self._grammar.opens:
@@ -178,6 +206,7 @@ class TextRegion:
         visible = text.rstrip()
         if visible:
             self._at_start = self._hides_space = self._after_call = False
+            self.is_open = True
             found.append("".join([*self._space, visible]))
             self._space = []
         if len(visible) < len(text):
@@ -189,7 +218,7 @@ class ThoughtRegion:
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
-        self._has_begun = False
+        self.is_open = False
         self._space: list[str] = []
         self._opened = ""
 
@@ -204,7 +233,7 @@ class ThoughtRegion:
                 return SectionRegion(self._grammar, raw, thought=self), text
             if marker.group() not in self._grammar.thinks:
                 return TextRegion(self._grammar, at_start=True, hides_space=True), text
-            if self._has_begun:  # it is being thought about; at the beginning it says what is known
+            if self.is_open:  # it is being thought about; at the beginning it says what is known
                 self._give_out(marker.group(), found)
             marker, num_open = self._grammar.in_thought.scan(text)
         certain, self._opened = text[: len(text) - num_open], text[len(text) - num_open :]
@@ -215,14 +244,15 @@ class ThoughtRegion:
         """What looked like the end of the reasoning is part of it."""
         self._give_out(text, found)
 
-    def end(self, found: list[Event]) -> None:
-        self._give_out(self._opened, found)
+    def end(self, found: list[Event], *, was_cut: bool) -> None:
+        if not was_cut:
+            self._give_out(self._opened, found)
 
     def _give_out(self, text: str, found: list[Event]) -> None:
-        text = text if self._has_begun else text.lstrip()
+        text = text if self.is_open else text.lstrip()
         visible = text.rstrip()
         if visible:
-            self._has_begun = True
+            self.is_open = True
             found.append(Reasoning("".join([*self._space, visible])))
             self._space = []
         if len(visible) < len(text):
@@ -235,13 +265,19 @@ class SectionRegion:
     Args:
         raw: the marker that began it with the white space before, which come back if the first thing is no call.
         thought: the reasoning in which the marker stands; only a call ends it, since reasoning may mention markers.
+        is_bare: no marker began it.
     """
 
-    def __init__(self, grammar: Grammar, raw: str, *, thought: ThoughtRegion | None = None) -> None:
+    is_open = False
+
+    def __init__(
+        self, grammar: Grammar, raw: str, *, thought: ThoughtRegion | None = None, is_bare: bool = False
+    ) -> None:
         assert grammar.tool_format is not None
         self._grammar = grammar
         self._format = grammar.tool_format
         self._thought = thought
+        self._is_bare = is_bare
         self._raw = [raw]
         """All that came since the last call was given out, and is no part of one."""
         self._opened = ""
@@ -264,7 +300,11 @@ class SectionRegion:
                 return region, text
         return None
 
-    def end(self, found: list[Event]) -> None:
+    def end(self, found: list[Event], *, was_cut: bool) -> None:
+        if was_cut and self._has_begun:
+            if self._thought is not None:
+                self._grammar.tell("".join(self._raw), ended=True)
+            return
         if self._call is not None:
             self._raw += self._pieces
             self._has_call = False
@@ -273,6 +313,15 @@ class SectionRegion:
             self._has_call = False
         if not self._has_call:
             self._lose(found)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a call has, or what can be nothing else. Without a marker that is told by its beginning."""
+        begun = "".join(self._pieces) or self._opened
+        if not self._is_bare or not begun:
+            return True
+        calls = [call for call in self._format.calls if isinstance(call, BareSyntax)]
+        return any(call.may_begin(begun, self._grammar.tools) for call in calls)
 
     def _between(self, text: str, found: list[Event]) -> tuple[Region, str]:
         """Begin a call, or end the section, or wait for more; with the rest of the text."""
@@ -323,7 +372,7 @@ class SectionRegion:
         else:
             if self._thought is not None:
                 self._grammar.tell("".join(self._raw), ended=True)
-            self._raw, self._has_call, self._thought = [], True, None
+            self._raw, self._has_call, self._thought, self._is_bare = [], True, None, False
             found.append(call)
         return rest
 

@@ -29,11 +29,12 @@ class PlainReader:
     """Where there is nothing to be found: everything is text."""
 
     call_markers = ()
+    is_open = True
 
     def feed(self, text: str) -> list[Event]:
         return [text] if text else []
 
-    def finish(self) -> list[Event]:
+    def finish(self, *, was_cut: bool = False) -> list[Event]:
         return []
 
 

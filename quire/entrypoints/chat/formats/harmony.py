@@ -92,11 +92,17 @@ class HarmonyReader:
             text = self._read_head(text, found) if self._is_head else self._read_message(text, found)
         return found
 
-    def finish(self) -> list[Event]:
+    @property
+    def is_open(self) -> bool:
+        return not self._is_head and self._recipient is None
+
+    def finish(self, *, was_cut: bool = False) -> list[Event]:
         found: list[Event] = []
+        if was_cut and self._held:  # the beginning of a marker
+            self._held, self._space = "", []
         if not (self._is_head and self._head):
             self._take("".join([*self._space, self._held]), found)
-        self._end_message(found, cut_off=True)
+        self._end_message(found, is_last=True, was_cut=was_cut)
         return found
 
     def _end_head(self) -> None:
@@ -157,13 +163,13 @@ class HarmonyReader:
         else:
             found.append(Reasoning(text) if self._thinks else text)
 
-    def _end_message(self, found: list[Event], *, cut_off: bool = False) -> None:
+    def _end_message(self, found: list[Event], *, is_last: bool = False, was_cut: bool = False) -> None:
         name, body = self._recipient, "".join(self._call)
         self._call = []
         if name is None or self._is_head:
             return
-        arguments = body.strip() or ("" if cut_off else "{}")
+        arguments = body.strip() or ("" if is_last else "{}")
         if json_object(arguments) is not None:
             found.append(ToolCall(name, arguments))
-        elif body:
+        elif body and not was_cut:
             found.append(body)

@@ -68,10 +68,10 @@ class ModelFormat:
         """Makes the constraints of one answer."""
         return self.formats.grammar(begin.text, continued=begin.continued)
 
-    def read(self, text: str, begin: PromptEnd, tools: Tools | None) -> Answer:
-        """A whole answer."""
+    def read(self, text: str, begin: PromptEnd, tools: Tools | None, *, was_cut: bool = False) -> Answer:
+        """Read a whole answer; `was_cut` as for `AnswerReader.finish`."""
         reader = self.reader(begin, tools)
-        found = reader.feed(text) + reader.finish()
+        found = reader.feed(text) + reader.finish(was_cut=was_cut)
         return Answer(
             "".join(event for event in found if isinstance(event, str)),
             "".join(event.text for event in found if isinstance(event, Reasoning)),

@@ -20,6 +20,7 @@ from quire.entrypoints.chat.formats.constraint import (
 )
 from quire.entrypoints.chat.formats.ends import MAX_HEAD_CHARS, End, python_end
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
+from quire.entrypoints.chat.formats.syntax import is_begun
 from quire.entrypoints.chat.formats.literals import PythonLiterals
 from quire.entrypoints.chat.formats.python_literals import literal, parse_python
 
@@ -38,6 +39,11 @@ class PythonCall:
         if found.end() < len(text):
             return text[found.end()] == "("
         return None if len(text) <= MAX_HEAD_CHARS else False
+
+    def may_begin(self, text: str, tools: Tools) -> bool:
+        found = re.match(r"([\w.\-]*)\s*(.?)", text)
+        assert found is not None, "both parts may be empty"
+        return found[2] in ("", "(") and is_begun(found[1], tools, is_whole=bool(found[2]))
 
     def end(self) -> End:
         return python_end()

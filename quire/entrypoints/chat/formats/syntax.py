@@ -7,10 +7,10 @@ since models write anything.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
@@ -96,6 +96,15 @@ class Syntax(Protocol):
         ...
 
 
+@runtime_checkable
+class BareSyntax(Protocol):
+    """A way to write calls that may stand at the beginning of an answer without a marker."""
+
+    def may_begin(self, text: str, tools: Tools) -> bool:
+        """Whether a call of one of the tools begins with this text, which is cut off."""
+        ...
+
+
 @dataclass(frozen=True)
 class JsonCall:
     """`{"name": ..., "arguments": {...}}`."""
@@ -108,6 +117,14 @@ class JsonCall:
 
     def begins(self, text: str) -> bool | None:
         return text[0] == "{"
+
+    def may_begin(self, text: str, tools: Tools) -> bool:
+        first = re.match(r'\{\s*"([^"]*)("?)', text)
+        keys = (*self.name_keys, *self.arguments_keys, *self.id_keys, "type", "function")
+        if first is not None and not is_begun(first[1], keys, is_whole=bool(first[2])):
+            return False
+        named = re.search(rf'"(?:{"|".join(map(re.escape, self.name_keys))})"\s*:\s*"([^"]*)("?)', text)
+        return named is None or is_begun(named[1], tools, is_whole=bool(named[2]))
 
     def end(self) -> End:
         return json_end()
@@ -377,6 +394,11 @@ def _head_of(before: str, name_close: str) -> re.Pattern[str]:
     chars = re.findall(r"\{index\}|.", name_close, re.DOTALL)
     close = "".join("[0-9]*" if char == "{index}" else rf"{re.escape(char)}?" for char in chars)
     return re.compile(rf"{re.escape(before)}\s*{name}\s*{close}\s*")
+
+
+def is_begun(word: str, known: Iterable[str], *, is_whole: bool) -> bool:
+    """Whether a word, of which the end may be missing, is one of those that are known."""
+    return any(name == word if is_whole else name.startswith(word) for name in known)
 
 
 def json_object(text: str) -> dict[str, msgspec.Raw] | None:

@@ -85,7 +85,7 @@ class ResponseWriter:
         for call in piece.tool_calls:
             yield from self._call(call)
         if piece.finish_reason is not None:
-            yield from self._end(piece.finish_reason)
+            yield from self._end(piece)
 
     def closing(self, last: ChatChunk, stats: RequestStateStats) -> Iterator[msgspec.Struct]:
         assert isinstance(last.usage, Usage)
@@ -167,13 +167,14 @@ class ResponseWriter:
             yield PartDone(item_id=item.id, output_index=self._index, part=part)
         yield ItemDone(output_index=self._index, item=item)
 
-    def _end(self, finish_reason: str) -> Iterator[msgspec.Struct]:
-        """An answer without any text is a message, too."""
-        if all(isinstance(item, ReasoningItem) for item in self._response.output):
+    def _end(self, last: Piece) -> Iterator[msgspec.Struct]:
+        """End the response. A whole answer without any text has an empty message; one that was cut has what came."""
+        reason = INCOMPLETE.get(last.finish_reason or "")
+        if reason is None and all(isinstance(item, ReasoningItem) for item in self._response.output):
             yield from self._text(Piece())
-        reason = INCOMPLETE.get(finish_reason)
         self._response.status = "completed" if reason is None else "incomplete"
-        yield from self._close(self._response.status)
+        is_cut = reason is not None and last.is_open
+        yield from self._close("incomplete" if is_cut else "completed")
         if reason is not None:
             self._response.incomplete_details = Incomplete(reason)
 
@@ -184,7 +185,8 @@ class ResponseWriter:
         sentence = body_of(error, request_id).error.message
         code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
         self._response.status, self._response.error = "failed", Problem(code, sentence)
-        return self.encode(Failed(response=self._response))
+        events = [*self._close("incomplete"), Failed(response=self._response)]
+        return b"".join(map(self.encode, events))
 
 
 def _opened(response_id: str, model: str, request: ResponsesRequest) -> ResponseObject:

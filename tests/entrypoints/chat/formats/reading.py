@@ -30,11 +30,16 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 
 def read(
-    row: ToolFormat, pieces: Iterable[str], reasoning: ReasoningFormat | None = None, prompt: str = ""
+    row: ToolFormat,
+    pieces: Iterable[str],
+    reasoning: ReasoningFormat | None = None,
+    prompt: str = "",
+    *,
+    was_cut: bool = False,
 ) -> list[Event]:
     """What is found, with neighbouring texts joined."""
     reader = AnswerFormat(row, reasoning).reader(prompt, TOOLS)
-    found = [event for piece in pieces for event in reader.feed(piece)] + reader.finish()
+    found = [event for piece in pieces for event in reader.feed(piece)] + reader.finish(was_cut=was_cut)
     joined: list[Event] = []
     for event in found:
         if isinstance(event, str) and joined and isinstance(joined[-1], str):

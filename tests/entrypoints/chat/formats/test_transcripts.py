@@ -89,6 +89,44 @@ def test_an_answer_that_is_cut_off_has_no_call_but_those_that_are_complete(trans
             assert content == text[:end]
 
 
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=IDS)
+def test_answer_cut_anywhere_shows_no_begun_markup(transcript: Transcript) -> None:
+    reasoning = REASONING[transcript.reasoning] if transcript.reasoning else None
+    for end in range(len(transcript.text)):
+        text = transcript.text[:end]
+        found = read(transcript.row, [text], reasoning, transcript.prompt, was_cut=True)
+        content, calls = said(found)
+        thought = "".join(event.text for event in found if isinstance(event, Reasoning))
+        assert calls == transcript.calls[: len(calls)]
+        assert transcript.thought.startswith(thought.rstrip()), text
+        is_known_as_text = not transcript.calls and content == text
+        assert is_known_as_text or transcript.content.startswith(content.rstrip()), text
+
+
+@pytest.mark.parametrize(
+    ("format_name", "text", "content"),
+    [
+        ("hermes", "I look.\n<tool_call>\n{", "I look."),
+        ("hermes", "I look.\n<tool", "I look."),
+        ("hermes", "if a < b", "if a < b"),
+        ("phi4_mini_json", "the end of", "the end of"),
+        ("phi4_mini_json", "functools", ""),
+        ("llama3_json", '{"city": "Par', '{"city": "Par'),
+        ("llama3_json", '{"name": "Bob", "age', '{"name": "Bob", "age'),
+        ("llama3_json", '{"name": "get_w', ""),
+        ("llama3_json", '{"type": "function", "na', ""),
+        ("pythonic", "[see", "[see"),
+        ("pythonic", "[1, 2", "[1, 2"),
+        ("pythonic", "[get_weather(city='P", ""),
+        ("xlam", '[{"name": "now", "arguments": {}}, {"na', ""),
+    ],
+)
+def test_cut_answer_keeps_text_and_drops_begun_call(format_name: str, text: str, content: str) -> None:
+    row = next(row for row in FORMATS if row.name == format_name)
+    assert said(read(row, [text], was_cut=True))[0] == content
+    assert said(read(row, list(text), was_cut=True))[0] == content
+
+
 def without_close(row: ToolFormat, text: str) -> str:
     return text.removesuffix(row.closing)
 
