@@ -136,8 +136,15 @@ class LLM(OfflinePooling):
             chat.encode(form.tokenizer) for form, chat in zip(forms, chats, strict=True)
         ]
         params = per_prompt("sampling_params", sampling_params or self.get_default_sampling_params(), prompts)
-        pairs = zip(chats, conversations, strict=True)
-        ends = [PromptEnd.of(chat.text, one, continues=continue_final_message) for chat, one in pairs]
+        ends = [
+            PromptEnd.of(
+                chat.text,
+                one,
+                continues=continue_final_message,
+                may_think=not form.thinking.is_off(chat_template_kwargs or {}),
+            )
+            for form, chat, one in zip(forms, chats, conversations, strict=True)
+        ]
         formats = [form.answer_format for form in forms]
         settled = [one.settled(own, end) for one, own, end in zip(formats, params, ends, strict=True)]
         outputs = self.generate(prompts, settled, use_tqdm=use_tqdm, lora_request=adapters)

@@ -14,6 +14,7 @@ from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.examples import examples_of
 from quire.entrypoints.chat.formats.model import ModelFormat
 from quire.entrypoints.chat.template import ChatTemplate
+from quire.entrypoints.chat.thinking import ThinkingSwitch
 from quire.entrypoints.fill_in import FillIn
 from quire.errors import ValidationError
 
@@ -84,6 +85,11 @@ class TextForm:
         examples = examples_of(template)
         formats = choose(options.tool_call_parser, options.reasoning_parser, template.all_sources, examples)
         return ModelFormat(formats, self.tokenizer)
+
+    @functools.cached_property
+    def thinking(self) -> ThinkingSwitch:
+        """What the template makes of its options about thinking. Raises ConfigError as `answer_format`."""
+        return ThinkingSwitch(self.chat_template, self.answer_format.formats.reasoning)
 
     @property
     def fills_in(self) -> bool:

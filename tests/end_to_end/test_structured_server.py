@@ -101,6 +101,44 @@ class City(pydantic.BaseModel):
     sights: list[Annotated[str, pydantic.Field(max_length=20)]] = pydantic.Field(max_length=3)
 
 
+THINKING_OFF: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {}),
+    ("/v1/chat/completions", {"reasoning_effort": "none"}),
+    ("/v1/chat/completions", {"enable_thinking": False}),
+    ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
+    ("/v1/responses", {}),
+    ("/v1/responses", {"reasoning": {"effort": "none"}}),
+    ("/v1/messages", {}),
+    ("/v1/messages", {"thinking": {"type": "disabled"}}),
+    ("/api/chat", {}),
+    ("/api/chat", {"think": False}),
+    ("/api/generate", {"think": False}),
+]
+SHORT: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"temperature": 0, "max_tokens": 6},
+    "/v1/responses": {"temperature": 0, "max_output_tokens": 6},
+    "/v1/messages": {"temperature": 0, "max_tokens": 6},
+    "/api/chat": {"options": {"temperature": 0, "num_predict": 6}},
+    "/api/generate": {"options": {"temperature": 0, "num_predict": 6}},
+}
+TURNS = ("hi", "What is the capital of France?", "Is Paris the capital of France?", "What is 47 - 38?")
+
+
+@pytest.mark.parametrize(("path", "off"), THINKING_OFF, ids=str)
+def test_constraint_without_thinking_starts_at_once(
+    demo_server: Server, path: str, off: dict[str, Any]
+) -> None:
+    form = next(fields for known, fields in FORMS if known == path)
+    for turn in TURNS:
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": turn}]}
+        if path in ("/v1/responses", "/api/generate"):
+            asked = {"input" if path == "/v1/responses" else "prompt": turn}
+        body = {"model": "quire-demo", **BASES[path], **SHORT[path], **form, **off, **asked}
+        answer = httpx.post(demo_server.url + path, json=body, timeout=60).json()
+        assert text_of(answer)
+        assert not any(word in str(answer) for word in ("'thinking'", "reasoning_text", "reasoning_content"))
+
+
 def test_openais_client_parses_what_it_asked_for(client: openai.OpenAI) -> None:
     for seed in range(3):
         answer = client.chat.completions.parse(

@@ -40,6 +40,7 @@ OWN_VARIABLES = frozenset(
 FOR_TOOLS = "tool_use"
 """The name of a template for conversations with tools, as some models have one."""
 PROBE = "quire probes the content format"
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
 class TemplateTokenizer(Encoder, Protocol):
@@ -140,6 +141,15 @@ class ChatTemplate:
             message = {"role": role, "content": "x"}
             self._reads_name[role] = self._tells_apart(message, {**message, "name": PROBE})
         return self._reads_name.get(role, True)
+
+    def probe(self, options: Mapping[str, Any]) -> str | None:
+        """Return the prompt of a short conversation with these options; None if the template fails on it."""
+        try:
+            return self._run_bare(
+                [{"role": "user", "content": PROBE}], {**options, "add_generation_prompt": True}
+            )
+        except Exception:  # the template is foreign code and may refuse any value; then there is no telling
+            return None
 
     @staticmethod
     def from_tokenizer(
@@ -320,9 +330,9 @@ class ChatTemplate:
             return True
         return prompts[0] != prompts[1]
 
-    def _run_bare(self, messages: list[dict[str, Any]]) -> str:
+    def _run_bare(self, messages: list[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> str:
         messages = [_with_parts(message) for message in messages] if self._wants_parts else messages
-        return self._template.render({**self._tokens, "messages": messages})
+        return self._template.render({**self._tokens, **options, "messages": messages})
 
     def _shows(self, content: Any) -> bool:
         """Whether a user message with this content has its text in the prompt, and nothing of its structure."""

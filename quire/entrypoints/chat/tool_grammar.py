@@ -130,7 +130,7 @@ def after_reasoning(
         return row(thought, wanted)
     if not may_open:
         return wanted
-    opened = [row(matching(GAP), fixed(marker), thought) for marker in reasoning.opens]
+    opened = [row(fixed(marker), thought) for marker in reasoning.opens]
     return row(either([*opened, NOTHING]), wanted)
 
 

@@ -77,6 +77,7 @@ def _rendered(engine: LLMEngine, text: str, system_prompt: str | None, raw: bool
         return Asked(text)
 
     from quire.entrypoints.chat.template import ChatTemplate
+    from quire.entrypoints.chat.thinking import ThinkingSwitch
 
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": text})
@@ -84,7 +85,9 @@ def _rendered(engine: LLMEngine, text: str, system_prompt: str | None, raw: bool
     chat = template.compose(messages)
     chosen = choose("none", "auto", template.all_sources, examples_of(template))
     formats = ModelFormat(chosen, engine.tokenizer)
-    return Asked(chat.encode(engine.tokenizer), formats, PromptEnd.of(chat.text, messages, continues=False))
+    is_off = ThinkingSwitch(template, chosen.reasoning).is_off({})
+    end = PromptEnd.of(chat.text, messages, continues=False, may_think=not is_off)
+    return Asked(chat.encode(engine.tokenizer), formats, end)
 
 
 def _sampling_params(engine: LLMEngine, params: dict[str, Any], asked: Asked) -> SamplingParams:
@@ -98,10 +101,12 @@ def _stream(engine: LLMEngine, asked: Asked, sampling_params: SamplingParams) ->
     reader = asked.formats.reader(asked.end, None) if asked.formats is not None else PlainReader()
     printer = AnswerPrinter()
     engine.add_request("0", asked.prompt, sampling_params)
+    was_cut = False
     while engine.has_unfinished_requests():
         for output in engine.step():
             _show(reader.feed("".join(completion.text for completion in output.outputs)), printer)
-    _show(reader.finish(), printer)
+            was_cut = any(completion.was_cut for completion in output.outputs)
+    _show(reader.finish(was_cut=was_cut), printer)
     printer.end()
 
 

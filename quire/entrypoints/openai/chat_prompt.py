@@ -61,6 +61,7 @@ async def chat_prompt(
     options["tools"] = options["tools"] or None
     try:
         chat = await server.renders.run(template.compose, fields.messages, **options, **extra)
+        is_off = await server.renders.run(form.thinking.is_off, extra)
     except TimeoutError:
         limit = server.renders.limit_s
         raise ValidationError(
@@ -68,7 +69,9 @@ async def chat_prompt(
         ) from None
     check_text(server, form, chat.text, fields)
     token_ids = await beside_loop(len(chat.text), chat.encode, tokenizer)
-    end = PromptEnd.of(chat.text, fields.messages, continues=fields.continue_final_message)
+    end = PromptEnd.of(
+        chat.text, fields.messages, continues=fields.continue_final_message, may_think=not is_off
+    )
     return ChatPrompt(token_ids, end)
 
 

@@ -61,35 +61,40 @@ class AnswerFormat:
         named = any(row is not None and row.name == FUNCTIONARY for row in rows)
         return named and not continued and prompt.endswith(FUNCTIONARY_MARKER)
 
-    def reader(self, prompt: str, tools: Tools | None, *, continued: str = "") -> AnswerReader:
+    def reader(
+        self, prompt: str, tools: Tools | None, *, continued: str = "", may_think: bool = True
+    ) -> AnswerReader:
         """Reads one answer.
 
         Args:
             prompt: what the answer follows; its end says whether that is reasoning.
             tools: those of the request, if it may be answered with calls.
             continued: the message that the answer goes on with, if there is one.
+            may_think: thinking is not turned off.
         """
         if self._is_harmony:
             return HarmonyReader(Opening.of(prompt, continued), has_tools=tools is not None)
         tool_format = self.tools if tools is not None else None
         if tool_format is None and self.reasoning is None:
             return PlainReader()
-        in_reasoning = self.reasoning is not None and self.reasoning.is_open_after(prompt, continued)
+        in_reasoning = self.reasoning is not None and self.reasoning.is_open_after(
+            prompt, continued, may_think=may_think
+        )
         reasoning = self.reasoning.with_tools(tools or ()) if self.reasoning is not None else None
         parser = AnswerParser(tool_format, reasoning, tools, in_reasoning=in_reasoning)
         return PromptedReader(parser) if self._is_begun(prompt, continued) else parser
 
-    def grammar(self, prompt: str, *, continued: str = "") -> AnswerGrammar:
+    def grammar(self, prompt: str, *, continued: str = "", may_think: bool = True) -> AnswerGrammar:
         """Makes the constraints of one answer; arguments as those of `reader`."""
         if self._is_harmony:
-            return HarmonyGrammar(self.tools, Opening.of(prompt, continued))
+            return HarmonyGrammar(self.tools, Opening.of(prompt, continued), may_think=may_think)
         if self._is_begun(prompt, continued):
             return PromptedGrammar(self.tools)
         if self.reasoning is None:
             return MarkerGrammar(self.tools, None)
-        is_open = self.reasoning.is_open_after(prompt, continued)
-        is_closed = bool(continued) or prompt.rstrip().endswith(self.reasoning.closes)
-        return MarkerGrammar(self.tools, self.reasoning, is_open=is_open, may_open=not is_closed)
+        is_open = self.reasoning.is_open_after(prompt, continued, may_think=may_think)
+        may_open = may_think and not continued and not prompt.rstrip().endswith(self.reasoning.closes)
+        return MarkerGrammar(self.tools, self.reasoning, is_open=is_open, may_open=may_open)
 
     def shown_tokens(self, special_tokens: Iterable[str]) -> frozenset[str]:
         """Those of a tokenizer's special tokens that must be in the text for it to be read."""

@@ -101,11 +101,12 @@ class ReasoningFormat:
             return self
         return replace(self, silent=(*self.silent, *(self.heads.format(name=name) for name in names)))
 
-    def is_open_after(self, prompt: str, continued: str = "") -> bool:
+    def is_open_after(self, prompt: str, continued: str = "", *, may_think: bool = True) -> bool:
         """Whether an answer to this prompt begins inside of the reasoning.
 
         Args:
             continued: the message that the answer goes on with, if there is one.
+            may_think: thinking is not turned off, so it may begin though the prompt does not say so.
         """
         end = prompt.rstrip()
         if continued:
@@ -113,7 +114,7 @@ class ReasoningFormat:
             return last_open > max(map(continued.rfind, self.closes), default=-1)
         if any(end.endswith(marker) for marker in self.opens):
             return True
-        return self.starts_open and not any(end.endswith(marker) for marker in self.closes)
+        return self.starts_open and may_think and not any(end.endswith(marker) for marker in self.closes)
 
     def shows(self, special_token: str) -> bool:
         """Whether this special token of a model must be in the text that is read."""

@@ -31,10 +31,12 @@ class HarmonyGrammar:
     Args:
         tools: how calls are written.
         opening: where the answer begins.
+        may_think: messages of reasoning may come first.
     """
 
     tools: ToolFormat | None
     opening: Opening
+    may_think: bool = True
 
     def text(self, wanted: Form) -> Form:
         return wanted if self._in_text else self._behind(_final(wanted))
@@ -67,8 +69,10 @@ class HarmonyGrammar:
             raise ValidationError(
                 f"{PARAM} is not possible where the prompt ends in the head of a Harmony message", param=PARAM
             )
-        earlier = row(either([fixed(head) for head in said]), _message_before(fixed(NEXT)))
-        messages = row(listed(earlier, ""), last)
+        heads = [fixed(head) for head in said if self.may_think or head != ANALYSIS]
+        messages = last
+        if heads:
+            messages = row(listed(row(either(heads), _message_before(fixed(NEXT))), ""), last)
         if opening.in_message and opening.thinks:
             return row(_message_before(fixed(NEXT)), messages)
         return row(fixed(NEXT), messages) if self._in_text or opening.after_message else messages

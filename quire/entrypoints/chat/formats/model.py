@@ -35,16 +35,20 @@ END_CHARS = 256
 
 @dataclass(frozen=True)
 class PromptEnd:
-    """Where an answer begins: the end of its prompt, and of the message that it goes on with, if there is one."""
+    """Where an answer begins: the end of its prompt, and of the message that it goes on with, if there is one.
+
+    `may_think` is false if thinking was turned off, so that only the prompt itself can begin reasoning.
+    """
 
     text: str = ""
     continued: str = ""
+    may_think: bool = True
 
     @staticmethod
-    def of(prompt: str, messages: Conversation, *, continues: bool) -> PromptEnd:
+    def of(prompt: str, messages: Conversation, *, continues: bool, may_think: bool) -> PromptEnd:
         """The end of a rendered conversation; `continues` if the answer goes on with the last message."""
         content = messages[-1].get("content") if continues else None
-        return PromptEnd(prompt[-END_CHARS:], content if isinstance(content, str) else "")
+        return PromptEnd(prompt[-END_CHARS:], content if isinstance(content, str) else "", may_think)
 
 
 class ModelFormat:
@@ -62,11 +66,11 @@ class ModelFormat:
 
     def reader(self, begin: PromptEnd, tools: Tools | None) -> AnswerReader:
         """Reads one answer; `tools` are those of a request that may be answered with calls."""
-        return self.formats.reader(begin.text, tools, continued=begin.continued)
+        return self.formats.reader(begin.text, tools, continued=begin.continued, may_think=begin.may_think)
 
     def grammar(self, begin: PromptEnd) -> AnswerGrammar:
         """Makes the constraints of one answer."""
-        return self.formats.grammar(begin.text, continued=begin.continued)
+        return self.formats.grammar(begin.text, continued=begin.continued, may_think=begin.may_think)
 
     def read(self, text: str, begin: PromptEnd, tools: Tools | None, *, was_cut: bool = False) -> Answer:
         """Read a whole answer; `was_cut` as for `AnswerReader.finish`."""
@@ -83,7 +87,7 @@ class ModelFormat:
         reasoning = self.formats.reasoning
         if reasoning is None:
             return None
-        is_open = reasoning.is_open_after(begin.text, begin.continued)
+        is_open = reasoning.is_open_after(begin.text, begin.continued, may_think=begin.may_think)
         calls = self._calls if tools is not None else ()
         return ThoughtCounter(self._opens, self._closes, calls, is_open=is_open)
 
@@ -116,7 +120,7 @@ class ModelFormat:
         reasoning = self.formats.reasoning
         if reasoning is None or not self._opens or not self._closes:
             return None
-        is_open = reasoning.is_open_after(begin.text, begin.continued)
+        is_open = reasoning.is_open_after(begin.text, begin.continued, may_think=begin.may_think)
         return ThinkingMarkers(tuple(self._opens[0]), tuple(self._closes[0]), is_open)
 
     def _calls_that_end_reasoning(self) -> Sequence[str]:

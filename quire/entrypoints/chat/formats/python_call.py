@@ -20,9 +20,9 @@ from quire.entrypoints.chat.formats.constraint import (
 )
 from quire.entrypoints.chat.formats.ends import MAX_HEAD_CHARS, End, python_end
 from quire.entrypoints.chat.formats.events import ToolCall, Tools
-from quire.entrypoints.chat.formats.syntax import is_begun
 from quire.entrypoints.chat.formats.literals import PythonLiterals
 from quire.entrypoints.chat.formats.python_literals import literal, parse_python
+from quire.entrypoints.chat.formats.syntax import is_begun
 
 
 @dataclass(frozen=True)

@@ -112,15 +112,15 @@ class Walker:
         backend = GuidanceBackend(self._vocabulary)
         self._grammar = backend.compile(settle(as_tag(form), StructuredOutputsSettings()))
 
-    def takes(self, text: str) -> bool:
-        """Whether a text is allowed from beginning to end."""
+    def takes(self, text: str, *, is_whole: bool = True) -> bool:
+        """Whether a text is allowed from beginning to end, or as the beginning of one."""
         names = sorted(self._vocabulary.special, key=len, reverse=True)
         matcher = self._grammar.new_matcher()
         for place, part in enumerate(re.split(f"({'|'.join(map(re.escape, names))})", text)):
             ids = [self._vocabulary.special[part]] if place % 2 else list(part.encode())
             if not all(not matcher.is_complete and matcher.advance(token_id) for token_id in ids):
                 return False
-        return matcher.may_end
+        return matcher.may_end or not is_whole
 
     def wander(self, rng: random.Random, limit: int = 600) -> str | None:
         """A text of tokens by chance; None if it has no end by then."""
@@ -266,6 +266,8 @@ def test_what_is_wanted_comes_behind_the_reasoning(reasoning: ReasoningFormat, i
     assert fresh.takes(reasoning.opens[0] + thought + call)
     assert fresh.takes(call)
     assert not fresh.takes(thought + call)
+    assert fresh.takes(reasoning.opens[0], is_whole=False)
+    assert not any(fresh.takes(space + reasoning.opens[0], is_whole=False) for space in (" ", "\n"))
     assert done.takes(call)
     assert not done.takes(reasoning.opens[0] + thought + call)
     found = read(thought + call, row, SCHEMAS, reasoning, inside=True)

@@ -1,0 +1,66 @@
+"""Whether thinking is turned off for an answer, by what its chat template is told and writes.
+
+Invariant: only options that the template reads count, and the answer depends on the options alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.entrypoints.chat.formats.format import ReasoningFormat
+from quire.entrypoints.chat.template import ChatTemplate
+
+SWITCHES = frozenset(
+    {"enable_thinking", "thinking", "thinking_mode", "thinking_option", "thinking_effort", "thinking_budget",
+     "enable_reasoning", "reasoning", "reasoning_effort", "reasoning_budget", "think"}
+)  # fmt: skip
+"""Options by which published templates turn thinking on and off."""
+PAIRS: tuple[tuple[Any, Any], ...] = (
+    (True, False), ("high", "none"), ("on", "off"), ("enabled", "disabled"), ("thinking", "chat"),
+)  # fmt: skip
+"""Values of such an option: on, off. A budget of 0 equals False."""
+MAX_KEPT = 64
+
+
+class ThinkingSwitch:
+    """Finds out what a template makes of its options about thinking.
+
+    Args:
+        reasoning: how the model writes its reasoning; None: it writes none.
+    """
+
+    def __init__(self, template: ChatTemplate, reasoning: ReasoningFormat | None) -> None:
+        self._template = template
+        self._reasoning = reasoning
+        self._names = sorted(SWITCHES & template.variables)
+        self._known: dict[tuple[str, ...], bool] = {}
+
+    def is_off(self, options: Mapping[str, Any]) -> bool:
+        """Whether a prompt with these options asks for an answer without reasoning."""
+        given = {name: options[name] for name in self._names if name in options}
+        key = tuple(f"{name}={value!r}" for name, value in given.items())
+        if key not in self._known:
+            if len(self._known) >= MAX_KEPT:
+                self._known.clear()
+            self._known[key] = self._find_out(given)
+        return self._known[key]
+
+    def _find_out(self, given: Mapping[str, Any]) -> bool:
+        if self._reasoning is None:
+            return False
+        if any(value == off for value in given.values() for _, off in PAIRS):
+            return True
+        prompt = self._template.probe(given)
+        return prompt is not None and any(self._lacks(prompt, name, given) for name in self._names)
+
+    def _lacks(self, prompt: str, name: str, given: Mapping[str, Any]) -> bool:
+        """Whether the prompt is that with the option off, or does not begin the reasoning that it begins when on."""
+        assert self._reasoning is not None
+        for on, off in PAIRS:
+            with_it, without = (self._template.probe({**given, name: value}) for value in (on, off))
+            if with_it in (None, without, prompt):
+                continue
+            if prompt == without or self._reasoning.is_open_after(with_it):
+                return True
+        return False
