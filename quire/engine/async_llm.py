@@ -139,6 +139,15 @@ class AsyncLLM:
         """Raise the error that ended the engine, if it ended."""
         self._front_end.check_health()
 
+    async def check_constraint(self, params: SamplingParams) -> None:
+        """Find out whether the constraint of the parameters can be enforced; `generate` then knows it.
+
+        Raises:
+            ValidationError: it cannot.
+            UnavailableError: others keep the checkers busy.
+        """
+        await self._checks.settled(params)
+
     async def generate(
         self,
         prompt: PromptType,

@@ -26,6 +26,7 @@ from typing import IO, Any
 
 import msgspec
 
+from quire.errors import ValidationError
 from quire.structured_output.backend import (
     DEAD_END,
     Grammar,
@@ -48,7 +49,7 @@ from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.pointer import Path as Place
 from quire.structured_output.pointer import pointer
 from quire.structured_output.settle import FLEXIBLE_SPACE
-from quire.structured_output.structural_tag import at_origin, parts_of
+from quire.structured_output.structural_tag import at_origin, from_fields
 from quire.structured_output.vocabulary import BYTES_END, Vocabulary
 
 NICENESS = 10
@@ -99,6 +100,8 @@ def find_out(question: Question) -> Answer:
         params = backend.prepare(question.params)
         _check_white_space(backend, params)
         grammar = _try(backend, params)
+        for one in _from_fields(params):  # what nothing fits is seen where it begins
+            _try(backend, _alone(one, params))
     except GrammarError as error:
         return _placed(question, str(error))
     try:
@@ -166,13 +169,34 @@ def _placed(question: Question, error: str) -> Answer:
     if question.params.json is not None:
         place = _place_of(question, json.loads(str(question.params.json)), error)
         return Answer(error=error if place is None else f"at {pointer(place)}: {error}")
-    tag = json.loads(str(question.params.structural_tag or "{}"))
-    for one in parts_of(tag):
-        place = _place_of(question, one["json_schema"], error) if "origin" in one else None
-        if place is not None:
-            refusal = at_origin(one["origin"], place, error)
+    for one in _from_fields(question.params):
+        refusal = _refusal_of(question, one, error)
+        if refusal is not None:
             return Answer(error=refusal.message, field=refusal.param or "")
     return Answer(error=error)
+
+
+def _from_fields(params: StructuredOutputsParams) -> list[dict[str, Any]]:
+    """The parts of a tag that are fields of the request."""
+    return from_fields(json.loads(params.structural_tag)) if isinstance(params.structural_tag, str) else []
+
+
+def _alone(one: dict[str, Any], params: StructuredOutputsParams) -> StructuredOutputsParams:
+    return StructuredOutputsParams(structural_tag=one, whitespace_pattern=params.whitespace_pattern)
+
+
+def _refusal_of(question: Question, one: dict[str, Any], error: str) -> ValidationError | None:
+    """The error as one of this part of a tag, if that has it."""
+    if "json_schema" in one:
+        place = _place_of(question, one["json_schema"], error)
+        return None if place is None else at_origin(one["origin"], place, error)
+    backend = resolve_backend(question.backend)(Vocabulary.of_bytes(question.special))
+    try:
+        _try(backend, _alone(one, question.params))
+    except GrammarError as found:
+        field = one["origin"][0]
+        return ValidationError(f"{field} is refused: {error}", param=field) if str(found) == error else None
+    return None
 
 
 def _place_of(question: Question, schema: dict[str, Any], error: str) -> Place | None:

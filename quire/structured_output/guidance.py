@@ -45,6 +45,8 @@ PLACE = re.compile(r"^at \d+\(\d+\): |^\d+\(\d+\): ")
 PARSE_ERROR = re.compile(r"regex parse error:.*error: ", re.DOTALL)
 EXPRESSION = re.compile(r'invalid regex ".*" \(in regex\): ', re.DOTALL)
 EXCERPT = re.compile(r"(?m)^ *\d+ \| .*$|^ *\^+ *$")
+COMPILER = re.compile(r"failed to compile JSON schema: | while processing json-schema:\S*")
+EMPTY = re.compile(r"Regex is empty: .*", re.DOTALL)
 EXHAUSTED = re.compile("(?i)fuel|too (big|complex)|states")
 ROW = re.compile(r"Current row has (\d+) items; max is (\d+)")
 ROWS = re.compile(r"Too many items \(limit (\d+)")
@@ -220,4 +222,6 @@ def _reason(message: str) -> str:
     message = message.split("\n<state>")[0].split("\n<non-verbose/>")[0]
     message = EXPRESSION.sub("the expression is not supported: ", PLACE.sub("", message))
     message = EXCERPT.sub("", PARSE_ERROR.sub("", message))
+    message = EMPTY.sub("no text is all of what it must be", COMPILER.sub("", message))
+    message = message.replace("Unsatisfiable schema: ", "nothing fits it: ")
     return " ".join(message.split())[:MAX_REASON_CHARS]

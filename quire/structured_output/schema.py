@@ -13,6 +13,7 @@ from typing import Any
 from quire.errors import ValidationError
 from quire.structured_output import keywords
 from quire.structured_output.ecma_regex import RegexError, to_rust
+from quire.structured_output.endless import Endless
 from quire.structured_output.formats import AS_PATTERN
 from quire.structured_output.formats import REFUSED as REFUSED_FORMATS
 from quire.structured_output.params import invalid
@@ -73,8 +74,11 @@ class _Settler:
         self._seen: set[int] = set()
         self._referred: list[tuple[Any, Path]] = []
         self._anchors = {
-            one["$anchor"] for one in _objects(self._document) if isinstance(one.get("$anchor"), str)
+            one["$anchor"]: one for one in _objects(self._document) if isinstance(one.get("$anchor"), str)
         }
+        self._schemas: list[Schema] = []
+        """All that were walked over."""
+        self._has_references = False
         self._has_ids = any(isinstance(one.get("$id"), str) for one in _objects(self._document))
 
     def settled(self) -> Schema:
@@ -85,8 +89,24 @@ class _Settler:
         self._walk(self._document, ())
         while self._referred:
             self._walk(*self._referred.pop())
+        if self._has_references and not self._has_ids:
+            self._forbid_endless()
         settled: Schema = self._document
         return settled
+
+    def _forbid_endless(self) -> None:
+        """Let nobody begin a value that would have no end.
+
+        Raises:
+            ValidationError: there is no other.
+        """
+        endless = Endless(self._schemas, self._target)
+        if endless.holds(self._document):
+            raise self._error(
+                (), "no value fits it: it refers back to itself without end, or to what is false"
+            )
+        for schema in filter(endless.holds, self._schemas):
+            schema["allOf"] = [*schema.get("allOf", ()), False]
 
     def _walk(self, schema: Any, path: Path) -> None:
         if isinstance(schema, bool):
@@ -96,6 +116,7 @@ class _Settler:
         if id(schema) in self._seen:
             return
         self._seen.add(id(schema))
+        self._schemas.append(schema)
         self._check_values(schema, path)
         for inner, place in [*keywords.subschemas(schema)]:
             self._walk(inner, path + place)
@@ -179,17 +200,22 @@ class _Settler:
         """What a reference names must be a schema in the document, and is walked over like any other."""
         if self._has_ids:  # then what it is relative to is for the library to find out; it fetches nothing
             return
+        self._has_references = True
         if not reference.startswith("#"):
             raise self._error(path, f"{reference!r:.200} is not in this schema, and nothing is fetched")
         if reference.startswith("#/") or reference == "#":
-            place = path_of(reference)
             try:
-                target = find(self._document, place)
+                self._referred.append((self._target(reference), path_of(reference)))
             except LookupError:
                 raise self._error(path, f"{reference!r:.200} names nothing") from None
-            self._referred.append((target, place))
         elif reference[1:] not in self._anchors:
             raise self._error(path, f"{reference!r:.200} is no $anchor of this schema")
+
+    def _target(self, reference: str) -> Any:
+        """What a reference names; raises LookupError if that is nothing."""
+        if reference.startswith("#/") or reference == "#":
+            return find(self._document, path_of(reference))
+        return self._anchors[reference[1:]]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

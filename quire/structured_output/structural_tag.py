@@ -8,7 +8,7 @@ value of that schema".
 | format | text that it takes |
 |---|---|
 | `const_string` `value` | that text |
-| `json_schema` `json_schema` | a JSON value of the schema; `origin` is the field that it is from, and its place there |
+| `json_schema` `json_schema` | a JSON value of the schema |
 | `regex` `pattern` | what matches as a whole |
 | `grammar` `grammar` | what a Lark grammar takes |
 | `any_text` | anything |
@@ -21,6 +21,7 @@ value of that schema".
 | `fields` `elements` `required` `separator` | these in this order, without some that are not required |
 | `list` `element` `separator` `min_items` `max_items` | so many of them |
 
+A format may have an `origin`: the field of the request that it is from, and its place there, by which errors call it.
 `any_text` and `triggered_tags` may have `excludes`, texts that no free text holds, and `not_first`, characters with
 which the text does not begin as long as it is free, white space aside.
 """
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from quire.errors import ValidationError
-from quire.structured_output.params import StructuredOutputsParams, invalid
+from quire.structured_output.params import PARAM, StructuredOutputsParams, invalid
 from quire.structured_output.pointer import Path, pointer
 from quire.structured_output.schema import parse_json, settle_schema
 
@@ -49,20 +50,19 @@ def settle_tag(tag: Any, *, closed: bool) -> Format:
     Raises:
         ValidationError: it has another shape, or a schema in it cannot be enforced; the message has the JSON pointer.
     """
-    reader = _Reader(closed)
-    if isinstance(tag, dict) and tag.get("type") == "structural_tag":
-        if "format" in tag:
-            return reader.format(tag["format"], ("format",))
-        return reader.old_form(tag)
-    return reader.format(tag, ())
+    return _Reader(closed).format(tag, (f"{PARAM}.{NAME}",))
 
 
 def as_format(params: StructuredOutputsParams) -> Format:
     """A constraint as it came, as a part of a structural tag; its flags are for the tag.
 
     Raises:
-        ValidationError: its text is no JSON.
+        ValidationError: its text is no JSON, or no object.
     """
+    return {**_as_format(params), "origin": [f"{PARAM}.{params.kind}"]}
+
+
+def _as_format(params: StructuredOutputsParams) -> Format:
     if params.json is not None:
         return {"type": "json_schema", "json_schema": params.json_value}
     if params.json_object:
@@ -73,7 +73,9 @@ def as_format(params: StructuredOutputsParams) -> Format:
         return {"type": "regex", "pattern": params.regex}
     if params.grammar is not None:
         return {"type": "grammar", "grammar": params.grammar}
-    tag: Format = parse_json(NAME, str(params.structural_tag))
+    tag = parse_json(NAME, str(params.structural_tag))
+    if not isinstance(tag, dict):
+        raise invalid(NAME, "must be an object")
     return tag
 
 
@@ -97,6 +99,11 @@ def parts_of(tag: Format) -> Iterator[Format]:
         yield from parts_of(one)
 
 
+def from_fields(tag: Format) -> list[Format]:
+    """The parts of a settled format that are fields of the request, or of one."""
+    return [one for one in parts_of(tag) if "origin" in one]
+
+
 def at_origin(origin: Sequence[str], path: Path, why: str) -> ValidationError:
     """An error at a place of a schema that is part of another field; definitions are those of all of it."""
     field, *above = origin
@@ -105,11 +112,12 @@ def at_origin(origin: Sequence[str], path: Path, why: str) -> ValidationError:
 
 
 def _error(path: Path, why: str) -> ValidationError:
-    return invalid(NAME, f"at {pointer(path)}: {why}")
+    field, *place = path
+    return ValidationError(f"{field} at {pointer(tuple(place))}: {why}", param=field)
 
 
 class _Reader:
-    """Checks formats, and settles the schemas in them."""
+    """Checks formats, and settles the schemas in them; a path begins with the field of the request."""
 
     def __init__(self, closed: bool) -> None:
         self._closed = closed
@@ -132,22 +140,25 @@ class _Reader:
 
     def format(self, one: Any, path: Path) -> Format:
         """One format in its one form."""
+        origin = self._texts(one, "origin", path) if isinstance(one, dict) and one.get("origin") else []
+        path = tuple(origin) or path
         if not isinstance(one, dict) or one.get("type") not in self._readers:
             known = ", ".join(kind for kind in self._readers if kind != NAME)
             raise _error(path, f"a format must be an object whose type is one of {known}")
-        return {"type": one["type"], **self._readers[one["type"]](one, path)}
+        more = {"origin": origin} if origin else {}
+        return {"type": one["type"], **self._readers[one["type"]](one, path), **more}
 
-    def old_form(self, tag: Format) -> Format:
+    def _old_form(self, tag: Format, path: Path) -> Format:
         """{"structures": [{begin, schema, end}], "triggers": [...]}"""
-        structures = self._list(tag, "structures", ())
+        structures = self._list(tag, "structures", path)
         tags = []
         for index, structure in enumerate(structures):
-            path: Path = ("structures", str(index))
+            place = (*path, "structures", str(index))
             if not isinstance(structure, dict):
-                raise _error(path, "must be an object of begin, schema and end")
-            content = {"type": "json_schema", "json_schema": self._schema(structure, "schema", path)}
-            tags.append({"type": "tag", **self._ends(structure, path), "content": content})
-        return self._with_triggers(tags, self._texts(tag, "triggers", ()), tag, ())
+                raise _error(place, "must be an object of begin, schema and end")
+            content = {"type": "json_schema", "json_schema": self._schema(structure, "schema", place)}
+            tags.append({"type": "tag", **self._ends(structure, place), "content": content})
+        return self._with_triggers(tags, self._texts(tag, "triggers", path), tag, path)
 
     def _elements(self, one: Format, path: Path) -> Format:
         elements = self._list(one, "elements", path)
@@ -183,7 +194,7 @@ class _Reader:
         return {"tags": self._tags(one, path), "separator": separator, **self._flags(one, path)}
 
     def _nested(self, one: Format, path: Path) -> Format:
-        return self.format(one["format"], (*path, "format")) if "format" in one else self.old_form(one)
+        return self.format(one["format"], (*path, "format")) if "format" in one else self._old_form(one, path)
 
     def _until(self, one: Format, path: Path) -> Format:
         end, pattern = self._text(one, "end", path), one.get("pattern", ANY)
@@ -229,9 +240,7 @@ class _Reader:
         return {name: self._text(one, name, path) for name in ("begin", "end")}
 
     def _value(self, one: Format, path: Path) -> Format:
-        origin = self._texts(one, "origin", path) if one.get("origin") else []
-        more = {"origin": origin} if origin else {}
-        return {"json_schema": self._schema(one, "json_schema", path, origin), **more}
+        return {"json_schema": self._schema(one, "json_schema", path, one.get("origin") or ())}
 
     def _schema(self, one: Format, key: str, path: Path, origin: Sequence[str] = ()) -> Format:
         def refusal(place: Path, why: str) -> ValidationError:

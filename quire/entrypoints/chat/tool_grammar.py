@@ -31,7 +31,7 @@ GAP = r"[ \n]{0,4}"
 
 
 class Function(NamedTuple):
-    """What may be called; unless `strict`, the arguments may be any. `field` of the request is its schema."""
+    """A function that may be called; unless `strict`, with any arguments. `field` of the request is its schema."""
 
     name: str
     schema: Schema
@@ -151,8 +151,8 @@ def _section(tools: ToolFormat, call: Form, most: int | None) -> tuple[Form, str
 def _call(tools: ToolFormat, function: Function) -> Form:
     syntax = tools.calls[0]
     try:
-        _check_names(tools, function)
-        form = syntax.constraint(function.name, function.schema, strict=function.strict)
+        schema = _with_good_names(tools, function)
+        form = syntax.constraint(function.name, schema, strict=function.strict)
     except UnsayableError as error:
         why = f"--tool-call-parser {tools.name} cannot be enforced for the function {function.name!r:.80}: {error}"
         raise ValidationError(
@@ -161,11 +161,24 @@ def _call(tools: ToolFormat, function: Function) -> Form:
     return placed(form, function.field)
 
 
-def _check_names(tools: ToolFormat, function: Function) -> None:
-    """Whether a call with these names is read as such."""
+def _with_good_names(tools: ToolFormat, function: Function) -> Schema:
+    """The function's schema, of whose arguments a call can have each; unless `strict`, others are left out.
+
+    Raises:
+        UnsayableError: the function's name, or that of an argument, would be read as another.
+    """
     properties = function.schema.get("properties")
     names = list(properties) if isinstance(properties, Mapping) else []
-    syntax, written = tools.calls[0], dict.fromkeys(names, 0)
-    call = syntax.parse(syntax.write(function.name, written), {})
-    if call is None or call.name != function.name or set(json.loads(call.arguments)) != set(names):
+    if _is_read_back(tools, function.name, names):
+        return function.schema
+    if function.strict or not isinstance(properties, Mapping) or not _is_read_back(tools, function.name, []):
         raise UnsayableError("its name, or that of an argument, would be read as another")
+    good = {name: properties[name] for name in names if _is_read_back(tools, function.name, [name])}
+    return {**function.schema, "properties": good}
+
+
+def _is_read_back(tools: ToolFormat, function: str, names: Sequence[str]) -> bool:
+    """Whether a call with arguments of these names is read as such."""
+    syntax = tools.calls[0]
+    call = syntax.parse(syntax.write(function, dict.fromkeys(names, 0)), {})
+    return call is not None and call.name == function and set(json.loads(call.arguments)) == set(names)

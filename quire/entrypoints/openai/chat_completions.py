@@ -44,7 +44,7 @@ from quire.entrypoints.openai.sampling import chat_params, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.stream_usage import StreamUsage
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
-from quire.entrypoints.openai.tool_choice import tool_constraint, tools_in_use
+from quire.entrypoints.openai.tool_choice import constrained, tool_constraint, tools_in_use
 from quire.entrypoints.openai.usage import UsageMeter
 from quire.errors import ValidationError
 from quire.inputs import TokensPrompt
@@ -107,10 +107,10 @@ class ChatAnswer:
         )
         chat = await chat_prompt(self._server, self._form, request, with_tools=self._tools is not None)
         self._begin = chat.end
-        constraint = tool_constraint(self._form, request, self._tools, chat.end)
         if isinstance(params, SamplingParams):
-            params = answers.settled(params, chat.end).settled(structured_outputs=constraint)
-        elif constraint is not None:
+            params = answers.settled(params, chat.end)
+            params = await constrained(self._server, self._form, request, self._tools, chat, params)
+        elif tool_constraint(self._form, request, self._tools, chat.end) is not None:
             raise ValidationError("a beam search cannot be held to a form", param="use_beam_search")
         prompt = with_options(TokensPrompt(prompt_token_ids=chat.token_ids), request)
         note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])

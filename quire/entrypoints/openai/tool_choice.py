@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Container, Iterable
+from collections.abc import Set as AbstractSet
+
 from quire.entrypoints.chat.answer_grammar import Calls
 from quire.entrypoints.chat.formats.events import Tools
-from quire.entrypoints.chat.formats.format import ToolFormat
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.tool_grammar import Function, is_enforceable
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
+from quire.entrypoints.openai.chat_prompt import ChatPrompt
 from quire.entrypoints.openai.protocol.constraints import constraint_of
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, Tool
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
+from quire.sampling_params import SamplingParams
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.structural_tag import as_format, as_tag
+
+MAX_CHECKS = 4
+"""Of a request's tools together: each may find one tool at fault; after the last no lenient one is constrained."""
 
 
 def tools_in_use(server: ServerState, form: TextForm, request: ChatCompletionRequest) -> Tools | None:
@@ -43,11 +51,87 @@ def tools_in_use(server: ServerState, form: TextForm, request: ChatCompletionReq
     return tools
 
 
+async def constrained(
+    server: ServerState,
+    form: TextForm,
+    request: ChatCompletionRequest,
+    tools: Tools | None,
+    chat: ChatPrompt,
+    params: SamplingParams,
+) -> SamplingParams:
+    """Add the constraint on the answer (`tool_constraint`) to the sampling parameters.
+
+    A tool that is not `strict` keeps its request's answer though its schema cannot be enforced: then calls of it may
+    have any arguments, and the reply says so.
+
+    Raises:
+        ValidationError: the constraint has no valid form, or cannot be enforced.
+        UnavailableError: others keep the checkers of constraints busy.
+    """
+    lenient = _lenient_tools(request, tools)
+    loose = await asyncio.to_thread(_unenforceable, form, request, lenient) if lenient else set()
+    left, num_checks = lenient - loose, 0
+    while True:
+        constraint = tool_constraint(form, request, tools, chat.end, loose)
+        wanted = params.settled(structured_outputs=constraint)
+        if not left:
+            break
+        try:
+            await server.engine.check_constraint(wanted)
+            break
+        except ValidationError as error:
+            num_checks += 1
+            loose |= _at_fault(error, left) if num_checks < MAX_CHECKS else left
+            left = lenient - loose
+    _note_loose(request, loose)
+    return wanted
+
+
+def _lenient_tools(request: ChatCompletionRequest, tools: Tools | None) -> set[int]:
+    """Places of tools whose call is asked for and that may lose their constraint."""
+    if tools is None or request.tool_choice in (None, "auto"):
+        return set()
+    return {index for index, tool in _required_tools(request) if tool.function.strict is not True}
+
+
+def _unenforceable(form: TextForm, request: ChatCompletionRequest, lenient: Iterable[int]) -> set[int]:
+    """Those of the tools whose schemas cannot be enforced, as far as that is known without compiling them."""
+    row, tools = form.answer_format.formats.tools, request.tools or []
+    assert row is not None, "`tools_in_use` has looked for it"
+    return {
+        index for index in lenient if not is_enforceable(row, _function(index, tools[index], strict=True))
+    }
+
+
+def _at_fault(error: ValidationError, left: AbstractSet[int]) -> AbstractSet[int]:
+    """The tool that an error is about; all that are left where it names none, as for the size of all together."""
+    named = {index for index in left if error.param == _schema_field(index)}
+    return named or left
+
+
+def _note_loose(request: ChatCompletionRequest, loose: Iterable[int]) -> None:
+    """Tell of tools whose schema is not enforced and whose request did not say that it need not be."""
+    names = request.notes.names
+    place = "functions[{}].strict" if request.functions else "tools[{}].function.strict"
+    if "tools.*.function" in names:
+        place = names["tools.*.function"].replace(".*", "[{}]") + ".strict"
+    for index in sorted(loose):
+        if (request.tools or [])[index].function.strict is None:
+            request.notes.adjust(place.format(index), False)
+
+
 def tool_constraint(
-    form: TextForm, request: ChatCompletionRequest, tools: Tools | None, begin: PromptEnd
+    form: TextForm,
+    request: ChatCompletionRequest,
+    tools: Tools | None,
+    begin: PromptEnd,
+    loose: Container[int] | None = None,
 ) -> StructuredOutputsParams | None:
     """What an answer that begins there must be: calls if they are asked for, or what the request says of its text, or
     text with calls of its strict tools.
+
+    Args:
+        loose: places of tools whose schema is not enforced; None: to be found out.
 
     Raises:
         ValidationError: the constraint has no valid form, or cannot be enforced.
@@ -57,7 +141,9 @@ def tool_constraint(
     is_strict = any(tool.function.strict for tool in request.tools or [])
     if tools is None or not (must_call or wanted or is_strict):
         return form.answer_format.text_constraint(wanted, begin)
-    grammar, calls = form.answer_format.grammar(begin), _calls(form, request, must_call=must_call)
+    if loose is None:
+        loose = _unenforceable(form, request, _lenient_tools(request, tools))
+    grammar, calls = form.answer_format.grammar(begin), _calls(request, loose, must_call=must_call)
     if must_call:
         return as_tag(grammar.calls(calls), wanted)
     if wanted is None:
@@ -65,31 +151,22 @@ def tool_constraint(
     return as_tag(grammar.text_or_calls(as_format(wanted), calls), wanted)
 
 
-def _calls(form: TextForm, request: ChatCompletionRequest, *, must_call: bool) -> Calls:
+def _calls(request: ChatCompletionRequest, loose: Container[int], *, must_call: bool) -> Calls:
     at_most_one = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
-    if not must_call:
-        functions = [
-            _function(index, tool, strict=tool.function.strict is True)
-            for index, tool in enumerate(request.tools or [])
-        ]
-        return Calls(functions, at_most_one)
-    row = form.answer_format.formats.tools
-    assert row is not None, "`tools_in_use` has looked for it"
+    tools = _required_tools(request) if must_call else list(enumerate(request.tools or []))
     functions = [
-        _required(row, _function(index, tool, strict=True), is_lenient=tool.function.strict is False)
-        for index, tool in _required_tools(request)
+        _function(index, tool, strict=index not in loose if must_call else tool.function.strict is True)
+        for index, tool in tools
     ]
     return Calls(functions, at_most_one)
 
 
 def _function(index: int, tool: Tool, *, strict: bool) -> Function:
-    field = f"tools.{index}.function.parameters"
-    return Function(tool.function.name, tool.function.parameters or {}, strict, field)
+    return Function(tool.function.name, tool.function.parameters or {}, strict, _schema_field(index))
 
 
-def _required(calls: ToolFormat, function: Function, *, is_lenient: bool) -> Function:
-    """A function whose call is asked for. "strict": false asks for no more of its schema than can be enforced."""
-    return function._replace(strict=not is_lenient or is_enforceable(calls, function))
+def _schema_field(index: int) -> str:
+    return f"tools.{index}.function.parameters"
 
 
 def _required_tools(request: ChatCompletionRequest) -> list[tuple[int, Tool]]:

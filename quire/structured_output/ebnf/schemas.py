@@ -73,6 +73,8 @@ class SchemaWriter:
         """The rule of a schema; None if nothing validates."""
         if isinstance(schema, bool):
             return self._anything() if schema else None
+        if any(one is False for one in schema.get("allOf", ())):
+            return None
         words = schema.keys() & {*keywords.VALUES, *keywords.NOT_ENFORCED, "const"} - SILENT
         if unknown := words - KEPT:
             raise refusal(min(unknown))

@@ -221,6 +221,9 @@ class FakeEngine:
         self.dead_error = EngineDeadError("killed in /home/someone at 0x7f00")
         self.died.set()
 
+    async def check_constraint(self, params: SamplingParams) -> None:
+        self.input_processor.constraints.settled(params)
+
     async def generate(
         self,
         prompt: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -269,17 +270,98 @@ async def test_a_schema_that_is_not_enforced_is_told_by_its_place(
     choices: dict[str, Any] = {CHAT: "required", RESPONSES: "required", MESSAGES: {"type": "any"}}
     async with client_for(FakeEngine(FakeTokenizer()), tool_call_parser=parser) as client:
         for path, choice in choices.items():
-            tools = [tool(path), tool(path, "g"), tool(path, "h", schema)]
+            tools = [tool(path), tool(path, "g"), strict(tool(path, "h", schema))]
             name = "input_schema" if path == MESSAGES else f"{inner(path)}parameters"
             where = f"tools.2.{name}"
             message, param = await refused(client, path, {"tools": tools, "tool_choice": choice})
             assert message.startswith(f"{where} at {place}: "), message
             assert param in ("", where)
-        functions = [{"name": "f", "parameters": OBJECT}, {"name": "g", "parameters": schema}]
+        functions = [{"name": "f"}, {"name": "g", "parameters": schema, "strict": True}]
         old = {"functions": functions, "function_call": {"name": "g"}}
         message, param = await refused(client, CHAT, old)
         assert message.startswith(f"functions.1.parameters at {place}: "), message
         assert param == "functions.1.parameters"
+
+
+def strict(one: dict[str, Any], value: bool = True) -> dict[str, Any]:
+    """A tool with `strict`, where its API has that."""
+    if "function" in one:
+        return {**one, "function": {**one["function"], "strict": value}}
+    return {**one, "strict": value}
+
+
+ODD: list[tuple[str, dict[str, Any]]] = [
+    ("lookahead", described({"type": "string", "pattern": "^(?=a).*$"})),
+    ("draft 4", described({"type": "number", "minimum": 0, "exclusiveMinimum": True})),
+    ("not", described({"not": {"type": "string"}})),
+    ("remote", described({"$ref": "https://example.com/schema.json"})),
+    ("itself", described({"$ref": "#/$defs/A"}, required=["x"], **{"$defs": {"A": {"$ref": "#/$defs/A"}}})),
+    ("without end", described({"$ref": "#"}, required=["x"])),
+    ("contradiction", described({"type": "string", "minLength": 5, "maxLength": 2}, required=["x"])),
+    ("compiler", described({"type": "string", "pattern": "^a{5}$", "maxLength": 3}, required=["x"])),
+    ("nothing", described({"enum": []}, required=["x"])),
+    ("false", described({}, required=["y"], additionalProperties=False)),
+    ("no type", {"anyOf": [{"required": ["x"]}, {"required": ["y"]}], "properties": {"x": {}, "y": {}}}),
+    ("odd name", {"type": "object", "properties": {"a b>": {"type": "string"}}, "required": ["a b>"]}),
+]
+WITH_CHOICE: dict[str, list[Any]] = {
+    CHAT: ["required", {"type": "function", "function": {"name": "h"}}],
+    RESPONSES: ["required", {"type": "function", "name": "h"}],
+    MESSAGES: [{"type": "any"}, {"type": "tool", "name": "h"}],
+}
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "pythonic", "mistral", "openai"])
+@pytest.mark.parametrize(("what", "schema"), ODD, ids=[what for what, _ in ODD])
+async def test_odd_schema_costs_its_tool_the_constraint(
+    parser: str, what: str, schema: dict[str, Any]
+) -> None:
+    good = described({"type": "integer", "minimum": 41}, required=["x"])
+    async with client_for(engine := FakeEngine(FakeTokenizer()), tool_call_parser=parser) as client:
+        for path, choices in WITH_CHOICE.items():
+            for choice, value in itertools.product(choices, (None, False)):
+                odd = tool(path, "h", schema)
+                tools = [tool(path), tool(path, "g", good), odd if value is None else strict(odd, value)]
+                response = await client.post(path, json=body(path, tools=tools, tool_choice=choice))
+                assert response.status_code == 200, response.text
+                constraint = engine.seen[-1][1].structured_outputs
+                if choice == choices[0]:
+                    assert "41" in constraint.structural_tag
+                noted = response.json().get("adjusted", {})
+                if value is False:
+                    assert noted == {}
+                elif what not in ("no type", "odd name"):  # which some formats can enforce
+                    assert noted == {f"tools[2].{inner(path)}strict": False}
+
+
+@pytest.mark.parametrize(("what", "schema"), ODD[:10], ids=[what for what, _ in ODD[:10]])
+async def test_odd_schema_of_strict_tool_is_refused(what: str, schema: dict[str, Any]) -> None:
+    async with client_for(FakeEngine(FakeTokenizer()), tool_call_parser="hermes") as client:
+        for path, choices in WITH_CHOICE.items():
+            tools = [tool(path), strict(tool(path, "h", schema))]
+            name = "input_schema" if path == MESSAGES else f"{inner(path)}parameters"
+            for choice in choices:
+                message, _ = await refused(client, path, {"tools": tools, "tool_choice": choice})
+                assert message.startswith(f"tools.1.{name} at /"), message
+
+
+async def test_many_odd_schemas_cost_no_answer() -> None:
+    odd = described({"type": "string", "pattern": "^a{5}$", "maxLength": 3}, required=["x"])
+    async with client_for(FakeEngine(FakeTokenizer()), tool_call_parser="hermes") as client:
+        tools = [tool(CHAT, f"f{index}", {**odd, "title": str(index)}) for index in range(12)]
+        response = await client.post(CHAT, json=body(CHAT, tools=tools, tool_choice="required"))
+        assert response.status_code == 200, response.text
+        assert len(response.json()["adjusted"]) == 12
+
+
+async def test_schemas_that_are_too_large_together_cost_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.structured_output.schema.MAX_SCHEMA_BYTES", 2000)
+    large = described({"type": "string", "description": "x" * 150})
+    async with client_for(FakeEngine(FakeTokenizer()), tool_call_parser="hermes") as client:
+        tools = [tool(CHAT, f"f{index}", large) for index in range(5)]
+        response = await client.post(CHAT, json=body(CHAT, tools=tools, tool_choice="required"))
+        assert response.status_code == 200, response.text
+        assert len(response.json()["adjusted"]) == 5
 
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])

@@ -89,6 +89,8 @@ def _listed(schema: Schema, tags: Tags, end: Form) -> Form:
     if others:
         raise UnsayableError(f"the keyword {others[0]} beside enum or const")
     values = schema.get("enum", [schema.get("const")])
+    if not values:
+        raise UnsayableError("an enum without values")
     for value in values:
         text = plain(value)
         if tags.close in text or typed_text(schema, text) != to_json(value):
