@@ -14,9 +14,9 @@ from quire.structured_output.settings import StructuredOutputsSettings
 from quire.structured_output.structural_tag import settle_tag
 
 MAX_GRAMMAR_BYTES = MAX_SCHEMA_BYTES
-FLEXIBLE_SPACE = r"( |\n[ \t]{0,32})?"
-"""What may stand between the tokens of JSON, if nothing else is said: nothing, a space, or a line break with an
-indentation. Whoever may put any number of spaces in a place may never come to an end."""
+FLEXIBLE_SPACE = r"( |\n( {0,20}|\t{0,10}))?"
+"""What may stand between the tokens of JSON, if nothing else is said: nothing, a space, or a line break with the
+indentation of some levels. A model that may write any number of spaces may never come to an end."""
 NO_SPACE = ""
 
 

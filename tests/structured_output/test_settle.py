@@ -104,6 +104,65 @@ def test_what_asks_for_nothing_changes_nothing(schema: dict[str, Any]) -> None:
         assert takes(compiled(json=schema), text)
 
 
+A_ITSELF: dict[str, Any] = {"$defs": {"A": {"$ref": "#/$defs/A"}}}
+ENDLESS: list[dict[str, Any]] = [
+    {"$ref": "#"},
+    {"$ref": "#/$defs/A", **A_ITSELF},
+    {"$ref": "#/$defs/B", "$defs": {"B": {"$ref": "#/$defs/C"}, "C": {"anyOf": [{"$ref": "#/$defs/B"}]}}},
+    {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]},
+    {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["n"]},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2},
+    {"allOf": [{"type": "object"}, {"properties": {"n": {"$ref": "#"}}, "required": ["n"]}]},
+    {"anyOf": [False, {"$ref": "#"}]},
+    {"oneOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
+    {"$anchor": "a", "type": "object", "properties": {"n": {"$ref": "#a"}}, "required": ["n"]},
+    {"type": "object", "properties": {"n": {"type": "object", "properties": {"m": {"$ref": "#/properties/n"}},
+     "required": ["m"]}}, "required": ["n"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", ENDLESS, ids=str)
+def test_schema_without_finite_values_is_refused(schema: dict[str, Any]) -> None:
+    assert "at /: no value fits it" in refusal(schema)
+
+
+HAS_END: list[tuple[dict[str, Any], str]] = [
+    ({"type": "array", "items": {"$ref": "#"}}, "[[],[[]]]"),
+    ({"type": "object", "properties": {"n": {"$ref": "#"}}, "additionalProperties": False}, '{"n":{"n":{}}}'),
+    ({"type": ["object", "null"], "properties": {"n": {"$ref": "#"}}, "required": ["n"]}, '{"n":{"n":null}}'),
+    ({"properties": {"n": {"$ref": "#"}}, "required": ["n"]}, '{"n":5}'),
+    ({"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]}, "[[1],2]"),
+    ({"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["n"]},
+     '{"n":{"n":null}}'),
+    ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 1, "items": False}, "[1]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "text"), HAS_END, ids=lambda value: str(value)[:60])
+def test_recursive_schema_with_finite_values_is_kept(schema: dict[str, Any], text: str) -> None:
+    assert takes(compiled(json=schema), text)
+
+
+def test_property_without_finite_values_is_never_begun() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/A"}, "y": {"type": "integer"}},
+        **A_ITSELF,
+    }
+    grammar = compiled(json={**schema, "additionalProperties": False})
+    assert takes(grammar, '{"y":1}')
+    matcher = grammar.new_matcher()
+    assert not all(map(matcher.advance, b'{"x'))
+
+
+def test_references_of_a_large_document_are_followed_in_linear_time() -> None:
+    links = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i - 1}"}, {"$ref": "#"}]} for i in range(1, 900)}
+    last = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
+    assert "no value fits it" in refusal({"$ref": "#/$defs/d899", "$defs": {**links, "d0": last}})
+    settle(StructuredOutputsParams(json={"$ref": "#/$defs/d899", "$defs": {**links, "d0": {}}}), DEFAULT)
+
+
 def test_property_names_are_a_pattern() -> None:
     grammar = compiled(
         json={"propertyNames": {"enum": ["a.b", "c"]}, "additionalProperties": {"type": "integer"}}

@@ -18,7 +18,7 @@ from quire.structured_output.settle import FLEXIBLE_SPACE, NO_SPACE
 from quire.structured_output.structural_tag import ANY
 from quire.structured_output.tag_writer import Format, TagWriter, format_of
 
-SPACES = {FLEXIBLE_SPACE: '(" " | "\\n" [ \\t]{0,32})?', NO_SPACE: '""', None: '""'}
+SPACES = {FLEXIBLE_SPACE: '(" " | "\\n" ([ ]{0,20} | [\\t]{0,10}))?', NO_SPACE: '""', None: '""'}
 """`whitespace_pattern` -> what it matches."""
 QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#.*')
 ADDED = re.compile(r"\(=|[A-Z]\w*\(")

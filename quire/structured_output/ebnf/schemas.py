@@ -189,11 +189,11 @@ class SchemaWriter:
         return self._between("[", self._items([one for one in prefix if one][:most], rest, least, most), "]")
 
     def _items(self, prefix: list[str], rest: str | None, least: int, most: int | None) -> str:
-        """So many, of which the first are these; `rest` is None only if there are no others."""
+        """So many behind white space, of which the first are these; `rest` is None only if there are no others."""
         if not prefix:
             if rest is None or most == 0:
                 return '""'
-            body = f"{rest} {self._repeated(rest, max(least - 1, 0), None if most is None else most - 1)}"
+            body = f"{self._space} {rest} {self._repeated(rest, max(least - 1, 0), None if most is None else most - 1)}"
             return body if least else f"({body})?"
         size = len(prefix)
         tail = '""'
@@ -202,13 +202,15 @@ class SchemaWriter:
         for place in range(size - 1, 0, -1):
             item = f"{self._comma} {prefix[place]} {tail}"
             tail = self._rules.define(item if place < least else f'{item} | ""')
-        return f"{prefix[0]} {tail}" if least else f"({prefix[0]} {tail})?"
+        body = f"{self._space} {prefix[0]} {tail}"
+        return body if least else f"({body})?"
 
     def _repeated(self, item: str, least: int, most: int | None) -> str:
         return repeated(self._rules.define(f"{self._comma} {item}"), least, most)
 
     def _between(self, begin: str, body: str, end: str) -> str:
-        return f"{quoted(begin)} {self._space} {body} {self._space} {quoted(end)}"
+        """A body, which begins with white space if it is not empty: two in a row would be twice as long."""
+        return f"{quoted(begin)} {body} {self._space} {quoted(end)}"
 
     def _object(self, schema: Schema) -> str | None:
         if "patternProperties" in schema:
@@ -249,12 +251,13 @@ class SchemaWriter:
     def _fields(self, fields: dict[str, str | None], required: set[str], other: str | None) -> str:
         """From behind: what may follow when something came before, and when nothing did."""
         begun = self._repeated(other, 0, None) if other else '""'
-        fresh = f"({other} {begun})?" if other else '""'
+        fresh = f"({self._space} {other} {begun})?" if other else '""'
         for name, rule in reversed(fields.items()):
             if rule is None:
                 continue
             member = f"{self._member(quoted(json.dumps(name, ensure_ascii=False)), rule)} {begun}"
-            fresh = self._rules.define(member if name in required else f"{member} | {fresh}")
+            first = f"{self._space} {member}"
+            fresh = self._rules.define(first if name in required else f"{first} | {fresh}")
             member = f"{self._comma} {member}"
             begun = self._rules.define(member if name in required else f"{member} | {begun}")
         return fresh
@@ -291,11 +294,14 @@ class SchemaWriter:
                 self._member(quoted(json.dumps(name, ensure_ascii=False)), self._value(one))
                 for name, one in value.items()
             ]
-            return self._between("{", f" {self._comma} ".join(members), "}")
+            return self._between("{", self._joined(members), "}")
         if isinstance(value, list):
-            return self._between("[", f" {self._comma} ".join(map(self._value, value)), "]")
+            return self._between("[", self._joined([*map(self._value, value)]), "]")
         is_whole = isinstance(value, float) and value.is_integer()
         return quoted(json.dumps(int(value) if is_whole else value, ensure_ascii=False))
+
+    def _joined(self, items: list[str]) -> str:
+        return f"{self._space} {f' {self._comma} '.join(items)}" if items else ""
 
 
 def repeated(item: str, least: int, most: int | None) -> str:
