@@ -163,6 +163,20 @@ async def test_cut_response_names_the_item_that_was_cut(client: httpx.AsyncClien
         assert [(item["type"], item["status"]) for item in done] == expected
 
 
+async def test_response_with_logprobs_invents_no_message(client: httpx.AsyncClient) -> None:
+    end_of_thought = len(f"<think>\n{THOUGHT}\n</think>\n\n")
+    for max_tokens in range(1, end_of_thought + 3):
+        body = {"input": "hi", "max_output_tokens": max_tokens, "top_logprobs": 1}
+        pieces = await streamed(client, RESPONSES, body)
+        response = pieces[-1]["response"]
+        kinds = [item["type"] for item in response["output"]]
+        assert (
+            kinds
+            == ["reasoning", "message"][: (max_tokens > len("<think>\n")) + (max_tokens > end_of_thought)]
+        )
+        assert [piece["item"]["type"] for piece in pieces if piece["type"].endswith("item.added")] == kinds
+
+
 async def test_whole_response_without_text_has_empty_message(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.entrypoints.openai.errors import body_of, status_of
-from quire.entrypoints.openai.protocol.responses import ChatChunk, ToolCallMessage, Usage
+from quire.entrypoints.openai.protocol.responses import ChatChunk, TokenLogprob, ToolCallMessage, Usage
 from quire.entrypoints.openai.responses.protocol import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -61,6 +61,8 @@ class ResponseWriter:
         self._num_events = 0
         self._pieces: list[str] = []  # of the item that is open
         self._is_open = False
+        self._held_logprobs: list[TokenLogprob] = []
+        """Of tokens without text: those of a marker, or the first ones of a text."""
         self._call_index = -1
 
     @cached_property
@@ -79,9 +81,12 @@ class ResponseWriter:
 
     def take(self, piece: Piece) -> Iterator[msgspec.Struct]:
         if piece.reasoning:
+            self._held_logprobs = []
             yield from self._reasoning(piece.reasoning)
-        if piece.content or (piece.logprobs and not piece.reasoning):
+        if piece.content or (piece.logprobs and self._is_in_text):
             yield from self._text(piece)
+        elif not piece.reasoning:
+            self._held_logprobs += piece.logprobs
         for call in piece.tool_calls:
             yield from self._call(call)
         if piece.finish_reason is not None:
@@ -108,6 +113,10 @@ class ResponseWriter:
     def _index(self) -> int:
         return len(self._response.output) - 1
 
+    @property
+    def _is_in_text(self) -> bool:
+        return self._is_open and isinstance(self._response.output[-1], MessageItem)
+
     def _reasoning(self, text: str) -> Iterator[msgspec.Struct]:
         item = self._response.output[-1] if self._is_open else None
         if not isinstance(item, ReasoningItem):
@@ -126,10 +135,9 @@ class ResponseWriter:
             item.content.append(OutputText())
             yield PartAdded(item_id=item.id, output_index=self._index, part=OutputText())
         self._pieces.append(piece.content)
-        item.content[0].logprobs += piece.logprobs
-        yield TextDelta(
-            item_id=item.id, output_index=self._index, delta=piece.content, logprobs=piece.logprobs
-        )
+        logprobs, self._held_logprobs = self._held_logprobs + piece.logprobs, []
+        item.content[0].logprobs += logprobs
+        yield TextDelta(item_id=item.id, output_index=self._index, delta=piece.content, logprobs=logprobs)
 
     def _call(self, call: ToolCallMessage) -> Iterator[msgspec.Struct]:
         assert isinstance(call.index, int)
