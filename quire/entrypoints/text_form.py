@@ -59,7 +59,7 @@ class TextForm:
             ConfigError: as `answer_format`.
         """
         if self.has_chat:
-            _ = self.answer_format
+            self.thinking.is_off({})
         self.is_made = True
 
     @property

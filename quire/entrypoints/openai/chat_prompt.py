@@ -10,12 +10,13 @@ from typing import Any
 
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.chat.formats.model import PromptEnd
-from quire.entrypoints.chat.template import OWN_VARIABLES, ChatTemplate
+from quire.entrypoints.chat.template import OWN_VARIABLES, ChatTemplate, RenderedChat
 from quire.entrypoints.openai.prompts import check_text
 from quire.entrypoints.openai.protocol.requests import ChatFields
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
+from quire.inputs import Conversation
 
 NOT_FOR_THE_MODEL = {"function": {"strict"}}
 """Of a tool: what the server does, and the model is not told."""
@@ -60,8 +61,7 @@ async def chat_prompt(
     _note_unread_names(template, fields)
     options["tools"] = options["tools"] or None
     try:
-        chat = await server.renders.run(template.compose, fields.messages, **options, **extra)
-        is_off = await server.renders.run(form.thinking.is_off, extra)
+        chat, is_off = await server.renders.run(_composed, form, fields.messages, options, extra)
     except TimeoutError:
         limit = server.renders.limit_s
         raise ValidationError(
@@ -73,6 +73,13 @@ async def chat_prompt(
         chat.text, fields.messages, continues=fields.continue_final_message, may_think=not is_off
     )
     return ChatPrompt(token_ids, end)
+
+
+def _composed(
+    form: TextForm, messages: Conversation, options: dict[str, Any], extra: dict[str, Any]
+) -> tuple[RenderedChat, bool]:
+    """Compose the prompt; with whether thinking is off in its answer."""
+    return form.chat_template.compose(messages, **options, **extra), form.thinking.is_off(extra)
 
 
 def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:

@@ -177,6 +177,11 @@ async def test_response_with_logprobs_invents_no_message(client: httpx.AsyncClie
         assert [piece["item"]["type"] for piece in pieces if piece["type"].endswith("item.added")] == kinds
 
 
+async def test_response_stopped_in_its_reasoning_has_no_message(client: httpx.AsyncClient) -> None:
+    answer = (await client.post(RESPONSES, json={"input": "hi", "stop": ["weather"]})).json()
+    assert states(answer) == [("reasoning", "completed")]
+
+
 async def test_whole_response_without_text_has_empty_message(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

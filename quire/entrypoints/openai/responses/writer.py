@@ -178,7 +178,8 @@ class ResponseWriter:
     def _end(self, last: Piece) -> Iterator[msgspec.Struct]:
         """End the response. A whole answer without any text has an empty message; one that was cut has what came."""
         reason = INCOMPLETE.get(last.finish_reason or "")
-        if reason is None and all(isinstance(item, ReasoningItem) for item in self._response.output):
+        is_whole = reason is None and last.stop_reason is None
+        if is_whole and all(isinstance(item, ReasoningItem) for item in self._response.output):
             yield from self._text(Piece())
         self._response.status = "completed" if reason is None else "incomplete"
         is_cut = reason is not None and last.is_open
