@@ -1,4 +1,4 @@
-"""Schemas that no value with an end fits, because their references lead back to them.
+"""Detection of schemas that no finite value fits, because their references lead back to them.
 
 Invariant: what is found here fits nothing; time and memory are linear in the size of the document. Contradictions of
 values (lengths, numbers, types) are for the grammar library to find.
@@ -20,7 +20,7 @@ Need = list[tuple[Any, Kinds]]
 
 
 class Endless:
-    """Tells which schemas of a document can have no value.
+    """Schemas of a document that can have no finite value.
 
     Args:
         schemas: all schemas of the document.
@@ -37,7 +37,7 @@ class Endless:
         self._settle(schemas)
 
     def holds(self, schema: Any) -> bool:
-        """Whether no value fits a schema."""
+        """Tell whether no finite value fits a schema."""
         return self._open[id(schema), KINDS] > 0
 
     def _settle(self, schemas: Iterable[Any]) -> None:
@@ -90,7 +90,7 @@ def _kinds(schema: Any) -> Kinds:
 
 
 def _members(schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Schemas of the properties that an object must have."""
+    """Yield the schemas of the properties that an object must have."""
     named = schema.get("properties", {})
     others = None if "patternProperties" in schema else schema.get("additionalProperties")
     for name in schema.get("required", ()):
@@ -100,7 +100,7 @@ def _members(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _items(schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Schemas of the items that an array must have."""
+    """Yield the schemas of the items that an array must have."""
     least, first = int(schema.get("minItems", 0)), schema.get("prefixItems", [])
     yield from first[:least]
     if least > len(first) and "items" in schema:

@@ -95,10 +95,10 @@ class _Settler:
         return settled
 
     def _forbid_endless(self) -> None:
-        """Let nobody begin a value that would have no end.
+        """Forbid the parts that no finite value fits.
 
         Raises:
-            ValidationError: there is no other.
+            ValidationError: the whole schema is one.
         """
         endless = Endless(self._schemas, self._target)
         if endless.holds(self._document):
@@ -212,7 +212,7 @@ class _Settler:
             raise self._error(path, f"{reference!r:.200} is no $anchor of this schema")
 
     def _target(self, reference: str) -> Any:
-        """What a reference names; raises LookupError if that is nothing."""
+        """Find what a reference names; raises LookupError if that is nothing."""
         if reference.startswith("#/") or reference == "#":
             return find(self._document, path_of(reference))
         return self._anchors[reference[1:]]

@@ -1,4 +1,4 @@
-"""Whether thinking is turned off for an answer, by what its chat template is told and writes.
+"""Detection of answers without thinking, by the options that a chat template gets and by what it writes.
 
 Invariant: only options that the template reads count, and the answer depends on the options alone.
 """
@@ -24,7 +24,7 @@ MAX_KEPT = 64
 
 
 class ThinkingSwitch:
-    """Finds out what a template makes of its options about thinking.
+    """Effect of a template's options about thinking.
 
     Args:
         reasoning: how the model writes its reasoning; None: it writes none.
@@ -37,7 +37,7 @@ class ThinkingSwitch:
         self._known: dict[tuple[str, ...], bool] = {}
 
     def is_off(self, options: Mapping[str, Any]) -> bool:
-        """Whether a prompt with these options asks for an answer without reasoning."""
+        """Tell whether a prompt with these options asks for an answer without reasoning."""
         given = {name: options[name] for name in self._names if name in options}
         key = tuple(f"{name}={value!r}" for name, value in given.items())
         if key not in self._known:
@@ -55,7 +55,7 @@ class ThinkingSwitch:
         return prompt is not None and any(self._lacks(prompt, name, given) for name in self._names)
 
     def _lacks(self, prompt: str, name: str, given: Mapping[str, Any]) -> bool:
-        """Whether the prompt is that with the option off, or does not begin the reasoning that it begins when on."""
+        """Tell whether the prompt is that of the option off, or lacks the open reasoning that the option makes."""
         assert self._reasoning is not None
         for on, off in PAIRS:
             with_it, without = (self._template.probe({**given, name: value}) for value in (on, off))

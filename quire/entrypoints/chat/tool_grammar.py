@@ -162,7 +162,7 @@ def _call(tools: ToolFormat, function: Function) -> Form:
 
 
 def _with_good_names(tools: ToolFormat, function: Function) -> Schema:
-    """The function's schema, of whose arguments a call can have each; unless `strict`, others are left out.
+    """Return the function's schema; unless `strict`, without arguments whose names a call cannot hold.
 
     Raises:
         UnsayableError: the function's name, or that of an argument, would be read as another.
@@ -178,7 +178,7 @@ def _with_good_names(tools: ToolFormat, function: Function) -> Schema:
 
 
 def _is_read_back(tools: ToolFormat, function: str, names: Sequence[str]) -> bool:
-    """Whether a call with arguments of these names is read as such."""
+    """Tell whether a call with arguments of these names is read as such."""
     syntax = tools.calls[0]
     call = syntax.parse(syntax.write(function, dict.fromkeys(names, 0)), {})
     return call is not None and call.name == function and set(json.loads(call.arguments)) == set(names)

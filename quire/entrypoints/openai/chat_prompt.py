@@ -78,7 +78,7 @@ async def chat_prompt(
 def _composed(
     form: TextForm, messages: Conversation, options: dict[str, Any], extra: dict[str, Any]
 ) -> tuple[RenderedChat, bool]:
-    """Compose the prompt; with whether thinking is off in its answer."""
+    """Compose the prompt, and tell whether thinking is off in its answer."""
     return form.chat_template.compose(messages, **options, **extra), form.thinking.is_off(extra)
 
 

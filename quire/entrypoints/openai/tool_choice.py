@@ -88,14 +88,14 @@ async def constrained(
 
 
 def _lenient_tools(request: ChatCompletionRequest, tools: Tools | None) -> set[int]:
-    """Places of tools whose call is asked for and that may lose their constraint."""
+    """Return the places of tools whose call is asked for and that may lose their constraint."""
     if tools is None or request.tool_choice in (None, "auto"):
         return set()
     return {index for index, tool in _required_tools(request) if tool.function.strict is not True}
 
 
 def _unenforceable(form: TextForm, request: ChatCompletionRequest, lenient: Iterable[int]) -> set[int]:
-    """Those of the tools whose schemas cannot be enforced, as far as that is known without compiling them."""
+    """Find the tools whose schemas cannot be enforced, as far as that is known without compiling them."""
     row, tools = form.answer_format.formats.tools, request.tools or []
     assert row is not None, "`tools_in_use` has looked for it"
     return {
@@ -104,13 +104,13 @@ def _unenforceable(form: TextForm, request: ChatCompletionRequest, lenient: Iter
 
 
 def _at_fault(error: ValidationError, left: AbstractSet[int]) -> AbstractSet[int]:
-    """The tool that an error is about; all that are left where it names none, as for the size of all together."""
+    """Find the tool that an error is about: all that are left if it names none, as for the size of all together."""
     named = {index for index in left if error.param == _schema_field(index)}
     return named or left
 
 
 def _note_loose(request: ChatCompletionRequest, loose: Iterable[int]) -> None:
-    """Tell of tools whose schema is not enforced and whose request did not say that it need not be."""
+    """Note the tools whose schema is not enforced although their request did not allow that."""
     names = request.notes.names
     place = "functions[{}].strict" if request.functions else "tools[{}].function.strict"
     if "tools.*.function" in names:

@@ -101,7 +101,7 @@ class BareSyntax(Protocol):
     """A way to write calls that may stand at the beginning of an answer without a marker."""
 
     def may_begin(self, text: str, tools: Tools) -> bool:
-        """Whether a call of one of the tools begins with this text, which is cut off."""
+        """Tell whether this text, which is cut off, can be the beginning of a call of one of the tools."""
         ...
 
 
@@ -397,7 +397,7 @@ def _head_of(before: str, name_close: str) -> re.Pattern[str]:
 
 
 def is_begun(word: str, known: Iterable[str], *, is_whole: bool) -> bool:
-    """Whether a word, of which the end may be missing, is one of those that are known."""
+    """Tell whether a word, of which the end may be missing, is one of those that are known."""
     return any(name == word if is_whole else name.startswith(word) for name in known)
 
 
