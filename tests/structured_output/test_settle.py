@@ -156,7 +156,7 @@ def test_property_without_finite_values_is_never_begun() -> None:
     assert not all(map(matcher.advance, b'{"x'))
 
 
-def test_references_of_a_large_document_are_followed_in_linear_time() -> None:
+def test_references_of_a_large_document_are_followed() -> None:
     links = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i - 1}"}, {"$ref": "#"}]} for i in range(1, 900)}
     last = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
     assert "no value fits it" in refusal({"$ref": "#/$defs/d899", "$defs": {**links, "d0": last}})

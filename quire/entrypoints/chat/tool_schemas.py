@@ -57,10 +57,16 @@ def _carries(tool_format: ToolFormat, name: str) -> bool:
     return [call.name for call in calls if isinstance(call, ToolCall)] == [name]
 
 
+def _kinds(schema: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the types that a schema names; those of arguments may name others beside the object."""
+    said = schema.get("type", "object")
+    return said if isinstance(said, list) else [said]
+
+
 def _schema(schema: Any, where: str) -> Mapping[str, Any]:
     if schema is None:
         return {}
-    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+    if not isinstance(schema, Mapping) or "object" not in _kinds(schema):
         raise ValidationError(f"{where} must be the JSON schema of an object", param=where)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping):

@@ -345,6 +345,28 @@ async def test_odd_schema_of_strict_tool_is_refused(what: str, schema: dict[str,
                 assert message.startswith(f"tools.1.{name} at /"), message
 
 
+async def test_arguments_that_may_be_null_are_an_object() -> None:
+    schema = {"type": ["object", "null"], "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    async with client_for(engine := FakeEngine(FakeTokenizer()), tool_call_parser="hermes") as client:
+        for path, choices in WITH_CHOICE.items():
+            tools = [strict(tool(path, "h", schema))]
+            response = await client.post(path, json=body(path, tools=tools, tool_choice=choices[0]))
+            assert response.status_code == 200, response.text
+            assert '"null"' not in engine.seen[-1][1].structured_outputs.structural_tag
+
+
+async def test_tokens_of_request_with_odd_schema_are_counted() -> None:
+    async with client_for(FakeEngine(FakeTokenizer()), tool_call_parser="hermes") as client:
+        for _, schema in ODD:
+            fields = {
+                "messages": [HI],
+                "tools": [tool(MESSAGES, "h", schema)],
+                "tool_choice": {"type": "any"},
+            }
+            response = await client.post(f"{MESSAGES}/count_tokens", json=fields)
+            assert response.status_code == 200, response.text
+
+
 async def test_many_odd_schemas_cost_no_answer() -> None:
     odd = described({"type": "string", "pattern": "^a{5}$", "maxLength": 3}, required=["x"])
     async with client_for(FakeEngine(FakeTokenizer()), tool_call_parser="hermes") as client:

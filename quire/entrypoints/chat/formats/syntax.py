@@ -149,7 +149,7 @@ class JsonCall:
 
     def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
         begin, middle = fixed(f'{{"{self.name_keys[0]}": '), fixed(f', "{self.arguments_keys[0]}": ')
-        arguments = json_of({**ANY_OBJECT, **schema} if strict else ANY_OBJECT)
+        arguments = json_of({**schema, **ANY_OBJECT} if strict else ANY_OBJECT)
         return row(begin, verbatim(to_json(name)), middle, arguments, fixed("}"))
 
 
@@ -224,7 +224,7 @@ class HeadedJson:
         return f"{self.before}{head}{to_json(arguments)}"
 
     def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
-        arguments = json_of({**ANY_OBJECT, **schema} if strict else ANY_OBJECT)
+        arguments = json_of({**schema, **ANY_OBJECT} if strict else ANY_OBJECT)
         return row(fixed(self.before), *numbered(self.written, name), arguments)
 
 
