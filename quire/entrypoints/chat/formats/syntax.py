@@ -178,7 +178,7 @@ class NamedJson:
         return f"{{{to_json(name)}: {to_json(arguments)}}}"
 
     def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
-        arguments = json_of({**ANY_OBJECT, **schema} if strict else ANY_OBJECT)
+        arguments = json_of({**schema, **ANY_OBJECT} if strict else ANY_OBJECT)
         return row(fixed("{"), verbatim(to_json(name)), fixed(": "), arguments, fixed("}"))
 
 
