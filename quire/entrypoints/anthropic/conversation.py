@@ -1,7 +1,8 @@
 """From Anthropic's request to the fields of a chat request.
 
-Invariant: every text of the request reaches the chat, in its order; a block that is no text, or a tool that is not the
-client's own, is refused by its place. What cannot change the answer is left out and named.
+Invariant: every text of the request reaches the chat, in its order; a block that holds something else than text is
+refused by its place. Blocks and tools of Anthropic's own servers, and what cannot change the answer, are left out and
+named.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from quire.entrypoints.anthropic.protocol import (
     CountTokensRequest,
     MessagesRequest,
 )
+from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol.requests import SAMPLERS
-from quire.entrypoints.openai.translation import check_call_id, given
+from quire.entrypoints.openai.translation import given
 from quire.errors import ValidationError
 
 SAME_NAME = ("model", *SAMPLERS, "priority", "cache_salt")
@@ -27,8 +29,17 @@ CHAT_NAMES = {
     "reasoning_effort": "output_config.effort",
     "tools.*.function.parameters": "tools.*.input_schema",
     "tools.*.function": "tools.*",
+    "messages[].tool_calls[].function.arguments": "messages[].content[].input",
+    "messages[].tool_call_id": "messages[].content[].tool_use_id",
 }
 """Chat's names of fields, to Anthropic's."""
+ROLES = ("user", "assistant", "system")
+TEXT_BLOCKS = {"text": "text", "compaction": "content"}
+"""Types of blocks that are text, and the field that holds it."""
+OWN_TOOLS = ("custom", "function")
+"""Types of tools that the client describes."""
+SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "redacted_thinking")
+"""Types of blocks that only Anthropic's servers can read, beside the results of their tools."""
 Fields = dict[str, Any]
 
 
@@ -40,7 +51,7 @@ def prompt_fields(request: CountTokensRequest) -> Fields:
     """
     _response_format(request)
     _check_user((request.metadata or {}).get("user_id"))
-    messages = [*_system(request.system), *_conversation(request.messages)]
+    messages = [*_system(request.system), *_Conversation(request.messages, request.notes).chat]
     fields: Fields = {"messages": messages, **given(request, ("model", "chat_template_kwargs"))}
     if request.tools:
         fields["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(request.tools)]
@@ -80,60 +91,130 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[Fields]:
     if not system:
         return []
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
-    return [{"role": "system", "content": _texts(blocks, "system")}]
+    parts = [part for index, block in enumerate(blocks) for part in _text_parts(block, f"system.{index}")]
+    return [{"role": "system", "content": parts}]
 
 
-def _conversation(messages: list[dict[str, Any]]) -> list[Fields]:
-    translated: list[Fields] = []
-    for index, message in enumerate(messages):
-        where = f"messages.{index}"
+class _Conversation:
+    """Turns messages of blocks into `chat`, the messages of a chat request; `notes` receives what is left out."""
+
+    def __init__(self, messages: list[dict[str, Any]], notes: Notes) -> None:
+        self._notes = notes
+        self.chat: list[Fields] = []
+        for index, message in enumerate(messages):
+            self._add(message, f"messages.{index}")
+
+    def _add(self, message: dict[str, Any], where: str) -> None:
         role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant"):
-            raise ValidationError(f"{where}.role must be user or assistant", param=f"{where}.role")
-        if isinstance(content, str):
-            translated.append({"role": role, "content": content})
-        elif isinstance(content, list):
-            if role == "assistant":
-                translated += _of_assistant(content, f"{where}.content")
-            else:
-                translated += _of_user(content, f"{where}.content", translated)
-        else:
+        if role not in ROLES:
+            raise ValidationError(f"{where}.role must be user, assistant or system", param=f"{where}.role")
+        if content is None or isinstance(content, str):
+            self.chat.append({"role": role, "content": content or ""})
+        elif not isinstance(content, list):
             raise ValidationError(
                 f"{where}.content must be text or a list of blocks", param=f"{where}.content"
             )
-    return translated
-
-
-def _of_assistant(blocks: list[Any], where: str) -> list[Fields]:
-    texts, calls, thoughts = [], [], []
-    for index, block in enumerate(blocks):
-        place, kind = f"{where}.{index}", _kind(block)
-        if kind == "tool_use":
-            calls.append(_call(block, place))
-        elif kind == "thinking":
-            thoughts.append(_thought(block, place))
-        elif kind != "redacted_thinking":  # only its maker can read it
-            texts += _texts([block], place, numbered=False)
-    message: Fields = {"role": "assistant", "content": texts or ""}
-    if thoughts:
-        message["reasoning"] = "".join(thoughts)
-    return [{**message, "tool_calls": calls}] if calls else [message]
-
-
-def _of_user(blocks: list[Any], where: str, before: list[Fields]) -> list[Fields]:
-    """Results of tools are messages of their own; the texts between two of them are one message."""
-    messages: list[Fields] = []
-    for index, block in enumerate(blocks):
-        place = f"{where}.{index}"
-        if _kind(block) == "tool_result":
-            messages.append(_result(block, place, before))
-            continue
-        text = _texts([block], place, numbered=False)
-        if messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += text
+        elif role == "assistant":
+            self.chat.append(self._of_assistant(content, f"{where}.content"))
+        elif role == "system":
+            self.chat.append({"role": role, "content": self._texts(content, f"{where}.content")})
         else:
-            messages.append({"role": "user", "content": text})
-    return messages or [{"role": "user", "content": ""}]
+            self.chat += self._of_user(content, f"{where}.content")
+
+    def _of_assistant(self, blocks: list[Any], where: str) -> Fields:
+        texts, calls, thoughts = [], [], []
+        for index, block in enumerate(blocks):
+            place, kind = f"{where}.{index}", _kind(block)
+            if kind == "tool_use":
+                calls.append(_call(block, place))
+            elif kind == "thinking":
+                thoughts.append(_thought(block, place))
+            else:
+                texts += self._texts_of(block, place)
+        message: Fields = {"role": "assistant", "content": texts or ""}
+        if thoughts:
+            message["reasoning"] = "".join(thoughts)
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _of_user(self, blocks: list[Any], where: str) -> list[Fields]:
+        """Results of tools are messages of their own; the texts between two of them are one message."""
+        messages: list[Fields] = []
+        for index, block in enumerate(blocks):
+            place = f"{where}.{index}"
+            if _kind(block) == "tool_result":
+                messages.append(self._result(block, place))
+                continue
+            text = self._texts_of(block, place)
+            if messages and messages[-1]["role"] == "user":
+                messages[-1]["content"] += text
+            else:
+                messages.append({"role": "user", "content": text})
+        return messages or [{"role": "user", "content": ""}]
+
+    def _result(self, block: Any, where: str) -> Fields:
+        content, call_id = block.get("content"), block.get("tool_use_id")
+        if not isinstance(call_id, str):
+            raise ValidationError(f"{where}.tool_use_id must be text", param=f"{where}.tool_use_id")
+        if isinstance(content, list):
+            content = self._texts(content, f"{where}.content")
+        elif not isinstance(content, str | None):
+            raise ValidationError(
+                f"{where}.content must be text or a list of blocks", param=f"{where}.content"
+            )
+        return {"role": "tool", "tool_call_id": call_id, "content": content or ""}
+
+    def _texts(self, blocks: list[Any], where: str) -> list[Fields]:
+        return [
+            part for index, block in enumerate(blocks) for part in self._texts_of(block, f"{where}.{index}")
+        ]
+
+    def _texts_of(self, block: Any, where: str) -> list[Fields]:
+        """Return the text parts of a block; one of Anthropic's servers has none, and is noted."""
+        kind = _kind(block)
+        if isinstance(kind, str) and (kind in SERVER_BLOCKS or kind.endswith("_tool_result")):
+            self._notes.ignore(f"messages[].content[].{kind}")
+            return []
+        return _text_parts(block, where)
+
+
+def _text_parts(block: Any, where: str) -> list[Fields]:
+    """Return the text parts of a chat message; a block's other fields concern caching and citations."""
+    kind = _kind(block)
+    if kind == "search_result":
+        return _of_search_result(block, where)
+    if kind == "document":
+        return _of_document(block, where)
+    name = TEXT_BLOCKS.get(kind) if isinstance(kind, str) else None
+    if name is None:
+        raise ValidationError(
+            f"{where} is no text block: this model takes text only, got {kind!r:.40}", param=where
+        )
+    if kind == "compaction" and block.get(name) is None:  # one that failed
+        return []
+    if not isinstance(block.get(name), str):
+        raise ValidationError(f"{where}.{name} must be text", param=f"{where}.{name}")
+    return [{"type": "text", "text": block[name]}]
+
+
+def _of_search_result(block: Fields, where: str) -> list[Fields]:
+    content = block.get("content")
+    if not isinstance(content, list):
+        raise ValidationError(f"{where}.content must be a list of text blocks", param=f"{where}.content")
+    head = [block[name] for name in ("title", "source") if isinstance(block.get(name), str)]
+    parts = [
+        part for index, inner in enumerate(content) for part in _text_parts(inner, f"{where}.content.{index}")
+    ]
+    return [*({"type": "text", "text": text} for text in head), *parts]
+
+
+def _of_document(block: Fields, where: str) -> list[Fields]:
+    """Return the text of a document that is text; any other is refused."""
+    source, place = block.get("source"), f"{where}.source"
+    data = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
+    if not isinstance(data, str):
+        raise ValidationError(f"{place} is no text: this model takes documents of text only", param=place)
+    head = [block[name] for name in ("title", "context") if isinstance(block.get(name), str)]
+    return [{"type": "text", "text": text} for text in (*head, data)]
 
 
 def _thought(block: Any, where: str) -> str:
@@ -150,48 +231,21 @@ def _enable_thinking(thinking: Fields) -> bool:
 
 
 def _call(block: Any, where: str) -> Fields:
-    name, arguments = block.get("name"), block.get("input", {})
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise ValidationError(f"{where} must hold a name and an input that is an object", param=where)
-    if not isinstance(block.get("id", ""), str):
+    if not isinstance(block.get("name"), str):
+        raise ValidationError(f"{where}.name must be text", param=f"{where}.name")
+    if not isinstance(block.get("id"), str | None):
         raise ValidationError(f"{where}.id must be text", param=f"{where}.id")
-    return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _result(block: Any, where: str, before: list[Fields]) -> Fields:
-    content = block.get("content", "")
-    if not isinstance(block.get("tool_use_id"), str):
-        raise ValidationError(f"{where}.tool_use_id must be text", param=f"{where}.tool_use_id")
-    check_call_id(before, block["tool_use_id"], f"{where}.tool_use_id")
-    if isinstance(content, list):
-        content = _texts(content, f"{where}.content")
-    elif not isinstance(content, str):
-        raise ValidationError(f"{where}.content must be text or a list of blocks", param=f"{where}.content")
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
-
-
-def _texts(blocks: list[Any], where: str, *, numbered: bool = True) -> list[Fields]:
-    """Text parts of a chat message; each block's other fields concern caching and citations."""
-    texts = []
-    for index, block in enumerate(blocks):
-        place = f"{where}.{index}" if numbered else where
-        if _kind(block) != "text":
-            raise ValidationError(
-                f"{place} is no text block: this model takes text only, got {_kind(block)!r:.40}", param=place
-            )
-        if not isinstance(block.get("text"), str):
-            raise ValidationError(f"{place}.text must be text", param=f"{place}.text")
-        texts.append({"type": "text", "text": block["text"]})
-    return texts
+    function = {"name": block["name"], "arguments": block.get("input")}
+    return {"id": block.get("id"), "type": "function", "function": function}
 
 
 def _tool(tool: Fields, where: str) -> Fields:
-    if tool.get("type") not in (None, "custom"):
-        raise ValidationError(
-            f"{where}.type {tool['type']!r:.60} is a tool that runs on Anthropic's servers; this server has none",
-            param=f"{where}.type",
-        )
-    schema = tool.get("input_schema")
+    """Return the tool as chat has it. One of Anthropic's own has a type and no schema, and chat leaves it out."""
+    kind, schema = tool.get("type", "custom"), tool.get("input_schema")
+    if not isinstance(kind, str):
+        raise ValidationError(f"{where}.type must be text", param=f"{where}.type")
+    if kind not in OWN_TOOLS and schema is None:
+        return {"type": kind}
     if not isinstance(schema, dict) or not isinstance(tool.get("name"), str) or not tool["name"]:
         raise ValidationError(f"{where} must hold a name and an input_schema that is an object", param=where)
     function = {"name": tool["name"], "parameters": schema}

@@ -65,6 +65,7 @@ async def count_tokens(request: Request) -> Response:
     form = await server.form_named(server.check_model(body.model))
     with renamed(CHAT_NAMES):
         chat = await as_chat(request, prompt_fields(body))
+        chat.notes.names = CHAT_NAMES
         tools = tools_in_use(server, form, chat)
         prompt = await chat_prompt(server, form, chat, with_tools=tools is not None)
     return json_response(TokenCount(len(prompt.token_ids)))

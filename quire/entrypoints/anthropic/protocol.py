@@ -30,9 +30,13 @@ THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 
 
 TEXT = Place(frozenset({"type", "text"}))
+DOCUMENT = Place(
+    frozenset({"type", "text", "source", "title", "context", "content"}),
+    inner={"source": Place(frozenset({"type", "data"})), "content": TEXT},
+)
 BLOCK = Place(
-    frozenset({"type", "text", "thinking", "id", "name", "input", "tool_use_id", "content"}),
-    inner={"content": TEXT},
+    DOCUMENT.honoured | {"thinking", "id", "name", "input", "tool_use_id"},
+    inner={**DOCUMENT.inner, "content": DOCUMENT},
 )
 MESSAGE = Place(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))
 OUTPUT = Place(frozenset({"format", "effort"}), inner={"format": Place(frozenset({"type", "schema"}))})
@@ -89,7 +93,7 @@ class CountTokensRequest(RequestModel):
 
     inner: ClassVar[Mapping[str, Place]] = {
         "messages": MESSAGE,
-        "system": TEXT,
+        "system": DOCUMENT,
         "tools": TOOL,
         "thinking": Place(frozenset({"type"})),
         "tool_choice": Place(frozenset({"type", "name", "disable_parallel_tool_use"})),

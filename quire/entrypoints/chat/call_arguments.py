@@ -1,24 +1,49 @@
-"""The arguments of a call in an earlier message: JSON text for OpenAI's clients, an object for templates."""
+"""Arguments of a call in an earlier message: JSON text for OpenAI's clients, an object for templates."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from quire.errors import ValidationError
+from quire.inputs import ChatMessage
+
+CUSTOM_INPUT = "input"
+"""The one argument of the function that stands for a custom tool."""
 
 
-def parsed_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """The object that the text says, or that was given.
-
-    Raises:
-        ValidationError: names `where`.
-    """
+def parsed_arguments(arguments: Any) -> dict[str, Any] | None:
+    """Return the object that the text says, or that was given; None if it is no object, as after a cut."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise ValidationError(f"{where} must be the text of a JSON object", param=where) from None
-    if arguments is not None and not isinstance(arguments, dict):
-        raise ValidationError(f"{where} must be a JSON object", param=where)
-    return arguments or {}
+            return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def with_argument_texts(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with arguments as JSON text, for templates that join them to other text."""
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def custom_input(arguments: str) -> str:
+    """Return the input of a custom tool from the arguments of its function: the text that the model meant."""
+    parsed = parsed_arguments(arguments)
+    if parsed is None:
+        return arguments
+    texts = [value for value in parsed.values() if isinstance(value, str)]
+    if isinstance(parsed.get(CUSTOM_INPUT), str):
+        return str(parsed[CUSTOM_INPUT])
+    return texts[0] if len(parsed) == len(texts) == 1 else arguments

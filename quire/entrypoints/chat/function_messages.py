@@ -1,6 +1,7 @@
 """Messages as OpenAI had them before tools: `function_call` of the assistant, and the role `function`.
 
 Invariant: a call and its result get the same id, which they have not of their own and which some templates want.
+A result of a function that no message calls is a result without an id.
 """
 
 from __future__ import annotations
@@ -8,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quire.entrypoints.chat.call_arguments import parsed_arguments
 from quire.errors import ValidationError
 
 
 def as_tool_messages(messages: Iterable[Any]) -> list[Any]:
-    """The same conversation with tool calls; messages of other kinds, good or bad, are left as they are.
+    """Return the same conversation with tool calls; messages of other kinds, good or bad, are left as they are.
 
     Raises:
-        ValidationError: a call has no name, or a result belongs to no call.
+        ValidationError: a call or a result has no name.
     """
     ids: dict[str, str] = {}
     return [_modern(message, index, ids) for index, message in enumerate(messages)]
@@ -40,19 +40,18 @@ def _call(message: dict[str, Any], index: int, ids: dict[str, str]) -> dict[str,
         raise ValidationError(f"{where} belongs to an assistant's message without tool_calls", param=where)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValidationError(f"{where} must be an object with name and arguments", param=where)
-    arguments = parsed_arguments(function.get("arguments"), f"{where}.arguments")
     ids[function["name"]] = call_id = (
         f"call{index:05}"  # nine letters and digits, as Mistral's templates want
     )
-    called = {"name": function["name"], "arguments": arguments}
+    called = {"name": function["name"], "arguments": function.get("arguments")}
     return {**rest, "tool_calls": [{"id": call_id, "type": "function", "function": called}]}
 
 
 def _result(message: dict[str, Any], where: str, ids: dict[str, str]) -> dict[str, Any]:
     name = message.get("name")
-    if not isinstance(name, str) or name not in ids:
+    if not isinstance(name, str):
         raise ValidationError(
-            f"{where}.name must be that of a function that a message before it calls, got {name!r:.80}",
-            param=f"{where}.name",
+            f"{where}.name must be the name of a function, got {name!r:.80}", param=f"{where}.name"
         )
-    return {**message, "role": "tool", "tool_call_id": ids[name]}
+    known = {"tool_call_id": ids[name]} if name in ids else {}
+    return {**message, "role": "tool", **known}

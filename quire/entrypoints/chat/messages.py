@@ -1,6 +1,7 @@
 """Messages as templates want them: checked, with plain text content and parsed tool-call arguments.
 
-Invariant: what leaves `checked_messages` holds only known fields, and every `content` is a string.
+Invariant: what leaves `checked_messages` holds only known fields, and every `content` is a string. A history is taken
+as it comes where no text is lost, also one that was cut or was written by another server.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.entrypoints.chat.call_arguments import parsed_arguments
+from quire.entrypoints.chat.call_arguments import CUSTOM_INPUT, parsed_arguments
 from quire.entrypoints.chat.function_messages import as_tool_messages
 from quire.errors import ValidationError
 from quire.inputs import ChatMessage, Conversation
@@ -17,57 +18,71 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"developer": "system"}
 """For templates that do not know the one role."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+THOUGHT_PARTS = {
+    "thinking": ("thinking",),
+    "reasoning": ("reasoning", "text", "summary"),
+    "reasoning_text": ("text",),
+    "redacted_thinking": (),
+}
+"""Types of content parts that hold an assistant's reasoning, and the fields that may have it; one is encrypted."""
+ARGUMENTS_FIELD = "messages[].tool_calls[].function.arguments"
+RESULT_FIELD = "messages[].tool_call_id"
+Adjusted = dict[str, str]
+"""Fields of a conversation, to the values that were taken in place of the client's."""
 PASSED_FIELDS = frozenset({"name", "tool_call_id", "reasoning", "reasoning_content"})
-SILENT_FIELDS = frozenset({"refusal", "annotations", "id", "object"})
+SILENT_FIELDS = frozenset({"annotations", "id", "object"})
 """What servers put into assistant messages and clients send back; no template reads it."""
 
 
-def checked_messages(messages: Conversation, aliases: Mapping[str, str] = ROLE_ALIASES) -> list[ChatMessage]:
-    """Copies of `messages` in the one form that templates see.
+def checked_messages(
+    messages: Conversation, aliases: Mapping[str, str] = ROLE_ALIASES, adjusted: Adjusted | None = None
+) -> list[ChatMessage]:
+    """Return copies of `messages` in the one form that templates see.
 
     Args:
         aliases: roles, to those that the template has in their place.
+        adjusted: receives what was changed.
 
     Raises:
         ValidationError: names the message and the field, for example `messages.2.content`.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValidationError("messages must be a list with at least one message", param="messages")
+    adjusted = {} if adjusted is None else adjusted
     modern = as_tool_messages(messages)
-    checked = [_checked(message, f"messages.{index}", aliases) for index, message in enumerate(modern)]
-    _check_results(checked)
+    checked = [
+        _checked(message, f"messages.{index}", aliases, adjusted) for index, message in enumerate(modern)
+    ]
+    _note_lone_results(checked, adjusted)
     return checked
 
 
-def _check_results(messages: list[ChatMessage]) -> None:
-    """A tool's result answers a call that an earlier message makes; clients without ids are believed."""
-    calls: list[str | None] = []
-    for index, message in enumerate(messages):
-        calls += [call.get("id") for call in message.get("tool_calls", [])]
-        call_id = message.get("tool_call_id")
-        if message["role"] != "tool":
-            continue
-        if not calls:
-            raise ValidationError(
-                f"messages.{index} is the result of a tool, but no message before it calls one",
-                param=f"messages.{index}",
-            )
-        if call_id is not None and None not in calls and call_id not in calls:
-            raise ValidationError(
-                f"messages.{index}.tool_call_id {call_id!r:.80} is the id of no call before it",
-                param=f"messages.{index}.tool_call_id",
-            )
+def _note_lone_results(messages: list[ChatMessage], adjusted: Adjusted) -> None:
+    """Note a result of no call before it, as in a history that was cut; clients without ids are believed."""
+    ids: set[str | None] = set()
+    for message in messages:
+        ids.update(call.get("id") for call in message.get("tool_calls", ()))
+        is_known = (
+            message.get("tool_call_id") in ids or None in ids if "tool_call_id" in message else bool(ids)
+        )
+        if message["role"] == "tool" and not is_known:
+            adjusted[RESULT_FIELD] = "kept without a call"
 
 
-def _checked(message: Any, where: str, aliases: Mapping[str, str]) -> ChatMessage:
+def _checked(message: Any, where: str, aliases: Mapping[str, str], adjusted: Adjusted) -> ChatMessage:
     if not isinstance(message, dict):
         raise ValidationError(f"{where} must be an object with role and content", param=where)
     fields = {name: value for name, value in message.items() if value is not None}
     role = _checked_role(fields.pop("role", None), f"{where}.role")
     role = aliases.get(role, role)
-    tool_calls = _checked_tool_calls(fields.pop("tool_calls", []), role, f"{where}.tool_calls")
-    content = fields.pop("content", "" if tool_calls or "content" in message else None)
-    checked: ChatMessage = {"role": role, "content": _as_text(content, f"{where}.content")}
+    tool_calls = _checked_tool_calls(fields.pop("tool_calls", []), role, f"{where}.tool_calls", adjusted)
+    refusal = fields.pop("refusal", "")
+    may_lack_content = "content" in message or role in ("assistant", "tool")
+    content = fields.pop("content", "" if may_lack_content else None)
+    text, thought = _read_content(content, role, f"{where}.content")
+    if not isinstance(refusal, str):
+        raise ValidationError(f"{where}.refusal must be text", param=f"{where}.refusal")
+    checked: ChatMessage = {"role": role, "content": "\n".join(filter(None, (text, refusal)))}
     for name, value in fields.items():
         if name in PASSED_FIELDS:
             if not isinstance(value, str):
@@ -75,7 +90,7 @@ def _checked(message: Any, where: str, aliases: Mapping[str, str]) -> ChatMessag
             checked[name] = value
         elif name not in SILENT_FIELDS:
             raise ValidationError(f"{where} has an unknown field {name!r}", param=f"{where}.{name}")
-    thought = checked.get("reasoning") or checked.get("reasoning_content")
+    thought = checked.get("reasoning") or checked.get("reasoning_content") or thought
     if thought:  # one thing, which some templates read by the one name and some by the other
         checked["reasoning"] = checked["reasoning_content"] = thought
     if tool_calls:
@@ -89,12 +104,36 @@ def _checked_role(role: Any, where: str) -> str:
     return str(role)
 
 
-def _as_text(content: Any, where: str) -> str:
+def _read_content(content: Any, role: str, where: str) -> tuple[str, str]:
+    """Return the text of a message, and the reasoning that stands among its parts."""
     if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(_part_text(part, f"{where}.{index}") for index, part in enumerate(content))
-    raise ValidationError(f"{where} must be text or a list of text parts", param=where)
+        return content, ""
+    if not isinstance(content, list):
+        raise ValidationError(f"{where} must be text or a list of text parts", param=where)
+    texts, thoughts = [], []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if role == "assistant" and isinstance(kind, str) and kind in THOUGHT_PARTS:
+            thoughts.append(_thought(part, kind, f"{where}.{index}"))
+        else:
+            texts.append(_part_text(part, f"{where}.{index}"))
+    return "\n".join(texts), "".join(thoughts)
+
+
+def _thought(part: dict[str, Any], kind: str, where: str) -> str:
+    """Return the reasoning of a part, which is text or a list of text parts."""
+    name = next((name for name in THOUGHT_PARTS[kind] if part.get(name)), None)
+    if name is None:
+        return ""
+    value, place = part[name], f"{where}.{name}"
+    pieces = (
+        [piece.get("text") for piece in value if isinstance(piece, dict)]
+        if isinstance(value, list)
+        else [value]
+    )
+    if not all(isinstance(piece, str) for piece in pieces):
+        raise ValidationError(f"{place} must be text or a list of text parts", param=place)
+    return "".join(pieces)
 
 
 def _part_text(part: Any, where: str) -> str:
@@ -112,22 +151,29 @@ def _part_text(part: Any, where: str) -> str:
     return str(part[field])
 
 
-def _checked_tool_calls(calls: Any, role: str, where: str) -> list[dict[str, Any]]:
+def _checked_tool_calls(calls: Any, role: str, where: str, adjusted: Adjusted) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or (calls and role != "assistant"):
         raise ValidationError(f"{where} must be a list in a message of the assistant", param=where)
-    return [_checked_tool_call(call, f"{where}.{index}") for index, call in enumerate(calls)]
+    return [_checked_tool_call(call, f"{where}.{index}", adjusted) for index, call in enumerate(calls)]
 
 
-def _checked_tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
+def _checked_tool_call(call: Any, where: str, adjusted: Adjusted) -> dict[str, Any]:
+    kind = call.get("type") if isinstance(call, dict) else None
+    if kind not in (None, "function", "custom"):
+        raise ValidationError(f"{where}.type must be function or custom", param=f"{where}.type")
+    function = call.get(kind or "function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValidationError(f"{where} needs a function with a name", param=where)
-    if call.get("type") not in (None, "function"):
-        raise ValidationError(f"{where}.type must be function", param=f"{where}.type")
+        raise ValidationError(f"{where} needs a {kind or 'function'} with a name", param=where)
     if not isinstance(call.get("id"), str | None):
         raise ValidationError(f"{where}.id must be text", param=f"{where}.id")
-    arguments = parsed_arguments(function.get("arguments"), f"{where}.function.arguments")
-    checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    arguments = (
+        {CUSTOM_INPUT: function.get("input") or ""}
+        if kind == "custom"
+        else parsed_arguments(function.get("arguments"))
+    )
+    if arguments is None:
+        adjusted[ARGUMENTS_FIELD] = "{}"
+    checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     if isinstance(call.get("id"), str):
         checked["id"] = call["id"]
     return checked

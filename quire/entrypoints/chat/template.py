@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -16,11 +16,14 @@ from typing import Any, Protocol
 from jinja2 import TemplateSyntaxError, meta, nodes
 
 from quire.entrypoints.chat.budget import TemplateRefusalError
+from quire.entrypoints.chat.call_arguments import with_argument_texts
+from quire.entrypoints.chat.call_ids import forms_of, have_calls, with_call_ids
 from quire.entrypoints.chat.environment import make_environment
-from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, checked_messages
+from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, Adjusted, checked_messages
 from quire.entrypoints.chat.plain_text import Encoder, Literals, PlainText
+from quire.entrypoints.chat.system_messages import SYSTEM_ROLES, Arrangement, arrangements
 from quire.errors import ConfigError, ModelLoadError, ValidationError
-from quire.inputs import Conversation
+from quire.inputs import ChatMessage, Conversation
 from quire.models.checkpoint_files import read_text
 
 logger = logging.getLogger(__name__)
@@ -59,12 +62,21 @@ class TemplateTokenizer(Encoder, Protocol):
     def special_tokens(self) -> Iterable[str]: ...
 
 
-class RenderedChat:
-    """A conversation as the model will read it; `text` is for people, and for whoever wants to know its length."""
+class TemplateFailureError(ValidationError):
+    """The template takes a conversation in no such form."""
 
-    def __init__(self, plain: PlainText, marked: str) -> None:
+
+class RenderedChat:
+    """A conversation as the model will read it; `text` is for people, and for whoever wants to know its length.
+
+    Args:
+        adjusted: what was changed of the client's messages, for example for a template that refuses them.
+    """
+
+    def __init__(self, plain: PlainText, marked: str, adjusted: Adjusted | None = None) -> None:
         self._plain = plain
         self._marked = marked
+        self.adjusted = adjusted or {}
 
     @property
     def text(self) -> str:
@@ -128,6 +140,8 @@ class ChatTemplate:
         self._tokens = {**(named_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._literals = Literals(special_tokens)
         self._reads_name: dict[str, bool] = {}
+        self._takes_system: bool | None = None
+        self._id_forms = forms_of(source)
         self._wants_parts = content_format == "openai" or (
             content_format == "auto"
             and not self._shows(PROBE)
@@ -282,14 +296,69 @@ class ChatTemplate:
             return self._for_tools._render(messages, options, add_generation_prompt, continue_final)
         options = {name: value for name, value in options.items() if value is not None}
         self._check_options(options)
-        checked = checked_messages(messages, self._aliases)
+        adjusted: Adjusted = {}
+        checked = checked_messages(messages, self._aliases, adjusted)
         plain = PlainText(self._literals, [checked, options])
-        conversation = [{**plain.protect(message), "role": message["role"]} for message in checked]
+        variables = {**plain.protect(options), "add_generation_prompt": add_generation_prompt}
+        refusal: TemplateFailureError | None = None
+        for arrangement in self._arrangements(checked, keeps_last=continue_final):
+            try:
+                rendered = self._run_arrangement(plain, variables, arrangement, continue_final)
+            except TemplateFailureError as error:
+                refusal = refusal or error
+                continue
+            return RenderedChat(plain, rendered, {**adjusted, **arrangement.adjusted})
+        assert refusal is not None, "there is always an arrangement"
+        raise refusal
+
+    def _arrangements(self, messages: list[ChatMessage], *, keeps_last: bool) -> Iterator[Arrangement]:
+        """Yield the forms of a conversation that this template may take, the client's own first."""
+        has_system = any(message["role"] in SYSTEM_ROLES for message in messages)
+        takes_system = not has_system or self._shows_system()
+        forms = [messages]
+        if have_calls(messages):
+            forms = [with_call_ids(messages, form) for form in self._id_forms]
+            forms.append(with_argument_texts(forms[-1]))
+        for form in forms:
+            yield from arrangements(form, takes_system=takes_system, keeps_last=keeps_last)
+
+    def _run_arrangement(
+        self, plain: PlainText, variables: dict[str, Any], arrangement: Arrangement, continue_final: bool
+    ) -> str:
+        if arrangement.unsure:
+            self._check_shown(plain, variables, arrangement)
+        conversation = [
+            {**plain.protect(message), "role": message["role"]} for message in arrangement.messages
+        ]
         if continue_final:
             conversation[-1]["content"] += plain.end
-        variables = {**plain.protect(options), "add_generation_prompt": add_generation_prompt}
         rendered = self._run(plain, {**variables, "messages": conversation})
-        return RenderedChat(plain, _cut_at(plain.end, rendered) if continue_final else rendered)
+        return _cut_at(plain.end, rendered) if continue_final else rendered
+
+    def _check_shown(self, plain: PlainText, variables: dict[str, Any], arrangement: Arrangement) -> None:
+        """Raise TemplateFailureError if the template leaves one of the unsure messages out."""
+        tried = [{**plain.protect(message), "role": message["role"]} for message in arrangement.messages]
+        for index in arrangement.unsure:
+            tried[index]["content"] = f"{PROBE} {index}."
+        rendered = self._run(plain, {**variables, "messages": tried})
+        for index in arrangement.unsure:
+            if f"{PROBE} {index}." not in rendered:
+                raise TemplateFailureError(
+                    f"the chat template has no place for a message of the role {tried[index]['role']} there",
+                    param="messages",
+                )
+
+    def _shows_system(self) -> bool:
+        """Return whether the template takes a system message at the beginning; tried once."""
+        if self._takes_system is None:
+            told = {"role": "system", "content": PROBE}
+            try:
+                self._takes_system = PROBE in self._run_bare([told, {"role": "user", "content": "x"}])
+            except TemplateRefusalError:
+                self._takes_system = False
+            except Exception:  # foreign code that may fail on the probe alone, for lack of tools for example
+                self._takes_system = True
+        return self._takes_system
 
     def _check_options(self, options: dict[str, Any]) -> None:
         for name in options:
@@ -313,13 +382,15 @@ class ChatTemplate:
             raise
         except TemplateRefusalError as error:
             reason = f"the chat template refused the messages: {plain.unmark(error.message or '')}"
-            raise ValidationError(reason, param="messages") from None
+            raise TemplateFailureError(reason, param="messages") from None
         except Exception as error:  # the template is foreign code: whatever it does wrong ends here
             # Neither the error's own words nor what it was called with: they may quote the messages.
             logger.warning(
                 "the chat template failed with %s at its line %s", type(error).__name__, _line_of(error)
             )
-            raise ValidationError("the chat template failed on these messages", param="messages") from None
+            raise TemplateFailureError(
+                "the chat template failed on these messages", param="messages"
+            ) from None
 
     def _tells_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Whether a conversation in which one message stands for the other becomes another prompt, or none."""

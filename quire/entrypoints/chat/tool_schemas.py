@@ -16,15 +16,19 @@ PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """What every format can hold."""
 
 
-def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
-    """Name -> schema of the arguments, of tools as OpenAI describes them.
+def tool_schemas(tools: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> Tools:
+    """Return name -> schema of the arguments, of tools as OpenAI describes them.
+
+    Args:
+        places: the path of each tool's function for errors, if it is not its number in `tools`.
 
     Raises:
         ValidationError: one is no function with a name, two have one name, or the arguments of one are no object.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools):
-        where, function = f"tools.{index}.function", tool.get("function")
+        where = places[index] if places else f"tools.{index}.function"
+        function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise ValidationError(f"{where} must be an object with a name", param=where)
@@ -34,15 +38,18 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
     return schemas
 
 
-def check_names(tools: Iterable[str], tool_format: ToolFormat) -> None:
-    """Names that a model cannot write in its format could never be called.
+def check_names(tools: Iterable[str], tool_format: ToolFormat, places: Sequence[str] = ()) -> None:
+    """Refuse names that a model cannot write in its format, since these tools could never be called.
+
+    Args:
+        places: as those of `tool_schemas`.
 
     Raises:
         ValidationError: names the first such tool.
     """
     for index, name in enumerate(tools):
         if not PLAIN_NAME.fullmatch(name) and not _carries(tool_format, name):
-            where = f"tools.{index}.function.name"
+            where = f"{places[index] if places else f'tools.{index}.function'}.name"
             raise ValidationError(
                 f"{where} {name!r:.80} has characters that a call in the format {tool_format.name} cannot hold",
                 param=where,

@@ -30,7 +30,8 @@ def chat_turn(request: ChatRequest) -> Fields:
     """
     messages = [_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
     fields: Fields = {"messages": messages, **_shared(request)}
-    return {**fields, "tools": request.tools} if request.tools else fields
+    tools = [{"type": "function", **tool} if "function" in tool else tool for tool in request.tools or []]
+    return {**fields, "tools": tools} if tools else fields
 
 
 def generate_turn(request: GenerateRequest) -> Fields:

@@ -5,10 +5,10 @@ Invariant: a whole answer and a stream go through the same object, the one in on
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quire.entrypoints.chat.call_ids import new_call_id
 from quire.entrypoints.chat.formats.answer import AnswerReader
 from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.thought_counter import ThoughtCounter
@@ -122,7 +122,7 @@ class ChatChoiceBuilder:
             return
         call_id = call.id
         if call_id is None or call_id in self._call_ids:
-            call_id = f"chatcmpl-tool-{secrets.token_hex(8)}"
+            call_id = new_call_id()
         function = FunctionCall(call.name, call.arguments)
         part.tool_calls.append(ToolCallMessage(index=len(self._call_ids), id=call_id, function=function))
         self._call_ids.add(call_id)

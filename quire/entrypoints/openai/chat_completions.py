@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.queue_limits import Place
+from quire.entrypoints.chat.call_arguments import custom_input
 from quire.entrypoints.chat.formats.events import Event, Tools
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.beam_search import beam_search_params
@@ -31,6 +32,7 @@ from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.prompts import MAX_SEQUENCES, with_options
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest
 from quire.entrypoints.openai.protocol.responses import (
+    AnyToolCall,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -38,6 +40,9 @@ from quire.entrypoints.openai.protocol.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    CustomCall,
+    CustomToolCall,
+    ToolCallMessage,
 )
 from quire.entrypoints.openai.respond import respond
 from quire.entrypoints.openai.sampling import chat_params, note_max_tokens
@@ -243,7 +248,15 @@ class ChatAnswer:
         """The calls of a part, by the name that the client knows."""
         if self._request.functions:
             return {"function_call": function_call(part.tool_calls)}
-        return {"tool_calls": part.tool_calls or UNSET}
+        return {"tool_calls": [self._as_described(call) for call in part.tool_calls] or UNSET}
+
+    def _as_described(self, call: ToolCallMessage) -> AnyToolCall:
+        """Return the call in the form in which the client described its tool."""
+        name = call.function.name
+        if not any(tool.is_custom and tool.function.name == name for tool in self._request.shown_tools):
+            return call
+        custom = CustomCall(name, custom_input(call.function.arguments))
+        return CustomToolCall(index=call.index, id=call.id, custom=custom)
 
     def _finish_reason(self, part: ChoicePart) -> str | None:
         is_old = part.finish_reason == "tool_calls" and bool(self._request.functions)

@@ -48,7 +48,7 @@ async def chat_prompt(
     template, tokenizer = form.chat_template, form.tokenizer
     options: dict[str, Any] = {
         "tools": [
-            tool.model_dump(exclude_none=True, exclude=NOT_FOR_THE_MODEL) for tool in fields.tools or []
+            tool.model_dump(exclude_none=True, exclude=NOT_FOR_THE_MODEL) for tool in fields.shown_tools
         ]
         if with_tools
         else None,
@@ -67,6 +67,8 @@ async def chat_prompt(
         raise ValidationError(
             f"the chat template takes longer than {limit:g} s for these messages", param="messages"
         ) from None
+    for name, value in chat.adjusted.items():
+        fields.notes.adjust(name, value)
     check_text(server, form, chat.text, fields)
     token_ids = await beside_loop(len(chat.text), chat.encode, tokenizer)
     end = PromptEnd.of(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.entrypoints.openai.notes import Notes
-from quire.entrypoints.openai.protocol.requests import StreamOptions, Tool, ToolFunction
+from quire.entrypoints.openai.protocol.requests import CustomTool, OfferedTool, StreamOptions, ToolFunction
 from quire.errors import ValidationError
 
 
@@ -174,19 +174,22 @@ SAMPLERS: Mapping[str, Refused] = {
 servers have for those that it does."""
 
 CALLED = Place(frozenset({"name", "arguments"}))
-TOOL_CALL = Place(frozenset({"id", "type", "function"}), inner={"function": CALLED})
+TOOL_CALL = Place(
+    frozenset({"id", "type", "function", "custom"}),
+    inner={"function": CALLED, "custom": Place(frozenset({"name", "input"}))},
+)
 MEDIA = frozenset({"image_url", "input_image", "input_audio", "audio_url", "video_url", "file"})
 """Not honoured, but refused together with the part of the message that they are."""
 MESSAGE = Place(
     frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"})
-    | {"function_call"},
+    | {"function_call", "refusal"},
     refused={
         "audio": unless(),
         "images": unless([]),
         "prefix": Refused((False,), why="is not supported, but continue_final_message is"),
     },
     inner={
-        "content": Place(frozenset({"type", "text", "refusal"}) | MEDIA),
+        "content": Place(frozenset({"type", "text", "refusal", "thinking", "reasoning", "summary"}) | MEDIA),
         "tool_calls": TOOL_CALL,
         "function_call": CALLED,
     },
@@ -197,7 +200,10 @@ INNER: Mapping[str, Place] = {
     "functions": FUNCTION,
     "messages": MESSAGE,
     "stream_options": Place(frozenset(StreamOptions.model_fields)),
-    "tools": Place(frozenset(Tool.model_fields), inner={"function": FUNCTION}),
+    "tools": Place(
+        frozenset(OfferedTool.model_fields),
+        inner={"function": FUNCTION, "custom": Place(frozenset(CustomTool.model_fields))},
+    ),
 }
 """Objects in requests; what is not named here (schemas, documents, bias) is the client's own."""
 

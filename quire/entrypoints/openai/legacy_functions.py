@@ -39,7 +39,8 @@ def translate(request: ChatCompletionRequest) -> None:
         raise ValidationError(
             "functions cannot be sent together with tools or tool_choice", param="functions"
         )
-    request.tools = [Tool(type="function", function=function) for function in request.functions]
+    functions = enumerate(request.functions)
+    request.show_tools([Tool.shown(function, f"tools.{index}.function") for index, function in functions])
     request.tool_choice = _tool_choice(choice)
     request.parallel_tool_calls = False
 

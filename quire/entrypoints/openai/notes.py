@@ -72,6 +72,7 @@ class Notes:
 
     def adjust(self, field: str, value: Adjusted) -> None:
         """Note the value that was taken instead of the one that was sent; of many fields the first `MAX_NOTES`."""
+        field = self.names.get(field, field)
         if field in self.adjusted or len(self.adjusted) < MAX_NOTES:
             self.adjusted[field] = value
 

@@ -13,8 +13,9 @@ from starlette.requests import Request
 from quire.entrypoints.openai.field_policy import INNER, settle_fields
 from quire.entrypoints.openai.json_body import beside_loop, read_json
 from quire.entrypoints.openai.notes import Notes
-from quire.entrypoints.openai.protocol.requests import RequestModel
+from quire.entrypoints.openai.protocol.requests import ChatFields, RequestModel
 from quire.entrypoints.openai.state import server_of
+from quire.entrypoints.openai.tool_kinds import settle_tools
 from quire.errors import ValidationError
 
 Model = TypeVar("Model", bound=RequestModel)
@@ -46,9 +47,12 @@ def _checked(request: Request, body: dict[str, Any], model: type[Model]) -> Mode
     inner = INNER if model.inner is None else model.inner
     kept = settle_fields(body, known, notes, inner, samples=model.samples)
     try:
-        return model.model_validate(kept).with_notes(notes)
+        request = model.model_validate(kept).with_notes(notes)
     except pydantic.ValidationError as error:
         raise _translated(error) from None
+    if isinstance(request, ChatFields):
+        settle_tools(request)
+    return request
 
 
 def _translated(error: pydantic.ValidationError) -> ValidationError:

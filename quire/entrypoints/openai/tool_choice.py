@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Container, Iterable
 from collections.abc import Set as AbstractSet
 
@@ -21,6 +22,7 @@ from quire.sampling_params import SamplingParams
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.structural_tag import as_format, as_tag
 
+INDEX = re.compile(r"\.(\d+)")
 MAX_CHECKS = 4
 """Of a request's tools together: each may find one tool at fault; after the last no lenient one is constrained."""
 
@@ -35,19 +37,20 @@ def tools_in_use(server: ServerState, form: TextForm, request: ChatCompletionReq
     choice = request.tool_choice
     if choice not in (None, "none", "auto"):
         _required_tools(request)
-    if not request.tools or choice == "none":
+    if not request.shown_tools or choice == "none":
         return None
-    if len(request.tools) > server.config.max_tools:
+    if len(request.shown_tools) > server.config.max_tools:
         limit = f"the limit is {server.config.max_tools}"
-        raise ValidationError(f"tools has {len(request.tools)} tools, {limit}", param="tools")
-    tools = tool_schemas([tool.model_dump() for tool in request.tools])
+        raise ValidationError(f"tools has {len(request.shown_tools)} tools, {limit}", param="tools")
+    places = [tool.place for tool in request.shown_tools]
+    tools = tool_schemas([tool.model_dump() for tool in request.shown_tools], places)
     tool_format = form.answer_format.formats.tools
     if tool_format is None:
         raise ValidationError(
             "this server does not know how the model writes tool calls; --tool-call-parser says it",
             param="tools",
         )
-    check_names(tools, tool_format)
+    check_names(tools, tool_format, places)
     return tools
 
 
@@ -81,7 +84,7 @@ async def constrained(
             break
         except ValidationError as error:
             num_checks += 1
-            loose |= _at_fault(error, left) if num_checks < MAX_CHECKS else left
+            loose |= _at_fault(error, request, left) if num_checks < MAX_CHECKS else left
             left = lenient - loose
     _note_loose(request, loose)
     return wanted
@@ -96,28 +99,34 @@ def _lenient_tools(request: ChatCompletionRequest, tools: Tools | None) -> set[i
 
 def _unenforceable(form: TextForm, request: ChatCompletionRequest, lenient: Iterable[int]) -> set[int]:
     """Find the tools whose schemas cannot be enforced, as far as that is known without compiling them."""
-    row, tools = form.answer_format.formats.tools, request.tools or []
+    row, tools = form.answer_format.formats.tools, request.shown_tools
     assert row is not None, "`tools_in_use` has looked for it"
-    return {
-        index for index in lenient if not is_enforceable(row, _function(index, tools[index], strict=True))
-    }
+    return {index for index in lenient if not is_enforceable(row, _function(tools[index], strict=True))}
 
 
-def _at_fault(error: ValidationError, left: AbstractSet[int]) -> AbstractSet[int]:
+def _at_fault(
+    error: ValidationError, request: ChatCompletionRequest, left: AbstractSet[int]
+) -> AbstractSet[int]:
     """Find the tool that an error is about: all that are left if it names none, as for the size of all together."""
-    named = {index for index in left if error.param == _schema_field(index)}
+    named = {index for index in left if error.param == _schema_field(request.shown_tools[index])}
     return named or left
 
 
 def _note_loose(request: ChatCompletionRequest, loose: Iterable[int]) -> None:
     """Note the tools whose schema is not enforced although their request did not allow that."""
+    for tool in (request.shown_tools[index] for index in sorted(loose)):
+        if tool.function.strict is None:
+            request.notes.adjust(f"{_place_for_client(request, tool)}.strict", False)
+
+
+def _place_for_client(request: ChatCompletionRequest, tool: Tool) -> str:
+    """Return a function's place in the client's own request, such as `tools[2].function`."""
+    _, index, *_ = tool.place.split(".")
     names = request.notes.names
-    place = "functions[{}].strict" if request.functions else "tools[{}].function.strict"
-    if "tools.*.function" in names:
-        place = names["tools.*.function"].replace(".*", "[{}]") + ".strict"
-    for index in sorted(loose):
-        if (request.tools or [])[index].function.strict is None:
-            request.notes.adjust(place.format(index), False)
+    place = names.get(tool.place) or names.get("tools.*.function", tool.place).replace("*", index)
+    if request.functions:
+        place = f"functions.{index}"
+    return INDEX.sub(r"[\1]", place)
 
 
 def tool_constraint(
@@ -138,7 +147,7 @@ def tool_constraint(
     """
     wanted = constraint_of(request)
     must_call = request.tool_choice not in (None, "auto")
-    is_strict = any(tool.function.strict for tool in request.tools or [])
+    is_strict = any(tool.function.strict for tool in request.shown_tools)
     if tools is None or not (must_call or wanted or is_strict):
         return form.answer_format.text_constraint(wanted, begin)
     if loose is None:
@@ -153,29 +162,33 @@ def tool_constraint(
 
 def _calls(request: ChatCompletionRequest, loose: Container[int], *, must_call: bool) -> Calls:
     at_most_one = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
-    tools = _required_tools(request) if must_call else list(enumerate(request.tools or []))
+    tools = _required_tools(request) if must_call else list(enumerate(request.shown_tools))
     functions = [
-        _function(index, tool, strict=index not in loose if must_call else tool.function.strict is True)
+        _function(tool, strict=index not in loose if must_call else tool.function.strict is True)
         for index, tool in tools
     ]
     return Calls(functions, at_most_one)
 
 
-def _function(index: int, tool: Tool, *, strict: bool) -> Function:
-    return Function(tool.function.name, tool.function.parameters or {}, strict, _schema_field(index))
+def _function(tool: Tool, *, strict: bool) -> Function:
+    return Function(tool.function.name, tool.function.parameters or {}, strict, _schema_field(tool))
 
 
-def _schema_field(index: int) -> str:
-    return f"tools.{index}.function.parameters"
+def _schema_field(tool: Tool) -> str:
+    return f"{tool.place}.parameters"
 
 
 def _required_tools(request: ChatCompletionRequest) -> list[tuple[int, Tool]]:
     """Those of which one must be called, each with its place in the request."""
-    choice, tools = request.tool_choice, list(enumerate(request.tools or []))
+    choice, tools = request.tool_choice, list(enumerate(request.shown_tools))
     if choice == "required" and tools:
         return tools
     if not isinstance(choice, dict):
-        what = "needs tools" if choice == "required" else "must be none, auto, required or name a function"
+        what = (
+            _needs_tools(request)
+            if choice == "required"
+            else "must be none, auto, required or name a function"
+        )
         raise ValidationError(f"tool_choice {what}", param="tool_choice")
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
@@ -185,3 +198,10 @@ def _required_tools(request: ChatCompletionRequest) -> list[tuple[int, Tool]]:
             f"tool_choice names the function {name!r:.200}, and no tool does", param="tool_choice"
         )
     return named
+
+
+def _needs_tools(request: ChatCompletionRequest) -> str:
+    if not request.left_out:
+        return "needs tools"
+    kinds = ", ".join(dict.fromkeys(request.left_out))
+    return f"is required, but this server has none of the tools ({kinds:.200}); send auto, or a function"

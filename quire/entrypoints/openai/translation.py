@@ -190,7 +190,7 @@ async def as_chat(request: Request, fields: dict[str, Any]) -> ChatCompletionReq
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename fields in errors from chat's names to those of `names`, in which `*` is an index."""
+    """Rename fields in errors from chat's names to those of `names`, in which `*` is any index without a name."""
     try:
         yield
     except ValidationError as error:
@@ -206,6 +206,8 @@ def _renamed(path: str, names: Mapping[str, str]) -> str:
     for size in range(len(steps), 0, -1):
         begin = steps[:size]
         indices = [step for step in begin if step.isdigit()]
+        if ".".join(begin) in names:
+            return ".".join([names[".".join(begin)], *steps[size:]])
         name = names.get(".".join("*" if step.isdigit() else step for step in begin))
         if name is not None:
             for index in indices:
@@ -225,13 +227,6 @@ def given(body: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
-def check_call_id(messages: Iterable[Mapping[str, Any]], call_id: str, where: str) -> None:
-    """A result belongs to a call; told by its place in the client's own request."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    if all(call.get("id") != call_id for call in calls):
-        raise ValidationError(f"{where} {call_id!r:.80} is the id of no call before it", param=where)
-
-
 def as_object(arguments: str) -> msgspec.Raw:
     """Arguments for clients that want the object: on one line, and with numbers as the model wrote them."""
     return msgspec.Raw(msgspec.json.format(arguments.encode() or b"{}", indent=-1))
@@ -242,7 +237,7 @@ def _piece(choice: ChatChunkChoice, *, is_open: bool) -> Piece:
     return Piece(
         content="" if delta.content is UNSET else delta.content,
         reasoning="" if delta.reasoning is UNSET else delta.reasoning,
-        tool_calls=[] if delta.tool_calls is UNSET else delta.tool_calls,
+        tool_calls=[call for call in delta.tool_calls or () if isinstance(call, ToolCallMessage)],
         logprobs=choice.logprobs.content if choice.logprobs else [],
         finish_reason=choice.finish_reason,
         stop_reason=None if choice.stop_reason is UNSET else choice.stop_reason,

@@ -158,7 +158,12 @@ async def test_fields_without_effect_are_named(client: httpx.AsyncClient) -> Non
         ({"metadata": {"user_id": "x" * 257}}, 400, "invalid_request_error"),
         ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, 400, "invalid_request_error"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error"),
+        ({"tools": [{"type": "custom", "name": "w"}]}, 400, "invalid_request_error"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "b"}], "tool_choice": {"type": "any"}},
+            400,
+            "invalid_request_error",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "maybe"}}, 400, "invalid_request_error"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "invalid_request_error"),

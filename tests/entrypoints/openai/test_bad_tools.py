@@ -125,67 +125,6 @@ async def test_a_choice_of_a_tool_that_is_not_there(
     await check(client, path, {"tools": [tool(path)], "tool_choice": choice}, "tool_choice")
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "where"),
-    [
-        (CHAT, {"messages": [HI, {"role": "tool", "tool_call_id": "a", "content": "1"}]}, "messages.1"),
-        (
-            RESPONSES,
-            {
-                "instructions": "x",
-                "input": [HI, {"type": "function_call_output", "call_id": "a", "output": "1"}],
-            },
-            "input.1.call_id",
-        ),
-        (
-            MESSAGES,
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
-            "messages.0.content.0.tool_use_id",
-        ),
-        (OLLAMA, {"messages": [HI, {"role": "tool", "content": "1"}]}, "messages.1"),
-    ],
-)
-async def test_a_result_without_a_call(
-    client: httpx.AsyncClient, path: str, fields: dict[str, Any], where: str
-) -> None:
-    await check(client, path, fields, where)
-
-
-def called(arguments: Any) -> dict[str, Any]:
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
-    }
-
-
-@pytest.mark.parametrize("arguments", ["{", "[1]", "5", '"x"'])
-@pytest.mark.parametrize(
-    ("path", "where"),
-    [
-        (CHAT, "messages.1.tool_calls.0.function.arguments"),
-        (RESPONSES, "input.1.arguments"),
-        (OLLAMA, "messages.1.tool_calls.0.function.arguments"),
-    ],
-)
-async def test_earlier_arguments_that_are_no_object(
-    client: httpx.AsyncClient, path: str, where: str, arguments: str
-) -> None:
-    item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}
-    fields = (
-        {"input": [HI, item], "instructions": "x"}
-        if path == RESPONSES
-        else {"messages": [HI, called(arguments)]}
-    )
-    await check(client, path, fields, where)
-
-
-async def test_an_earlier_input_that_is_no_object(client: httpx.AsyncClient) -> None:
-    block = {"type": "tool_use", "id": "a", "name": "f", "input": "{}"}
-    fields = {"messages": [HI, {"role": "assistant", "content": [block]}]}
-    await check(client, MESSAGES, fields, "messages.1.content.0")
-
-
 @pytest.mark.parametrize("thought", [5, {"a": 1}, [1]], ids=str)
 @pytest.mark.parametrize(
     ("path", "where"),

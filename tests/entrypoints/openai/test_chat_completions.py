@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -109,7 +110,7 @@ async def test_tool_call(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert choice["message"]["content"] is None
     (call,) = choice["message"]["tool_calls"]
     assert call["type"] == "function"
-    assert call["id"].startswith("chatcmpl-tool-")
+    assert re.fullmatch("[A-Za-z0-9]{9}", call["id"])
     assert json.loads(call["function"]["arguments"]) == {"city": "Köln"}
     prompt = engine.tokenizer.decode(engine.seen[0][0]["prompt_token_ids"])
     assert '"name": "get_weather"' in prompt

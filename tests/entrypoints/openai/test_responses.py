@@ -131,9 +131,29 @@ async def test_settings_are_honoured_and_sent_back(client: httpx.AsyncClient, en
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input.0.name"),
+        ({"input": [{"type": "function_call_output", "call_id": 5, "output": "x"}]}, "input.0.call_id"),
+        ({"input": [{"type": "note", "content": "x"}]}, "input.0.type"),
+        ({"input": [{"type": []}]}, "input.0.type"),
+        ({"input": [{"type": "web_search_call"}]}, "input"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}, TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [{}]}, "tools.0.type"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.name"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools.0.name"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, {"type": "function"}]}]},
+            "tools.0.tools.1.name",
+        ),
+        (
+            {
+                "tools": [
+                    TOOL,
+                    {"type": "namespace", "name": "n", "tools": [TOOL, {**TOOL, "parameters": {"type": 5}}]},
+                ]
+            },
+            "tools.1.tools.1.parameters",
+        ),
         ({"tools": [{"type": "function"}]}, "tools.0.name"),
         ({"tools": [TOOL], "top_logprobs": 1}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

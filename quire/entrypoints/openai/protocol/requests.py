@@ -8,7 +8,7 @@ Invariant: a model has exactly the fields that the server honours; what happens 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
@@ -209,9 +209,45 @@ class ToolFunction(RequestModel):
     strict: bool | None = None
 
 
+class CustomTool(RequestModel):
+    """A tool with text in place of arguments."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class OfferedTool(RequestModel):
+    """A tool as a client describes it; tools of other types than these two are left out."""
+
+    type: str
+    function: ToolFunction | None = None
+    custom: CustomTool | None = None
+
+
 class Tool(RequestModel):
-    type: Literal["function"]
+    """A tool that the model is shown."""
+
+    type: Literal["function"] = "function"
     function: ToolFunction
+    _place: str = PrivateAttr("")
+    _is_custom: bool = PrivateAttr(False)
+
+    @property
+    def place(self) -> str:
+        """The path of its function in the request, for errors."""
+        return self._place
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it stands for a custom tool, whose calls have text in place of arguments."""
+        return self._is_custom
+
+    @classmethod
+    def shown(cls, function: ToolFunction, place: str, *, is_custom: bool = False) -> Self:
+        tool = cls(function=function)
+        tool._place, tool._is_custom = place, is_custom
+        return tool
 
 
 class ChatFields(RequestModel):
@@ -220,13 +256,28 @@ class ChatFields(RequestModel):
     relations: ClassVar[tuple[dict[str, Any], ...]] = (related.CONTINUED,)
 
     messages: Messages
-    tools: list[Tool] | None = None
+    tools: Annotated[list[OfferedTool] | None, WithJsonSchema(shapes.optional(shapes.TOOLS))] = None
+    _shown_tools: list[Tool] = PrivateAttr(default_factory=list)
+    _left_out: list[str] = PrivateAttr(default_factory=list)
     documents: Annotated[Objects | None, WithJsonSchema(shapes.DOCUMENTS)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateOptions = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The functions that the model may be shown."""
+        return self._shown_tools
+
+    @property
+    def left_out(self) -> list[str]:
+        """Types of tools in the request that this server has not."""
+        return self._left_out
+
+    def show_tools(self, tools: list[Tool], left_out: Sequence[str] = ()) -> None:
+        self._shown_tools, self._left_out = tools, list(left_out)
 
 
 class ChatCompletionRequest(GenerationRequest, ChatFields):

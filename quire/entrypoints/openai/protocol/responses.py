@@ -125,13 +125,28 @@ class FunctionCall(msgspec.Struct):
     arguments: str
 
 
-class ToolCallMessage(msgspec.Struct, kw_only=True):
+class ToolCallMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     """`index` is there in a stream only."""
 
     index: int | UnsetType = UNSET
     id: str
-    type: Literal["function"] = "function"
     function: FunctionCall
+
+
+class CustomCall(msgspec.Struct):
+    name: str
+    input: str
+
+
+class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
+    """A call of a custom tool; `index` is there in a stream only."""
+
+    index: int | UnsetType = UNSET
+    id: str
+    custom: CustomCall
+
+
+AnyToolCall = ToolCallMessage | CustomToolCall
 
 
 class ChatMessage(msgspec.Struct):
@@ -143,7 +158,7 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | None
     refusal: None = None
-    tool_calls: list[ToolCallMessage] | UnsetType = UNSET
+    tool_calls: list[AnyToolCall] | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     function_call: FunctionCall | UnsetType = UNSET
@@ -176,7 +191,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallMessage] | UnsetType = UNSET
+    tool_calls: list[AnyToolCall] | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     function_call: FunctionCall | UnsetType = UNSET

@@ -1,18 +1,19 @@
 """From a request of the Responses API to the fields of a chat request.
 
 Invariant: the server keeps no response, so what asks it to remember one is refused; every text of the input reaches
-the chat, in its order.
+the chat, in its order. Items without text for the model, as calls of tools that run elsewhere, are left out and named.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from quire.entrypoints.chat.call_arguments import parsed_arguments
+from quire.entrypoints.chat.call_arguments import CUSTOM_INPUT
 from quire.entrypoints.openai.protocol.requests import SAMPLERS
 from quire.entrypoints.openai.protocol.shapes import INCLUDED_LOGPROBS
 from quire.entrypoints.openai.responses.protocol import TEXT_PARTS, ResponsesRequest
-from quire.entrypoints.openai.translation import check_call_id, given
+from quire.entrypoints.openai.responses.tools import ResponseTools
+from quire.entrypoints.openai.translation import given
 from quire.errors import ValidationError
 
 SAME_NAME = (
@@ -26,29 +27,45 @@ CHAT_NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "tools.*.function": "tools.*",
+    "messages[].role": "input[].role",
+    "messages[].tool_calls[].function.arguments": "input[].arguments",
+    "messages[].tool_call_id": "input[].call_id",
 }
 """Chat's names of fields, to those of the Responses API."""
 STATEFUL = ("store", "background", "previous_response_id", "conversation", "prompt")
 NEUTRAL = {"store": (None, False), "background": (None, False), "previous_response_id": (None, "")}
 """Values of these fields that ask for nothing, besides null."""
-FUNCTION = ("name", "description", "parameters", "strict")
+CALLS = {
+    "function_call": "arguments",
+    "custom_tool_call": "input",
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+    "mcp_call": "arguments",
+}
+"""Types of items that are calls whose text the model can read, and the field with their arguments."""
+OUTPUTS = tuple(f"{kind}_output" for kind in CALLS if kind != "mcp_call")
+REFERENCE = "item_reference"
+TEXT_FIELDS = ("content", "text", "output")
+"""Fields of items of unknown types that would be lost with them."""
 Fields = dict[str, Any]
 
 
-def chat_fields(request: ResponsesRequest) -> Fields:
-    """All of the chat request.
+def chat_fields(request: ResponsesRequest, tools: ResponseTools) -> Fields:
+    """Return all of the chat request.
 
     Raises:
         ValidationError: the request needs a memory, or an item or tool is not one that a text model takes.
     """
     _check_stateless(request)
-    fields: Fields = {"messages": _messages(request), "stream": request.stream, **given(request, SAME_NAME)}
+    messages = _Input(request, tools).messages
+    fields: Fields = {"messages": messages, "stream": request.stream, **given(request, SAME_NAME)}
     if request.max_output_tokens is not None:
         fields["max_completion_tokens"] = request.max_output_tokens
     if request.tools:
-        fields["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(request.tools)]
+        fields["tools"] = tools.chat
     if request.tool_choice is not None and (request.tools or request.tool_choice != "auto"):
-        fields["tool_choice"] = _tool_choice(request.tool_choice)
+        fields["tool_choice"] = _tool_choice(request.tool_choice, tools)
     if request.top_logprobs is not None or INCLUDED_LOGPROBS in (request.include or ()):
         if request.tools:  # the tokens of a call would stand among those of the text
             raise ValidationError("logprobs are not supported together with tools", param="top_logprobs")
@@ -78,51 +95,95 @@ def _check_stateless(request: ResponsesRequest) -> None:
         )
 
 
-def _messages(request: ResponsesRequest) -> list[Fields]:
-    messages: list[Fields] = []
-    if request.instructions:
-        messages.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        messages.append({"role": "user", "content": request.input})
-        return messages
-    for index, item in enumerate(request.input):
-        _add_item(messages, item, f"input.{index}")
-    if not messages:
-        raise ValidationError("input must have at least one item", param="input")
-    return messages
+class _Input:
+    """Builds the messages of a request, item by item."""
 
+    def __init__(self, request: ResponsesRequest, tools: ResponseTools) -> None:
+        self.messages: list[Fields] = []
+        self._notes = request.notes
+        self._tools = tools
+        if request.instructions:
+            self.messages.append({"role": "system", "content": request.instructions})
+        if isinstance(request.input, str):
+            self.messages.append({"role": "user", "content": request.input})
+            return
+        for index, item in enumerate(request.input):
+            self._add(item, f"input.{index}")
+        if not self.messages:
+            raise ValidationError("input must have at least one item with text for the model", param="input")
 
-def _add_item(messages: list[Fields], item: Fields, where: str) -> None:
-    kind = item.get("type", "message")
-    if kind == "message":
-        _add_message(messages, _message(item, where))
-    elif kind == "function_call":
-        _add_call(messages, item, where)
-    elif kind == "function_call_output":
-        messages.append(_call_output(messages, item, where))
-    elif kind == "reasoning":
-        thought = _thought(item, where)
-        if thought:
-            _add_message(messages, {"role": "assistant", "content": "", "reasoning": thought})
-    else:
-        raise ValidationError(
-            f"{where}.type must be message, function_call or function_call_output, got {kind!r:.60}",
-            param=f"{where}.type",
-        )
+    def _add(self, item: Fields, where: str) -> None:
+        kind = item.get("type", "message")
+        if not isinstance(kind, str):
+            raise ValidationError(f"{where}.type must be text", param=f"{where}.type")
+        if kind == "message":
+            self._add_message(_message(item, where))
+        elif kind == "reasoning":
+            thought = _thought(item, where)
+            if thought:
+                self._add_message({"role": "assistant", "content": "", "reasoning": thought})
+        elif kind in CALLS:
+            self._add_call(item, kind, where)
+            if kind == "mcp_call":  # its result is a part of it
+                self.messages.append(_call_output({**item, "output": item.get("output") or ""}, where))
+        elif kind in OUTPUTS:
+            self.messages.append(_call_output(item, where))
+        else:
+            self._leave_out(item, kind, where)
 
+    def _add_message(self, message: Fields) -> None:
+        """Add a message; what was reasoned is part of the message after it."""
+        before = self.messages[-1] if self.messages else {}
+        is_open = bool(before.get("reasoning")) and not before["content"] and "tool_calls" not in before
+        if is_open and message["role"] == "assistant":
+            self.messages[-1] = {**message, "reasoning": before["reasoning"] + message.get("reasoning", "")}
+        else:
+            self.messages.append(message)
 
-def _add_message(messages: list[Fields], message: Fields) -> None:
-    """What was reasoned is part of the message after it."""
-    before = messages[-1] if messages else {}
-    is_open = bool(before.get("reasoning")) and not before["content"] and "tool_calls" not in before
-    if is_open and message["role"] == "assistant":
-        messages[-1] = {**message, "reasoning": before["reasoning"] + message.get("reasoning", "")}
-    else:
-        messages.append(message)
+    def _add_call(self, item: Fields, kind: str, where: str) -> None:
+        """Add a call; the calls of one answer are one message, also where text came before them."""
+        if not isinstance(item.get("call_id"), str | None):
+            raise ValidationError(f"{where}.call_id must be text", param=f"{where}.call_id")
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+        function = {"name": self._called_name(item, kind, where), "arguments": _arguments(item, kind)}
+        call: Fields = {"type": "function", "function": function}
+        if item.get("call_id") is not None:
+            call["id"] = item["call_id"]
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+
+    def _called_name(self, item: Fields, kind: str, where: str) -> str:
+        if "name" not in item and CALLS[kind] in ("action", "operation"):
+            return kind.removesuffix("_call")
+        name, namespace = item.get("name"), item.get("namespace")
+        if not isinstance(name, str):
+            raise ValidationError(f"{where}.name must be text", param=f"{where}.name")
+        if not isinstance(namespace, str | None):
+            raise ValidationError(f"{where}.namespace must be text", param=f"{where}.namespace")
+        return self._tools.shown_name(name, namespace)
+
+    def _leave_out(self, item: Fields, kind: str, where: str) -> None:
+        """Note an item that says nothing to the model.
+
+        Raises:
+            ValidationError: its text would be lost, or the server would have to remember it.
+        """
+        if kind == REFERENCE:
+            raise ValidationError(
+                f"{where}.type {REFERENCE} is not supported: this server keeps no responses; send the item itself",
+                param=f"{where}.type",
+            )
+        is_call = kind.endswith(("_call", "_call_output"))
+        if not is_call and any(item.get(name) for name in TEXT_FIELDS):
+            raise ValidationError(
+                f"{where}.type must be message, reasoning, a call or the output of a call, got {kind!r:.60}",
+                param=f"{where}.type",
+            )
+        self._notes.ignore(f"input[].{kind}")
 
 
 def _thought(item: Fields, where: str) -> str:
-    """The text of an item that this server gave; what others encrypted is not to be read."""
+    """Return the text of an item that this server gave; what others encrypted is not to be read."""
     parts = item.get("content") or []
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ValidationError(f"{where}.content must be a list of texts", param=f"{where}.content")
@@ -150,6 +211,11 @@ def _content(content: Any, where: str) -> Any:
 
 
 def _part(part: Any, where: str) -> Fields:
+    if isinstance(part, dict) and "type" not in part and ("stdout" in part or "stderr" in part):
+        return {
+            "type": "text",
+            "text": "\n".join(str(part[name]) for name in ("stdout", "stderr") if part.get(name)),
+        }
     kind = part.get("type") if isinstance(part, dict) else None
     name = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if name is None:
@@ -161,44 +227,47 @@ def _part(part: Any, where: str) -> Fields:
     return {"type": "text", "text": part[name]}
 
 
-def _add_call(messages: list[Fields], item: Fields, where: str) -> None:
-    """Calls of one answer are one message, also where text came before them."""
-    for name in ("call_id", "name", "arguments"):
-        if not isinstance(item.get(name), str):
-            raise ValidationError(f"{where}.{name} must be text", param=f"{where}.{name}")
-    parsed_arguments(item["arguments"], f"{where}.arguments")
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    call = {"id": item["call_id"], "type": "function", "function": function}
-    messages[-1].setdefault("tool_calls", []).append(call)
+def _arguments(item: Fields, kind: str) -> Any:
+    value = item.get(CALLS[kind])
+    return {CUSTOM_INPUT: value if isinstance(value, str) else ""} if kind == "custom_tool_call" else value
 
 
-def _call_output(messages: list[Fields], item: Fields, where: str) -> Fields:
-    if not isinstance(item.get("call_id"), str):
+def _call_output(item: Fields, where: str) -> Fields:
+    if not isinstance(item.get("call_id"), str | None):
         raise ValidationError(f"{where}.call_id must be text", param=f"{where}.call_id")
-    check_call_id(messages, item["call_id"], f"{where}.call_id")
-    content = _content(item.get("output"), f"{where}.output")
-    return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
+    output = item.get("output")
+    content = "" if output is None else _content(output, f"{where}.output")
+    result = {"role": "tool", "content": content}
+    return result if item.get("call_id") is None else {**result, "tool_call_id": item["call_id"]}
 
 
-def _tool(tool: Fields, where: str) -> Fields:
-    if tool.get("type") != "function":
-        raise ValidationError(
-            f"{where}.type must be function, the only kind of tool that this server has",
-            param=f"{where}.type",
-        )
-    function = {name: tool[name] for name in FUNCTION if name in tool}
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValidationError(f"{where}.name must be text", param=f"{where}.name")
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: Any) -> Any:
-    """A named function is an object of one level here, and of two in chat."""
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
+def _tool_choice(choice: Any, tools: ResponseTools) -> Any:
+    """Return the choice as chat has it, where a name is one level down, and the model's own."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": _chosen_name(choice, tools)}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        return {
+            **choice,
+            "tools": [allowed for entry in choice["tools"] for allowed in _allowed(entry, tools)],
+        }
     return choice
+
+
+def _allowed(entry: Any, tools: ResponseTools) -> list[Any]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        return [entry]
+    if entry.get("type") == "namespace":
+        return [{"type": "function", "name": name} for name in tools.names_in(entry["name"])]
+    return [{**entry, "name": _chosen_name(entry, tools)}]
+
+
+def _chosen_name(choice: Fields, tools: ResponseTools) -> str:
+    """Return the model's name of a tool that is chosen, with its namespace or without."""
+    if choice.get("namespace") is not None:
+        return tools.shown_name(choice["name"], choice["namespace"])
+    return tools.name_of(choice["name"])
 
 
 def _response_format(form: Any) -> Any:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType, field
 from pydantic import Field, WithJsonSchema
 
-from quire.entrypoints.openai.field_policy import Place, unless
+from quire.entrypoints.openai.field_policy import Place
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.constraints import StructuredOutputs
 from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has, has_items
@@ -26,15 +26,17 @@ TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refu
 """Kinds of text parts, and the field that holds the text."""
 
 
-PART = Place(frozenset({"type", "text", "refusal"}))
+PART = Place(frozenset({"type", "text", "refusal", "stdout", "stderr"}))
 ITEM = Place(
-    frozenset({"type", "role", "content", "call_id", "name", "arguments", "output"}),
+    frozenset({"type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output"})
+    | {"action", "operation"},
     inner={"content": PART, "output": PART},
+    empty=frozenset({"output"}),
 )
-TOOL = Place(frozenset({"type", "name", "description", "parameters", "strict"}))
+DESCRIBED = frozenset({"type", "name", "description", "parameters", "strict", "format"})
+TOOL = Place(DESCRIBED | {"tools"}, inner={"tools": Place(DESCRIBED)})
 TEXT = Place(
     frozenset({"format"}),
-    refused={"verbosity": unless("medium")},
     inner={"format": Place(frozenset({"type", "name", "description", "schema", "strict"}))},
 )
 
@@ -78,7 +80,7 @@ FORMAT = any_of(
     ),
 )
 TOOL_CHOICE = any_of(shapes.TOOL_CHOICE, object_of({"type": enum("function"), "name": shapes.TEXT}))
-TEXT_CONFIG = object_of({}, {"format": FORMAT, "verbosity": enum("medium")})
+TEXT_CONFIG = object_of({}, {"format": FORMAT})
 REASONING = object_of({}, {"effort": shapes.TEXT})
 Stateless = Annotated[bool | None, WithJsonSchema(enum(False, None))]
 
@@ -217,9 +219,19 @@ class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str = ""
+    namespace: str | UnsetType = UNSET
 
 
-Item = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | UnsetType = UNSET
+
+
+Item = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class Problem(msgspec.Struct):
@@ -346,8 +358,20 @@ class ArgumentsDone(Event, tag="response.function_call_arguments.done", kw_only=
     arguments: str
 
 
+class InputDelta(Event, tag="response.custom_tool_call_input.delta", kw_only=True):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class InputDone(Event, tag="response.custom_tool_call_input.done", kw_only=True):
+    item_id: str
+    output_index: int
+    input: str
+
+
 AnyEvent = (
     Created | InProgress | Completed | EndedIncomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
-    | ReasoningDelta | ReasoningDone | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone
+    | ReasoningDelta | ReasoningDone | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone | InputDelta | InputDone
 )  # fmt: skip
 """What a stream is made of."""

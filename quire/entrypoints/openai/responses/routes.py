@@ -21,6 +21,7 @@ from quire.entrypoints.openai.responses.protocol import (
     ResponseObject,
     ResponsesRequest,
 )
+from quire.entrypoints.openai.responses.tools import ResponseTools
 from quire.entrypoints.openai.responses.writer import ResponseWriter
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.tenant import READ_HEADERS
@@ -45,5 +46,7 @@ async def create_response(request: Request) -> Response:
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *idle_includes(body)])
     response_id = f"resp_{own_id_of(request.scope)}"
     model = server_of(request).check_model(body.model)
-    writer, fields = ResponseWriter(response_id, model, body), {**chat_fields(body), "model": model}
-    return await respond_translated(request, fields, writer, response_id, CHAT_NAMES)
+    tools = ResponseTools(body.tools or [], body.notes)
+    writer = ResponseWriter(response_id, model, body, tools)
+    fields, names = {**chat_fields(body, tools), "model": model}, {**CHAT_NAMES, **tools.chat_names}
+    return await respond_translated(request, fields, writer, response_id, names)

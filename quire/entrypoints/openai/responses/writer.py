@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from functools import cached_property
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import replace
 
+from quire.entrypoints.chat.call_arguments import custom_input
 from quire.entrypoints.openai.errors import body_of, status_of
 from quire.entrypoints.openai.protocol.responses import ChatChunk, TokenLogprob, ToolCallMessage, Usage
 from quire.entrypoints.openai.responses.protocol import (
@@ -21,11 +23,14 @@ from quire.entrypoints.openai.responses.protocol import (
     CallItem,
     Completed,
     Created,
+    CustomCallItem,
     EndedIncomplete,
     Failed,
     Incomplete,
     InProgress,
+    InputDelta,
     InputDetails,
+    InputDone,
     Item,
     ItemAdded,
     ItemDone,
@@ -45,6 +50,7 @@ from quire.entrypoints.openai.responses.protocol import (
     TextDelta,
     TextDone,
 )
+from quire.entrypoints.openai.responses.tools import ResponseTools
 from quire.entrypoints.openai.streaming import COMMENT, Wire
 from quire.entrypoints.openai.translation import Piece
 from quire.outputs import RequestStateStats
@@ -56,8 +62,9 @@ INCOMPLETE = {"length": "max_output_tokens", "timeout": "timeout"}
 class ResponseWriter:
     """Writes one response."""
 
-    def __init__(self, response_id: str, model: str, request: ResponsesRequest) -> None:
+    def __init__(self, response_id: str, model: str, request: ResponsesRequest, tools: ResponseTools) -> None:
         self._response = _opened(response_id, model, request)
+        self._tools = tools
         self._num_events = 0
         self._pieces: list[str] = []  # of the item that is open
         self._is_open = False
@@ -143,10 +150,18 @@ class ResponseWriter:
         assert isinstance(call.index, int)
         if call.index != self._call_index:
             self._call_index = call.index
-            yield from self._open(CallItem(f"fc_{call.id}", "in_progress", call.id, call.function.name))
+            yield from self._open(self._call_item(call))
         self._pieces.append(call.function.arguments)
         item = self._response.output[-1]
-        yield ArgumentsDelta(item_id=item.id, output_index=self._index, delta=call.function.arguments)
+        if isinstance(item, CallItem):  # the input of a custom tool is known when its arguments are whole
+            yield ArgumentsDelta(item_id=item.id, output_index=self._index, delta=call.function.arguments)
+
+    def _call_item(self, call: ToolCallMessage) -> CallItem | CustomCallItem:
+        tool = self._tools.called(call.function.name)
+        namespace = UNSET if tool.namespace is None else tool.namespace
+        if tool.is_custom:
+            return CustomCallItem(f"ctc_{call.id}", "in_progress", call.id, tool.name, namespace=namespace)
+        return CallItem(f"fc_{call.id}", "in_progress", call.id, tool.name, namespace=namespace)
 
     def _open(self, item: Item) -> Iterator[msgspec.Struct]:
         yield from self._close("completed")
@@ -163,6 +178,10 @@ class ResponseWriter:
         if isinstance(item, CallItem):
             item.arguments = whole
             yield ArgumentsDone(item_id=item.id, output_index=self._index, name=item.name, arguments=whole)
+        elif isinstance(item, CustomCallItem):
+            item.input = custom_input(whole)
+            yield InputDelta(item_id=item.id, output_index=self._index, delta=item.input)
+            yield InputDone(item_id=item.id, output_index=self._index, input=item.input)
         elif isinstance(item, ReasoningItem):
             (thought,) = item.content
             thought.text = whole

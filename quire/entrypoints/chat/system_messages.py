@@ -1,0 +1,82 @@
+"""Places for system messages: as the client has them, or the nearest place where a template takes them.
+
+Invariant: every arrangement has all texts of the conversation, the system's in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from quire.entrypoints.chat.messages import Adjusted
+from quire.inputs import ChatMessage
+
+SYSTEM_ROLES = ("system", "developer")
+ROLE_FIELD = "messages[].role"
+TO_FRONT = "system, moved into the first message"
+TO_USER = "user, for a template without system messages"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A conversation, and what was changed for it. The texts at the places `unsure` may be lost by a template."""
+
+    messages: list[ChatMessage]
+    unsure: tuple[int, ...] = ()
+    adjusted: Adjusted = field(default_factory=dict)
+
+
+def arrangements(
+    messages: list[ChatMessage], *, takes_system: bool, keeps_last: bool
+) -> Iterator[Arrangement]:
+    """Yield the ways to say this conversation, the client's own first.
+
+    Args:
+        takes_system: the template shows a system message at the beginning.
+        keeps_last: the last message stays in its place, because the answer continues it.
+    """
+    system = [index for index, message in enumerate(messages) if message["role"] in SYSTEM_ROLES]
+    if keeps_last and system and system[-1] == len(messages) - 1:
+        system.pop()
+    later = tuple(index for index in system if index > 0 and messages[index]["content"].strip())
+    if takes_system or not system:
+        yield Arrangement(messages, later)
+    if not system:
+        return
+    rest = [message for index, message in enumerate(messages) if index not in system]
+    joined = _joined(messages, system)
+    text = "\n\n".join(messages[index]["content"] for index in system if messages[index]["content"])
+    if takes_system and system[-1] > 0:
+        first: ChatMessage = {**messages[system[0]], "content": text}
+        yield Arrangement([first, *rest], adjusted={ROLE_FIELD: TO_FRONT})
+        if joined != rest:
+            yield Arrangement([first, *joined], adjusted={ROLE_FIELD: TO_FRONT})
+    for others in (rest, joined) if joined != rest else (rest,):
+        yield Arrangement(_before_user(text, others), adjusted={ROLE_FIELD: TO_USER})
+
+
+def _joined(messages: Sequence[ChatMessage], without: Sequence[int]) -> list[ChatMessage]:
+    """Return the other messages, those of a user as one where only a system message stood between them."""
+    kept: list[ChatMessage] = []
+    is_behind_system = False
+    for index, message in enumerate(messages):
+        if index in without:
+            is_behind_system = True
+            continue
+        if is_behind_system and kept and kept[-1]["role"] == message["role"] == "user":
+            kept[-1] = {**kept[-1], "content": f"{kept[-1]['content']}\n\n{message['content']}"}
+        else:
+            kept.append(message)
+        is_behind_system = False
+    return kept
+
+
+def _before_user(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with this text before the first user's, or as a user's message of its own."""
+    if not text:
+        return messages
+    for index, message in enumerate(messages):
+        if message["role"] == "user":
+            told: ChatMessage = {**message, "content": f"{text}\n\n{message['content']}"}
+            return [*messages[:index], told, *messages[index + 1 :]]
+    return [{"role": "user", "content": text}, *messages]
