@@ -11,6 +11,9 @@ from typing import Any
 
 from quire.entrypoints.anthropic.protocol import (
     MAX_USER_CHARS,
+    OWN_TOOLS,
+    SERVER_BLOCKS,
+    SERVER_RESULT,
     THINKS,
     CountTokensRequest,
     MessagesRequest,
@@ -36,10 +39,6 @@ CHAT_NAMES = {
 ROLES = ("user", "assistant", "system")
 TEXT_BLOCKS = {"text": "text", "compaction": "content"}
 """Types of blocks that are text, and the field that holds it."""
-OWN_TOOLS = ("custom", "function")
-"""Types of tools that the client describes."""
-SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "redacted_thinking")
-"""Types of blocks that only Anthropic's servers can read, beside the results of their tools."""
 Fields = dict[str, Any]
 
 
@@ -171,7 +170,7 @@ class _Conversation:
     def _texts_of(self, block: Any, where: str) -> list[Fields]:
         """Return the text parts of a block; one of Anthropic's servers has none, and is noted."""
         kind = _kind(block)
-        if isinstance(kind, str) and (kind in SERVER_BLOCKS or kind.endswith("_tool_result")):
+        if isinstance(kind, str) and (kind in SERVER_BLOCKS or kind.endswith(SERVER_RESULT)):
             self._notes.ignore(f"messages[].content[].{kind}")
             return []
         return _text_parts(block, where)
@@ -182,8 +181,11 @@ def _text_parts(block: Any, where: str) -> list[Fields]:
     kind = _kind(block)
     if kind == "search_result":
         return _of_search_result(block, where)
-    if kind == "document":
-        return _of_document(block, where)
+    return _of_document(block, where) if kind == "document" else _of_text(block, where)
+
+
+def _of_text(block: Any, where: str) -> list[Fields]:
+    kind = _kind(block)
     name = TEXT_BLOCKS.get(kind) if isinstance(kind, str) else None
     if name is None:
         raise ValidationError(
@@ -202,7 +204,7 @@ def _of_search_result(block: Fields, where: str) -> list[Fields]:
         raise ValidationError(f"{where}.content must be a list of text blocks", param=f"{where}.content")
     head = [block[name] for name in ("title", "source") if isinstance(block.get(name), str)]
     parts = [
-        part for index, inner in enumerate(content) for part in _text_parts(inner, f"{where}.content.{index}")
+        part for index, inner in enumerate(content) for part in _of_text(inner, f"{where}.content.{index}")
     ]
     return [*({"type": "text", "text": text} for text in head), *parts]
 

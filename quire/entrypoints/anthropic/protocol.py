@@ -29,7 +29,13 @@ THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 """Types of `thinking`, and whether the model is to think."""
 
 
-TEXT = Place(frozenset({"type", "text"}))
+OWN_TOOLS = ("custom", "function")
+"""Types of tools that the client describes."""
+SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "redacted_thinking")
+SERVER_RESULT = "_tool_result"
+"""Types of blocks that only Anthropic's servers can read, and the end of those of their tools' results."""
+
+TEXT = Place(frozenset({"type", "text", "content"}))
 DOCUMENT = Place(
     frozenset({"type", "text", "source", "title", "context", "content"}),
     inner={"source": Place(frozenset({"type", "data"})), "content": TEXT},
@@ -44,34 +50,47 @@ TOOL = Place(frozenset({"type", "name", "description", "input_schema", "strict"}
 
 
 # `conversation.prompt_fields` reads these.
-TEXT_BLOCK = object_of({"type": enum("text"), "text": shapes.TEXT})
-CONTENT = any_of(shapes.TEXT, array(TEXT_BLOCK))
-TOOL_USE = object_of(
-    {"type": enum("tool_use"), "name": shapes.TEXT}, {"id": shapes.TEXT, "input": {"type": "object"}}
+TEXT_BLOCK = any_of(
+    object_of({"type": enum("text"), "text": shapes.TEXT}),
+    object_of({"type": enum("compaction")}, {"content": shapes.TEXT}),
 )
-TOOL_RESULT = object_of({"type": enum("tool_result"), "tool_use_id": shapes.TEXT}, {"content": CONTENT})
-THOUGHT = object_of({"type": enum("thinking"), "thinking": shapes.TEXT})
-HIDDEN_THOUGHT = object_of({"type": enum("redacted_thinking")})
-THINKING = object_of({"type": enum(*THINKS)})
-MESSAGES = array(
-    any_of(
-        object_of(
-            {"role": enum("user"), "content": any_of(shapes.TEXT, array(any_of(TEXT_BLOCK, TOOL_RESULT)))}
-        ),
-        object_of(
-            {
-                "role": enum("assistant"),
-                "content": any_of(shapes.TEXT, array(any_of(TEXT_BLOCK, TOOL_USE, THOUGHT, HIDDEN_THOUGHT))),
-            }
-        ),
+TEXTS = any_of(
+    *TEXT_BLOCK["anyOf"],
+    object_of({"type": enum("search_result"), "content": array(TEXT_BLOCK)}, {"title": {}, "source": {}}),
+    object_of(
+        {"type": enum("document"), "source": object_of({"type": enum("text"), "data": shapes.TEXT})},
+        {"title": {}, "context": {}},
     ),
+)
+LEFT_OUT = object_of({"type": any_of(enum(*SERVER_BLOCKS), {**shapes.TEXT, "pattern": f"{SERVER_RESULT}$"})})
+CONTENT = any_of(shapes.TEXT, array(TEXTS))
+CONTENT_OF_MESSAGE = any_of(shapes.TEXT, array(any_of(TEXTS, LEFT_OUT)))
+TOOL_USE = object_of({"type": enum("tool_use"), "name": shapes.TEXT}, {"id": shapes.TEXT, "input": {}})
+TOOL_RESULT = object_of(
+    {"type": enum("tool_result"), "tool_use_id": shapes.TEXT}, {"content": CONTENT_OF_MESSAGE}
+)
+THOUGHT = object_of({"type": enum("thinking"), "thinking": shapes.TEXT})
+THINKING = object_of({"type": enum(*THINKS)})
+
+
+def _message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    return object_of(
+        {"role": enum(role)}, {"content": any_of(shapes.TEXT, array(any_of(TEXTS, LEFT_OUT, *blocks)))}
+    )
+
+
+MESSAGES = array(
+    any_of(_message("user", TOOL_RESULT), _message("assistant", TOOL_USE, THOUGHT), _message("system")),
     minItems=1,
     maxItems=shapes.MAX_MESSAGES,
 )
 TOOLS = array(
-    object_of(
-        {"name": shapes.FUNCTION["properties"]["name"], "input_schema": shapes.PARAMETERS},
-        {"type": enum("custom"), "description": shapes.TEXT, "strict": {"type": "boolean"}},
+    any_of(
+        object_of(
+            {"name": shapes.FUNCTION["properties"]["name"], "input_schema": shapes.PARAMETERS},
+            {"type": shapes.TEXT, "description": shapes.TEXT, "strict": {"type": "boolean"}},
+        ),
+        object_of({"type": shapes.other_type(*OWN_TOOLS)}, {"input_schema": shapes.NULL}),
     )
 )
 PARALLEL = {"disable_parallel_tool_use": {"type": "boolean"}}

@@ -25,6 +25,8 @@ THOUGHT_PARTS = {
     "redacted_thinking": (),
 }
 """Types of content parts that hold an assistant's reasoning, and the fields that may have it; one is encrypted."""
+THOUGHT_FIELDS = frozenset(name for names in THOUGHT_PARTS.values() for name in names) - {"text"}
+"""What other parts may have beside their text, without a meaning."""
 ARGUMENTS_FIELD = "messages[].tool_calls[].function.arguments"
 RESULT_FIELD = "messages[].tool_call_id"
 Adjusted = dict[str, str]
@@ -121,19 +123,19 @@ def _read_content(content: Any, role: str, where: str) -> tuple[str, str]:
 
 
 def _thought(part: dict[str, Any], kind: str, where: str) -> str:
-    """Return the reasoning of a part, which is text or a list of text parts."""
-    name = next((name for name in THOUGHT_PARTS[kind] if part.get(name)), None)
-    if name is None:
-        return ""
-    value, place = part[name], f"{where}.{name}"
-    pieces = (
-        [piece.get("text") for piece in value if isinstance(piece, dict)]
-        if isinstance(value, list)
-        else [value]
-    )
-    if not all(isinstance(piece, str) for piece in pieces):
-        raise ValidationError(f"{place} must be text or a list of text parts", param=place)
-    return "".join(pieces)
+    """Return the reasoning of a part, in fields that are text or lists of text parts."""
+    given = [name for name in THOUGHT_PARTS[kind] if part.get(name) is not None]
+    return "".join(_joined_texts(part[name], f"{where}.{name}") for name in given)
+
+
+def _joined_texts(value: Any, where: str) -> str:
+    pieces = value if isinstance(value, list) else [value]
+    texts = [
+        piece.get("text") if isinstance(piece, dict) and value is not piece else piece for piece in pieces
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValidationError(f"{where} must be text or a list of text parts", param=where)
+    return "".join(texts)
 
 
 def _part_text(part: Any, where: str) -> str:
@@ -145,7 +147,7 @@ def _part_text(part: Any, where: str) -> str:
         raise ValidationError(
             f"{where} is no text part: this model takes text only, got {kind!r:.40}", param=where
         )
-    unknown = part.keys() - {"type", field}
+    unknown = part.keys() - {"type", field} - THOUGHT_FIELDS
     if unknown or not isinstance(part.get(field), str):
         raise ValidationError(f"{where} must hold exactly 'type' and a string {field!r}", param=where)
     return str(part[field])
@@ -166,11 +168,8 @@ def _checked_tool_call(call: Any, where: str, adjusted: Adjusted) -> dict[str, A
         raise ValidationError(f"{where} needs a {kind or 'function'} with a name", param=where)
     if not isinstance(call.get("id"), str | None):
         raise ValidationError(f"{where}.id must be text", param=f"{where}.id")
-    arguments = (
-        {CUSTOM_INPUT: function.get("input") or ""}
-        if kind == "custom"
-        else parsed_arguments(function.get("arguments"))
-    )
+    given = {CUSTOM_INPUT: function["input"]} if isinstance(function.get("input"), str) else None
+    arguments = given if kind == "custom" else parsed_arguments(function.get("arguments"))
     if arguments is None:
         adjusted[ARGUMENTS_FIELD] = "{}"
     checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}

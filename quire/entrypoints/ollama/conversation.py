@@ -30,8 +30,7 @@ def chat_turn(request: ChatRequest) -> Fields:
     """
     messages = [_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
     fields: Fields = {"messages": messages, **_shared(request)}
-    tools = [{"type": "function", **tool} if "function" in tool else tool for tool in request.tools or []]
-    return {**fields, "tools": tools} if tools else fields
+    return {**fields, "tools": request.tools} if request.tools else fields
 
 
 def generate_turn(request: GenerateRequest) -> Fields:

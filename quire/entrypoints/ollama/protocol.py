@@ -45,12 +45,22 @@ MESSAGE_FIELDS = {
     "name": shapes.TEXT,
     "tool_call_id": shapes.TEXT,
 }
+_NO_CALLS = {"tool_calls": array({}, maxItems=0)}
+_NAMES = {name: MESSAGE_FIELDS[name] for name in ("name", "tool_name")}
 MESSAGES = array(
     any_of(
+        object_of({"role": enum(*ROLES, *ROLE_ALIASES)}, {**MESSAGE_FIELDS, **_NO_CALLS}),
         object_of(
-            {"role": enum(*ROLES, *ROLE_ALIASES)}, {**MESSAGE_FIELDS, "tool_calls": array({}, maxItems=0)}
+            {"role": enum("assistant")},
+            {**MESSAGE_FIELDS, "content": shapes.ASSISTANT_CONTENT, "tool_calls": CALLS},
         ),
-        object_of({"role": enum("assistant"), "tool_calls": CALLS}, MESSAGE_FIELDS),
+        *(
+            {
+                **object_of({"role": enum("function")}, {**MESSAGE_FIELDS, **_NO_CALLS, name: text}),
+                "required": ["role", name],
+            }
+            for name, text in _NAMES.items()
+        ),
     ),
     maxItems=shapes.MAX_MESSAGES,
 )

@@ -86,14 +86,14 @@ def _function_of(tool: CustomTool) -> ToolFunction:
 
 
 def _settle_choice(request: ChatCompletionRequest, choice: Mapping[str, Any]) -> None:
-    kind = choice.get("type", "function")
+    kind = _kind_of(choice)
+    if not request.tools:
+        raise ValidationError("tool_choice needs tools", param="tool_choice")
     if kind == "allowed_tools":
-        _allow(request, choice.get("allowed_tools", choice))
+        _allow(request, choice if choice.get("allowed_tools") is None else choice["allowed_tools"])
     elif kind in ("function", "custom"):
         named = choice.get(kind)
         request.tool_choice = {"type": "function", "function": named}
-    elif not isinstance(kind, str):
-        raise ValidationError("tool_choice.type must be text", param="tool_choice")
     else:
         raise ValidationError(
             f"tool_choice names the tool {kind!r:.80}, which this server has not; name a function, or send auto",
@@ -108,9 +108,9 @@ def _allow(request: ChatCompletionRequest, allowed: Any) -> None:
         ValidationError: the form is wrong, or a name is no tool's.
     """
     entries = allowed.get("tools") if isinstance(allowed, Mapping) else None
-    mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise ValidationError("tool_choice must have a list of tools that are allowed", param="tool_choice")
+    mode = "auto" if allowed.get("mode") is None else allowed["mode"]
     if mode not in ALLOWED_MODES:
         raise ValidationError(
             f"the mode of tool_choice must be auto or required, got {mode!r:.40}", param="tool_choice"
@@ -123,7 +123,7 @@ def _allow(request: ChatCompletionRequest, allowed: Any) -> None:
     for entry in entries:
         name = _name_of(entry)
         if name is None:
-            kind = str(entry.get("type"))
+            kind = _kind_of(entry)
             request.notes.ignore(f"tool_choice.tools[].{kind}")
             left_out.append(kind)
         elif name not in known:
@@ -138,11 +138,20 @@ def _allow(request: ChatCompletionRequest, allowed: Any) -> None:
 
 def _name_of(entry: Mapping[str, Any]) -> str | None:
     """Return the name of a function or custom tool, which is one level down in chat; None for tools of other kinds."""
-    kind = entry.get("type", "function")
+    kind = _kind_of(entry)
     if kind not in ("function", "custom"):
         return None
-    inner = entry.get(kind)
-    name = inner.get("name") if isinstance(inner, Mapping) else entry.get("name")
+    inner = entry if entry.get(kind) is None else entry[kind]
+    name = inner.get("name") if isinstance(inner, Mapping) else None
     if not isinstance(name, str):
         raise ValidationError("a tool that tool_choice allows must have a name", param="tool_choice")
     return name
+
+
+def _kind_of(choice: Mapping[str, Any]) -> str:
+    kind = choice.get("type")
+    if not isinstance(kind, str | None):
+        raise ValidationError(
+            "the type of tool_choice, and of what it allows, must be text", param="tool_choice"
+        )
+    return "function" if kind is None else kind

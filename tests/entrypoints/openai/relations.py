@@ -18,12 +18,9 @@ RELATIONS = (
     r"(stop|options\.stop|stop_sequences) has \d+ characters in all",
     r"prompts with n = \d+ are \d+ sequences",
     r"allowed_token_ids has only tokens that end the generation",
-    r"(tools|functions)\.\d+(\.function)?\.name .* is another tool's, too",
+    r"(tools|functions)\.\d+(\.function|\.custom)?\.name .* is another tool's, too",
     r"name .* has characters that a call in the format",
     r"(parameters|input_schema) must be the JSON schema of an object",
-    r"name must be that of a function that a message before it calls",
-    r"is the result of a tool, but no message before it calls one",
-    r"(call_id|tool_use_id) .* is the id of no call before it",
     # Of a model that pools.
     r"tokens have no room for text beside the \d+ special tokens",
     r"this server has no IO processor",
@@ -43,14 +40,14 @@ RELATIONS = (
     r"the chat template (refused|failed on) ",
     # With the template or the server, where fields without effect are refused.
     r"unknown field '(messages\[\]\.name|options\.)",
+    r"unknown field '((tool_choice\.)?tools\[\]|messages\[\]\.content\[\]|input\[\])\.",
     # Constraints: whether one can be enforced, and how many there are.
     r"(format|json|schema|structural_tag|tools) at /[^:]*: ",
     r"is refused: ",
     r"(is no valid JSON|must be a JSON object or its text)",
     r"has \d+ bytes, the limit is",
     r"(tool_choice|function_call) names the function",
-    # JSON within text.
-    r"arguments must be (the text of )?a JSON object",
+    r"tool_choice (allows the tool|is required, but)",
     # Of JSON itself: what a double or 64 bits cannot hold, and half a character.
     r"the body holds",
 )

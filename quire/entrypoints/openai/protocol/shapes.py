@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.entrypoints.chat.messages import PASSED_FIELDS, ROLES, TEXT_PARTS
+from quire.entrypoints.chat.messages import PASSED_FIELDS, ROLES, TEXT_PARTS, THOUGHT_PARTS
 from quire.entrypoints.chat.template import OWN_VARIABLES
 
 Schema = dict[str, Any]
@@ -64,37 +64,87 @@ FUNCTION = object_of(
     {"name": {**TEXT, "minLength": 1, "maxLength": 256}},
     {"description": TEXT, "parameters": PARAMETERS, "strict": {"type": "boolean"}},
 )
-TOOL = object_of({"type": enum("function"), "function": FUNCTION})
-"""As the model `Tool` checks it."""
+CUSTOM = object_of(
+    {"name": {**TEXT, "minLength": 1, "maxLength": 256}}, {"description": TEXT, "format": {"type": "object"}}
+)
+
+
+def other_type(*types: str) -> Schema:
+    """Return a type that is none of these."""
+    return {**TEXT, "not": enum(*types)}
+
+
+TOOL = any_of(
+    object_of({"type": enum("function"), "function": FUNCTION}, {"custom": CUSTOM}),
+    object_of({"type": enum("custom"), "custom": CUSTOM}, {"function": FUNCTION}),
+    object_of({"type": other_type("function", "custom")}, {"function": FUNCTION, "custom": CUSTOM}),
+)
+"""As the model `OfferedTool` and `tool_kinds.settle_tools` check it."""
 TOOLS = array(TOOL)
 JSON_OBJECT_TEXT: Schema = {**TEXT, "contentMediaType": "application/json"}
 
 # `chat.messages.checked_messages`
 CONTENT = any_of(TEXT, array(any_of(TEXT, text_parts(TEXT_PARTS))))
-CALLED = object_of({"name": TEXT}, {"arguments": any_of({"type": "object"}, JSON_OBJECT_TEXT)})
-TOOL_CALL = object_of({"function": CALLED}, {"id": TEXT, "type": enum("function")})
-NAMES = dict.fromkeys(sorted(PASSED_FIELDS), TEXT)
+_THOUGHT = any_of(TEXT, array(any_of(TEXT, object_of({"text": TEXT}))))
+_THOUGHTS = [
+    object_of({"type": enum(kind)}, dict.fromkeys(names, _THOUGHT)) for kind, names in THOUGHT_PARTS.items()
+]
+ASSISTANT_CONTENT = any_of(TEXT, array(any_of(TEXT, text_parts(TEXT_PARTS), *_THOUGHTS)))
+CALLED = object_of({"name": TEXT}, {"arguments": {}})
+TOOL_CALL = any_of(
+    object_of({"function": CALLED}, {"id": TEXT, "type": enum("function"), "custom": {}}),
+    object_of(
+        {"type": enum("custom"), "custom": object_of({"name": TEXT}, {"input": {}})},
+        {"id": TEXT, "function": {}},
+    ),
+)
+NAMES = dict.fromkeys([*sorted(PASSED_FIELDS - {"name"}), "refusal"], TEXT)
+_NO_CALLS: Schema = {"tool_calls": array({}, maxItems=0), "function_call": NULL}
 MESSAGE = any_of(
     object_of(
-        {"role": enum(*ROLES), "content": optional(CONTENT)},
-        {**NAMES, "tool_calls": array({}, maxItems=0), "function_call": NULL},
+        {
+            "role": enum(*(role for role in ROLES if role not in ("assistant", "tool"))),
+            "content": optional(CONTENT),
+        },
+        {**NAMES, **_NO_CALLS, "name": TEXT},
     ),
+    object_of({"role": enum("tool")}, {**NAMES, **_NO_CALLS, "name": TEXT, "content": CONTENT}),
     object_of(
-        {"role": enum("assistant"), "tool_calls": array(TOOL_CALL, minItems=1)},
-        {**NAMES, "content": CONTENT, "function_call": NULL},
+        {"role": enum("assistant")},
+        {
+            **NAMES,
+            "name": TEXT,
+            "content": ASSISTANT_CONTENT,
+            "tool_calls": array(TOOL_CALL),
+            "function_call": NULL,
+        },
     ),
     object_of(
         {"role": enum("assistant"), "function_call": CALLED},
-        {**NAMES, "content": CONTENT, "tool_calls": array({}, maxItems=0)},
+        {**NAMES, "name": TEXT, "content": ASSISTANT_CONTENT, "tool_calls": array({}, maxItems=0)},
     ),
-    object_of({"role": enum("function"), "name": TEXT, "content": CONTENT}, {**NAMES, "function_call": NULL}),
+    object_of({"role": enum("function"), "name": TEXT}, {**NAMES, **_NO_CALLS, "content": CONTENT}),
 )
 MESSAGES = array(MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 
-# `tool_choice.tools_in_use`
+# `tool_kinds.settle_tools` and `tool_choice.tools_in_use`
+_NAMED = object_of({"name": TEXT})
+_ALLOWED = array(
+    any_of(
+        object_of({"function": _NAMED}, {"type": enum("function")}),
+        object_of({"type": enum("custom"), "custom": _NAMED}),
+        object_of({"name": TEXT}, {"type": enum("function"), "function": NULL}),
+        object_of({"type": enum("custom"), "name": TEXT}, {"custom": NULL}),
+        object_of({"type": other_type("function", "custom")}),
+    )
+)
+_MODE = {"mode": enum("auto", "required")}
 TOOL_CHOICE = any_of(
     enum("auto", "none", "required", None),
-    object_of({"function": object_of({"name": TEXT})}, {"type": enum("function")}),
+    object_of({"function": _NAMED}, {"type": enum("function")}),
+    object_of({"type": enum("custom"), "custom": _NAMED}),
+    object_of({"type": enum("allowed_tools"), "allowed_tools": object_of({"tools": _ALLOWED}, _MODE)}),
+    object_of({"type": enum("allowed_tools"), "tools": _ALLOWED}, {**_MODE, "allowed_tools": NULL}),
 )
 FUNCTION_CALL = any_of(
     enum("auto", "none", None), {**object_of({"name": TEXT}), "additionalProperties": False}

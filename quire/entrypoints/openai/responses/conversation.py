@@ -11,7 +11,15 @@ from typing import Any
 from quire.entrypoints.chat.call_arguments import CUSTOM_INPUT
 from quire.entrypoints.openai.protocol.requests import SAMPLERS
 from quire.entrypoints.openai.protocol.shapes import INCLUDED_LOGPROBS
-from quire.entrypoints.openai.responses.protocol import TEXT_PARTS, ResponsesRequest
+from quire.entrypoints.openai.responses.protocol import (
+    CALLS,
+    FIXED_CALLS,
+    OUTPUTS,
+    REFERENCE,
+    TEXT_FIELDS,
+    TEXT_PARTS,
+    ResponsesRequest,
+)
 from quire.entrypoints.openai.responses.tools import ResponseTools
 from quire.entrypoints.openai.translation import given
 from quire.errors import ValidationError
@@ -35,19 +43,6 @@ CHAT_NAMES = {
 STATEFUL = ("store", "background", "previous_response_id", "conversation", "prompt")
 NEUTRAL = {"store": (None, False), "background": (None, False), "previous_response_id": (None, "")}
 """Values of these fields that ask for nothing, besides null."""
-CALLS = {
-    "function_call": "arguments",
-    "custom_tool_call": "input",
-    "local_shell_call": "action",
-    "shell_call": "action",
-    "apply_patch_call": "operation",
-    "mcp_call": "arguments",
-}
-"""Types of items that are calls whose text the model can read, and the field with their arguments."""
-OUTPUTS = tuple(f"{kind}_output" for kind in CALLS if kind != "mcp_call")
-REFERENCE = "item_reference"
-TEXT_FIELDS = ("content", "text", "output")
-"""Fields of items of unknown types that would be lost with them."""
 Fields = dict[str, Any]
 
 
@@ -125,7 +120,7 @@ class _Input:
         elif kind in CALLS:
             self._add_call(item, kind, where)
             if kind == "mcp_call":  # its result is a part of it
-                self.messages.append(_call_output({**item, "output": item.get("output") or ""}, where))
+                self.messages.append(_call_output(item, where))
         elif kind in OUTPUTS:
             self.messages.append(_call_output(item, where))
         else:
@@ -153,7 +148,7 @@ class _Input:
         self.messages[-1].setdefault("tool_calls", []).append(call)
 
     def _called_name(self, item: Fields, kind: str, where: str) -> str:
-        if "name" not in item and CALLS[kind] in ("action", "operation"):
+        if kind in FIXED_CALLS:
             return kind.removesuffix("_call")
         name, namespace = item.get("name"), item.get("namespace")
         if not isinstance(name, str):
@@ -174,7 +169,7 @@ class _Input:
                 param=f"{where}.type",
             )
         is_call = kind.endswith(("_call", "_call_output"))
-        if not is_call and any(item.get(name) for name in TEXT_FIELDS):
+        if not is_call and any(name in item for name in TEXT_FIELDS):
             raise ValidationError(
                 f"{where}.type must be message, reasoning, a call or the output of a call, got {kind!r:.60}",
                 param=f"{where}.type",
@@ -211,11 +206,6 @@ def _content(content: Any, where: str) -> Any:
 
 
 def _part(part: Any, where: str) -> Fields:
-    if isinstance(part, dict) and "type" not in part and ("stdout" in part or "stderr" in part):
-        return {
-            "type": "text",
-            "text": "\n".join(str(part[name]) for name in ("stdout", "stderr") if part.get(name)),
-        }
     kind = part.get("type") if isinstance(part, dict) else None
     name = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if name is None:
@@ -236,9 +226,21 @@ def _call_output(item: Fields, where: str) -> Fields:
     if not isinstance(item.get("call_id"), str | None):
         raise ValidationError(f"{where}.call_id must be text", param=f"{where}.call_id")
     output = item.get("output")
+    if isinstance(output, list):
+        output = [_from_shell(part, f"{where}.output.{index}") for index, part in enumerate(output)]
     content = "" if output is None else _content(output, f"{where}.output")
     result = {"role": "tool", "content": content}
     return result if item.get("call_id") is None else {**result, "tool_call_id": item["call_id"]}
+
+
+def _from_shell(part: Any, where: str) -> Any:
+    """Return what a shell wrote as a text part; parts that have a type are returned as they are."""
+    if not isinstance(part, dict) or "type" in part or "stdout" not in part:
+        return part
+    written = [part["stdout"], part.get("stderr", "")]
+    if not all(isinstance(text, str) for text in written):
+        raise ValidationError(f"{where} must have stdout and stderr as text", param=where)
+    return {"type": "text", "text": "\n".join(filter(None, written))}
 
 
 def _tool_choice(choice: Any, tools: ResponseTools) -> Any:
@@ -265,6 +267,8 @@ def _allowed(entry: Any, tools: ResponseTools) -> list[Any]:
 
 def _chosen_name(choice: Fields, tools: ResponseTools) -> str:
     """Return the model's name of a tool that is chosen, with its namespace or without."""
+    if not isinstance(choice.get("namespace"), str | None):
+        raise ValidationError("the namespace of tool_choice must be text", param="tool_choice")
     if choice.get("namespace") is not None:
         return tools.shown_name(choice["name"], choice["namespace"])
     return tools.name_of(choice["name"])

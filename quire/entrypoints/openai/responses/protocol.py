@@ -26,12 +26,28 @@ TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refu
 """Kinds of text parts, and the field that holds the text."""
 
 
+CALLS = {
+    "function_call": "arguments",
+    "custom_tool_call": "input",
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+    "mcp_call": "arguments",
+}
+"""Types of items that are calls whose text the model can read, and the field with their arguments."""
+FIXED_CALLS = ("local_shell_call", "shell_call", "apply_patch_call")
+"""Calls of tools that have no name but that of their type."""
+OUTPUTS = tuple(f"{kind}_output" for kind in CALLS if kind != "mcp_call")
+REFERENCE = "item_reference"
+TEXT_FIELDS = ("content", "output")
+"""Fields that would be lost with an item of an unknown type."""
+
+
 PART = Place(frozenset({"type", "text", "refusal", "stdout", "stderr"}))
 ITEM = Place(
     frozenset({"type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output"})
     | {"action", "operation"},
     inner={"content": PART, "output": PART},
-    empty=frozenset({"output"}),
 )
 DESCRIBED = frozenset({"type", "name", "description", "parameters", "strict", "format"})
 TOOL = Place(DESCRIBED | {"tools"}, inner={"tools": Place(DESCRIBED)})
@@ -43,6 +59,15 @@ TEXT = Place(
 
 # `conversation.chat_fields` reads these.
 CONTENT = any_of(shapes.TEXT, array(text_parts(TEXT_PARTS)))
+OUTPUT = any_of(
+    shapes.TEXT,
+    array(
+        any_of(
+            text_parts(TEXT_PARTS),
+            object_of({"stdout": shapes.TEXT}, {"type": shapes.NULL, "stderr": shapes.TEXT}),
+        )
+    ),
+)
 INPUT = any_of(
     shapes.TEXT,
     array(
@@ -52,25 +77,59 @@ INPUT = any_of(
                 {"type": enum("message")},
             ),
             object_of(
-                {
-                    "type": enum("function_call"),
-                    "call_id": shapes.TEXT,
-                    "name": shapes.TEXT,
-                    "arguments": shapes.JSON_OBJECT_TEXT,
-                }
+                {"type": enum("function_call"), "name": shapes.TEXT},
+                {"call_id": shapes.TEXT, "namespace": shapes.TEXT, "arguments": {}},
             ),
-            object_of({"type": enum("function_call_output"), "call_id": shapes.TEXT, "output": CONTENT}),
+            object_of(
+                {"type": enum("mcp_call"), "name": shapes.TEXT},
+                {"call_id": shapes.TEXT, "namespace": shapes.TEXT, "arguments": {}, "output": OUTPUT},
+            ),
+            object_of(
+                {"type": enum("custom_tool_call"), "name": shapes.TEXT},
+                {"call_id": shapes.TEXT, "namespace": shapes.TEXT, "input": {}},
+            ),
+            object_of({"type": enum(*FIXED_CALLS)}, {"call_id": shapes.TEXT, "action": {}, "operation": {}}),
+            object_of({"type": enum(*OUTPUTS)}, {"call_id": shapes.TEXT, "output": OUTPUT}),
             object_of({"type": enum("reasoning")}, {"content": array(object_of({}, {"text": shapes.TEXT}))}),
+            object_of({"type": {**shapes.other_type(*CALLS, *OUTPUTS), "pattern": "_call(_output)?$"}}),
+            object_of(
+                {"type": shapes.other_type("message", "reasoning", REFERENCE, *CALLS, *OUTPUTS)},
+                dict.fromkeys(TEXT_FIELDS, shapes.NULL),
+            ),
         ),
         minItems=1,
     ),
 )
-TOOLS = array(
+_TOOL = any_of(
     {
         **shapes.FUNCTION,
-        "properties": {"type": enum("function"), **shapes.FUNCTION["properties"]},
+        "properties": {
+            "type": enum("function"),
+            **shapes.FUNCTION["properties"],
+            "format": shapes.optional({"type": "object"}),
+        },
         "required": ["type", "name"],
-    }
+    },
+    object_of(
+        {"type": enum("custom"), "name": shapes.CUSTOM["properties"]["name"]},
+        {"description": shapes.TEXT, "format": {"type": "object"}},
+    ),
+)
+TOOLS = array(
+    any_of(
+        *_TOOL["anyOf"],
+        object_of(
+            {"type": enum("namespace"), "name": {**shapes.TEXT, "minLength": 1}},
+            {
+                "description": shapes.TEXT,
+                "format": {"type": "object"},
+                "tools": array(
+                    any_of(*_TOOL["anyOf"], object_of({"type": shapes.other_type("function", "custom")}))
+                ),
+            },
+        ),
+        object_of({"type": shapes.other_type("function", "custom", "namespace")}),
+    )
 )
 FORMAT = any_of(
     object_of({"type": enum("text", "json_object")}),
@@ -79,7 +138,10 @@ FORMAT = any_of(
         {"description": shapes.TEXT, "strict": {"type": "boolean"}},
     ),
 )
-TOOL_CHOICE = any_of(shapes.TOOL_CHOICE, object_of({"type": enum("function"), "name": shapes.TEXT}))
+TOOL_CHOICE = any_of(
+    shapes.TOOL_CHOICE,
+    object_of({"type": enum("function", "custom"), "name": shapes.TEXT}, {"namespace": shapes.TEXT}),
+)
 TEXT_CONFIG = object_of({}, {"format": FORMAT})
 REASONING = object_of({}, {"effort": shapes.TEXT})
 Stateless = Annotated[bool | None, WithJsonSchema(enum(False, None))]
@@ -88,7 +150,7 @@ Stateless = Annotated[bool | None, WithJsonSchema(enum(False, None))]
 # What `conversation.chat_fields` and chat ask of several.
 _SAID = {
     "anyOf": [
-        {"properties": {"type": {"not": enum("reasoning")}}},
+        {"properties": {"type": enum("message", *CALLS, *OUTPUTS, None)}},
         {
             "properties": {
                 "content": {
