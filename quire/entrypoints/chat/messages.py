@@ -129,12 +129,12 @@ def _thought(part: dict[str, Any], kind: str, where: str) -> str:
 
 
 def _joined_texts(value: Any, where: str) -> str:
-    pieces = value if isinstance(value, list) else [value]
-    texts = [
-        piece.get("text") if isinstance(piece, dict) and value is not piece else piece for piece in pieces
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValidationError(f"{where} must be text or a list of text parts", param=where)
+    texts = []
+    for piece in value if isinstance(value, list) else [value]:
+        text = piece.get("text") if isinstance(piece, dict) and piece is not value else piece
+        if not isinstance(text, str):
+            raise ValidationError(f"{where} must be text or a list of text parts", param=where)
+        texts.append(text)
     return "".join(texts)
 
 

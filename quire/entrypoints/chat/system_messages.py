@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from quire.entrypoints.chat.messages import Adjusted
 from quire.inputs import ChatMessage
@@ -19,40 +20,48 @@ TO_USER = "user, for a template without system messages"
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A conversation, and what was changed for it. The texts at the places `unsure` may be lost by a template."""
+    """A conversation, and what was changed for it."""
 
     messages: list[ChatMessage]
-    unsure: tuple[int, ...] = ()
     adjusted: Adjusted = field(default_factory=dict)
 
 
+class SystemPlaces(Protocol):
+    """Places where a template is known to show system messages."""
+
+    def takes_first(self, role: str) -> bool: ...
+
+    def takes_later(self, role: str) -> bool: ...
+
+
 def arrangements(
-    messages: list[ChatMessage], *, takes_system: bool, keeps_last: bool
+    messages: list[ChatMessage], places: SystemPlaces, *, keeps_last: bool
 ) -> Iterator[Arrangement]:
-    """Yield the ways to say this conversation, the client's own first.
+    """Yield the ways to say this conversation, the client's own first where the template takes its system messages.
 
     Args:
-        takes_system: the template shows a system message at the beginning.
         keeps_last: the last message stays in its place, because the answer continues it.
     """
     system = [index for index, message in enumerate(messages) if message["role"] in SYSTEM_ROLES]
     if keeps_last and system and system[-1] == len(messages) - 1:
         system.pop()
-    later = tuple(index for index in system if index > 0 and messages[index]["content"].strip())
-    if takes_system or not system:
-        yield Arrangement(messages, later)
     if not system:
+        yield Arrangement(messages)
         return
+    role = messages[system[0]]["role"]
+    takes_first = places.takes_first(role)
+    if takes_first and all(index == 0 or places.takes_later(messages[index]["role"]) for index in system):
+        yield Arrangement(messages)
     rest = [message for index, message in enumerate(messages) if index not in system]
     joined = _joined(messages, system)
     text = "\n\n".join(messages[index]["content"] for index in system if messages[index]["content"])
-    if takes_system and system[-1] > 0:
+    if takes_first and system[-1] > 0:
         first: ChatMessage = {**messages[system[0]], "content": text}
-        yield Arrangement([first, *rest], adjusted={ROLE_FIELD: TO_FRONT})
+        yield Arrangement([first, *rest], {ROLE_FIELD: TO_FRONT})
         if joined != rest:
-            yield Arrangement([first, *joined], adjusted={ROLE_FIELD: TO_FRONT})
+            yield Arrangement([first, *joined], {ROLE_FIELD: TO_FRONT})
     for others in (rest, joined) if joined != rest else (rest,):
-        yield Arrangement(_before_user(text, others), adjusted={ROLE_FIELD: TO_USER})
+        yield Arrangement(_before_user(text, others), {ROLE_FIELD: TO_USER})
 
 
 def _joined(messages: Sequence[ChatMessage], without: Sequence[int]) -> list[ChatMessage]:

@@ -21,7 +21,7 @@ from quire.entrypoints.chat.call_ids import forms_of, have_calls, with_call_ids
 from quire.entrypoints.chat.environment import make_environment
 from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, Adjusted, checked_messages
 from quire.entrypoints.chat.plain_text import Encoder, Literals, PlainText
-from quire.entrypoints.chat.system_messages import SYSTEM_ROLES, Arrangement, arrangements
+from quire.entrypoints.chat.system_messages import Arrangement, arrangements
 from quire.errors import ConfigError, ModelLoadError, ValidationError
 from quire.inputs import ChatMessage, Conversation
 from quire.models.checkpoint_files import read_text
@@ -44,6 +44,8 @@ FOR_TOOLS = "tool_use"
 """The name of a template for conversations with tools, as some models have one."""
 PROBE = "quire probes the content format"
 NO_OPTIONS: Mapping[str, Any] = {}
+USER: ChatMessage = {"role": "user", "content": "x"}
+ASSISTANT: ChatMessage = {"role": "assistant", "content": "y"}
 
 
 class TemplateTokenizer(Encoder, Protocol):
@@ -140,7 +142,8 @@ class ChatTemplate:
         self._tokens = {**(named_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._literals = Literals(special_tokens)
         self._reads_name: dict[str, bool] = {}
-        self._takes_system: bool | None = None
+        self._takes_first: dict[str, bool] = {}
+        self._takes_later: dict[str, bool] = {}
         self._id_forms = forms_of(source)
         self._wants_parts = content_format == "openai" or (
             content_format == "auto"
@@ -164,6 +167,19 @@ class ChatTemplate:
             )
         except Exception:  # the template is foreign code and may refuse any value; then there is no telling
             return None
+
+    def takes_first(self, role: str) -> bool:
+        """Return whether a message of this role is shown at the beginning of a conversation; tried once."""
+        if role not in self._takes_first:
+            self._takes_first[role] = self._may_show(role, [], [USER])
+        return self._takes_first[role]
+
+    def takes_later(self, role: str) -> bool:
+        """Return whether a message of this role is shown behind a user's and behind an assistant's; tried once."""
+        if role not in self._takes_later:
+            behind_user = self._may_show(role, [USER], [ASSISTANT, USER])
+            self._takes_later[role] = behind_user and self._may_show(role, [USER, ASSISTANT], [USER])
+        return self._takes_later[role]
 
     @staticmethod
     def from_tokenizer(
@@ -303,7 +319,7 @@ class ChatTemplate:
         refusal: TemplateFailureError | None = None
         for arrangement in self._arrangements(checked, keeps_last=continue_final):
             try:
-                rendered = self._run_arrangement(plain, variables, arrangement, continue_final)
+                rendered = self._run_arrangement(plain, variables, arrangement.messages, continue_final)
             except TemplateFailureError as error:
                 refusal = refusal or error
                 continue
@@ -313,52 +329,21 @@ class ChatTemplate:
 
     def _arrangements(self, messages: list[ChatMessage], *, keeps_last: bool) -> Iterator[Arrangement]:
         """Yield the forms of a conversation that this template may take, the client's own first."""
-        has_system = any(message["role"] in SYSTEM_ROLES for message in messages)
-        takes_system = not has_system or self._shows_system()
         forms = [messages]
         if have_calls(messages):
             forms = [with_call_ids(messages, form) for form in self._id_forms]
             forms.append(with_argument_texts(forms[-1]))
         for form in forms:
-            yield from arrangements(form, takes_system=takes_system, keeps_last=keeps_last)
+            yield from arrangements(form, self, keeps_last=keeps_last)
 
     def _run_arrangement(
-        self, plain: PlainText, variables: dict[str, Any], arrangement: Arrangement, continue_final: bool
+        self, plain: PlainText, variables: dict[str, Any], messages: list[ChatMessage], continue_final: bool
     ) -> str:
-        if arrangement.unsure:
-            self._check_shown(plain, variables, arrangement)
-        conversation = [
-            {**plain.protect(message), "role": message["role"]} for message in arrangement.messages
-        ]
+        conversation = [{**plain.protect(message), "role": message["role"]} for message in messages]
         if continue_final:
             conversation[-1]["content"] += plain.end
         rendered = self._run(plain, {**variables, "messages": conversation})
         return _cut_at(plain.end, rendered) if continue_final else rendered
-
-    def _check_shown(self, plain: PlainText, variables: dict[str, Any], arrangement: Arrangement) -> None:
-        """Raise TemplateFailureError if the template leaves one of the unsure messages out."""
-        tried = [{**plain.protect(message), "role": message["role"]} for message in arrangement.messages]
-        for index in arrangement.unsure:
-            tried[index]["content"] = f"{PROBE} {index}."
-        rendered = self._run(plain, {**variables, "messages": tried})
-        for index in arrangement.unsure:
-            if f"{PROBE} {index}." not in rendered:
-                raise TemplateFailureError(
-                    f"the chat template has no place for a message of the role {tried[index]['role']} there",
-                    param="messages",
-                )
-
-    def _shows_system(self) -> bool:
-        """Return whether the template takes a system message at the beginning; tried once."""
-        if self._takes_system is None:
-            told = {"role": "system", "content": PROBE}
-            try:
-                self._takes_system = PROBE in self._run_bare([told, {"role": "user", "content": "x"}])
-            except TemplateRefusalError:
-                self._takes_system = False
-            except Exception:  # foreign code that may fail on the probe alone, for lack of tools for example
-                self._takes_system = True
-        return self._takes_system
 
     def _check_options(self, options: dict[str, Any]) -> None:
         for name in options:
@@ -391,6 +376,15 @@ class ChatTemplate:
             raise TemplateFailureError(
                 "the chat template failed on these messages", param="messages"
             ) from None
+
+    def _may_show(self, role: str, before: list[ChatMessage], after: list[ChatMessage]) -> bool:
+        """Return False if the template refuses a message there, or leaves it out."""
+        try:
+            return PROBE in self._run_bare([*before, {"role": role, "content": PROBE}, *after])
+        except TemplateRefusalError:
+            return False
+        except Exception:  # foreign code that may fail on the probe alone, for lack of tools for example
+            return True
 
     def _tells_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Whether a conversation in which one message stands for the other becomes another prompt, or none."""

@@ -47,12 +47,12 @@ def _checked(request: Request, body: dict[str, Any], model: type[Model]) -> Mode
     inner = INNER if model.inner is None else model.inner
     kept = settle_fields(body, known, notes, inner, samples=model.samples)
     try:
-        request = model.model_validate(kept).with_notes(notes)
+        read = model.model_validate(kept).with_notes(notes)
     except pydantic.ValidationError as error:
         raise _translated(error) from None
-    if isinstance(request, ChatFields):
-        settle_tools(request)
-    return request
+    if isinstance(read, ChatFields):
+        settle_tools(read)
+    return read
 
 
 def _translated(error: pydantic.ValidationError) -> ValidationError:
