@@ -71,7 +71,8 @@ class _IdWriter:
     def __init__(self, messages: Sequence[ChatMessage], form: IdForm) -> None:
         self._form = form
         self._num_calls = 0
-        self._open: list[tuple[str, str]] = []  # name and id of each call without a result
+        self._open: dict[str, str] = {}  # id to name of each call without a result
+        self._by_name: dict[str, dict[str, None]] = {}  # the same ids by name, in order
         self._new: dict[str, str] = {}
         calls = [call for message in messages for call in message.get("tool_calls", ())]
         given = [call.get("id") for call in calls] + [message.get("tool_call_id") for message in messages]
@@ -79,7 +80,7 @@ class _IdWriter:
 
     def written(self, message: ChatMessage, place: str) -> ChatMessage:
         if "tool_calls" in message:
-            self._open = []
+            self._open, self._by_name = {}, {}
             calls = [self._call(call, f"{place}/{index}") for index, call in enumerate(message["tool_calls"])]
             return {**message, "tool_calls": calls}
         if message["role"] == "tool":
@@ -90,7 +91,8 @@ class _IdWriter:
         name = str(call["function"]["name"])
         call_id = self._id(call.get("id"), name, place, self._num_calls)
         self._num_calls += 1
-        self._open.append((name, call_id))
+        self._open[call_id] = name
+        self._by_name.setdefault(name, {})[call_id] = None
         return {**call, "id": call_id}
 
     def _result_id(self, message: ChatMessage, place: str) -> str:
@@ -98,10 +100,9 @@ class _IdWriter:
         if given is not None:
             answered = self._new.get(given) or self._id(given, name, place, self._num_calls)
         else:
-            named = [call_id for called, call_id in self._open if called == name]
-            answered = next(iter(named or [call_id for _, call_id in self._open]), "")
-            answered = answered or self._id(None, name, place, self._num_calls)
-        self._open = [(called, call_id) for called, call_id in self._open if call_id != answered]
+            first = next(iter(self._by_name.get(name) or self._open), None)
+            answered = self._id(None, name, place, self._num_calls) if first is None else first
+        self._by_name.get(self._open.pop(answered, ""), {}).pop(answered, None)
         return answered
 
     def _id(self, given: str | None, name: str, place: str, number: int) -> str:

@@ -52,8 +52,9 @@ def arrangements(
     takes_first = places.takes_first(role)
     if takes_first and all(index == 0 or places.takes_later(messages[index]["role"]) for index in system):
         yield Arrangement(messages)
-    rest = [message for index, message in enumerate(messages) if index not in system]
-    joined = _joined(messages, system)
+    moved = frozenset(system)
+    rest = [message for index, message in enumerate(messages) if index not in moved]
+    joined = _joined(messages, moved)
     text = "\n\n".join(messages[index]["content"] for index in system if messages[index]["content"])
     if takes_first and system[-1] > 0:
         first: ChatMessage = {**messages[system[0]], "content": text}
@@ -64,7 +65,7 @@ def arrangements(
         yield Arrangement(_before_user(text, others), {ROLE_FIELD: TO_USER})
 
 
-def _joined(messages: Sequence[ChatMessage], without: Sequence[int]) -> list[ChatMessage]:
+def _joined(messages: Sequence[ChatMessage], without: frozenset[int]) -> list[ChatMessage]:
     """Return the other messages, those of a user as one where only a system message stood between them."""
     kept: list[ChatMessage] = []
     is_behind_system = False

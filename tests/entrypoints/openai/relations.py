@@ -18,7 +18,7 @@ RELATIONS = (
     r"(stop|options\.stop|stop_sequences) has \d+ characters in all",
     r"prompts with n = \d+ are \d+ sequences",
     r"allowed_token_ids has only tokens that end the generation",
-    r"(tools|functions)\.\d+(\.function|\.custom)?\.name .* is another tool's, too",
+    r"(tools|functions)\.\d+(\.function|\.custom|\.tools\.\d+)?\.name .* is another tool's",
     r"name .* has characters that a call in the format",
     r"(parameters|input_schema) must be the JSON schema of an object",
     # Of a model that pools.

@@ -107,6 +107,11 @@ class ResponseTools:
     def _add(self, described: _Described, index: int) -> None:
         tool, place, namespace, about = described
         client = ClientTool(tool["name"], namespace, tool["type"] == "custom")
+        if namespace is not None and (client.name, namespace) in self._names:
+            raise ValidationError(
+                f"{place}.name {client.name!r:.80} is another tool's of this namespace, too",
+                param=f"{place}.name",
+            )
         shown = client.name if namespace is None else self._unused(_joined(client.name, namespace))
         self._shown.setdefault(shown, client)
         self._names.setdefault((client.name, namespace), shown)
