@@ -244,7 +244,7 @@ def _call(block: Any, where: str) -> Fields:
 def _tool(tool: Fields, where: str) -> Fields:
     """Return the tool as chat has it. One of Anthropic's own has a type and no schema, and chat leaves it out."""
     kind, schema = tool.get("type", "custom"), tool.get("input_schema")
-    if not isinstance(kind, str):
+    if not isinstance(kind, str) or not kind:
         raise ValidationError(f"{where}.type must be text", param=f"{where}.type")
     if kind not in OWN_TOOLS and schema is None:
         return {"type": kind}

@@ -88,7 +88,11 @@ TOOLS = array(
     any_of(
         object_of(
             {"name": shapes.FUNCTION["properties"]["name"], "input_schema": shapes.PARAMETERS},
-            {"type": shapes.TEXT, "description": shapes.TEXT, "strict": {"type": "boolean"}},
+            {
+                "type": {**shapes.TEXT, "minLength": 1},
+                "description": shapes.TEXT,
+                "strict": {"type": "boolean"},
+            },
         ),
         object_of({"type": shapes.other_type(*OWN_TOOLS)}, {"input_schema": shapes.NULL}),
     )

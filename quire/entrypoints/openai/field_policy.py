@@ -189,7 +189,12 @@ MESSAGE = Place(
         "prefix": Refused((False,), why="is not supported, but continue_final_message is"),
     },
     inner={
-        "content": Place(frozenset({"type", "text", "refusal", "thinking", "reasoning", "summary"}) | MEDIA),
+        "content": Place(
+            frozenset({"type", "text", "refusal", "thinking", "reasoning", "summary"}) | MEDIA,
+            inner=dict.fromkeys(
+                ("text", "thinking", "reasoning", "summary"), Place(frozenset({"type", "text"}))
+            ),
+        ),
         "tool_calls": TOOL_CALL,
         "function_call": CALLED,
     },

@@ -150,7 +150,7 @@ def _name_of(entry: Mapping[str, Any]) -> str | None:
 
 def _kind_of(choice: Mapping[str, Any]) -> str:
     kind = choice.get("type")
-    if not isinstance(kind, str | None):
+    if not isinstance(kind, str | None) or kind == "":
         raise ValidationError(
             "the type of tool_choice, and of what it allows, must be text", param="tool_choice"
         )

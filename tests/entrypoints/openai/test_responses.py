@@ -149,7 +149,11 @@ async def test_settings_are_honoured_and_sent_back(client: httpx.AsyncClient, en
             {
                 "tools": [
                     TOOL,
-                    {"type": "namespace", "name": "n", "tools": [TOOL, {**TOOL, "parameters": {"type": 5}}]},
+                    {
+                        "type": "namespace",
+                        "name": "n",
+                        "tools": [TOOL, {**TOOL, "name": "h", "parameters": {"type": 5}}],
+                    },
                 ]
             },
             "tools.1.tools.1.parameters",

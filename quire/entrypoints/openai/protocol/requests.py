@@ -220,7 +220,7 @@ class CustomTool(RequestModel):
 class OfferedTool(RequestModel):
     """A tool as a client describes it; tools of other types than these two are left out."""
 
-    type: str
+    type: str = Field(min_length=1)
     function: ToolFunction | None = None
     custom: CustomTool | None = None
 
@@ -256,7 +256,7 @@ class ChatFields(RequestModel):
     relations: ClassVar[tuple[dict[str, Any], ...]] = (related.CONTINUED,)
 
     messages: Messages
-    tools: Annotated[list[OfferedTool] | None, WithJsonSchema(shapes.optional(shapes.TOOLS))] = None
+    tools: Annotated[list[OfferedTool] | None, WithJsonSchema(shapes.optional(shapes.LOOSE_TOOLS))] = None
     _shown_tools: list[Tool] = PrivateAttr(default_factory=list)
     _left_out: list[str] = PrivateAttr(default_factory=list)
     documents: Annotated[Objects | None, WithJsonSchema(shapes.DOCUMENTS)] = None

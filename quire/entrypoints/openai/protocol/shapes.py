@@ -71,31 +71,53 @@ CUSTOM = object_of(
 
 def other_type(*types: str) -> Schema:
     """Return a type that is none of these."""
-    return {**TEXT, "not": enum(*types)}
+    return {**TEXT, "minLength": 1, "not": enum(*types)}
 
 
-TOOL = any_of(
-    object_of({"type": enum("function"), "function": FUNCTION}, {"custom": CUSTOM}),
-    object_of({"type": enum("custom"), "custom": CUSTOM}, {"function": FUNCTION}),
-    object_of({"type": other_type("function", "custom")}, {"function": FUNCTION, "custom": CUSTOM}),
-)
-"""As the model `OfferedTool` and `tool_kinds.settle_tools` check it."""
-TOOLS = array(TOOL)
+_ANY_PARAMETERS = optional({"type": "object"})
+LOOSE_FUNCTION: Schema = {**FUNCTION, "properties": {**FUNCTION["properties"], "parameters": _ANY_PARAMETERS}}
+
+
+def _tools(function: Schema) -> Schema:
+    return array(
+        any_of(
+            object_of({"type": enum("function"), "function": function}, {"custom": CUSTOM}),
+            object_of({"type": enum("custom"), "custom": CUSTOM}, {"function": LOOSE_FUNCTION}),
+            object_of(
+                {"type": other_type("function", "custom")}, {"function": LOOSE_FUNCTION, "custom": CUSTOM}
+            ),
+        )
+    )
+
+
+TOOLS = _tools(FUNCTION)
+LOOSE_TOOLS = _tools(LOOSE_FUNCTION)
+"""As the model `OfferedTool` and `tool_kinds.settle_tools` check them; the loose ones where no call is asked for."""
 JSON_OBJECT_TEXT: Schema = {**TEXT, "contentMediaType": "application/json"}
 
 # `chat.messages.checked_messages`
 CONTENT = any_of(TEXT, array(any_of(TEXT, text_parts(TEXT_PARTS))))
-_THOUGHT = any_of(TEXT, array(any_of(TEXT, object_of({"text": TEXT}))))
+_THOUGHT = any_of(TEXT, array(any_of(TEXT, object_of({"text": TEXT}, {"type": {}}))))
 _THOUGHTS = [
     object_of({"type": enum(kind)}, dict.fromkeys(names, _THOUGHT)) for kind, names in THOUGHT_PARTS.items()
 ]
 ASSISTANT_CONTENT = any_of(TEXT, array(any_of(TEXT, text_parts(TEXT_PARTS), *_THOUGHTS)))
 CALLED = object_of({"name": TEXT}, {"arguments": {}})
+
+
+def _unread(*names: str) -> Schema:
+    """Return the schema of a field that is not read in a call of the other kind, and has rules for its fields."""
+    known, plain = object_of({}, {name: {} for name in names}), {"type": ["string", "number", "boolean"]}
+    return any_of(plain, known, array(any_of({**plain, "type": [*plain["type"], "array", "null"]}, known)))
+
+
 TOOL_CALL = any_of(
-    object_of({"function": CALLED}, {"id": TEXT, "type": enum("function"), "custom": {}}),
+    object_of(
+        {"function": CALLED}, {"id": TEXT, "type": enum("function"), "custom": _unread("name", "input")}
+    ),
     object_of(
         {"type": enum("custom"), "custom": object_of({"name": TEXT}, {"input": {}})},
-        {"id": TEXT, "function": {}},
+        {"id": TEXT, "function": _unread("name", "arguments")},
     ),
 )
 NAMES = dict.fromkeys([*sorted(PASSED_FIELDS - {"name"}), "refusal"], TEXT)

@@ -109,7 +109,7 @@ class _Input:
 
     def _add(self, item: Fields, where: str) -> None:
         kind = item.get("type", "message")
-        if not isinstance(kind, str):
+        if not isinstance(kind, str) or not kind:
             raise ValidationError(f"{where}.type must be text", param=f"{where}.type")
         if kind == "message":
             self._add_message(_message(item, where))

@@ -38,6 +38,7 @@ CALLS = {
 FIXED_CALLS = ("local_shell_call", "shell_call", "apply_patch_call")
 """Calls of tools that have no name but that of their type."""
 OUTPUTS = tuple(f"{kind}_output" for kind in CALLS if kind != "mcp_call")
+MAX_PART_CHARS = 120  # of a namespace's name and of the names in it, which become one name for the model
 REFERENCE = "item_reference"
 TEXT_FIELDS = ("content", "output")
 """Fields that would be lost with an item of an unknown type."""
@@ -100,34 +101,26 @@ INPUT = any_of(
         minItems=1,
     ),
 )
-_TOOL = any_of(
-    {
-        **shapes.FUNCTION,
-        "properties": {
-            "type": enum("function"),
-            **shapes.FUNCTION["properties"],
-            "format": shapes.optional({"type": "object"}),
-        },
-        "required": ["type", "name"],
-    },
-    object_of(
-        {"type": enum("custom"), "name": shapes.CUSTOM["properties"]["name"]},
-        {"description": shapes.TEXT, "format": {"type": "object"}},
-    ),
+_FORMAT = {"format": {"type": "object"}}
+
+
+def _named(kind: str, max_chars: int, others: dict[str, Any]) -> dict[str, Any]:
+    name = {**shapes.TEXT, "minLength": 1, "maxLength": max_chars}
+    return object_of({"type": enum(kind), "name": name}, {"description": shapes.TEXT, **_FORMAT, **others})
+
+
+def _tools(max_chars: int) -> list[dict[str, Any]]:
+    function = {"parameters": shapes.PARAMETERS, "strict": {"type": "boolean"}}
+    return [_named("function", max_chars, function), _named("custom", max_chars, {})]
+
+
+_MEMBERS = array(
+    any_of(*_tools(MAX_PART_CHARS), object_of({"type": shapes.other_type("function", "custom")}))
 )
 TOOLS = array(
     any_of(
-        *_TOOL["anyOf"],
-        object_of(
-            {"type": enum("namespace"), "name": {**shapes.TEXT, "minLength": 1}},
-            {
-                "description": shapes.TEXT,
-                "format": {"type": "object"},
-                "tools": array(
-                    any_of(*_TOOL["anyOf"], object_of({"type": shapes.other_type("function", "custom")}))
-                ),
-            },
-        ),
+        *_tools(256),
+        _named("namespace", MAX_PART_CHARS, {"tools": _MEMBERS}),
         object_of({"type": shapes.other_type("function", "custom", "namespace")}),
     )
 )

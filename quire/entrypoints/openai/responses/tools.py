@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.responses.protocol import MAX_PART_CHARS
 from quire.entrypoints.openai.tool_kinds import custom_function, grammar_of
 from quire.errors import ValidationError
 
@@ -91,7 +92,7 @@ class ResponseTools:
 
     def _members(self, tool: Fields, where: str) -> Iterator[_Described]:
         """Yield the functions and custom tools of a namespace, the first with what is said about all of them."""
-        about = _described(tool, where).tool.get("description") or ""
+        about = _described(tool, where, in_namespace=True).tool.get("description") or ""
         members = tool.get("tools", [])
         if not isinstance(members, list) or not all(isinstance(member, dict) for member in members):
             raise ValidationError(f"{where}.tools must be a list of tools", param=f"{where}.tools")
@@ -101,7 +102,7 @@ class ResponseTools:
             if kind not in KINDS:
                 self._notes.ignore(f"tools[].tools[].{kind}")
                 continue
-            yield _described(member, place)._replace(namespace=tool["name"], about=about)
+            yield _described(member, place, in_namespace=True)._replace(namespace=tool["name"], about=about)
             about = ""
 
     def _add(self, described: _Described, index: int) -> None:
@@ -142,10 +143,15 @@ class ResponseTools:
         return free
 
 
-def _described(tool: Fields, where: str) -> _Described:
+def _described(tool: Fields, where: str, *, in_namespace: bool = False) -> _Described:
     """Return the tool, once it has what a tool with a name needs."""
     if not isinstance(tool.get("name"), str) or not tool["name"]:
         raise ValidationError(f"{where}.name must be text", param=f"{where}.name")
+    if in_namespace and len(tool["name"]) > MAX_PART_CHARS:
+        raise ValidationError(
+            f"{where}.name has {len(tool['name'])} characters, the limit is {MAX_PART_CHARS}",
+            param=f"{where}.name",
+        )
     if not isinstance(tool.get("description"), str | None):
         raise ValidationError(f"{where}.description must be text", param=f"{where}.description")
     if not isinstance(tool.get("format"), dict | None):
@@ -154,9 +160,10 @@ def _described(tool: Fields, where: str) -> _Described:
 
 
 def _kind(tool: Fields, where: str) -> str:
-    if not isinstance(tool.get("type"), str):
+    kind = tool.get("type")
+    if not isinstance(kind, str) or not kind:
         raise ValidationError(f"{where}.type must be text", param=f"{where}.type")
-    return str(tool["type"])
+    return kind
 
 
 def _joined(name: str, namespace: str | None) -> str:
