@@ -30,11 +30,15 @@ class PromptedReader:
     def call_markers(self) -> Sequence[bool]:
         return self._reader.call_markers
 
+    @property
+    def is_open(self) -> bool:
+        return self._reader.is_open
+
     def feed(self, text: str) -> list[Event]:
         return self._without_marker(self._reader.feed(text))
 
-    def finish(self) -> list[Event]:
-        return self._without_marker(self._reader.finish())
+    def finish(self, *, was_cut: bool = False) -> list[Event]:
+        return self._without_marker(self._reader.finish(was_cut=was_cut))
 
     def _without_marker(self, events: list[Event]) -> list[Event]:
         """The prompt's marker is no text of the answer, though it should begin nothing."""
