@@ -7,7 +7,6 @@ threads and processes take is not counted.
 from __future__ import annotations
 
 from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.settings import StructuredOutputsSettings
 
 BURST_MS = 250.0  # beyond the mean, for states of the lexer that are built once
 BURST_MS_PER_KIB = (
@@ -20,11 +19,11 @@ class MaskBudget:
 
     Args:
         params: the settled constraint, whose size decides the burst.
-        settings: has the mean.
+        mean_ms: `mask_time_ms`.
     """
 
-    def __init__(self, params: StructuredOutputsParams, settings: StructuredOutputsSettings) -> None:
-        self._mean_ms = settings.mask_time_ms
+    def __init__(self, params: StructuredOutputsParams, mean_ms: float) -> None:
+        self._mean_ms = mean_ms
         self._burst_ms = BURST_MS + BURST_MS_PER_KIB * len(params.key) / 1024
         self._left_ms = self._burst_ms
 

@@ -22,6 +22,7 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
     backend: str
     timeout_s: float
     memory_mb: int
+    mask_time_ms: float
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):

@@ -36,6 +36,7 @@ from quire.structured_output.backend import (
     Matcher,
 )
 from quire.structured_output.backends import resolve_backend
+from quire.structured_output.budget import MaskBudget
 from quire.structured_output.check_messages import (
     INTERRUPTED,
     WALL_FACTOR,
@@ -104,11 +105,12 @@ def find_out(question: Question) -> Answer:
             _try(backend, _alone(one, params))
     except GrammarError as error:
         return _placed(question, str(error))
+    budget = MaskBudget(question.params, question.mask_time_ms)
     try:
-        _walk(grammar, len(backend.vocabulary.tokens))
+        _walk(grammar, len(backend.vocabulary.tokens), budget)
     except GrammarError as error:
         return Answer(error=str(error))
-    return Answer(params)
+    return Answer(error=budget.refusal, is_of_library=False) if budget.is_spent else Answer(params)
 
 
 def _try(backend: GrammarBackend, params: StructuredOutputsParams) -> Grammar:
@@ -117,8 +119,8 @@ def _try(backend: GrammarBackend, params: StructuredOutputsParams) -> Grammar:
     return grammar
 
 
-def _walk(grammar: Grammar, vocab_size: int) -> None:
-    """Take a step behind each first token, and many along some texts.
+def _walk(grammar: Grammar, vocab_size: int, budget: MaskBudget) -> None:
+    """Take a step behind each first token, and then many along some texts unless these spend the budget.
 
     Raises:
         GrammarError: a limit of the library is met.
@@ -132,9 +134,13 @@ def _walk(grammar: Grammar, vocab_size: int) -> None:
     for _ in range(NUM_WALKS):
         matcher = grammar.new_matcher()
         for _ in range(WALK_STEPS):
+            started_ns = time.process_time_ns()
             tokens = _allowed(matcher, vocab_size)
             if not tokens or not matcher.advance(rng.choice(tokens)):
                 break
+            budget.charge(time.process_time_ns() - started_ns, num_steps=2)
+            if budget.is_spent:
+                return
 
 
 def _allowed(matcher: Matcher, vocab_size: int) -> list[int]:

@@ -120,6 +120,7 @@ class Checker:
             self._settings.backend,
             self._settings.compile_timeout_s,
             self._settings.compile_memory_mb,
+            self._settings.mask_time_ms,
         )
         answer = process.ask(question, self._settings.compile_timeout_s * WALL_FACTOR + GRACE_S)
         self._put_back(process, is_well=answer is not None)

@@ -76,7 +76,7 @@ class GrammarStore:
 
     def budget(self, params: StructuredOutputsParams) -> MaskBudget | None:
         """Return the account of a new text; None: nothing limits its time here."""
-        return MaskBudget(params, self._settings) if self._limits_time else None
+        return MaskBudget(params, self._settings.mask_time_ms) if self._limits_time else None
 
     def renew(self, params: StructuredOutputsParams) -> None:
         """Forget a grammar whose shared states have become too many; those who use it go on."""

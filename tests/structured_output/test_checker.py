@@ -126,6 +126,16 @@ def test_time_is_limited() -> None:
     checker.close()
 
 
+def test_constraint_whose_masks_are_slow_is_refused() -> None:
+    """As far as that shows within the first bytes of a text."""
+    checker = Checker(StructuredOutputsSettings(mask_time_ms=0.1))
+    slow = " | ".join(f'"b{number}"' for number in range(3000))
+    with pytest.raises(CheckLimitError, match=r"more than 0\.1 ms of CPU time at each step"):
+        check(checker, {"grammar": f'start: e\ne: e e e | e e | "a" | {slow}'})
+    check(checker, {"grammar": f'start: "a" | {slow}'})
+    checker.close()
+
+
 def test_memory_is_limited() -> None:
     checker = Checker(StructuredOutputsSettings(compile_timeout_s=60.0, compile_memory_mb=16))
     with pytest.raises(CheckLimitError, match="more than 16 MiB to compile"):
@@ -247,7 +257,7 @@ def test_a_checker_ends_with_its_parent() -> None:
 def test_a_fork_ends_with_its_parent() -> None:
     process = CheckProcess()
     asking = threading.Thread(
-        target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096), HANG_S), daemon=True
+        target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096, 5.0), HANG_S), daemon=True
     )
     asking.start()
     while (fork := work_of(process)) is None:
@@ -268,7 +278,7 @@ def wait_for_end(pid: int) -> None:
 def test_check_that_is_stopped_as_a_whole_leaves_nothing() -> None:
     process = CheckProcess()
     asking = threading.Thread(
-        target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096), HANG_S), daemon=True
+        target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096, 5.0), HANG_S), daemon=True
     )
     asking.start()
     while (fork := work_of(process)) is None:
