@@ -65,7 +65,7 @@ def answer(kind: str, tools: ToolFormat, reasoning: ReasoningFormat, num_chars: 
     if kind == "many calls":
         return tools.write([("write", {})] * (num_chars // 30))
     if kind == "reasoning":
-        return reasoning.opens[0] + filled(PROSE, num_chars) + reasoning.closes[0]
+        return "".join([*reasoning.opens[:1], filled(PROSE, num_chars), *reasoning.closes[:1]])
     return tools.write([("write", {"text": filled(PROSE if kind == "argument" else CODE, num_chars)})])
 
 
@@ -84,7 +84,7 @@ def seconds(formats: AnswerFormat, pieces: Sequence[str], prompt: str) -> float:
 
 def cost(tools: ToolFormat, reasoning: ReasoningFormat, kind: str, num_chars: int) -> Cost:
     formats = AnswerFormat(tools, reasoning)
-    prompt = reasoning.closes[0]  # it does not begin in the reasoning
+    prompt = "".join(reasoning.closes[:1])  # it does not begin in the reasoning
     took, num_tokens = [], 0
     for size in (num_chars, 2 * num_chars):
         pieces = tokens(answer(kind, tools, reasoning, size))
