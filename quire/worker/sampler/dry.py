@@ -78,17 +78,21 @@ class _Row(NamedTuple):
     """The settings of a request, and what was matched of its tokens."""
 
     params: SamplingParams
-    singles: NDArray[np.int64]
-    """Sorted tokens that are a breaker by themselves."""
+    is_single: NDArray[np.bool_]
+    """[V] tokens that are a breaker by themselves."""
     longer: list[tuple[frozenset[int], tuple[int, ...]]]
     """The other breakers: a token of the first, and then all of the second."""
     suffixes: Suffixes
 
     @classmethod
-    def from_params(cls, params: SamplingParams) -> _Row:
-        singles = [token for breaker in params.dry_breakers if not breaker.tail for token in breaker.heads]
+    def from_params(cls, params: SamplingParams, vocab_size: int) -> _Row:
+        is_single = np.zeros(vocab_size, dtype=np.bool_)
+        for breaker in params.dry_breakers:
+            if not breaker.tail:
+                heads = np.array(breaker.heads, dtype=np.int64)
+                is_single[heads[heads < vocab_size]] = True
         longer = [(frozenset(one.heads), one.tail) for one in params.dry_breakers if one.tail]
-        return cls(params, np.unique(np.array(singles, dtype=np.int64)), longer, Suffixes())
+        return cls(params, is_single, longer, Suffixes())
 
     def penalties(self, tokens: Tokens, num_drafts: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the tokens to lower behind tokens [n], and by how much."""
@@ -107,7 +111,7 @@ class _Row(NamedTuple):
         repeated = np.minimum(within, limit)
         is_long = repeated >= allowed
         followers, longest = _longest_by_token(window[1:][is_long], repeated[is_long])
-        is_penalised = ~np.isin(followers, self.singles)
+        is_penalised = ~self.is_single[followers]
         exponents = longest[is_penalised] - allowed
         if params.dry_base > 1.000001:
             exponents = np.minimum(exponents, int(_MAX_LOG / math.log(params.dry_base)))
@@ -118,7 +122,7 @@ class _Row(NamedTuple):
     def _since_breaker(self, window: Tokens) -> int:
         """Return how many tokens follow the last breaker that begins in a window [n]; n without one."""
         count = len(window)
-        begins = np.isin(window, self.singles)
+        begins = self.is_single[window]
         for heads, tail in self.longer:
             begins |= _begins(window, heads, tail)
         found = np.flatnonzero(begins)
@@ -181,7 +185,7 @@ class Dry(LogitsFeature[StagedAmounts]):
         return params.uses_dry
 
     def _store(self, row: int, request: NewRequestData) -> None:
-        self._rows[row] = _Row.from_params(request.sampling_params)
+        self._rows[row] = _Row.from_params(request.sampling_params, self._vocab_size)
 
     def _forget(self, row: int) -> None:
         del self._rows[row]
