@@ -81,6 +81,23 @@ def test_stop_strings_are_bounded_in_all() -> None:
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
         ({"skip_reading_prefix_cache": "yes"}, "skip_reading_prefix_cache"),
         ({"logits_processors": ["name"]}, "logits_processors"),
+        ({"repeat_last_n": -2}, "repeat_last_n"),
+        ({"dry_multiplier": -0.1}, "dry_multiplier"),
+        ({"dry_base": float("inf")}, "dry_base"),
+        ({"dry_allowed_length": -1}, "dry_allowed_length"),
+        ({"dry_penalty_last_n": -2}, "dry_penalty_last_n"),
+        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
+        ({"dry_sequence_breakers": ["x" * 40] * 26}, "dry_sequence_breakers"),
+        ({"top_n_sigma": -1.5}, "top_n_sigma"),
+        ({"typical_p": 0.0}, "typical_p"),
+        ({"xtc_probability": 1.5}, "xtc_probability"),
+        ({"xtc_threshold": -0.1}, "xtc_threshold"),
+        ({"dynatemp_range": -1.0}, "dynatemp_range"),
+        ({"dynatemp_exponent": float("nan")}, "dynatemp_exponent"),
+        ({"mirostat": 3}, "mirostat"),
+        ({"mirostat_tau": -1.0}, "mirostat_tau"),
+        ({"mirostat_eta": 11.0}, "mirostat_eta"),
+        ({"temperature_last": 1}, "temperature_last"),
     ],
     ids=str,
 )
@@ -94,3 +111,35 @@ def test_what_is_out_of_range_is_named(fields: dict[str, Any], param: str) -> No
 def test_what_asks_for_nothing_is_none() -> None:
     params = SamplingParams(thinking_token_budget=-1, repetition_detection=RepetitionDetectionParams())
     assert params == SamplingParams.from_optional(top_p=None, n=1)
+
+
+def test_temperature_zero_keeps_filters_of_the_chain_alone() -> None:
+    plain = SamplingParams(temperature=0, top_k=5, top_p=0.5, mirostat=2)
+    assert (plain.greedy, plain.top_k, plain.top_p, plain.mirostat, plain.needs_seed) == (
+        True,
+        0,
+        1.0,
+        0,
+        False,
+    )
+    chain = SamplingParams(temperature=0, top_k=5, xtc_probability=0.5)
+    assert (chain.greedy, chain.top_k, chain.needs_seed, chain.has_sampler_chain) == (True, 5, True, True)
+    assert not SamplingParams(temperature=0, dynatemp_range=0.5).greedy
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_n_sigma": 0.0},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.51},
+        {"dry_multiplier": 1.0, "dry_base": 0.9},
+        {"dry_multiplier": 1.0, "dry_penalty_last_n": 0},
+        {"dynatemp_exponent": 3.0, "mirostat_tau": 1.0},
+    ],
+    ids=str,
+)
+def test_samplers_that_are_off_need_nothing(fields: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, **fields)
+    assert not params.has_sampler_chain
+    assert not params.uses_dry
+    assert not params.needs_seed

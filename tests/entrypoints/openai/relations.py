@@ -14,6 +14,8 @@ RELATIONS = (
     r"logprob_token_ids has \d+ ids: leave logprobs out",
     r"repetition_detection: min_(pattern_size|count) must be an integer in",
     r"bad_words (make|has) \d+ ",
+    r"dry_sequence_breakers (has|stand in) \d+ ",
+    r"(repeat_penalty|penalty_last_n) is [^:]*: send one of them",
     r"continue_final_message needs",
     r"(stop|options\.stop|stop_sequences) has \d+ characters in all",
     r"prompts with n = \d+ are \d+ sequences",

@@ -42,6 +42,7 @@ IGNORED: list[tuple[dict[str, Any], list[str]]] = [
     ({"reasoning_effort": "low"}, ["reasoning_effort"]),
     ({"num_ctx": 8192, "keep_alive": "5m"}, ["num_ctx", "keep_alive"]),
     ({"usage": {"include": True}}, ["usage"]),
+    ({"verbosity": "low"}, ["verbosity"]),
     ({"user": "me", "metadata": {"a": "b"}, "store": False}, ["user", "metadata", "store"]),
     ({"prediction": {"type": "content", "content": "x"}}, ["prediction"]),
     ({"temprature": 1}, ["temprature"]),

@@ -20,7 +20,7 @@ from quire.entrypoints.openai.protocol.shapes import INCLUDED_LOGPROBS
 from quire.sampling_extras import (
     MAX_BAD_WORDS,
     MAX_DRY_BREAKER_CHARS,
-    MAX_DRY_CHARS,
+    MAX_DRY_BREAKERS,
     MAX_LOGPROB_TOKEN_IDS,
 )
 from quire.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, RANGES
@@ -119,7 +119,7 @@ class Limits:
         rules["bad_words"] = {"string": {"pattern": r"\S"}, "array": {"maxItems": MAX_BAD_WORDS}}
         rules["dry_sequence_breakers"] = {
             "string": {"minLength": 1, "maxLength": MAX_DRY_BREAKER_CHARS},
-            "array": {"maxItems": MAX_DRY_CHARS // MAX_DRY_BREAKER_CHARS},  # as many of any length
+            "array": {"maxItems": MAX_DRY_BREAKERS},
         }
         rules["thinking_token_budget"] = _number(-1, sys.maxsize)
         rules["length_penalty"] = _number(-10, 10)
