@@ -298,7 +298,10 @@ ALSO_CALLED: dict[str, str] = {
 
 ENCODER_FAMILIES = (
     EncoderFamily(
-        "Bert", "bert:read_bert", "BERT, MiniLM, E5, BGE, GTE (2023), MXBAI, Snowflake Arctic Embed"
+        "Bert",
+        "bert:read_bert",
+        "BERT, MiniLM, E5, BGE, GTE (2023), MXBAI, Snowflake Arctic Embed",
+        heads=(*_HEADS, "ForPreTraining"),
     ),
     EncoderFamily("Camembert", "bert:read_roberta", "CamemBERT"),
     EncoderFamily("DistilBert", "bert:read_distilbert", "DistilBERT"),

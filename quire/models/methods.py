@@ -113,7 +113,7 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
 
 
 class _Encodings:
-    """What the checkpoint has quantised, by its tensors; its rules say how.
+    """Encodings of the modules that the checkpoint has quantized: its tensors say which, and its rules how.
 
     What kernels multiply by as it is has the options of `scheme`.
     """

@@ -1,4 +1,4 @@
-"""Whether the output head is the token embedding: decided by the tensors of the checkpoint.
+"""Decision whether the output head is the token embedding, by the tensors of the checkpoint.
 
 Invariant: torch-free. A head that is stored and differs from the embedding is used, whatever config.json says.
 """

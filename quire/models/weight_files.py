@@ -29,7 +29,7 @@ _CHUNK = 1 << 20  # bytes compared at a time
 
 
 def all_weight_files(model_dir: Path, folders: Iterable[str] = ()) -> list[tuple[str, Path]]:
-    """The files that make up the checkpoint, and those in folders of it, each with its folder's name, or "".
+    """Return the files of the checkpoint and of folders in it, each with its folder's name, or "".
 
     Raises:
         ModelLoadError: as `weight_files`.

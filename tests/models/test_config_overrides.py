@@ -86,7 +86,7 @@ OVERRIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "theta and scaling": ({"rope_theta": 7.0, "rope_scaling": LINEAR}, LINEAR | {"rope_theta": 7.0}),
     "none": ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 300.0}),
 }
-"""What is given, and what it means."""
+"""Overrides, and the rotary embedding that they ask for."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,4 +1,4 @@
-"""What is moved to another place that transformers knows is read there, or refused, or named in the log."""
+"""Keys, tensors and files in other places that transformers knows: read there, refused, or named in the log."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ KINDS = {
     "ForProcessRewardModel": "process_reward",
     "ForRewardModel": "reward",
     "ForMaskedLM": "embed",
+    "ForPreTraining": "embed",
     "Model": "embed",
 }
 """End of an architecture's name -> what it is for."""

@@ -179,7 +179,7 @@ def _embedder(
     joined = width if layout is None else width * len(layout.pooling.split("+"))
     size = layout.head[-1].outputs if layout is not None and layout.head else joined
     matryoshka = _matryoshka(file, size)
-    if layout is None and architecture_of(file).endswith("ForMaskedLM"):
+    if layout is None and architecture_of(file).endswith(("ForMaskedLM", "ForPreTraining")):
         logger.warning(
             "%s without %s: embeddings are made of hidden states, %d numbers each, and its output head is left out; "
             "for weights of words (SPLADE), %s must name SpladePooling",
