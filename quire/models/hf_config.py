@@ -24,7 +24,7 @@ from quire.models.quantized.experts import as_stored
 from quire.models.quantized.reader import read_quantization
 from quire.models.registry import ModelRegistry
 from quire.models.tied_head import TIE, with_stored_head
-from quire.models.unread_keys import warn_of_unread
+from quire.models.unread_keys import report_unread
 from quire.models.weight_files import INDEX_NAME, SINGLE_NAME, StoredTensors
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
     quantization = read_quantization(config, model_dir)
     arch = read_config(config, model_impl)
     if not arch.foreign_config:
-        warn_of_unread(config)
+        inside = overrides.get(TEXT)
+        report_unread(config, {*overrides, *(inside if isinstance(inside, dict) else ())})
     more = token_ids(generation_file(model_dir), "eos_token_id", arch.vocab_size)
     arch = replace(
         arch,

@@ -115,7 +115,8 @@ NOTES = """
   log says so if config.json calls it tied; an equal one is left out; where only one of the two is stored and
   config.json says tied, beside `text_config` or inside it, it serves as both. A head that is neither stored nor tied
   is an error.
-- Keys of config.json that may change what is computed and that nothing reads are named in one warning.
+- Keys of config.json that may change what is computed and that nothing reads are named in the log, those of
+  `--hf-overrides` in a warning.
 - Weights are read from the file or index that `transformers_weights` names, else model.safetensors, else the index,
   else all `*.safetensors`. Experts may be stacked as transformers computes them (`experts.gate_up_proj`) where the
   other names are the published ones. The config of an adapter beside the model is named in a warning and not applied.

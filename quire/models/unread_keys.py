@@ -1,13 +1,14 @@
 """Report of keys in config.json that nothing here reads.
 
 Invariant: torch-free. A key is either read by a family, which honours or refuses it, known to change nothing that is
-computed at inference, or named in one warning.
+computed at inference, or named in the log. Tests hold that the first two are so of every key that transformers reads.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection
 
 from quire.models.json_object import JsonObject
 
@@ -17,7 +18,7 @@ HARMLESS = re.compile(
     "|".join(
         (
             # training
-            r".*(drop|jitter|loss|aux_|init|pretraining|z_coef|label_smoothing).*|w_init.*|.*_std(_dev)?|rescale_.*",
+            r".*(drop|jitter|loss|aux|init|pretraining|z_coef|label_smoothing).*|w_init.*|.*_std(_dev)?|rescale_.*",
             r"altup_coef_clip|embedding_fraction|time_step_(min|max|floor|scale|rank)|lambda_std_dev",
             # tasks other than generation, and what pooling reads by itself
             r".*label.*|num_classes|problem_type|summary_.*|classifier_.*|.*matryoshka.*|sbert_.*|sentence_.*|method",
@@ -28,7 +29,7 @@ HARMLESS = re.compile(
             r"use_mem_eff_path|use_flash.*|use_bfloat16|torchscript|(mamba_)?chunk_size|chunk_size_feed_forward",
             r"num_logits_to_keep|(moe|mamba)_\w*(overlap|cache_dtype)|init_device|.*_implementation|gradient_.*",
             r"reorder_and_upcast_attn|(scale_)?attention_softmax_in_fp32|residual_in_fp32|slow_but_exact|block_size",
-            r"is_decoder|tie_encoder_decoder|attn_config|cache_implementation",
+            r"is_decoder|tie_encoder_decoder|attn_config|cache_implementation|ep_size|masked_softmax_fusion",
             # generation defaults, which generation_config.json has
             r"max_length|min_length|do_sample|num_beams\w*|diversity_penalty|length_penalty|temperature|top_[kp]",
             r"typical_p|repetition_penalty|no_repeat_ngram_size|\w*_no_repeat_ngram_size|bad_words_ids|early_stopping",
@@ -51,13 +52,21 @@ HARMLESS = re.compile(
 _MOST_NAMED = 12
 
 
-def warn_of_unread(config: JsonObject) -> None:
-    """Log the keys of a config, read to its end, that were not asked for and are not known to change nothing."""
-    unread = [
+def report_unread(config: JsonObject, overrides: Collection[str]) -> None:
+    """Log the keys of a config, read to its end, that were not asked for and are not known to change nothing.
+
+    Args:
+        overrides: keys that --hf-overrides gave, of which a warning is due; the file's are told for information.
+    """
+    unread = sorted(
         key
         for key, value in config.values.items()
         if key not in config.asked and value not in (None, {}, []) and not HARMLESS.fullmatch(key)
-    ]
-    if unread:
-        more = "" if len(unread) <= _MOST_NAMED else f" and {len(unread) - _MOST_NAMED} more"
-        logger.warning("%s: not read: %s%s", config.where, ", ".join(sorted(unread)[:_MOST_NAMED]), more)
+    )
+    given = [key for key in unread if key in overrides]
+    if given:
+        logger.warning("--hf-overrides: %s: nothing reads this of %s", ", ".join(given), config.where)
+    rest = [key for key in unread if key not in overrides]
+    if rest:
+        more = "" if len(rest) <= _MOST_NAMED else f" and {len(rest) - _MOST_NAMED} more"
+        logger.info("%s: not read: %s%s", config.where, ", ".join(rest[:_MOST_NAMED]), more)
