@@ -59,6 +59,8 @@ def read_quantization(config: JsonObject, model_dir: Path) -> CheckpointQuantiza
     if found is None:
         return None
     key = "method" if "method" in found and "quant_method" not in found else "quant_method"
+    if key not in found and (found.flag("load_in_4bit", False) or found.flag("load_in_8bit", False)):
+        found = found.with_values(quant_method="bitsandbytes")  # whose early configs do not name it
     method = found.text(key)
     if method not in METHODS.names():
         raise UnsupportedModelError(

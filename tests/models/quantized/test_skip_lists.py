@@ -69,3 +69,12 @@ def test_skipping_equals_transformers(module: str, skipped: list[str]) -> None:
 def test_skipping_takes_names_that_are_no_patterns(name: str) -> None:
     (rule,) = skipping(JsonObject("config.json", {"skip": [name]}), "skip")
     assert rule.matches(f"model.{name}")
+
+
+@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-int8"])
+def test_bitsandbytes_is_known_by_its_keys(name: str, llama: Path, tmp_path: Path) -> None:
+    case = CASES[name]
+    config = {key: value for key, value in case.config.items() if key != "quant_method"}
+    assert (
+        error_of_logits(*write(llama, tmp_path, config, case.writer, lambda name: name != "lm_head")) < 1e-4
+    )
