@@ -141,10 +141,10 @@ def _set_normalizer(backend: tokenizers.Tokenizer, config: JsonObject) -> None:
         return
     state = json.loads(backend.normalizer.__getstate__())
     has = {argument: state[argument] for argument in (*_NORMALIZER_KEYS.values(), "clean_text")}
-    changed = {argument: value for argument, value in said.items() if value != has[argument]}
+    changed = [argument for argument, value in said.items() if value != has[argument]]
     if not changed:
         return
-    if str(config.get("tokenizer_class") or _GENERIC_CLASSES[0]) in _GENERIC_CLASSES:
+    if config.get("tokenizer_class") in _GENERIC_CLASSES:
         logger.warning(
             "%s: %s differ from the normalizer in tokenizer.json, which holds",
             config.where,

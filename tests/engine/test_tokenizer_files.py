@@ -134,13 +134,17 @@ def test_options_tokenizer_json_agrees_with_are_quiet(
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
-def test_bert_normalizer_follows_tokenizer_config(lowercase: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["BertTokenizer", "DistilBertTokenizerFast", None, "PreTrainedTokenizerFast"]
+)
+def test_bert_normalizer_follows_tokenizer_config(name: str | None, lowercase: bool, tmp_path: Path) -> None:
     vocab = {token: index for index, token in enumerate(("[UNK]", "a", "A"))}
     backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
     backend.normalizer, backend.decoder = normalizers.BertNormalizer(), decoders.WordPiece()
     backend.save(str(tmp_path / "tokenizer.json"))
-    write(tmp_path, "tokenizer_config.json", {"do_lower_case": lowercase, "tokenizer_class": "BertTokenizer"})
-    assert Tokenizer.from_dir(tmp_path).encode("A") == [1 if lowercase else 2]
+    write(tmp_path, "tokenizer_config.json", {"do_lower_case": lowercase, "tokenizer_class": name})
+    lowers = lowercase or name == "PreTrainedTokenizerFast"  # a generic class takes tokenizer.json as it is
+    assert Tokenizer.from_dir(tmp_path).encode("A") == [1 if lowers else 2]
 
 
 def make_directory(path: Path) -> None:
