@@ -49,6 +49,7 @@ _BERT_IDS = {
     "seperator": 102,
     "unknown": 100,
 }  # where a file names none, those of Google's vocabularies
+_BERT_NAMES = {"cls": "bos", "seperator": "eos"}  # other names that converters give them
 _SAY_NOTHING = frozenset(
     (
         "scores",
@@ -104,14 +105,14 @@ class _Tables:
         self.about = about
         self.kind = about.text("model")
         self.tokens = about.texts("tokens")
+        self.types = self.numbers("token_type") if "token_type" in about else [1] * len(self.tokens)
         if self.kind == _BERT:
-            self.tokens = tuple(map(_piece, self.tokens))
+            self.tokens = tuple(map(_piece, self.tokens, self.types))
         self.vocab = {token: index for index, token in enumerate(self.tokens)}
         if len(self.vocab) < len(self.tokens):
             twice = next(token for index, token in enumerate(self.tokens) if self.vocab[token] != index)
             first = self.tokens.index(twice)
             raise ModelLoadError(f"{about.where}: tokens {first} and {self.vocab[twice]} are both {twice!r}")
-        self.types = self.numbers("token_type") if "token_type" in about else [1] * len(self.tokens)
 
     def numbers(self, key: str) -> list[Any]:
         """A number for each token."""
@@ -244,7 +245,9 @@ def _merged_pieces(tables: _Tables) -> Made:
 
 
 def _word_pieces(tables: _Tables) -> Made:
+    """BERT's: texts get the first and the last token whatever the flags say, as in llama.cpp."""
     about = tables.about
+    _ = about.get("add_bos_token"), about.get("add_sep_token")
     unknown, first, last = (_bert_token(tables, name) for name in ("unknown", "cls", "seperator"))
     lowercase = about.flag("normalizer.lowercase", True)
     backend = Tokenizer(
@@ -255,25 +258,25 @@ def _word_pieces(tables: _Tables) -> Made:
     )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(_INSIDE)
-    begin = [first] if about.flag("add_bos_token", True) else []
-    end = [last] if about.flag("add_sep_token", True) else []
     backend.post_processor = processors.TemplateProcessing(
-        single=[*begin, "$A", *end],
-        pair=[*begin, "$A", *end, "$B:1", *(f"{token}:1" for token in end)],
-        special_tokens=[(token, tables.vocab[token]) for token in dict.fromkeys((*begin, *end))],
+        single=[first, "$A", last],
+        pair=[first, "$A", last, "$B:1", f"{last}:1"],
+        special_tokens=[(token, tables.vocab[token]) for token in dict.fromkeys((first, last))],
     )
     return backend, ()
 
 
-def _piece(token: str) -> str:
+def _piece(token: str, kind: int) -> str:
     """Return a token of WordPiece as vocabularies of BERT write it; those in brackets are no parts of words."""
     if token.startswith(SPACE):
         return token[len(SPACE) :]
-    return token if token[:1] == "[" and token[-1:] == "]" and len(token) > 2 else _INSIDE + token
+    is_bracketed = token[:1] == "[" and token[-1:] == "]" and len(token) > 2
+    return token if is_bracketed or kind in (UNKNOWN, CONTROL, USER_DEFINED) else _INSIDE + token
 
 
 def _bert_token(tables: _Tables, name: str) -> str:
-    index = tables.about.integer(f"{name}_token_id", _BERT_IDS[name], low=0)
+    other = tables.about.integer(f"{_BERT_NAMES.get(name, name)}_token_id", _BERT_IDS[name], low=0)
+    index = tables.about.integer(f"{name}_token_id", other, low=0)
     if index >= len(tables.tokens):
         raise tables.about.wrong(f"{name}_token_id", f"below {len(tables.tokens)}, the number of tokens")
     return tables.tokens[index]

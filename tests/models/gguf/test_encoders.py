@@ -44,7 +44,7 @@ def write_bert(path: Path, kind: Kind, pooling: gguf.PoolingType | None) -> Bert
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token in NAMED else TokenType.NORMAL for token in tokens])
     writer.add_token_type_count(2)
-    for key, index in {"unknown": 1, "cls": 2, "seperator": 3}.items():
+    for key, index in {"unknown": 1, "bos": 2, "seperator": 3}.items():  # as converters write it now
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", index)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 2)
     for name, tensor in model.state_dict().items():
