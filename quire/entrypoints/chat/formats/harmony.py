@@ -98,7 +98,7 @@ class HarmonyReader:
 
     def finish(self, *, was_cut: bool = False) -> list[Event]:
         found: list[Event] = []
-        if was_cut and self._held:  # the beginning of a marker
+        if was_cut and (self._held or self._role_end):  # the beginning of a marker, or of a recipient
             self._held, self._space = "", []
         if not (self._is_head and self._head):
             self._take("".join([*self._space, self._held]), found)

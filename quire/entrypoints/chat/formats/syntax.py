@@ -239,6 +239,11 @@ class LineCall(HeadedJson):
             return text[found.end()] == "{" and "\n" in found["space"]
         return None if len(found["space"]) < MAX_SPACE else False
 
+    def may_begin(self, text: str, tools: Tools) -> bool:
+        found = re.match(r"([\w\-]*)(\s*)(.?)", text)
+        assert found is not None, "all parts may be empty"
+        return found[3] in ("", "{") and is_begun(found[1], tools, is_whole=bool(found[2]))
+
 
 LINE_HEAD = re.compile(r"[A-Za-z_][\w\-]{0,63}(?P<space>\s*)")
 
