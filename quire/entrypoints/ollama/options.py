@@ -19,22 +19,17 @@ Fields = dict[str, Any]
 BOOLEAN, NUMBER, INTEGER, TEXT = ({"type": name} for name in ("boolean", "number", "integer", "string"))
 TEXTS = any_of(TEXT, array(TEXT))
 _OTHER_SCHEMAS: Mapping[str, Fields] = {"temperature_last": BOOLEAN, "dry_sequence_breakers": array(TEXT)}
-OPTIONS: Mapping[str, tuple[str, Fields]] = {
+OPTIONS: Mapping[str, Fields] = {
     **{
-        name: (
-            OTHER_SAMPLER_NAMES.get(name, name),
-            _OTHER_SCHEMAS.get(
-                name, INTEGER if OTHER_SAMPLER_NAMES.get(name, name) in INT_FIELDS else NUMBER
-            ),
+        name: _OTHER_SCHEMAS.get(
+            name, INTEGER if OTHER_SAMPLER_NAMES.get(name, name) in INT_FIELDS else NUMBER
         )
         for name in SAMPLERS
     },
-    "stop": ("stop", TEXTS),
+    "stop": TEXTS,
 }
-"""Ollama's names of sampling options, to chat's and their schemas; those of llama.cpp are options, too."""
-CHAT_NAMES = {
-    chat: f"options.{name}" for name, (chat, _) in OPTIONS.items() if name not in OTHER_SAMPLER_NAMES
-} | {"repetition_penalty": "options.repeat_penalty", "max_tokens": "options.num_predict"}
+"""Schemas of sampling options, each a field of chat by the same name; those of llama.cpp are among them."""
+CHAT_NAMES = {name: f"options.{name}" for name in OPTIONS} | {"max_tokens": "options.num_predict"}
 NO_LIMIT = (-1, -2)
 """Values of `num_predict`: to the end of the answer, to that of the context."""
 LOADING = frozenset(
@@ -49,7 +44,7 @@ OPTIONS_OBJECT: Fields = {
     "properties": {
         **{name: {} for name in sorted(LOADING)},
         **{name: enum(*rule.neutral, None) for name, rule in REFUSED_SAMPLERS.items()},
-        **{name: optional(schema) for name, (_, schema) in OPTIONS.items()},
+        **{name: optional(schema) for name, schema in OPTIONS.items()},
         "num_predict": any_of(enum(*NO_LIMIT), INTEGER, {"type": "null"}),
     },
 }
@@ -84,8 +79,7 @@ def sampling_fields(options: Fields) -> Fields:
         if name == "num_predict":
             fields |= {} if value in NO_LIMIT else {"max_tokens": _whole(value)}
         elif name in OPTIONS:
-            chat_name, schema = OPTIONS[name]
-            fields[chat_name] = _whole(value) if schema is INTEGER else value
+            fields[name] = _whole(value) if OPTIONS[name] is INTEGER else value
         elif name in REFUSED_SAMPLERS:
             REFUSED_SAMPLERS[name].check(f"options.{name}", value)
     return fields

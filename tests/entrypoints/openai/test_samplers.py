@@ -129,9 +129,10 @@ async def test_llama_names_of_penalties(api: str, client: httpx.AsyncClient, eng
     assert "repeat_penalty" in wrong.text
 
 
-async def test_two_names_of_a_penalty_must_agree(client: httpx.AsyncClient) -> None:
-    same = await post(client, "chat", {"repeat_penalty": 1.5, "repetition_penalty": 1.5})
-    other = await post(client, "chat", {"repeat_penalty": 1.5, "repetition_penalty": 1.2})
+@pytest.mark.parametrize("api", APIS)
+async def test_two_names_of_a_penalty_must_agree(api: str, client: httpx.AsyncClient) -> None:
+    same = await post(client, api, {"repeat_penalty": 1.5, "repetition_penalty": 1.5})
+    other = await post(client, api, {"repeat_last_n": 2**63, "penalty_last_n": 0})
     assert (same.status_code, other.status_code) == (200, 400)
     assert "send one of them" in other.text
 
