@@ -1,14 +1,16 @@
 """Decodes gzip bodies, and refuses bodies of which it is not certain where they end or how they are encoded.
 
-Invariant: at most `CHUNK_BYTES` are decoded at a time, before the layer that limits a body's size has counted what came
-before; and a body grows to `MAX_RATIO` times what was sent of it at most. So one that grows without end costs little
-more than one that is sent in full. All but the first chunk is decoded in a thread.
+Invariant: at most `LATER_CHUNK_BYTES` are decoded at a time, before the layer that limits a body's size has counted what
+came before; and a body grows to `MAX_RATIO` times what was sent of it at most. So one that grows without end costs
+little more than one that is sent in full. All but the first chunk is decoded in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,9 +19,11 @@ from quire.entrypoints.openai.errors import request_id_of, response_of
 from quire.entrypoints.openai.middleware.body_budget import BodyBudget, HeldBody, hold_body
 from quire.errors import ClientError, PayloadTooLargeError, UnsupportedMediaTypeError, ValidationError
 
-CHUNK_BYTES = 64 * 2**10
+CHUNK_BYTES = 64 * 2**10  # decoded by the event loop
+LATER_CHUNK_BYTES = 8 * CHUNK_BYTES  # decoded by a thread, at a time
 MAX_RATIO = 100  # decoded to encoded bytes
 FREE_BYTES = 2**20  # decoded bytes for which the ratio does not matter
+_THREADS = ThreadPoolExecutor(2, "quire-gunzip")
 GZIP_FORMAT = 16 + zlib.MAX_WBITS
 
 
@@ -63,7 +67,7 @@ class Gunzip:
         self._has_ended = False
 
     async def receive(self) -> Message:
-        """The next message, with at most `CHUNK_BYTES` of the decoded body.
+        """The next message, with at most `LATER_CHUNK_BYTES` of the decoded body.
 
         Raises:
             ValidationError: the body is no gzip, or not all of one.
@@ -77,19 +81,20 @@ class Gunzip:
             self._count(len(message.get("body", b"")))
             self._pending, self._has_ended = message.get("body", b""), not message.get("more_body", False)
         if self._num_decoded:
-            body = await asyncio.to_thread(self._decoded)
+            work = partial(self._decoded, LATER_CHUNK_BYTES)
+            body = await asyncio.get_running_loop().run_in_executor(_THREADS, work)
         else:
             await asyncio.sleep(0)  # a body that is here already must not keep others from their turn
-            body = self._decoded()
+            body = self._decoded(CHUNK_BYTES)
         self._count_decoded(len(body))
         more = bool(self._pending) or not self._has_ended
         if not more and not self._decoder.eof:
             raise ValidationError("the gzip body ends too early")
         return {"type": "http.request", "body": body, "more_body": more}
 
-    def _decoded(self) -> bytes:
+    def _decoded(self, most_bytes: int) -> bytes:
         try:
-            decoded = self._decoder.decompress(self._pending, CHUNK_BYTES)
+            decoded = self._decoder.decompress(self._pending, most_bytes)
         except zlib.error:
             raise ValidationError("the body is not valid gzip") from None
         if self._decoder.unused_data:
