@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire.engine.lexicons import Lexicon
 from quire.engine.tokenizer import Tokenizer
-from quire.entrypoints.chat.formats.choice import choose
+from quire.entrypoints.chat.formats.choice import AnswerFormat, choose
 from quire.entrypoints.chat.formats.examples import examples_of
 from quire.entrypoints.chat.formats.model import ModelFormat
 from quire.entrypoints.chat.template import ChatTemplate
@@ -85,6 +85,13 @@ class TextForm:
         examples = examples_of(template)
         formats = choose(options.tool_call_parser, options.reasoning_parser, template.all_sources, examples)
         return ModelFormat(formats, self.tokenizer)
+
+    @functools.cached_property
+    def as_text(self) -> TextForm:
+        """The form of answers that are text alone, without tool calls and reasoning; needs no template."""
+        plain = TextForm(self._tokenizer, self.vocab_size, self._options)
+        plain.answer_format = ModelFormat(AnswerFormat(), self.tokenizer)
+        return plain
 
     @functools.cached_property
     def thinking(self) -> ThinkingSwitch:

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.entrypoints.ollama import options
 from quire.entrypoints.ollama.protocol import ChatRequest, GenerateRequest, TurnRequest
+from quire.entrypoints.openai.chat_prompt import TextPrompt
 from quire.errors import ValidationError
 
 CHAT_NAMES = {
@@ -18,7 +19,7 @@ CHAT_NAMES = {
     "reasoning_effort": "think",
 }
 """Chat's names of fields, to Ollama's."""
-NOT_SUPPORTED = ("suffix", "template", "images", "context", "raw")
+NOT_SUPPORTED = ("template", "images", "context")
 Fields = dict[str, Any]
 
 
@@ -37,11 +38,25 @@ def generate_turn(request: GenerateRequest) -> Fields:
     """The chat request of /api/generate: a conversation of one message, or none. Raises as `chat_turn` does."""
     for name in NOT_SUPPORTED:
         if getattr(request, name):
-            hint = "; /v1/completions continues a text as it is" if name == "raw" else ""
-            raise ValidationError(f"{name} is not supported{hint}", param=name)
+            raise ValidationError(f"{name} is not supported", param=name)
+    if request.suffix and request.system:
+        raise ValidationError("system is for a conversation, and suffix for a text", param="system")
     system = [{"role": "system", "content": request.system}] if request.system else []
     messages = [*system, {"role": "user", "content": request.prompt}] if request.prompt else []
     return {"messages": messages, **_shared(request)}
+
+
+def text_of(request: GenerateRequest, *, has_chat: bool) -> TextPrompt | None:
+    """Return the text that the model continues as it is: if asked to, or if it has no chat template."""
+    if not (request.raw or request.suffix or not has_chat):
+        return None
+    before = request.system if request.system and not request.raw else ""
+    return TextPrompt(f"{before}\n\n{request.prompt}" if before else request.prompt, request.suffix or "")
+
+
+def unloads(request: TurnRequest) -> bool:
+    """Whether a request without a prompt asks Ollama to unload the model, which has no effect here."""
+    return str(request.keep_alive).strip() in ("0", "0.0", "0s", "0m", "0h", "0ms")
 
 
 def _shared(request: TurnRequest) -> Fields:

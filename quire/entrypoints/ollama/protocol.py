@@ -98,11 +98,11 @@ class GenerateRequest(TurnRequest):
 
     prompt: str = ""
     system: str | None = None
-    suffix: Annotated[str | None, WithJsonSchema(enum("", None))] = None
+    suffix: str | None = None
     template: Annotated[str | None, WithJsonSchema(enum("", None))] = None
     images: Annotated[list[Any] | None, WithJsonSchema(_NOTHING)] = None
     context: Annotated[list[int] | None, WithJsonSchema(_NOTHING)] = None
-    raw: Annotated[bool, WithJsonSchema(enum(False, None))] = False
+    raw: bool = False
 
 
 _NAMED = {**shapes.TEXT, "minLength": 1}

@@ -11,11 +11,12 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.ollama.conversation import CHAT_NAMES, chat_turn, generate_turn
+from quire.entrypoints.ollama.conversation import CHAT_NAMES, chat_turn, generate_turn, text_of, unloads
 from quire.entrypoints.ollama.models import served_name
 from quire.entrypoints.ollama.options import ignored_options
 from quire.entrypoints.ollama.protocol import WITHOUT_EFFECT, ChatRequest, GenerateRequest, Line, TurnRequest
 from quire.entrypoints.ollama.writer import LineWriter
+from quire.entrypoints.openai.chat_prompt import TextPrompt
 from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.json_response import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
@@ -64,19 +65,25 @@ async def chat(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Answer a prompt."""
     body = await read_request(request, GenerateRequest)
-    return await _respond(request, body, generate_turn(body), is_chat=False)
+    text = text_of(body, has_chat=server_of(request).form.has_chat)
+    return await _respond(request, body, generate_turn(body), is_chat=False, text=text)
 
 
 async def _respond(
-    request: Request, body: TurnRequest, fields: dict[str, object], *, is_chat: bool
+    request: Request,
+    body: TurnRequest,
+    fields: dict[str, object],
+    *,
+    is_chat: bool,
+    text: TextPrompt | None = None,
 ) -> Response:
     fields["model"] = served_name(server_of(request), body.model)
     writer = LineWriter(body.model, is_chat=is_chat, with_logprobs=body.logprobs)
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
     if not fields["messages"]:
         await check_translated(request, {**fields, "messages": NOTHING_TO_SAY}, CHAT_NAMES)
-        loaded = writer.loaded("load")
+        loaded = writer.loaded("unload" if unloads(body) else "load")
         loaded.ignored = body.notes.ignored or UNSET
         return json_response(loaded)
     answer_id = f"ollama-{own_id_of(request.scope)}"
-    return await respond_translated(request, fields, writer, answer_id, CHAT_NAMES)
+    return await respond_translated(request, fields, writer, answer_id, CHAT_NAMES, text)

@@ -21,7 +21,7 @@ from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.beam_search import beam_search_params
 from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder, ChoicePart
 from quire.entrypoints.openai.chat_frames import ChatFrames
-from quire.entrypoints.openai.chat_prompt import chat_prompt
+from quire.entrypoints.openai.chat_prompt import TextPrompt, chat_prompt, text_prompt
 from quire.entrypoints.openai.errors import own_id_of
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.legacy_functions import function_call, old_names, translate
@@ -81,15 +81,25 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 class ChatAnswer:
-    """Writes the answer to one request, whole or in chunks."""
+    """Writes the answer to one request, whole or in chunks.
+
+    Args:
+        text: what is continued in place of the request's conversation; the answer is text alone then.
+    """
 
     def __init__(
-        self, server: ServerState, request: ChatCompletionRequest, answer_id: str, tenant: str
+        self,
+        server: ServerState,
+        request: ChatCompletionRequest,
+        answer_id: str,
+        tenant: str,
+        text: TextPrompt | None = None,
     ) -> None:
         self._server = server
         self._request = request
         self._id = answer_id
         self._tenant = tenant
+        self._text = text
         self._model = server.check_model(request.model)
         self._adapter = server.adapters.get(self._model)  # now: it may be unloaded at any time
         self._created = int(time.time())
@@ -104,13 +114,19 @@ class ChatAnswer:
 
     async def start(self, place: Place) -> Outputs:
         engine, request = self._server.engine, self._request
-        self._form = await self._server.form_of(self._adapter)
+        form = await self._server.form_of(self._adapter)
+        self._form = form if self._text is None else form.as_text
+        if self._text is not None and self._text.suffix and (ends := form.fill_in.end_ids):
+            request.stop_token_ids = [*(request.stop_token_ids or ()), *ends]
         self._tools = tools_in_use(self._server, self._form, request)
         room, answers = engine.config.model.max_model_len, self._form.answer_format
         params = beam_search_params(request, room, answers.shown_ids) or chat_params(
             request, engine.input_processor.default_sampling_params
         )
-        chat = await chat_prompt(self._server, self._form, request, with_tools=self._tools is not None)
+        if self._text is None:
+            chat = await chat_prompt(self._server, form, request, with_tools=self._tools is not None)
+        else:
+            chat = await text_prompt(self._server, form, request, self._text)
         self._begin = chat.end
         if isinstance(params, SamplingParams):
             params = answers.settled(params, chat.end)

@@ -6,6 +6,7 @@ Invariant: what the model's template does not read has no effect, and is noted a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.engine.tokenizer import beside_loop
@@ -30,6 +31,30 @@ class ChatPrompt:
 
     token_ids: list[int]
     end: PromptEnd
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A text that the model continues as it is, in place of a conversation; with `suffix`, up to that."""
+
+    text: str
+    suffix: str = ""
+
+
+async def text_prompt(
+    server: ServerState, form: TextForm, fields: ChatFields, prompt: TextPrompt
+) -> ChatPrompt:
+    """Tokenize off the event loop.
+
+    Raises:
+        ValidationError: the text is too long, or the model was not made to fill in the middle.
+    """
+    check_text(server, form, prompt.text, fields)
+    check_text(server, form, prompt.suffix, fields)
+    encode = partial(form.fill_in.encode, suffix=prompt.suffix) if prompt.suffix else form.tokenizer.encode
+    size = len(prompt.text) + len(prompt.suffix)
+    token_ids = await beside_loop(size, partial(encode, add_special_tokens=True), prompt.text)
+    return ChatPrompt(token_ids, PromptEnd(may_think=False))
 
 
 async def chat_prompt(

@@ -21,6 +21,7 @@ from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.queue_limits import Place
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.chat_completions import ChatAnswer
+from quire.entrypoints.openai.chat_prompt import TextPrompt
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.parsing import checked
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, RequestModel
@@ -146,13 +147,19 @@ def _events(
 
 
 async def respond_translated(
-    request: Request, fields: dict[str, Any], writer: Writer, answer_id: str, names: Mapping[str, str]
+    request: Request,
+    fields: dict[str, Any],
+    writer: Writer,
+    answer_id: str,
+    names: Mapping[str, str],
+    text: TextPrompt | None = None,
 ) -> Response:
     """Answer the chat request that has these fields, in the writer's shape.
 
     Args:
         fields: as a client of chat completions would send them, with `stream` as this client wants it.
         names: chat's names of fields, to those that this client knows.
+        text: what is continued in place of the conversation.
 
     Raises:
         ClientError: as chat would, with the client's names.
@@ -160,7 +167,7 @@ async def respond_translated(
     with renamed(names):
         chat = await as_chat(request, fields)
         chat.notes.names = names
-        answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat))
+        answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat), text)
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.entrypoints.ollama.protocol import ChatRequest, GenerateRequest
-from tests.entrypoints.openai.fake_engine import FakeEngine
+from quire.entrypoints.text_form import TextForm
+from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.replies import ODD, REPLIES
 from tests.entrypoints.openai.serving import client_for
 from tests.entrypoints.openai.test_fuzz import SETTINGS
@@ -139,7 +141,7 @@ async def test_what_is_served(client: httpx.AsyncClient) -> None:
         (CHAT, {"options": {"temperature": -1}}, 400, "options.temperature"),
         (CHAT, {"options": {"num_predict": 0}}, 400, "options.num_predict"),
         (CHAT, {"format": "yaml"}, 400, "format"),
-        (GENERATE, {"raw": True}, 400, "/v1/completions"),
+        (GENERATE, {"suffix": "x", "system": "y"}, 400, "system"),
         (GENERATE, {"context": [1]}, 400, "context"),
         (GENERATE, {"suffix": "x"}, 400, "suffix"),
         ("/api/show", {"model": "nope"}, 404, "nope"),
@@ -181,3 +183,50 @@ def test_odd_values_never_break_the_server(fields: dict[str, Any], path: str) ->
         assert not engine.running
 
     asyncio.run(send())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_raw_prompt_is_continued_without_template_or_parsing(
+    client: httpx.AsyncClient, engine: FakeEngine, streams: bool
+) -> None:
+    engine.reply = lambda prompt, index: '<think>x</think><tool_call>{"name": "f"}</tool_call>'
+    body = {**BODIES[GENERATE], "prompt": "<|im_start|>user\nhi", "raw": True, "stream": streams}
+    response = await client.post(GENERATE, json=body)
+    assert response.status_code == 200, response.text
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert joined(GENERATE, lines)["response"] == engine.reply("", 0)
+    ((prompt, _),) = engine.seen
+    assert prompt["prompt_token_ids"] == [256, *b"user\nhi"]
+
+
+async def test_model_without_template_continues_the_prompt() -> None:
+    engine = FakeEngine(FakeTokenizer(None))
+    async with client_for(engine) as client:
+        reply = await ask(client, GENERATE, prompt="hi", system="Be brief.")
+    assert reply["response"] == "Reply 0!"
+    assert engine.seen[0][0]["prompt_token_ids"] == [*b"Be brief.\n\nhi"]
+
+
+async def test_suffix_fills_in_the_middle_and_ends_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    fill_in = SimpleNamespace(
+        end_ids=[33], encode=lambda text, suffix, add_special_tokens: [1, *text.encode(), 2, *suffix.encode()]
+    )
+    monkeypatch.setattr(TextForm, "fill_in", fill_in)
+    async with client_for(engine) as client:
+        await ask(client, GENERATE, prompt="a", suffix="b", options={"stop": ["z"]})
+    ((prompt, params),) = engine.seen
+    assert prompt["prompt_token_ids"] == [1, *b"a", 2, *b"b"]
+    assert list(params.stop_token_ids) == [33]
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"),
+    [(0, "unload"), ("0", "unload"), (0.0, "unload"), ("5m", "load"), (-1, "load"), (None, "load")],
+)
+@pytest.mark.parametrize("path", BODIES)
+async def test_request_without_prompt_says_load_or_unload(
+    client: httpx.AsyncClient, path: str, keep_alive: Any, reason: str
+) -> None:
+    empty = {"messages": []} if path == CHAT else {"prompt": ""}
+    assert (await ask(client, path, **empty, keep_alive=keep_alive))["done_reason"] == reason

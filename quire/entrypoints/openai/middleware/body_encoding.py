@@ -1,8 +1,8 @@
 """Decodes gzip bodies, and refuses bodies of which it is not certain where they end or how they are encoded.
 
-Invariant: at most `LATER_CHUNK_BYTES` are decoded at a time, before the layer that limits a body's size has counted what
-came before; and a body grows to `MAX_RATIO` times what was sent of it at most. So one that grows without end costs
-little more than one that is sent in full. All but the first chunk is decoded in a thread.
+Invariant: at most `LATER_CHUNK_BYTES` are decoded at a time, before the layer that limits a body's size has counted
+what came before; and a body grows to `MAX_RATIO` times what was sent of it at most. So one that grows without end
+costs little more than one that is sent in full. All but the first chunk is decoded in a thread.
 """
 
 from __future__ import annotations
