@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 
@@ -23,12 +23,16 @@ from tests.entrypoints.chat.formats.reading import (
 )
 from tests.entrypoints.chat.formats.transcripts import REASONING, TRANSCRIPTS, TWO, Transcript, lost
 
-IDS = [f"{transcript.format}: {transcript.what}" for transcript in TRANSCRIPTS]
+OF_FORMAT = {
+    name: [transcript for transcript in TRANSCRIPTS if transcript.format == name]
+    for name in dict.fromkeys(transcript.format for transcript in TRANSCRIPTS)
+}
+by_format = pytest.mark.parametrize("transcripts", OF_FORMAT.values(), ids=OF_FORMAT)
+"""A case for each format: a case for each transcript would take longer to collect than to run."""
 SHORT = 80
 """Of these texts, some of each format, every way of cutting them in three is tried."""
 LONGEST = 250
 """Longer texts, of which there are few, are not cut at every place, nor in larger pieces."""
-Malformation = Callable[[ToolFormat, str], str]
 
 
 def events_of(transcript: Transcript, pieces: Iterable[str]) -> list[Event]:
@@ -39,68 +43,70 @@ def events_of(transcript: Transcript, pieces: Iterable[str]) -> list[Event]:
 def test_every_format_has_a_dozen_transcripts() -> None:
     counts = Counter(transcript.row.name for transcript in TRANSCRIPTS)
     assert min(counts[row.name] for row in FORMATS) >= 12
-    assert len(set(IDS)) == len(IDS)
+    named = [(transcript.format, transcript.what) for transcript in TRANSCRIPTS]
+    assert len(set(named)) == len(named)
 
 
 @pytest.mark.item(18)
-@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=IDS)
-def test_a_transcript_is_read_as_it_should_be_however_it_is_cut(transcript: Transcript) -> None:
-    text = transcript.text
-    whole = events_of(transcript, [text])
-    assert said(whole) == (transcript.content, transcript.calls)
-    assert "".join(event.text for event in whole if isinstance(event, Reasoning)) == transcript.thought
-    for pieces in (*cuts(text), *pieces_of(text, (2, 3, 5, 16)), *cut_by_chance(text, random.Random(1), 5)):
-        assert events_of(transcript, pieces) == whole, pieces
+@by_format
+def test_transcript_cut_anyhow_is_read_as_it_should_be(transcripts: list[Transcript]) -> None:
+    for transcript in transcripts:
+        text = transcript.text
+        whole = events_of(transcript, [text])
+        assert said(whole) == (transcript.content, transcript.calls), transcript
+        thought = "".join(event.text for event in whole if isinstance(event, Reasoning))
+        assert thought == transcript.thought, transcript
+        by_size = pieces_of(text, (2, 3, 5, 16))
+        for pieces in (*cuts(text), *by_size, *cut_by_chance(text, random.Random(1), 5)):
+            assert events_of(transcript, pieces) == whole, (transcript, pieces)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(
-    "transcript",
-    [one for one in TRANSCRIPTS if len(one.text) <= SHORT],
-    ids=lambda one: f"{one.format}: {one.what}",
-)
-def test_a_short_transcript_may_be_cut_in_any_three(transcript: Transcript) -> None:
-    whole = events_of(transcript, [transcript.text])
-    for pieces in cut_in_three(transcript.text):
-        assert events_of(transcript, pieces) == whole, pieces
+@by_format
+def test_short_transcript_cut_in_any_three_is_read_alike(transcripts: list[Transcript]) -> None:
+    for transcript in (one for one in transcripts if len(one.text) <= SHORT):
+        whole = events_of(transcript, [transcript.text])
+        for pieces in cut_in_three(transcript.text):
+            assert events_of(transcript, pieces) == whole, (transcript, pieces)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=IDS)
-def test_a_transcript_may_be_cut_in_any_two_in_pieces_of_any_size_and_by_chance(
-    transcript: Transcript,
-) -> None:
-    text = transcript.text
-    whole = events_of(transcript, [text])
-    by_size = pieces_of(text, range(2, min(len(text), LONGEST)))
-    for pieces in (*cuts(text, LONGEST), *by_size, *cut_by_chance(text, random.Random(2), 100)):
-        assert events_of(transcript, pieces) == whole, pieces
+@by_format
+def test_transcript_in_pieces_of_any_size_is_read_alike(transcripts: list[Transcript]) -> None:
+    for transcript in transcripts:
+        text = transcript.text
+        whole = events_of(transcript, [text])
+        by_size = pieces_of(text, range(2, min(len(text), LONGEST)))
+        for pieces in (*cuts(text, LONGEST), *by_size, *cut_by_chance(text, random.Random(2), 100)):
+            assert events_of(transcript, pieces) == whole, (transcript, pieces)
 
 
-@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=IDS)
-def test_an_answer_that_is_cut_off_has_no_call_but_those_that_are_complete(transcript: Transcript) -> None:
-    text = transcript.text
-    for end in range(0, len(text), max(1, len(text) // 40)):
-        whole = events_of(transcript, [text[:end]])
-        assert events_of(transcript, *pieces_of(text[:end], [3])) == whole
-        content, calls = said(whole)
-        assert calls == transcript.calls[: len(calls)]
-        if not calls and transcript.reasoning is None and transcript.format != "openai":
-            assert content == text[:end]
+@by_format
+def test_answer_cut_off_has_no_call_but_complete_ones(transcripts: list[Transcript]) -> None:
+    for transcript in transcripts:
+        text = transcript.text
+        for end in range(0, len(text), max(1, len(text) // 40)):
+            whole = events_of(transcript, [text[:end]])
+            assert events_of(transcript, *pieces_of(text[:end], [3])) == whole, (transcript, end)
+            content, calls = said(whole)
+            assert calls == transcript.calls[: len(calls)], (transcript, end)
+            if not calls and transcript.reasoning is None and transcript.format != "openai":
+                assert content == text[:end], transcript
 
 
-@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=IDS)
-def test_answer_cut_anywhere_shows_no_begun_markup(transcript: Transcript) -> None:
-    reasoning = REASONING[transcript.reasoning] if transcript.reasoning else None
-    for end in range(len(transcript.text)):
-        text = transcript.text[:end]
-        found = read(transcript.row, [text], reasoning, transcript.prompt, was_cut=True)
-        content, calls = said(found)
-        thought = "".join(event.text for event in found if isinstance(event, Reasoning))
-        assert calls == transcript.calls[: len(calls)]
-        assert transcript.thought.startswith(thought.rstrip()), text
-        is_known_as_text = not transcript.calls and content == text
-        assert is_known_as_text or transcript.content.startswith(content.rstrip()), text
+@by_format
+def test_answer_cut_anywhere_shows_no_begun_markup(transcripts: list[Transcript]) -> None:
+    for transcript in transcripts:
+        reasoning = REASONING[transcript.reasoning] if transcript.reasoning else None
+        for end in range(len(transcript.text)):
+            text = transcript.text[:end]
+            found = read(transcript.row, [text], reasoning, transcript.prompt, was_cut=True)
+            content, calls = said(found)
+            thought = "".join(event.text for event in found if isinstance(event, Reasoning))
+            assert calls == transcript.calls[: len(calls)], (transcript, end)
+            assert transcript.thought.startswith(thought.rstrip()), (transcript, end)
+            is_known_as_text = not transcript.calls and content == text
+            assert is_known_as_text or transcript.content.startswith(content.rstrip()), (transcript, end)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +172,12 @@ MALFORMED = (
 
 
 @pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
-@pytest.mark.parametrize("malform", MALFORMED, ids=lambda malform: malform.__name__)
-def test_a_malformed_answer_is_read_alike_however_it_is_cut_and_loses_nothing(
-    row: ToolFormat, malform: Malformation
-) -> None:
-    text = malform(row, row.write(TWO))
+def test_malformed_answer_cut_anyhow_is_read_alike_and_whole(row: ToolFormat) -> None:
+    for malform in MALFORMED:
+        assert_alike_and_whole(row, malform(row, row.write(TWO)))
+
+
+def assert_alike_and_whole(row: ToolFormat, text: str) -> None:
     whole = read(row, [text])
     for pieces in (*cuts(text), *pieces_of(text, (2, 3, 7))):
         assert read(row, pieces) == whole, pieces
