@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +14,23 @@ from quire.config.fields import Config, field_types, flag_of, info_of, plain_typ
 from quire.errors import ConfigError
 
 OWNERS = [*child_configs().values(), ServerConfig]
-FIELDS = [
-    pytest.param(owner, field, id=f"{owner.__name__}.{field.name}")
-    for owner in OWNERS
-    for field in dataclasses.fields(owner)
-]
-every_field = pytest.mark.parametrize(("owner", "field"), FIELDS)
 Field = dataclasses.Field[Any]
+Check = Callable[[type[Config], Field], None]
+
+
+def every_field(check: Check) -> Callable[[type[Config]], None]:
+    """Make a test of each config class that checks all of its fields."""
+
+    @pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: owner.__name__)
+    def test(owner: type[Config]) -> None:
+        for field in dataclasses.fields(owner):
+            try:
+                check(owner, field)
+            except BaseException as error:
+                error.add_note(f"the field {field.name}")
+                raise
+
+    return test
 
 
 def kind_of(owner: type[Config], field: Field) -> Any:
