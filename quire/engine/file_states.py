@@ -93,8 +93,9 @@ def _files(place: Path) -> Iterator[Path]:
 
 
 def _state(path: Path) -> tuple[int, int, int, int] | None:
+    """Return what identifies a version of a file; None if it is gone or unreadable, which its reader reports."""
     try:
         status = path.stat()
-    except FileNotFoundError:  # it was removed; another error is the reader's to report
+    except OSError:
         return None
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino

@@ -10,7 +10,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
-from quire.entrypoints.openai.logprobs import chat_logprobs, completion_logprobs
+from quire.entrypoints.openai.logprobs import chat_logprobs, completion_logprobs, naming_of
 from quire.executor.null import NullExecutor
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -28,6 +28,8 @@ SAID = {
 """Tokens; what the vocabulary has not is said in byte tokens."""
 TEXTS = dict.fromkeys(SAID, " the éö😀日本, ab")
 TEXTS |= {"unigram": " the é日本, ab", "wordpiece": " the bé 日本, donn't"}
+
+NAMING = naming_of(as_ids=None)
 
 
 class Speaker:
@@ -92,7 +94,7 @@ def test_streamed_and_whole_text_are_what_is_said(speaker: Speaker) -> None:
 def test_logprobs_carry_the_bytes_of_the_text(speaker: Speaker) -> None:
     _, completion = speaker.say_once(logprobs=2)
     assert completion.logprobs is not None
-    entries = chat_logprobs(completion.logprobs, 2).content
+    entries = chat_logprobs(completion.logprobs, 2, NAMING).content
     assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == completion.text == speaker.text
     shown = [*entries, *(top for entry in entries for top in entry.top_logprobs)]
     assert all(bytes(entry.bytes or []).decode(errors="replace") == entry.token for entry in shown)
@@ -100,7 +102,7 @@ def test_logprobs_carry_the_bytes_of_the_text(speaker: Speaker) -> None:
 
 def test_offsets_of_completion_logprobs_count_each_character_once(speaker: Speaker) -> None:
     _, completion = speaker.say_once(logprobs=0)
-    logprobs, end = completion_logprobs(completion.token_ids, completion.logprobs or [], 0, 0, str)
+    logprobs, end = completion_logprobs(completion.token_ids, completion.logprobs or [], 0, 0, str, NAMING)
     assert end == len(speaker.text)
     for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
         assert "\ufffd" in token or speaker.text.startswith(token, offset)

@@ -14,7 +14,7 @@ from quire.engine.startup import load_tokenizer, prepare
 from quire.errors import ModelLoadError, StartupError
 from quire.models.checkpoint_files import has_file, read_text
 from quire.models.safetensors_file import SafetensorsFile
-from quire.models.weights import weight_files
+from quire.models.weight_files import weight_files
 
 DEMO = Path(quire.__path__[0]) / "assets" / "quire-demo"
 FILES = (
@@ -64,6 +64,8 @@ def copy_demo(directory: Path, name: str) -> Path:
     if "sentence" in name:  # read beside this file only
         modules = '[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]'
         (directory / "modules.json").write_text(modules)
+    if "index" in name:  # read where the one file is not there
+        (directory / "model.safetensors").unlink()
     path = directory / name
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)

@@ -125,8 +125,13 @@ def takes(route: Any) -> bool:
 async def test_salts_share_with_themselves_only_in_a_batch(served: httpx.AsyncClient) -> None:
     app = served._app  # type: ignore[attr-defined]
     lines = [
-        {"custom_id": salt, "method": "POST", "url": path, "body": {**body, "cache_salt": f"{salt}{path}"}}
-        for salt in ("a", "b", "a")
+        {
+            "custom_id": f"{number}{path}",
+            "method": "POST",
+            "url": path,
+            "body": {**body, "cache_salt": f"{salt}{path}"},
+        }
+        for number, salt in enumerate(("a", "b", "a"))
         for path, body in BODIES.items()
     ]
     out = io.BytesIO()

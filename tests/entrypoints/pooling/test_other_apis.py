@@ -153,7 +153,6 @@ async def test_ollama_gets_the_same_vectors(serve: Serve) -> None:
         {"input": [1]},
         {"input": {}},
         {"input": "a", "dimensions": 3},
-        {"input": "a", "options": {"mirostat": 2}},
     ],
 )
 async def test_ollama_is_told_what_is_wrong(serve: Serve, body: dict[str, Any]) -> None:
