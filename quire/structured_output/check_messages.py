@@ -11,7 +11,7 @@ import msgspec
 from quire.structured_output.params import StructuredOutputsParams
 
 SIZE = struct.Struct("<I")
-WALL_FACTOR = 6.0  # limit of wall time over that of CPU time: a busy machine gives a check a tenth of a core
+WALL_FACTOR = 30.0  # wall time over CPU time, a far backstop: a busy machine gives a check little of a core
 
 
 class Question(msgspec.Struct, array_like=True, frozen=True):
