@@ -111,7 +111,7 @@ class Simulation:
     def __init__(self, config: EngineConfig, costs: CostModel) -> None:
         self._clock = Clock()
         num_replicas = config.parallel.num_replicas
-        self._front_end = FrontEnd(config, strict_length=True, num_cores=num_replicas, clock=self._clock)
+        self._front_end = FrontEnd(config, num_cores=num_replicas, clock=self._clock)
         self._replicas = [Replica(one, costs) for one in configs_of_replicas(config, in_process=True)]
         for index, replica in enumerate(self._replicas):
             self._front_end.take_in(index, replica.core.ready)

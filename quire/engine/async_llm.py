@@ -73,7 +73,6 @@ class AsyncLLM:
         with closed_on_error(self._clients):
             self._front_end = FrontEnd(
                 cores.config,
-                strict_length=True,
                 takes_callables=in_process,
                 num_cores=len(self._clients),
                 number=cores.front_end,

@@ -68,7 +68,7 @@ class FrontEnd:
 
     Args:
         config: as `prepare` has settled it.
-        strict_length, takes_callables: see `InputProcessor`.
+        takes_callables: see `InputProcessor`.
         clock: monotonic seconds, as the cores count them.
         number: which of its cores' front ends this is.
         stalls: whether a core seems to hang, so that others are asked.
@@ -87,7 +87,6 @@ class FrontEnd:
         self,
         config: EngineConfig,
         *,
-        strict_length: bool,
         takes_callables: bool = False,
         num_cores: int = 1,
         clock: Callable[[], float] = time.monotonic,
@@ -102,7 +101,6 @@ class FrontEnd:
         self.input_processor = InputProcessor(
             config,
             self.tokenizer,
-            strict_length=strict_length,
             takes_callables=takes_callables,
             clock=clock,
         )

@@ -45,7 +45,6 @@ class InputProcessor:
     """Tokenizes and validates; owns the sequence of seeds for requests that bring none.
 
     Args:
-        strict_length: refuse max_tokens beyond the whole context (a server).
         takes_callables: the core is in this process, so that requests may bring code of their own.
         clock: monotonic seconds.
     """
@@ -55,14 +54,12 @@ class InputProcessor:
         config: EngineConfig,
         tokenizer: Tokenizer | None,
         *,
-        strict_length: bool,
         takes_callables: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.default_sampling_params = _default_params(config)
-        self._strict_length = strict_length
         self._takes_callables = takes_callables
         # Asked once: finding the plug-ins reads files of every installed package, milliseconds that each request and
         # every stream beside it would wait for.
@@ -283,12 +280,7 @@ class InputProcessor:
             raise ValidationError(f"priority must fit in 64 bits, got {priority}", param="priority")
 
     def _settle(self, params: SamplingParams, num_prompt_tokens: int, lexicon: Lexicon) -> SamplingParams:
-        limit, max_tokens = self.config.model.max_model_len, params.max_tokens
-        if max_tokens is not None and max_tokens > limit and self._strict_length:
-            raise ValidationError(
-                f"max_tokens is {max_tokens}, and the model's whole context is {limit} tokens",
-                param="max_tokens",
-            )
+        max_tokens = params.max_tokens
         room = self.room(num_prompt_tokens)
         max_tokens = max(room if max_tokens is None else min(max_tokens, room), params.min_tokens)
         seed = params.seed

@@ -48,9 +48,7 @@ class LLMEngine:
         self._outputs: list[Any] = []
         self._clients = make_clients(configs, in_process=in_process)
         with closed_on_error(self._clients):
-            self._front_end = FrontEnd(
-                config, strict_length=False, takes_callables=in_process, num_cores=len(configs)
-            )
+            self._front_end = FrontEnd(config, takes_callables=in_process, num_cores=len(configs))
             for core in range(len(configs)):
                 self._receive(core)
         self.tokenizer = self._front_end.tokenizer

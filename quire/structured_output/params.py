@@ -15,6 +15,8 @@ import msgspec
 from quire.errors import ValidationError
 
 PARAM = "structured_outputs"
+FAULT = f"{PARAM} cannot be enforced any further: "
+"""Beginning of the reason why a text failed, where the constraint of its request is at fault."""
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 

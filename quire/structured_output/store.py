@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import WeakValueDictionary
 
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Matcher
 from quire.structured_output.backends import resolve_backend
@@ -39,6 +40,7 @@ class GrammarStore:
     def __init__(self, settings: StructuredOutputsSettings, *, limits_time: bool = True) -> None:
         self._settings = settings
         self._limits_time = limits_time
+        self._budgets: WeakValueDictionary[str, MaskBudget] = WeakValueDictionary()
         self._source: Callable[[], Vocabulary] | None = None
         self._backend: GrammarBackend | None = None
         self._kept: OrderedDict[bytes, Grammar | GrammarError] = OrderedDict()
@@ -74,9 +76,15 @@ class GrammarStore:
         """
         return self._compiled(params).new_matcher(shared=shared)
 
-    def budget(self, params: StructuredOutputsParams) -> MaskBudget | None:
-        """Return the account of a new text; None: nothing limits its time here."""
-        return MaskBudget(params, self._settings.mask_time_ms) if self._limits_time else None
+    def budget(self, params: StructuredOutputsParams, request: str) -> MaskBudget | None:
+        """Return the account of the request of a new text; None: nothing limits its time here."""
+        if not self._limits_time:
+            return None
+        account = self._budgets.get(request)
+        if account is None:
+            account = self._budgets[request] = MaskBudget(params, self._settings.mask_time_ms)
+        account.add_text()
+        return account
 
     def renew(self, params: StructuredOutputsParams) -> None:
         """Forget a grammar whose shared states have become too many; those who use it go on."""

@@ -86,7 +86,7 @@ def test_front_end_with_another_tokenizer_is_refused(model: Path) -> None:
     config = prepare(EngineConfig.from_args(model=str(model)), "server")
     replaced(model / "tokenizer.json")
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
-        FrontEnd(config, strict_length=True)
+        FrontEnd(config)
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
         load_vocabulary(config)
 

@@ -40,9 +40,7 @@ class Cores:
         config = EngineConfig.from_args(model=model, **defaults | args)
         self.config = prepare(config, "offline")
         self.now = 100.0
-        self.front_end = FrontEnd(
-            self.config, strict_length=False, num_cores=num_cores, clock=lambda: self.now
-        )
+        self.front_end = FrontEnd(self.config, num_cores=num_cores, clock=lambda: self.now)
         self.outputs: dict[str, list[RequestOutput | Exception]] = {}
         self.sent: list[Outgoing] = []
         self.core_config = dataclasses.replace(self.config, tells_cache=num_cores > 1)

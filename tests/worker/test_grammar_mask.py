@@ -311,3 +311,20 @@ def test_nothing_is_told_of_texts_without_a_grammar_or_out_of_it() -> None:
     assert forced(Bench([member(None)]), "") == b""
     assert forced(Bench([member("abc")]), "x") == b""
     assert forced(Bench([member("abc")]), "abc") == b""
+
+
+def test_budget_of_a_request_is_shared_by_its_texts() -> None:
+    """What one request may take of each step does not grow with `n`, but for a little that each text needs."""
+    store = GrammarStore(StructuredOutputsSettings(mask_time_ms=5.0))
+    params = StructuredOutputsParams(regex="a+")
+    accounts = [store.budget(params, "request-1") for _ in range(4)]
+    assert all(account is accounts[0] for account in accounts)
+    assert store.budget(params, "request-2") is not accounts[0]
+    account = accounts[0]
+    assert account is not None
+    for _ in range(4000):  # 4 texts, each of which takes 1.2 ms of every step, are within 5 ms together
+        account.charge(1_200_000, 1)
+    assert not account.is_spent
+    for _ in range(4000):
+        account.charge(1_400_000, 1)
+    assert account.is_spent

@@ -16,6 +16,9 @@ PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """What every format can hold."""
 
 
+MAY_BE_NULL = ("properties", "required", "type")
+
+
 def tool_schemas(tools: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> Tools:
     """Return name -> schema of the arguments, of tools as OpenAI describes them.
 
@@ -23,7 +26,8 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]], places: Sequence[str] = ())
         places: the path of each tool's function for errors, if it is not its number in `tools`.
 
     Raises:
-        ValidationError: one is no function with a name, two have one name, or the arguments of one are no object.
+        ValidationError: one is no function with a name, two have one name, or the schema of a strict one is none of an
+            object. Of other functions a schema that cannot be read says nothing: the model is shown it as it is.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools):
@@ -34,7 +38,7 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]], places: Sequence[str] = ())
             raise ValidationError(f"{where} must be an object with a name", param=where)
         if name in schemas:
             raise ValidationError(f"{where}.name {name!r:.80} is another tool's, too", param=f"{where}.name")
-        schemas[name] = _schema(function.get("parameters"), f"{where}.parameters")
+        schemas[name] = _schema(function, f"{where}.parameters")
     return schemas
 
 
@@ -70,10 +74,24 @@ def _kinds(schema: Mapping[str, Any]) -> Sequence[Any]:
     return said if isinstance(said, list) else [said]
 
 
-def _schema(schema: Any, where: str) -> Mapping[str, Any]:
+def _schema(function: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    schema = function.get("parameters")
     if schema is None:
         return {}
-    if not isinstance(schema, Mapping) or "object" not in _kinds(schema):
+    if not isinstance(schema, Mapping):
+        raise ValidationError(f"{where} must be the JSON schema of an object", param=where)
+    # Programs write lists and objects without members as null.
+    schema = {key: value for key, value in schema.items() if value is not None or key not in MAY_BE_NULL}
+    try:
+        return _checked(schema, where)
+    except ValidationError:
+        if function.get("strict") is True:
+            raise
+        return {}
+
+
+def _checked(schema: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    if "object" not in _kinds(schema):
         raise ValidationError(f"{where} must be the JSON schema of an object", param=where)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping):

@@ -37,7 +37,7 @@ def beam_search_params(
     constraint = constraint_field(request)
     if constraint is not None:
         raise ValidationError(f"{constraint} has no use in a beam search; leave it out", param=constraint)
-    if any(tool.function.strict for tool in getattr(request, "tools", None) or ()):
+    if any(tool.function.strict for tool in getattr(request, "shown_tools", ())):
         raise ValidationError("strict of a tool has no use in a beam search; leave it out", param="tools")
     if getattr(request, "tools", None) and getattr(request, "tool_choice", None) not in (
         None,

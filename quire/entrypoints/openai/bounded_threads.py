@@ -66,10 +66,14 @@ def _dismiss(workers: list[_Worker]) -> None:
 
 
 class _Worker:
-    """A thread that puts functions' results into futures, one at a time, until it is interrupted."""
+    """A thread that puts functions' results into futures, one at a time, until it is interrupted.
+
+    An idle one has no reference to the event loop, whose signal handlers refer to the owner of all threads: that one
+    could never be collected, and so the thread would never end.
+    """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._works = False
         self._work: SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -77,6 +81,7 @@ class _Worker:
 
     def begin(self, result: asyncio.Future[T], function: Callable[[], T]) -> None:
         """Work on this; what came before has returned."""
+        self._loop = result.get_loop()
         self._works = True
         self._work.put((result, function))
         if self._thread.ident is None:
@@ -85,7 +90,7 @@ class _Worker:
     def interrupt(self) -> bool:
         """Nobody waits any more. True, and nothing done, if the function has returned; else the thread ends."""
         with self._lock:
-            if self._works and self._thread.is_alive():
+            if self._works and self._thread.is_alive() and self._loop is not None:
                 number, error = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(TimeIsUpError)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
                 self._loop.call_later(AGAIN_S, self.interrupt)
@@ -120,7 +125,9 @@ class _Worker:
     def _hand_over(self, result: asyncio.Future[Any], settle: Callable[[Any], None], value: Any) -> None:
         with self._lock:
             self._works = False
-        self._loop.call_soon_threadsafe(_settle, result, settle, value)
+            loop, self._loop = self._loop, None
+        assert loop is not None, "`begin` has set it"
+        loop.call_soon_threadsafe(_settle, result, settle, value)
 
 
 def _settle(result: asyncio.Future[Any], settle: Callable[[Any], None], value: Any) -> None:

@@ -105,6 +105,16 @@ def no_sampler(*neutral: Any) -> Refused:
 
 SAMPLERS: Mapping[str, Refused] = {
     "adaptive_target": no_sampler(-1, 0),
+    "bad_words_ids": called("bad_words", []),
+    "forced_bos_token_id": no_sampler(),
+    "forced_eos_token_id": no_sampler(),
+    "freq_pen": called("frequency_penalty", 0),
+    "penalize_nl": no_sampler(False),
+    "pres_pen": called("presence_penalty", 0),
+    "sequence_bias": called("logit_bias", {}),
+    "suppress_tokens": called("logit_bias", []),
+    "top_nsigma": called("top_n_sigma", 0, -1),
+    "xtc_prob": called("xtc_probability", 0),
     "allowed_token_ids": unless(),
     "ban_eos_token": called("ignore_eos", False),
     "banned_strings": called("bad_words", []),

@@ -18,6 +18,7 @@ from quire.inputs import TokensPrompt
 from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.structured_output.params import FAULT, PARAM
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
@@ -163,13 +164,17 @@ def _num_tokens(output: RequestOutput) -> int:
 
 
 def _raise_failure(output: RequestOutput) -> None:
-    """Raises ValidationError: the core refuses the request; EngineError: it failed, or was aborted."""
+    """Raise ValidationError if the core refuses the request or its constraint cannot be enforced any further, and
+    EngineError if it failed otherwise or was aborted.
+    """
     for completion in output.outputs:
         if completion.finish_reason in ("error", "abort"):
             how = "failed" if completion.finish_reason == "error" else "was aborted"
             reason = completion.stop_reason if isinstance(completion.stop_reason, str) else ""
             if completion.refused:
                 raise ValidationError(reason)
+            if reason.startswith(FAULT):
+                raise ValidationError(reason, param=PARAM)
             why = f": {reason.partition(FOREIGN_WORDS)[0]}" if reason else ""
             raise EngineError(f"the request {how} in the engine before it was complete{why}")
 

@@ -20,12 +20,12 @@ from quire.kernels import ops
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.structured_output.backend import EVERYTHING, GrammarError, Masks, Matcher
-from quire.structured_output.params import StructuredOutputsParams
+from quire.structured_output.params import FAULT, StructuredOutputsParams
 from quire.structured_output.store import GrammarStore
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import Failures, LogitsFeature
 
-LEFT = "structured_outputs: the text has left its grammar"
+LEFT = "the text has left its grammar (structured_outputs)"  # our own fault, unlike what begins as `FAULT`
 
 
 class StagedMask(NamedTuple):
@@ -75,7 +75,7 @@ class GrammarMask(LogitsFeature[StagedMask]):
         self._texts[row] = text
 
     def _forget(self, row: int) -> None:
-        del self._texts[row]
+        self._texts.pop(row).leave()
 
     def forced_tokens(self, row: int, known: NDArray[np.int32]) -> list[int]:
         """One way to write all that can come behind a row's known tokens before there is a choice."""
@@ -133,7 +133,7 @@ class ConstrainedText:
         assert params.structured_outputs is not None
         self._params: StructuredOutputsParams = params.structured_outputs
         self._grammars = grammars
-        self._budget = grammars.budget(self._params)
+        self._budget = grammars.budget(self._params, _without_fork(request.request_id))
         self._ignores_ends = params.ignore_eos
         self._end_ids = [token_id for token_id in request.eos_token_ids if token_id < vocab_size]
         self._end_masks = Masks(1, vocab_size)
@@ -148,6 +148,11 @@ class ConstrainedText:
         self._num_steps = 0
         self._free_ns = 0
         self._restart()
+
+    def leave(self) -> None:
+        """Take no more part in the request's budget."""
+        if self._budget is not None:
+            self._budget.remove_text()
 
     def read(self, token_ids: list[int]) -> None:
         """Step over tokens that were generated."""
@@ -192,7 +197,7 @@ class ConstrainedText:
                 self._read(unread)
             filled = self._filled(masks, place, drafts)
         if filled.failure is None and self._budget is not None and self._budget.is_spent:
-            return Filled(failure=f"structured_outputs: {self._budget.refusal}")
+            return Filled(failure=f"{FAULT}{self._budget.refusal}")
         return filled
 
     @contextmanager
@@ -216,7 +221,7 @@ class ConstrainedText:
             self._advance(token_ids)
         except GrammarError as error:
             if not self._leaves_shared_states(error):
-                self.failure = f"structured_outputs: {error}"
+                self.failure = f"{FAULT}{error}"
 
     def _reads_up_to(self, known: NDArray[np.int32]) -> bool:
         """Read a request's tokens, unless it has read others behind them; whether the text is one of the grammar."""
@@ -249,7 +254,7 @@ class ConstrainedText:
             masks.words[place] = EVERYTHING
             if self._leaves_shared_states(error):
                 return self._filled(masks, place, drafts)
-            failure = f"structured_outputs: {error}"
+            failure = f"{FAULT}{error}"
             if drafts:
                 self._restart()
             else:
@@ -304,4 +309,10 @@ class ConstrainedText:
             self._free_ns += time.thread_time_ns() - started_ns
             self._advance(self._tokens)
         except GrammarError as error:
-            self._matcher, self.failure = None, f"structured_outputs: {error}"
+            self._matcher, self.failure = None, f"{FAULT}{error}"
+
+
+def _without_fork(request_id: str) -> str:
+    """Return the name that all sequences of a request have in common."""
+    label, dash, number = request_id.rpartition("-")
+    return f"{label}{dash}{number.partition('.')[0]}"

@@ -112,7 +112,7 @@ class FakeEngine:
         config = EngineConfig.from_args(**args)
         self.config = dataclasses.replace(config, model_arch=arch)
         self.tokenizer = None if config.model.skip_tokenizer_init else tokenizer or FakeTokenizer()
-        self.input_processor = InputProcessor(self.config, self.tokenizer, strict_length=True)  # type: ignore[arg-type]
+        self.input_processor = InputProcessor(self.config, self.tokenizer)  # type: ignore[arg-type]
         self.reply: Callable[[str, int], str] = lambda prompt, index: f"Reply {index}!"
         self.is_ready = True
         self.is_sleeping = False

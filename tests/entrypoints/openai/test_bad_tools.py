@@ -80,7 +80,9 @@ async def test_more_tools_than_the_limit(client: httpx.AsyncClient, path: str) -
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("schema", ["x", [], {"type": "array"}, {"type": 5}], ids=str)
 async def test_a_schema_that_is_none(client: httpx.AsyncClient, path: str, schema: Any) -> None:
-    message, param = await refused(client, path, {"tools": [tool(path, "g"), tool(path, "f", schema)]})
+    message, param = await refused(
+        client, path, {"tools": [tool(path, "g"), strict(tool(path, "f", schema))]}
+    )
     assert "tools.1" in message
     assert not param or param.startswith("tools.1")
 
@@ -100,7 +102,29 @@ async def test_a_part_of_a_schema_that_is_none(
     client: httpx.AsyncClient, path: str, schema: Any, where: str
 ) -> None:
     name = "input_schema" if path == MESSAGES else f"{inner(path)}parameters"
-    await check(client, path, {"tools": [tool(path, "f", schema)]}, f"tools.0.{name}.{where}")
+    await check(client, path, {"tools": [strict(tool(path, "f", schema))]}, f"tools.0.{name}.{where}")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": None, "required": None},
+        {"type": None},
+        {"type": "OBJECT", "properties": {"a": {"type": "STRING"}}},
+        {"type": "string"},
+        {"properties": {"a": {}}, "required": "a"},
+        {"properties": []},
+    ],
+    ids=str,
+)
+async def test_malformed_schema_of_lenient_tool_costs_no_answer(
+    client: httpx.AsyncClient, path: str, schema: Any
+) -> None:
+    """Programs in Go write an empty list as null; such a tool is offered, and its arguments may be any."""
+    tools = [tool(path, "g"), tool(path, "f", schema)]
+    response = await client.post(path, json=body(path, tools=tools))
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("path", PATHS)

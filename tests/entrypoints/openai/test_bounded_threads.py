@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 import weakref
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from quire.entrypoints.openai.bounded_threads import MAX_THREADS, BoundedThreads
+from quire.processes import collect_garbage
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for
 
@@ -28,7 +28,7 @@ async def until_all_ended() -> None:
     """Those that are kept do when nobody can give them work any more."""
     async with asyncio.timeout(30):
         while bounded_threads():
-            gc.collect()
+            collect_garbage()  # a server of another test may have settled its own, which keeps its threads
             await asyncio.sleep(0.01)
 
 

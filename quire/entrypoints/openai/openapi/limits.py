@@ -67,7 +67,6 @@ class Limits:
 
     model_names: tuple[str, ...]
     vocab_size: int
-    max_model_len: int
     max_logprobs: int
     has_priorities: bool
     max_tools: int
@@ -86,7 +85,6 @@ class Limits:
         return cls(
             server.served_names,
             config.arch.vocab_size,
-            config.model.max_model_len,
             config.model.max_logprobs,
             scheduler.scheduling_policy == "priority" or bool(scheduler.scheduler_cls),
             server.config.max_tools,
@@ -102,8 +100,7 @@ class Limits:
         """By name of the field."""
         rules: dict[str, Rule] = {name: _number(low, high) for name, (low, high) in RANGES.items()}
         rules["top_k"] = _number(-1, RANGES["top_k"][1])  # as 0, all
-        rules["max_tokens"] = _number(1, self.max_model_len)
-        rules["completion_max_tokens"] = _number(0, self.max_model_len)
+        rules["completion_max_tokens"] = _number(0, sys.maxsize)
         rules["logprobs"] = rules["prompt_logprobs"] = (
             _number(-1, sys.maxsize) if self.max_logprobs < 0 else _number(0, self.max_logprobs)
         )
