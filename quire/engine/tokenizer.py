@@ -24,6 +24,7 @@ from quire.engine.tokenizer_files import (
     DEFAULT_TEMPLATE,
     TOKENIZER_NAME,
     converted_backend,
+    named_by_ids,
     read_backend,
     read_chat_templates,
 )
@@ -96,7 +97,7 @@ class Tokenizer:
             backend, named = converted_backend(directory)
         return Tokenizer(
             backend,
-            named,
+            named_by_ids(directory, backend) | named,
             templates,
             file=file if has_file(file) else None,
             truncation_side=settings.file.choice("truncation_side", ("right", "left"), "right"),

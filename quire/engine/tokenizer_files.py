@@ -205,3 +205,19 @@ def _cleans_itself(backend: tokenizers.Tokenizer) -> bool:
         return True
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     return state.get("type") == "WordPiece" and bool(state.get("cleanup"))
+
+
+def named_by_ids(directory: Path, backend: tokenizers.Tokenizer) -> dict[str, str]:
+    """Return the special tokens that config.json names by their ids.
+
+    Files of tokenizers whose class has these tokens by itself, such as GPT-2's, name them nowhere else.
+    """
+    config = optional_json_object(directory / "config.json")
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    named = {}
+    for name in ("bos_token", "eos_token"):
+        token_id = config.get(f"{name}_id")
+        token = backend.id_to_token(token_id) if type(token_id) is int and token_id >= 0 else None
+        if token in special:
+            named[name] = token
+    return named

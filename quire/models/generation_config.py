@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.models.checkpoint_files import has_file
 from quire.models.json_object import JsonObject, optional_json_object
 
 logger = logging.getLogger(__name__)
+GENERATION = "generation_config.json"
 
 # Sampling default -> (low, high); the names are those of `SamplingParams`.
 _SAMPLING: Mapping[str, tuple[float, float]] = {
@@ -52,22 +55,59 @@ _NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "sequence_bias": ({},),
     "stop_strings": ([],),
     "watermarking_config": (),
+    "max_time": (),
+    "num_return_sequences": (1,),
+    "renormalize_logits": (False,),
+    "token_healing": (False,),
+    "force_words_ids": (),
+    "remove_invalid_values": (False,),
+    "dola_layers": (),
 }
 """Keys by which transformers changes what is generated, and the values with which they change nothing."""
 
+_HARMLESS = re.compile(
+    r"_.*|.*_version|(bos|eos|pad|sep|cls|decoder_start)_token_id|.*cache.*|output_\w+|return_dict_in_generate|early_stopping|low_memory|trust_remote_code"
+    r"|prompt_lookup_\w+|assistant_\w+|num_assistant_\w+|is_assistant|max_matching_\w+|target_lookbehind|compile_config"
+    r"|disable_compile|prefill_chunk_size|generation_kwargs|chat_format|max_window_size|user_token_id|model_type"
+)
+"""Keys that change nothing here, whatever their value."""
+_USUAL: Mapping[str, Any] = {
+    "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0,
+}  # fmt: skip
+"""Values that transformers' config classes have by themselves: where config.json has them, they say nothing."""
+
 
 def read_generation_config(directory: Path) -> dict[str, float]:
-    """Default sampling parameters in a directory's generation_config.json; none if there is no such file.
+    """Return the default sampling parameters in a directory's generation_config.json.
+
+    Without that file those of config.json count, where files of before 2023 have them, as in transformers.
 
     Raises:
         ModelLoadError: the file is malformed or a value is out of range.
     """
     file = generation_file(directory)
+    if not has_file(directory / GENERATION):
+        file = _of_config(directory)
     ignored = [key for key, neutral in _NOT_DONE.items() if key in file and file.get(key) not in neutral]
     if ignored:
         shown = ", ".join(f"{key} = {json.dumps(file.get(key)):.100}" for key in ignored)
         logger.warning("%s: not applied, requests say it themselves: %s", file.where, shown)
+    known = {*_NOT_DONE, *_SAMPLING, *_INTEGERS}
+    unknown = [key for key in file.values if key not in known and not _HARMLESS.fullmatch(key)]
+    if unknown:
+        logger.warning("%s: not read: %.200s", file.where, ", ".join(sorted(unknown)))
     return sampling_defaults(file)
+
+
+def _of_config(directory: Path) -> JsonObject:
+    """Return the sampling keys of config.json: those beside `do_sample`, since `top_k` may be of experts elsewhere."""
+    config = optional_json_object(directory / "config.json")
+    if config.get("do_sample") is not True:
+        return JsonObject(config.where, {}, refused=[])
+    names = (*_SAMPLING, "top_k", "do_sample", "num_beams", "typical_p", "no_repeat_ngram_size")
+    values = {name: config.get(name) for name in names if name in config}
+    said = {name: value for name, value in values.items() if value != _USUAL.get(name, ...)}
+    return JsonObject(config.where, said, refused=[])
 
 
 def sampling_defaults(file: JsonObject) -> dict[str, float]:
@@ -80,7 +120,7 @@ def sampling_defaults(file: JsonObject) -> dict[str, float]:
 
 def generation_file(directory: Path) -> JsonObject:
     """The file's object, an empty one if there is no such file; raises as `read_json_object` does."""
-    return optional_json_object(directory / "generation_config.json")
+    return optional_json_object(directory / GENERATION)
 
 
 def token_ids(file: JsonObject, key: str, vocab_size: int) -> tuple[int, ...]:

@@ -229,3 +229,16 @@ def test_vocabulary_and_merges_are_converted(tmp_path: Path) -> None:
     write(tmp_path, "config.json", {"model_type": "gpt2"})
     ours = Tokenizer.from_dir(tmp_path)
     assert (ours.decode(ours.encode("a b")), ours.eos_token_id) == ("a b", 258)
+
+
+def test_special_tokens_named_by_ids_alone_are_known(tmp_path: Path) -> None:
+    """GPT-2 as published: its class knows its end token, and no file of the tokenizer says which that is."""
+    backend = Backend(models.BPE(vocab={"a": 0, "b": 1, "<|endoftext|>": 2}, merges=[]))
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config.json", {"model_max_length": 1024})
+    write(tmp_path, "config.json", {"bos_token_id": 2, "eos_token_id": 2})
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|endoftext|>", "<|endoftext|>")
+    write(tmp_path, "config.json", {"bos_token_id": 1, "eos_token_id": [2, 0]})  # no special token, no one id
+    assert Tokenizer.from_dir(tmp_path).named_tokens == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import re
 import subprocess
@@ -20,6 +21,7 @@ from quire.config import ModelArch
 from quire.errors import ModelLoadError, StartupError, UnsupportedModelError
 from quire.models.built_in import ALSO_CALLED, BUILT_IN, TRANSFORMERS
 from quire.models.families.mamba import POSITIONS
+from quire.models.generation_config import read_generation_config
 from quire.models.hf_config import read_hf_config
 from quire.models.registry import ModelRegistry
 from tests.fixtures.tiny_models import TINY_MODELS, VOCAB_SIZE
@@ -682,3 +684,26 @@ def test_minimax_as_published_rotates_a_part_of_each_head(tmp_path: Path) -> Non
     arch = read(tmp_path, values)
     assert arch.rope is not None
     assert (arch.head_dim, arch.rope.rotated(arch.head_dim)) == (8, 4)
+
+
+def test_sampling_defaults_in_config_json_count_without_their_own_file(tmp_path: Path) -> None:
+    sampling = {"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 1.0, "repetition_penalty": 1.4}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sampling))
+    assert read_generation_config(tmp_path) == {"temperature": 0.5, "top_k": 7, "repetition_penalty": 1.4}
+    path.write_text(json.dumps({**sampling, "do_sample": False}))
+    assert read_generation_config(tmp_path) == {}
+    path.write_text(json.dumps(sampling))
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_generation_config(tmp_path) == {}
+
+
+@pytest.mark.parametrize("key", ["temprature", "presence_penalty", "stop_token_ids", "num_return_sequences"])
+def test_generation_config_key_unknown_is_warned_of(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: 2, "_from_model_config": True}))
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert read_generation_config(tmp_path) == {}
+    assert key in caplog.text
+    assert "_from_model_config" not in caplog.text
