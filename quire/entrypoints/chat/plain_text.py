@@ -19,10 +19,12 @@ from typing import Any, Protocol
 
 from quire.errors import ValidationError
 
-MARKS = tuple(map(chr, itertools.chain(range(0xFDD0, 0xFDF0), range(0xE000, 0xF900))))
-"""Candidates for the mark: noncharacters first, then the private use area."""
+SCRIPTS = (range(0xA500, 0xA60C), range(0xA000, 0xA48D), range(0x20000, 0x2A6D0))  # Vai, Yi, rare Han
+MARKS = tuple(map(chr, itertools.chain.from_iterable(SCRIPTS)))
+"""Candidates for the mark: letters that hardly any text has.
 
-
+They are printable, because a template may write a list or an object as Python does, which escapes other characters.
+"""
 STRETCH_CHARS = 2**16
 
 
@@ -60,7 +62,7 @@ class PlainText:
             used.update(stretch)
         free = list(itertools.islice((mark for mark in MARKS if mark not in used), 2))
         if len(free) < 2:
-            raise ValidationError("messages use every private-use character there is", param="messages")
+            raise ValidationError("messages use every character that could mark plain text", param="messages")
         self._mark, self.end = free
         self._literals = literals
 

@@ -22,6 +22,13 @@ from quire.entrypoints.chat.environment import make_environment
 from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, Adjusted, checked_messages
 from quire.entrypoints.chat.plain_text import Encoder, Literals, PlainText
 from quire.entrypoints.chat.system_messages import Arrangement, arrangements
+from quire.entrypoints.chat.tool_places import (
+    PROBE_MESSAGES,
+    PROBE_TOOL,
+    TOOLS_VARIABLE,
+    ToolPlace,
+    place_of_tools,
+)
 from quire.errors import ConfigError, ModelLoadError, ValidationError
 from quire.inputs import ChatMessage, Conversation
 from quire.models.checkpoint_files import read_text
@@ -150,6 +157,10 @@ class ChatTemplate:
             and not self._shows(PROBE)
             and self._shows([{"type": "text", "text": PROBE}])
         )
+        place = place_of_tools(tree, self.variables, self._shows_tools)
+        self._tool_place = place or TOOLS_VARIABLE
+        if place is not None:
+            self.variables |= {"tools"}
 
     def reads_name(self, role: str) -> bool:
         """Whether the `name` of a message of this role may become part of a prompt; tried once for each role."""
@@ -247,6 +258,7 @@ class ChatTemplate:
         """Return the prompt without the options that the template does not read; None if it cannot be rendered."""
         if self._for_tools is not None and options.get("tools"):
             return self._for_tools.try_render(messages, **options)
+        messages, options = self._tool_place.put(messages, options)
         if self._wants_parts:
             messages = [_with_parts(message) for message in messages]
         known = {name: options[name] for name in options.keys() & (self.variables | OWN_VARIABLES)}
@@ -314,6 +326,7 @@ class ChatTemplate:
         self._check_options(options)
         adjusted: Adjusted = {}
         checked = checked_messages(messages, self._aliases, adjusted)
+        checked, options = self._tool_place.put(checked, options)
         plain = PlainText(self._literals, [checked, options])
         variables = {**plain.protect(options), "add_generation_prompt": add_generation_prompt}
         refusal: TemplateFailureError | None = None
@@ -398,6 +411,14 @@ class ChatTemplate:
     def _run_bare(self, messages: list[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> str:
         messages = [_with_parts(message) for message in messages] if self._wants_parts else messages
         return self._template.render({**self._tokens, **options, "messages": messages})
+
+    def _shows_tools(self, place: ToolPlace, name: str) -> bool:
+        """Return whether a tool at this place has its name in the prompt."""
+        messages, options = place.put(PROBE_MESSAGES, {"tools": [PROBE_TOOL]})
+        try:
+            return name in self._run_bare(messages, options)
+        except Exception:  # the template is foreign code; that it fails on the probe is the answer
+            return False
 
     def _shows(self, content: Any) -> bool:
         """Whether a user message with this content has its text in the prompt, and nothing of its structure."""

@@ -17,7 +17,7 @@ from quire.errors import ValidationError
 ASSETS = Path(plain_text.__file__).parents[2] / "assets" / "quire-demo"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 pieces = st.sampled_from(
-    [*SPECIAL, "<|im_", "end|>", "<", "<|", "|>", "im_start", " ", "\n", "é🙂", "word", "\ufdd0"]
+    [*SPECIAL, "<|im_", "end|>", "<", "<|", "|>", "im_start", " ", "\n", "é🙂", "word", "\ua500"]
 )
 texts = st.lists(pieces, max_size=8).map("".join)
 
@@ -67,5 +67,5 @@ def test_literal_made_of_two_contents() -> None:
 
 
 def test_no_free_mark() -> None:
-    with pytest.raises(ValidationError, match="private-use"):
+    with pytest.raises(ValidationError, match="every character"):
         plain_text.PlainText(plain_text.Literals(SPECIAL), ["".join(plain_text.MARKS)])
