@@ -32,6 +32,7 @@ FORMATS = (
         ends_at_calls=True,
         evidence=(("<seed:think>",),),
     ),
+    ReasoningFormat("exaone", opens=("<thought>",), closes=("</thought>",), evidence=(("</thought>",),)),
     ReasoningFormat("mistral", opens=("[THINK]",), closes=("[/THINK]",), evidence=(("[THINK]",),)),
     ReasoningFormat(
         "granite",

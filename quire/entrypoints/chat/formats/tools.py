@@ -25,6 +25,7 @@ from quire.plugins import PluginTable, instance_of
 LIST = ("[", "]", ",")
 """What stands around and between the items of a list."""
 MISTRAL_HEAD = r"(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?"
+HUNYUAN_HEAD = r"(?:function<tool_sep>)?(?P<name>[\w.\-]+)\s*```json"
 XML_CALL = TaggedCall(
     "<function=", ">", "<parameter=", ">", "</parameter>", "</function>", outer="</tool_call>"
 )
@@ -302,6 +303,18 @@ FORMATS = (
         evidence=(("<TOOLCALL>",),),
         aliases=("llama_nemotron_json",),
     ),
+    ToolFormat(
+        "nemotron_mini",
+        (JsonCall(),),
+        opens=("<toolcall>",),
+        closes=("</toolcall>",),
+        skips=LIST,
+        opening="<toolcall> ",
+        separator=" ",
+        closing=" </toolcall>",
+        each=True,
+        evidence=(("<toolcall>",), ("<extra_id_1>", "<tool>")),
+    ),
     gigachat("gigachat31", "<|function_call|>"),
     gigachat("gigachat3", "function call<|role_sep|>\n"),
     ToolFormat(
@@ -384,7 +397,7 @@ FORMATS = (
         needs_required=True,
         only_known=True,
         separator="<|assistant|>",
-        evidence=(("<|observation|>", "请使用 Json 格式表示调用的参数"),),
+        evidence=(("请使用 Json 格式表示调用的参数",),),
     ),
     glm("glm47", "", ("</arg_key><arg_value>",), "poolside_v1", "ling3"),
     glm("glm45", "\n", ("<arg_key>",)),
@@ -548,6 +561,17 @@ FORMATS = (
         separator="; ",
         evidence=(("<|python_tag|>",), ('"parameters": dictionary',)),
         aliases=("llama4_json",),
+    ),
+    ToolFormat(
+        "hunyuan_dense",
+        (HeadedJson("<tool_call>", HUNYUAN_HEAD, "{name}\n```json\n"), JsonCall()),
+        opens=("<tool_calls>",),
+        closes=("</tool_calls>",),
+        skips=(*LIST, "```", "</tool_call>"),
+        opening="<tool_calls>",
+        separator="\n```</tool_call>\n",
+        closing="\n```</tool_call></tool_calls>",
+        evidence=(("<tool_calls><tool_call>", "```json"),),
     ),
     ToolFormat(
         "hunyuan_a13b",

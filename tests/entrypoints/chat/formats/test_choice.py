@@ -229,6 +229,32 @@ FAMILIES = {
         "muse_glimmer",
         "muse_glimmer",
     ),
+    "exaone-deep": (
+        "{{ content.split('</thought>')[-1] }}[|endofturn|]\n[|assistant|]<thought>\n",
+        None,
+        "exaone",
+    ),
+    "hunyuan-7b": (
+        "<tools></tools>{{ '<tool_calls><tool_call>' + name + '\n' + '```json' }}</tool_calls><think></think><answer>",
+        "hunyuan_dense",
+        "hunyuan_a13b",
+    ),
+    "minitron": (
+        "<extra_id_0>System{% for tool in tools %}\n<tool> {{ tool }} </tool>{% endfor %}<extra_id_1>User",
+        "nemotron_mini",
+        None,
+    ),
+    "glm-4-9b": (
+        "[gMASK]<sop>{% set tools = item['tools'] %}在调用上述函数时，请使用 Json 格式表示调用的参数。",
+        "glm4",
+        None,
+    ),
+    "granite-3.3": (
+        "<|start_of_role|>{{ '<|tool_call|>' }} write <think></think> and <response></response><|end_of_role|>",
+        "granite",
+        "ernie45",
+    ),
+    "phi-4-reasoning": ("<|im_start|>system<|im_sep|> <think> {Thought section} </think>", None, "qwen3"),
     "gemma-3": ("<start_of_turn>user\n{{ message.content }}<end_of_turn>", None, None),
     "vicuna": ("USER: {{ message.content }} ASSISTANT:", None, None),
 }

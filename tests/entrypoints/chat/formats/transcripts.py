@@ -573,6 +573,38 @@ WRITTEN: tuple[Transcript, ...] = (
         "hunyuan_a13b", "after reasoning", f"<think>\nSo.\n</think>\n<answer>\n<tool_calls>[{JSON_OF_WEATHER}]</tool_calls>\n</answer>",
         calls=WEATHER, thought="So.", reasoning="hunyuan_a13b",
     ),
+    Transcript(
+        "hunyuan_dense", "after reasoning",
+        '<think>\nSo.\n</think>\n<answer>\nI look.<tool_calls><tool_call>get_weather\n```json\n{"city": "Paris"}\n```</tool_call></tool_calls>\n</answer>',
+        content="I look.", calls=WEATHER, thought="So.", reasoning="hunyuan_a13b",
+    ),
+    Transcript(
+        "hunyuan_dense", "kind before the name",
+        '<tool_calls><tool_call>function<tool_sep>get_weather\n```json\n{"city": "Paris"}\n```</tool_call></tool_calls>', calls=WEATHER,
+    ),
+    Transcript(
+        "hunyuan_dense", "no fence closes", '<tool_calls><tool_call>get_weather\n```json\n{"city": "Paris"}</tool_call></tool_calls>',
+        calls=WEATHER,
+    ),
+    Transcript("hunyuan_dense", "a list", f"<tool_calls>[{JSON_OF_WEATHER}]</tool_calls>", calls=WEATHER),
+    Transcript(
+        "hunyuan_dense", "no section", '<tool_call>get_weather\n```json\n{"city": "Paris"}\n```</tool_call>', calls=WEATHER
+    ),
+    Transcript(
+        "nemotron_mini", "typed, the name last",
+        '<toolcall> {"type": "function", "arguments": {"city": "Paris"}, "name": "get_weather"} </toolcall>', calls=WEATHER,
+    ),
+    Transcript("nemotron_mini", "compact", f"<toolcall>{JSON_OF_WEATHER}</toolcall>", calls=WEATHER),
+    Transcript("nemotron_mini", "no close", f"<toolcall> {JSON_OF_WEATHER}", calls=WEATHER),
+    Transcript(
+        "nemotron_mini", "two", f'<toolcall> {JSON_OF_WEATHER} </toolcall> <toolcall> {{"name": "now", "arguments": {{}}}} </toolcall>',
+        calls=[*WEATHER, ("now", {})],
+    ),
+    lost("nemotron_mini", "an answer about tools", "a <tool> is no <toolcall> without JSON"),
+    Transcript(
+        "hermes", "EXAONE Deep, its prompt thinks", f"So.\n</thought>\n\n<tool_call>{JSON_OF_WEATHER}</tool_call>",
+        calls=WEATHER, thought="So.", reasoning="exaone", prompt="[|assistant|]<thought>\n",
+    ),
     Transcript("minimax", "no close", f"<tool_calls>\n{JSON_OF_WEATHER}\n", calls=WEATHER),
     Transcript("jamba", "compact", f"<tool_calls>[{JSON_OF_WEATHER}]</tool_calls>", calls=WEATHER),
     Transcript(
