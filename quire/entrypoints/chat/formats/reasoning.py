@@ -32,6 +32,13 @@ FORMATS = (
         ends_at_calls=True,
         evidence=(("<seed:think>",),),
     ),
+    ReasoningFormat(
+        "hyperclovax",
+        opens=("<|im_start|>assistant/think", "/think\n"),
+        closes=("<|im_end|>",),
+        silent=("<|im_start|>assistant", "<|im_end|>"),
+        evidence=(("assistant/think", "<|im_end|>"),),
+    ),
     ReasoningFormat("exaone", opens=("<thought>",), closes=("</thought>",), evidence=(("</thought>",),)),
     ReasoningFormat("mistral", opens=("[THINK]",), closes=("[/THINK]",), evidence=(("[THINK]",),)),
     ReasoningFormat(

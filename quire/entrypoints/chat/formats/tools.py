@@ -304,6 +304,17 @@ FORMATS = (
         aliases=("llama_nemotron_json",),
     ),
     ToolFormat(
+        "hyperclovax",
+        (JsonCall(),),
+        opens=(" -> tool/function_call\n",),
+        closes=("<|im_end|>",),
+        skips=LIST,
+        opening=" -> tool/function_call\n[",
+        separator=", ",
+        closing="]<|im_end|>",
+        evidence=(("-> tool/function_call",),),
+    ),
+    ToolFormat(
         "nemotron_mini",
         (JsonCall(),),
         opens=("<toolcall>",),
@@ -637,6 +648,7 @@ FORMATS = (
         opening="[",
         separator=", ",
         closing="]",
+        evidence=(("calls in a single JSON array",),),
     ),
     ToolFormat(
         "hermes",

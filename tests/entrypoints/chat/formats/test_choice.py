@@ -234,6 +234,21 @@ FAMILIES = {
         None,
         "exaone",
     ),
+    "hyperclova-x-seed-think": (
+        "<|im_start|>assistant/think\n<|im_end|>\n<|im_start|>assistant -> tool/function_call\n[]<|im_end|>",
+        "hyperclovax",
+        "hyperclovax",
+    ),
+    "exaone-4": (
+        "[|assistant|]\n<think>\n\n</think>\n\n<tool_call>{}</tool_call>[|endofturn|]",
+        "hermes",
+        "think",
+    ),
+    "xlam-2": (
+        "<|start_header_id|>When using tools, make calls in a single JSON array: []<|eot_id|>",
+        "xlam",
+        None,
+    ),
     "hunyuan-7b": (
         "<tools></tools>{{ '<tool_calls><tool_call>' + name + '\n' + '```json' }}</tool_calls><think></think><answer>",
         "hunyuan_dense",

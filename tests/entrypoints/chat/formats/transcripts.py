@@ -594,6 +594,19 @@ WRITTEN: tuple[Transcript, ...] = (
         "nemotron_mini", "typed, the name last",
         '<toolcall> {"type": "function", "arguments": {"city": "Paris"}, "name": "get_weather"} </toolcall>', calls=WEATHER,
     ),
+    Transcript(
+        "hyperclovax", "reasoning, text and a call",
+        f"/think\nSo.<|im_end|>\n<|im_start|>assistant\nI look.<|im_end|>\n<|im_start|>assistant -> tool/function_call\n[{JSON_OF_WEATHER}]<|im_end|>",
+        content="I look.", calls=WEATHER, thought="So.", reasoning="hyperclovax", prompt="<|im_start|>assistant",
+    ),
+    Transcript(
+        "hyperclovax", "the prompt thinks", "So.<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>",
+        content="Yes.", thought="So.", reasoning="hyperclovax", prompt="<|im_start|>assistant/think\n",
+    ),
+    Transcript(
+        "hyperclovax", "a call at once", f" -> tool/function_call\n[{JSON_OF_WEATHER}, {JSON_OF_WEATHER}]<|im_end|>",
+        calls=WEATHER * 2, reasoning="hyperclovax", prompt="<|im_start|>assistant",
+    ),
     Transcript("nemotron_mini", "compact", f"<toolcall>{JSON_OF_WEATHER}</toolcall>", calls=WEATHER),
     Transcript("nemotron_mini", "no close", f"<toolcall> {JSON_OF_WEATHER}", calls=WEATHER),
     Transcript(
