@@ -39,6 +39,13 @@ FORMATS = (
         silent=("<|im_start|>assistant", "<|im_end|>"),
         evidence=(("assistant/think", "<|im_end|>"),),
     ),
+    ReasoningFormat(
+        "plamo3",
+        opens=("<|plamo:begin_think:plamo|>",),
+        closes=("<|plamo:end_think:plamo|>",),
+        ends_at_calls=True,
+        evidence=(("<|plamo:begin_think:plamo|>",), ("plamo:begin_", "think")),
+    ),
     ReasoningFormat("exaone", opens=("<thought>",), closes=("</thought>",), evidence=(("</thought>",),)),
     ReasoningFormat("mistral", opens=("[THINK]",), closes=("[/THINK]",), evidence=(("[THINK]",),)),
     ReasoningFormat(

@@ -6,6 +6,7 @@ table, so what is more particular stands first.
 
 from __future__ import annotations
 
+import re
 from string import ascii_letters
 
 from quire.entrypoints.chat.formats.elements import ElementCall
@@ -25,6 +26,14 @@ from quire.plugins import PluginTable, instance_of
 LIST = ("[", "]", ",")
 """What stands around and between the items of a list."""
 MISTRAL_HEAD = r"(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?"
+PLAMO_CALL = "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
+PLAMO_ARGUMENTS = "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|>"
+PLAMO_HEAD = (
+    rf"(?P<name>[\w.\-]+)\s*{re.escape(PLAMO_ARGUMENTS)}\s*"
+    r"(?:<\|plamo:constrain\|>json)?\s*(?:<\|plamo:msg\|>)?"
+)
+PLAMO_WRITTEN = f"{{name}}{PLAMO_ARGUMENTS}<|plamo:constrain|>json<|plamo:msg|>"
+PLAMO_END = "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
 HUNYUAN_HEAD = r"(?:function<tool_sep>)?(?P<name>[\w.\-]+)\s*```json"
 XML_CALL = TaggedCall(
     "<function=", ">", "<parameter=", ">", "</parameter>", "</function>", outer="</tool_call>"
@@ -302,6 +311,37 @@ FORMATS = (
         closing="]</TOOLCALL>",
         evidence=(("<TOOLCALL>",),),
         aliases=("llama_nemotron_json",),
+    ),
+    ToolFormat(
+        "dots",
+        (
+            TaggedCall(
+                '<invoke name="',
+                '">',
+                '<parameter name="',
+                '">',
+                "</parameter>",
+                "</invoke>",
+                outer="</dots_function_call>",
+            ),
+            JsonCall(),
+        ),
+        opens=("<dots_function_call>",),
+        closes=("</dots_function_call>",),
+        opening="<dots_function_call>\n",
+        closing="\n</dots_function_call>",
+        evidence=(("<dots_function_call>",),),
+    ),
+    ToolFormat(
+        "plamo3",
+        (HeadedJson(PLAMO_CALL, PLAMO_HEAD, PLAMO_WRITTEN),),
+        opens=("<|plamo:begin_tool_requests:plamo|>",),
+        closes=("<|plamo:end_tool_requests:plamo|>",),
+        skips=("<|plamo:end_tool_arguments:plamo|>", "<|plamo:end_tool_request:plamo|>"),
+        opening="<|plamo:begin_tool_requests:plamo|>",
+        separator=PLAMO_END,
+        closing=f"{PLAMO_END}<|plamo:end_tool_requests:plamo|>",
+        evidence=(("<|plamo:begin_tool_request:plamo|>",), ("plamo:begin_", "tool_request")),
     ),
     ToolFormat(
         "hyperclovax",

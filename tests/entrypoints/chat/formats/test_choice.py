@@ -244,6 +244,12 @@ FAMILIES = {
         "hermes",
         "think",
     ),
+    "dots-3": ("Use <dots_function_call> for tools<|endofresponse|><think></think>", "dots", "think"),
+    "plamo-3": (
+        "<|plamo:begin_think:plamo|><|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|>",
+        "plamo3",
+        "plamo3",
+    ),
     "xlam-2": (
         "<|start_header_id|>When using tools, make calls in a single JSON array: []<|eot_id|>",
         "xlam",

@@ -607,6 +607,19 @@ WRITTEN: tuple[Transcript, ...] = (
         "hyperclovax", "a call at once", f" -> tool/function_call\n[{JSON_OF_WEATHER}, {JSON_OF_WEATHER}]<|im_end|>",
         calls=WEATHER * 2, reasoning="hyperclovax", prompt="<|im_start|>assistant",
     ),
+    Transcript("dots", "as JSON", f"<dots_function_call>\n{JSON_OF_WEATHER}\n</dots_function_call>", calls=WEATHER),
+    Transcript(
+        "dots", "two, after text",
+        'I look.<dots_function_call>\n<invoke name="get_weather">\n<parameter name="city">\nRome\n</parameter>\n<parameter name="days">\n2\n</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</dots_function_call>',
+        content="I look.", calls=TWO,
+    ),
+    Transcript(
+        "plamo3", "after reasoning, without a constraint",
+        "<|plamo:begin_think:plamo|>So.<|plamo:end_think:plamo|><|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
+        'get_weather<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:msg|>{"city": "Paris"}<|plamo:end_tool_arguments:plamo|>'
+        "<|plamo:end_tool_request:plamo|><|plamo:end_tool_requests:plamo|>",
+        calls=WEATHER, thought="So.", reasoning="plamo3",
+    ),
     Transcript("nemotron_mini", "compact", f"<toolcall>{JSON_OF_WEATHER}</toolcall>", calls=WEATHER),
     Transcript("nemotron_mini", "no close", f"<toolcall> {JSON_OF_WEATHER}", calls=WEATHER),
     Transcript(
