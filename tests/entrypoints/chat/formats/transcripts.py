@@ -620,6 +620,11 @@ WRITTEN: tuple[Transcript, ...] = (
         "<|plamo:end_tool_request:plamo|><|plamo:end_tool_requests:plamo|>",
         calls=WEATHER, thought="So.", reasoning="plamo3",
     ),
+    Transcript("llama4_pythonic", "JSON", '{"name": "get_weather", "parameters": {"city": "Paris"}}', calls=WEATHER),
+    Transcript(
+        "llama4_pythonic", "JSON in the markers", f"<|python_start|>{JSON_OF_WEATHER}<|python_end|>", calls=WEATHER
+    ),
+    lost("llama4_pythonic", "another object", '{"name": "no tool", "parameters": {}}'),
     Transcript("nemotron_mini", "compact", f"<toolcall>{JSON_OF_WEATHER}</toolcall>", calls=WEATHER),
     Transcript("nemotron_mini", "no close", f"<toolcall> {JSON_OF_WEATHER}", calls=WEATHER),
     Transcript(
