@@ -1,4 +1,7 @@
-"""Places for system messages: as the client has them, or the nearest place where a template takes them.
+"""Forms of a conversation to try with a template that refuses the client's own.
+
+A system message is moved to the nearest place where the template takes one; turns of one role in a row are joined; a
+user's text between a call and the answer to it is joined to the call's result.
 
 Invariant: every arrangement has all texts of the conversation, the system's in their order.
 """
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.entrypoints.chat.messages import Adjusted
 from quire.inputs import ChatMessage
@@ -16,6 +19,12 @@ SYSTEM_ROLES = ("system", "developer")
 ROLE_FIELD = "messages[].role"
 TO_FRONT = "system, moved into the first message"
 TO_USER = "user, for a template without system messages"
+TURNS_FIELD = "messages[]"
+JOINED_TURNS = "consecutive ones of one role are joined"
+CONTENT_FIELD = "messages[].content"
+JOINED_TO_RESULT = "text of the user is joined to a tool result"
+TURNS = ("user", "assistant")
+JOINED_FIELDS = ("reasoning", "reasoning_content")
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,22 @@ def arrangements(
     Args:
         keeps_last: the last message stays in its place, because the answer continues it.
     """
+    for placed in _placements(messages, places, keeps_last=keeps_last):
+        yield placed
+        turns = _with_turns_joined(placed.messages, keeps_last=keeps_last)
+        adjusted = dict(placed.adjusted)
+        if len(turns) < len(placed.messages):
+            adjusted[TURNS_FIELD] = JOINED_TURNS
+            yield Arrangement(turns, dict(adjusted))
+        results = _with_texts_in_results(turns)
+        if results != turns:
+            yield Arrangement(results, {**adjusted, CONTENT_FIELD: JOINED_TO_RESULT})
+
+
+def _placements(
+    messages: list[ChatMessage], places: SystemPlaces, *, keeps_last: bool
+) -> Iterator[Arrangement]:
+    """Yield the conversation with its system messages in the places where the template may take them."""
     system = [index for index, message in enumerate(messages) if message["role"] in SYSTEM_ROLES]
     if keeps_last and system and system[-1] == len(messages) - 1:
         system.pop()
@@ -54,39 +79,75 @@ def arrangements(
         yield Arrangement(messages)
     moved = frozenset(system)
     rest = [message for index, message in enumerate(messages) if index not in moved]
-    joined = _joined(messages, moved)
-    text = "\n\n".join(messages[index]["content"] for index in system if messages[index]["content"])
+    text = _joined_text(*(messages[index]["content"] for index in system))
     if takes_first and system[-1] > 0:
         first: ChatMessage = {**messages[system[0]], "content": text}
         yield Arrangement([first, *rest], {ROLE_FIELD: TO_FRONT})
-        if joined != rest:
-            yield Arrangement([first, *joined], {ROLE_FIELD: TO_FRONT})
-    for others in (rest, joined) if joined != rest else (rest,):
-        yield Arrangement(_before_user(text, others), {ROLE_FIELD: TO_USER})
+    yield Arrangement(_before_user(text, rest), {ROLE_FIELD: TO_USER})
 
 
-def _joined(messages: Sequence[ChatMessage], without: frozenset[int]) -> list[ChatMessage]:
-    """Return the other messages, those of a user as one where only a system message stood between them."""
+def _with_turns_joined(messages: Sequence[ChatMessage], *, keeps_last: bool) -> list[ChatMessage]:
+    """Return the messages, those of a user or of the assistant in a row as one."""
     kept: list[ChatMessage] = []
-    is_behind_system = False
     for index, message in enumerate(messages):
-        if index in without:
-            is_behind_system = True
-            continue
-        if is_behind_system and kept and kept[-1]["role"] == message["role"] == "user":
-            kept[-1] = {**kept[-1], "content": f"{kept[-1]['content']}\n\n{message['content']}"}
+        is_turn = bool(kept) and kept[-1]["role"] == message["role"] and message["role"] in TURNS
+        # A template shows calls behind the text, and a prompt that ends in the text would lose them.
+        ends_prompt = keeps_last and index == len(messages) - 1
+        if is_turn and not (ends_prompt and "tool_calls" in kept[-1]):
+            kept[-1] = _joined(kept[-1], message)
         else:
             kept.append(message)
-        is_behind_system = False
     return kept
 
 
+def _joined(one: ChatMessage, other: ChatMessage) -> ChatMessage:
+    """Return two messages of one role as one; a name stays if it is that of both."""
+    joined: ChatMessage = {"role": one["role"], "content": _joined_text(one["content"], other["content"])}
+    for name in JOINED_FIELDS:
+        if name in one or name in other:
+            joined[name] = _joined_text(one.get(name, ""), other.get(name, ""))
+    if "name" in one and one["name"] == other.get("name"):
+        joined["name"] = one["name"]
+    calls = [*one.get("tool_calls", ()), *other.get("tool_calls", ())]
+    return {**joined, "tool_calls": calls} if calls else joined
+
+
+def _with_texts_in_results(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages without those of a user behind a call: their text is in a result of the call."""
+    kept: list[ChatMessage] = []
+    before: list[str] = []
+    for index, message in enumerate(messages):
+        follows = messages[index + 1]["role"] if index + 1 < len(messages) else ""
+        if message["role"] == "tool" and before:
+            kept.append({**message, "content": _joined_text(*before, message["content"])})
+            before.clear()
+        elif message["role"] != "user" or not kept:
+            kept.append(message)
+        elif kept[-1]["role"] == "tool":
+            kept[-1] = {**kept[-1], "content": _joined_text(kept[-1]["content"], message["content"])}
+        elif "tool_calls" not in kept[-1]:
+            kept.append(message)
+        elif follows == "tool":
+            before.append(message["content"])
+        else:
+            kept.append(_result_of(kept[-1]["tool_calls"][-1], message["content"]))
+    return kept
+
+
+def _result_of(call: dict[str, Any], text: str) -> ChatMessage:
+    """Return a text as the result of a call that has none."""
+    return {"role": "tool", "content": text, "tool_call_id": call["id"], "name": call["function"]["name"]}
+
+
+def _joined_text(*texts: str) -> str:
+    return "\n\n".join(filter(None, texts))
+
+
 def _before_user(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with this text before the first user's, or as a user's message of its own."""
+    """Return the messages with this text before that of a user who begins, or as a user's message of its own."""
     if not text:
         return messages
-    for index, message in enumerate(messages):
-        if message["role"] == "user":
-            told: ChatMessage = {**message, "content": f"{text}\n\n{message['content']}"}
-            return [*messages[:index], told, *messages[index + 1 :]]
-    return [{"role": "user", "content": text}, *messages]
+    if not messages or messages[0]["role"] != "user":
+        return [{"role": "user", "content": text}, *messages]
+    first: ChatMessage = {**messages[0], "content": _joined_text(text, messages[0]["content"])}
+    return [first, *messages[1:]]

@@ -30,6 +30,8 @@ SAME_NAME = (
 )  # fmt: skip
 CHAT_NAMES = {
     "messages": "input",
+    "messages[]": "input[]",
+    "messages[].content": "input[].content",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
