@@ -33,6 +33,7 @@ CHAT_NAMES = {
     "tools.*.function.parameters": "tools.*.input_schema",
     "tools.*.function": "tools.*",
     "messages[].tool_calls[].function.arguments": "messages[].content[].input",
+    "user": "metadata",
     "messages[].tool_call_id": "messages[].content[].tool_use_id",
 }
 """Chat's names of fields, to Anthropic's."""

@@ -64,8 +64,7 @@ async def count_tokens(request: Request) -> Response:
     note_ignored(body, given(body, WITHOUT_EFFECT))
     form = await server.form_named(server.check_model(body.model))
     with renamed(CHAT_NAMES):
-        chat = await as_chat(request, prompt_fields(body))
-        chat.notes.names = CHAT_NAMES
+        chat = await as_chat(request, prompt_fields(body), CHAT_NAMES)
         tools = tools_in_use(server, form, chat)
         prompt = await chat_prompt(server, form, chat, with_tools=tools is not None)
     return json_response(TokenCount(len(prompt.token_ids)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,30 @@ def parsed_arguments(arguments: Any) -> dict[str, Any] | None:
     """Return the object that the text says, or that was given; None if it is no object, as after a cut."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, parse_float=_number)
         except (ValueError, RecursionError):
             return None
     return arguments if isinstance(arguments, dict) else None
+
+
+def with_valid_text(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with U+FFFD in place of each lone surrogate, which JSON can escape and no prompt can hold.
+
+    The same object is returned if there is none.
+    """
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        valid = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return dict(json.loads(valid, parse_float=_number))
+    return arguments
+
+
+def _number(digits: str) -> float | str:
+    """Return a number with a fraction or exponent; one beyond the range of a double as text of the same digits."""
+    number = float(digits)
+    return number if math.isfinite(number) else digits
 
 
 def with_argument_texts(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -43,6 +64,8 @@ def custom_input(arguments: str) -> str:
     parsed = parsed_arguments(arguments)
     if parsed is None:
         return arguments
+    if parsed.get(CUSTOM_INPUT) is None and parsed.keys() <= {CUSTOM_INPUT}:
+        return ""
     texts = [value for value in parsed.values() if isinstance(value, str)]
     if isinstance(parsed.get(CUSTOM_INPUT), str):
         return str(parsed[CUSTOM_INPUT])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.entrypoints.chat.call_arguments import CUSTOM_INPUT, parsed_arguments
+from quire.entrypoints.chat.call_arguments import CUSTOM_INPUT, parsed_arguments, with_valid_text
 from quire.entrypoints.chat.function_messages import as_tool_messages
 from quire.errors import ValidationError
 from quire.inputs import ChatMessage, Conversation
@@ -28,6 +28,7 @@ THOUGHT_PARTS = {
 THOUGHT_FIELDS = frozenset(name for names in THOUGHT_PARTS.values() for name in names) - {"text"}
 """What other parts may have beside their text, without a meaning."""
 ARGUMENTS_FIELD = "messages[].tool_calls[].function.arguments"
+REPLACED_SURROGATES = "U+FFFD in place of lone surrogates"
 RESULT_FIELD = "messages[].tool_call_id"
 Adjusted = dict[str, str]
 """Fields of a conversation, to the values that were taken in place of the client's."""
@@ -172,6 +173,10 @@ def _checked_tool_call(call: Any, where: str, adjusted: Adjusted) -> dict[str, A
     arguments = given if kind == "custom" else parsed_arguments(function.get("arguments"))
     if arguments is None:
         adjusted[ARGUMENTS_FIELD] = "{}"
+    elif isinstance(function.get("arguments"), str):
+        valid = with_valid_text(arguments)
+        if valid is not arguments:
+            arguments, adjusted[ARGUMENTS_FIELD] = valid, REPLACED_SURROGATES
     checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     if isinstance(call.get("id"), str):
         checked["id"] = call["id"]

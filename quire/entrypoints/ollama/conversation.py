@@ -31,7 +31,17 @@ def chat_turn(request: ChatRequest) -> Fields:
     """
     messages = [_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
     fields: Fields = {"messages": messages, **_shared(request)}
-    return {**fields, "tools": request.tools} if request.tools else fields
+    if not request.tools:
+        return fields
+    return {**fields, "tools": [{**tool, "type": tool.get("type") or "function"} for tool in request.tools]}
+
+
+def chat_names(request: TurnRequest) -> dict[str, str]:
+    """Return chat's names of fields, to those that this request has for them."""
+    if not isinstance(request, ChatRequest):
+        return CHAT_NAMES | {"messages[].role": "system"}
+    has_tool_name = any(message.get("tool_name") is not None for message in request.messages)
+    return CHAT_NAMES | {"messages[].name": "messages[].tool_name"} if has_tool_name else CHAT_NAMES
 
 
 def generate_turn(request: GenerateRequest) -> Fields:

@@ -45,6 +45,8 @@ MESSAGE_FIELDS = {
     "name": shapes.TEXT,
     "tool_call_id": shapes.TEXT,
 }
+_UNTYPED = object_of({"function": shapes.FUNCTION}, {"type": enum(""), "custom": shapes.CUSTOM})
+TOOLS = array(any_of(shapes.TOOLS["items"], _UNTYPED))
 _NO_CALLS = {"tool_calls": array({}, maxItems=0)}
 _NAMES = {name: MESSAGE_FIELDS[name] for name in ("name", "tool_name")}
 MESSAGES = array(
@@ -90,7 +92,7 @@ class ChatRequest(TurnRequest):
     """POST /api/chat"""
 
     messages: Annotated[Objects, WithJsonSchema(MESSAGES)] = Field(default=[], max_length=shapes.MAX_MESSAGES)
-    tools: Annotated[Objects | None, WithJsonSchema(shapes.optional(shapes.TOOLS))] = None
+    tools: Annotated[Objects | None, WithJsonSchema(shapes.optional(TOOLS))] = None
 
 
 class GenerateRequest(TurnRequest):

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.ollama.conversation import CHAT_NAMES, chat_turn, generate_turn, text_of, unloads
+from quire.entrypoints.ollama.conversation import chat_names, chat_turn, generate_turn, text_of, unloads
 from quire.entrypoints.ollama.models import served_name
 from quire.entrypoints.ollama.options import ignored_options
 from quire.entrypoints.ollama.protocol import WITHOUT_EFFECT, ChatRequest, GenerateRequest, Line, TurnRequest
@@ -78,12 +78,13 @@ async def _respond(
     text: TextPrompt | None = None,
 ) -> Response:
     fields["model"] = served_name(server_of(request), body.model)
+    names = chat_names(body)
     writer = LineWriter(body.model, is_chat=is_chat, with_logprobs=body.logprobs)
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
     if not fields["messages"]:
-        await check_translated(request, {**fields, "messages": NOTHING_TO_SAY}, CHAT_NAMES)
+        await check_translated(request, {**fields, "messages": NOTHING_TO_SAY}, names)
         loaded = writer.loaded("unload" if unloads(body) else "load")
         loaded.ignored = body.notes.ignored or UNSET
         return json_response(loaded)
     answer_id = f"ollama-{own_id_of(request.scope)}"
-    return await respond_translated(request, fields, writer, answer_id, CHAT_NAMES, text)
+    return await respond_translated(request, fields, writer, answer_id, names, text)

@@ -35,7 +35,12 @@ from quire.entrypoints.openai import (
     sleep,
     tokenize,
 )
-from quire.entrypoints.openai.errors import handle_http_exception, handle_quire_error
+from quire.entrypoints.openai.errors import (
+    ANTHROPIC_REQUEST_ID,
+    REQUEST_ID,
+    handle_http_exception,
+    handle_quire_error,
+)
 from quire.entrypoints.openai.families import (
     Family,
     by_classes,
@@ -118,7 +123,14 @@ DECISIONS: dict[str, Question] = {
     "resolve_adapter": adapter_routes.resolve,
 }
 """What the first process of a server does for all."""
-EXPOSED_HEADERS = ("x-request-id", "retry-after", *RATE_LIMIT_HEADERS, IGNORED_HEADER, ADJUSTED_HEADER)
+EXPOSED_HEADERS = (
+    REQUEST_ID,
+    ANTHROPIC_REQUEST_ID,
+    "retry-after",
+    *RATE_LIMIT_HEADERS,
+    IGNORED_HEADER,
+    ADJUSTED_HEADER,
+)
 """What scripts of a page may read of a response besides its body."""
 
 

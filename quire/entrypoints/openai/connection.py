@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from quire.config import ServerConfig
 from quire.entrypoints.openai.begun_answer import BegunAnswer
 from quire.entrypoints.openai.census import Census
-from quire.entrypoints.openai.errors import error_body, request_id_of, response_of, shaped_error
+from quire.entrypoints.openai.errors import error_body, id_headers, response_of, shaped_error
 from quire.entrypoints.openai.hosts import AllowedHosts
 from quire.entrypoints.openai.response_body import offer
 from quire.errors import (
@@ -203,10 +203,9 @@ class Connection(H11Protocol):
         is_known = self.conn.their_state is h11.SEND_BODY  # else nobody knows what was to be asked
         scope = self.scope if is_known else {"path": ""}
         body = shaped_error(error_body(message, "RequestTimeoutError", 408), 408, scope)
-        request_id = request_id_of(scope).encode()
         headers = [
             (b"content-type", b"application/json"),
-            (b"x-request-id", request_id),
+            *id_headers(scope),
             (b"connection", b"close"),
         ]
         head = h11.Response(status_code=408, headers=headers, reason=STATUS_PHRASES[408])
@@ -285,7 +284,8 @@ def _has_folds(received: bytes) -> bool:
 async def _refuse(error: QuireError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error, and close: bytes that follow may be anything."""
     response = response_of(error, "unknown")
-    response.headers.update({"connection": "close", "x-request-id": request_id_of(scope)})
+    ids = {name.decode(): value.decode() for name, value in id_headers(scope)}
+    response.headers.update({"connection": "close", **ids})
     await response(scope, receive, send)
 
 

@@ -131,6 +131,7 @@ OPENAI_SHAPE = Shape(ErrorBody, lambda body, status, request_id: body)
 ANTHROPIC_SHAPE = Shape(AnthropicError, anthropic_body)
 ANTHROPIC_VERSION = "anthropic-version"
 """The header by which Anthropic's clients are known where they share a path with others."""
+REQUEST_ID, ANTHROPIC_REQUEST_ID = "x-request-id", "request-id"
 SHAPES = {
     "/v1/messages": ANTHROPIC_SHAPE,
     "/api/": Shape(OllamaError, ollama_body),
@@ -146,7 +147,7 @@ def shape_of(path: str) -> Shape:
 
 def shaped_error(body: ErrorBody, status: int, scope: Any) -> bytes:
     """The error as JSON, in the shape of the API that was asked."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = _path_of(scope)
     shape = shape_of(path)
     if path.startswith("/v1/models") and ANTHROPIC_VERSION in Headers(scope=scope):
         shape = ANTHROPIC_SHAPE
@@ -199,6 +200,21 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 def request_id_of(scope: Any) -> str:
     """Return the id of this HTTP request that its client is told: the client's own, else the server's."""
     return str(scope.get("state", {}).get("request_id", "unknown"))
+
+
+def id_headers(scope: Any) -> list[tuple[bytes, bytes]]:
+    """Return the headers with the id of this HTTP request: `x-request-id`, and for Anthropic's clients `request-id`."""
+    names = [REQUEST_ID]
+    is_known = "headers" in scope  # else the request's head was never read
+    if is_known and (
+        shape_of(_path_of(scope)) is ANTHROPIC_SHAPE or ANTHROPIC_VERSION in Headers(scope=scope)
+    ):
+        names.append(ANTHROPIC_REQUEST_ID)
+    return [(name.encode(), request_id_of(scope).encode()) for name in names]
+
+
+def _path_of(scope: Any) -> str:
+    return str(scope["path"].removeprefix(scope.get("root_path", "")))
 
 
 def own_id_of(scope: Any) -> str:

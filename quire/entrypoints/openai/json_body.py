@@ -23,7 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_DEPTH = 64
-MAX_INT_DIGITS = 20
+MAX_INT_DIGITS = 300  # less than a double can hold, so that an integer always fits one
 MAX_VALUES = 2**20
 """Of all kinds. A text counts once, however long it is."""
 MAX_CONTAINERS = 2**17

@@ -92,7 +92,7 @@ def _settle_choice(request: ChatCompletionRequest, choice: Mapping[str, Any]) ->
     if kind == "allowed_tools":
         _allow(request, choice if choice.get("allowed_tools") is None else choice["allowed_tools"])
     elif kind in ("function", "custom"):
-        named = choice.get(kind)
+        named = choice if choice.get(kind) is None else choice[kind]
         request.tool_choice = {"type": "function", "function": named}
     else:
         raise ValidationError(

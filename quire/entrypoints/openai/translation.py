@@ -23,6 +23,7 @@ from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.chat_completions import ChatAnswer
 from quire.entrypoints.openai.chat_prompt import TextPrompt
 from quire.entrypoints.openai.generation import Outputs
+from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.parsing import checked
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, RequestModel
 from quire.entrypoints.openai.protocol.responses import (
@@ -165,8 +166,7 @@ async def respond_translated(
         ClientError: as chat would, with the client's names.
     """
     with renamed(names):
-        chat = await as_chat(request, fields)
-        chat.notes.names = names
+        chat = await as_chat(request, fields, names)
         answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat), text)
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
 
@@ -178,7 +178,7 @@ async def check_translated(request: Request, fields: dict[str, Any], names: Mapp
         ClientError: with the client's names.
     """
     with renamed(names):
-        chat, server = await as_chat(request, fields), server_of(request)
+        chat, server = await as_chat(request, fields, names), server_of(request)
         apply_terms(request, chat)
         form = await server.form_named(server.check_model(chat.model))
         tool_constraint(form, chat, tools_in_use(server, form, chat), PromptEnd())
@@ -188,8 +188,16 @@ async def check_translated(request: Request, fields: dict[str, Any], names: Mapp
             processor.process("", TokenizedPrompt([0], None), params)
 
 
-async def as_chat(request: Request, fields: dict[str, Any]) -> ChatCompletionRequest:
-    """The checked chat request; what is to be noted about it joins the notes on the client's own."""
+async def as_chat(
+    request: Request, fields: dict[str, Any], names: Mapping[str, str]
+) -> ChatCompletionRequest:
+    """Return the checked chat request; what is to be noted about it joins the notes on the client's own.
+
+    Args:
+        names: chat's names of fields, to those that this client knows.
+    """
+    notes: Notes = request.scope["state"]["notes"]
+    notes.names = names
     if fields.get("stream"):
         fields = {**fields, "stream_options": STREAM_OPTIONS}
     return await checked(request, fields, ChatCompletionRequest)

@@ -215,3 +215,25 @@ def test_odd_values_never_break_the_server(fields: dict[str, Any], path: str) ->
         assert not engine.running
 
     asyncio.run(send())
+
+
+@pytest.mark.parametrize("user", [{}, {"user_id": "me"}], ids=str)
+async def test_metadata_is_told_by_its_own_name(client: httpx.AsyncClient, user: dict[str, Any]) -> None:
+    assert (await ask(client, metadata=user))["ignored"] == ["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [(PATH, {}), (f"{PATH}/count_tokens", {}), ("/v1/models", HEADERS), ("/v1/models/none", HEADERS)],
+)
+async def test_anthropics_client_gets_the_request_id(
+    client: httpx.AsyncClient, path: str, headers: dict[str, str]
+) -> None:
+    method = "POST" if path.startswith(PATH) else "GET"
+    for body in (BASE, {}):  # an answer, and an error where a body is read
+        reply = await client.request(method, path, json=body if method == "POST" else None, headers=headers)
+        assert reply.headers["request-id"] == reply.headers["x-request-id"]
+
+
+async def test_other_clients_get_no_second_request_id(client: httpx.AsyncClient) -> None:
+    assert "request-id" not in (await client.get("/v1/models")).headers

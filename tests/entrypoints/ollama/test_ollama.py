@@ -228,3 +228,9 @@ async def test_request_without_prompt_says_load_or_unload(
 ) -> None:
     empty = {"messages": []} if path == CHAT else {"prompt": ""}
     assert (await ask(client, path, **empty, keep_alive=keep_alive))["done_reason"] == reason
+
+
+@pytest.mark.parametrize("name", ["tool_name", "name"])
+async def test_unread_name_of_a_tool_is_told_as_sent(client: httpx.AsyncClient, name: str) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "1", name: "f"}]
+    assert (await ask(client, CHAT, messages=turns))["ignored"] == [f"messages[].{name}"]

@@ -41,7 +41,7 @@ RELATIONS = (
     r"the model's chat template has no place for",
     r"the chat template (refused|failed on) ",
     # With the template or the server, where fields without effect are refused.
-    r"unknown field '(messages\[\]\.name|options\.)",
+    r"unknown field '(messages\[\]\.(tool_)?name|options\.)",
     r"unknown field '((tool_choice\.)?tools\[\]|messages\[\]\.content\[\]|input\[\])\.",
     # Constraints: whether one can be enforced, and how many there are.
     r"(format|json|schema|structural_tag|tools) at /[^:]*: ",

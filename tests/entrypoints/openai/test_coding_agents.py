@@ -16,7 +16,19 @@ SYSTEM_FIRST = TEMPLATE.replace(
     "{%- for message in messages %}{% if message.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}",
 )
-TEMPLATES = {"takes_system_anywhere": TEMPLATE, "wants_system_first": SYSTEM_FIRST}
+ALTERNATES = TEMPLATE.replace(
+    "{%- for message in messages %}",
+    "{%- set ns = namespace(turns=0) %}{%- for message in messages %}"
+    "{% if message.role == 'system' and not loop.first %}{{ raise_exception('No system message here.') }}{% endif %}"
+    "{% if message.role == 'user' or message.role == 'assistant' and not message.tool_calls %}"
+    "{% if (message.role == 'user') != (ns.turns % 2 == 0) %}{{ raise_exception('Roles must alternate.') }}{% endif %}"
+    "{% set ns.turns = ns.turns + 1 %}{% endif %}",
+)
+TEMPLATES = {
+    "takes_system_anywhere": TEMPLATE,
+    "wants_system_first": SYSTEM_FIRST,
+    "wants_alternating_roles": ALTERNATES,
+}
 BASH_SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "type": "object",
@@ -127,7 +139,7 @@ async def test_claude_code_calls_a_tool_and_reads_its_result(template: str) -> N
     for said in ("Use short sentences.", "You are a coding agent.", "List the files.", "a.txt"):
         assert prompt.count(said) == 1
     is_first = prompt.index("Use short sentences.") < prompt.index("List the files.")
-    assert is_first == (template == SYSTEM_FIRST)
+    assert is_first == (template != TEMPLATE)
     assert "web_search" not in prompt
 
 

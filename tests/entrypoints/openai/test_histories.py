@@ -169,3 +169,79 @@ async def test_a_result_without_a_call_is_kept_and_told(path: str, fields: dict[
     assert prompt == "<user>hi<tool>1"
     assert response.json()["adjusted"] == {name: "kept without a call"}
     assert name in response.headers["x-quire-adjusted-fields"]
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+@pytest.mark.parametrize("path", PATHS)
+async def test_turns_in_a_row_are_joined_on_every_api(path: str, role: str) -> None:
+    alternates = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    turns = [HI, {"role": role, "content": "one"}, {"role": role, "content": "two"}, HI]
+    fields = {
+        RESPONSES: {"input": turns},
+        MESSAGES: {"max_tokens": 9, "messages": turns},
+        OLLAMA: {"model": "fake-model", "stream": False, "messages": turns},
+    }
+    engine = FakeEngine(FakeTokenizer(alternates))
+    async with client_for(engine) as client:
+        response = await client.post(path, json=fields.get(path, {"messages": turns}))
+    assert response.status_code == 200, response.text
+    prompt = engine.tokenizer.decode(engine.seen[-1][0]["prompt_token_ids"])
+    as_user, as_assistant = "<user>hi\n\none\n\ntwo\n\nhi", "<user>hi<assistant>one\n\ntwo<user>hi"
+    assert prompt == (as_user if role == "user" else as_assistant)
+    name = "input[]" if path == RESPONSES else "messages[]"
+    assert response.json()["adjusted"] == {name: "consecutive ones of one role are joined"}
+
+
+@pytest.mark.parametrize("item", [{"content": None}, {}, {"content": ""}, {"content": []}], ids=str)
+async def test_responses_answer_without_content_is_empty(item: dict[str, Any]) -> None:
+    answer = {"type": "message", "role": "assistant", **item}
+    prompt, _ = await ask(RESPONSES, {"input": [HI, answer, HI]})
+    assert prompt == "<user>hi<assistant><user>hi"
+
+
+async def test_responses_user_without_content_is_refused() -> None:
+    async with client_for(FakeEngine()) as client:
+        response = await client.post(RESPONSES, json={"input": [HI, {"role": "user", "content": None}]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input.1.content")
+
+
+SURROGATES = [
+    ('{"a":"\\ud800"}', '{"a": "\ufffd"}'),
+    ('{"a\\uDFFF":["x\\ud83d"]}', '{"a\ufffd": ["x\ufffd"]}'),
+    ('{"a":"\\udc00\\ud800"}', '{"a": "\ufffd\ufffd"}'),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize(("arguments", "shown"), SURROGATES)
+async def test_earlier_lone_surrogates_are_replaced_and_told(path: str, arguments: str, shown: str) -> None:
+    prompt, response = await ask(path, body(path, arguments))
+    assert prompt == f"<user>hi<assistant><call>f{shown}<tool>42"
+    name = "input[].arguments" if path == RESPONSES else "messages[].tool_calls[].function.arguments"
+    assert response.json()["adjusted"] == {name: "U+FFFD in place of lone surrogates"}
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_earlier_surrogate_pair_is_one_character(path: str) -> None:
+    prompt, response = await ask(path, body(path, '{"a":"\\ud83d\\ude00"}'))
+    assert prompt == '<user>hi<assistant><call>f{"a": "\U0001f600"}<tool>42'
+    assert "adjusted" not in response.json()
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_earlier_number_beyond_a_double_keeps_digits(path: str) -> None:
+    prompt, _ = await ask(path, body(path, '{"a": 1e400, "b": 1.5}'))
+    assert prompt == '<user>hi<assistant><call>f{"a": "1e400", "b": 1.5}<tool>42'
+
+
+@pytest.mark.parametrize("digits", ["9" * 21, "1" + "0" * 29, "-" + "7" * 299])
+@pytest.mark.parametrize("path", PATHS)
+async def test_earlier_integers_of_many_digits_are_kept(path: str, digits: str) -> None:
+    text = f'{{"a": {digits}}}'
+    given = text if path in (CHAT, RESPONSES) else {"a": int(digits)}
+    prompt, response = await ask(path, body(path, given))
+    assert prompt == f"<user>hi<assistant><call>f{text}<tool>42"
+    assert "adjusted" not in response.json()

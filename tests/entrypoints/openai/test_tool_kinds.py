@@ -104,7 +104,8 @@ INPUTS = [
     ('{"patch": "text"}', "text"),
     ('{"input": 5}', '{"input": 5}'),
     ('{"a": "x", "b": "y"}', '{"a": "x", "b": "y"}'),
-    ("{}", "{}"),
+    ("{}", ""),
+    ('{"input": null}', ""),
 ]
 
 
@@ -357,3 +358,40 @@ def test_the_members_of_a_namespace_are_bounded_by_the_tools() -> None:
     tools = ResponseTools([namespace("n", *(f"f{number}" for number in range(5)))], Notes())
     assert len(tools.chat) == 5
     assert json.dumps(tools.chat).count('"n__f') == 5
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "g"},
+        {"name": "g"},
+        {"type": "function", "name": "g", "function": None},
+        {"type": "function", "function": {"name": "g"}},
+    ],
+    ids=str,
+)
+async def test_chat_choice_names_a_function_flat_or_nested(choice: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    engine.reply = lambda prompt, index: CALL % ("g", "{}")
+    async with client_for(engine) as client:
+        request = body(CHAT, tools=[tool(CHAT, "f"), tool(CHAT, "g")], tool_choice=choice)
+        response = await client.post(CHAT, json=request)
+        assert response.status_code == 200, response.text
+        unknown = await client.post(CHAT, json={**request, "tool_choice": {"type": "function", "name": "h"}})
+    (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "g"
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": None}, {"type": ""}, {"type": "function"}], ids=str)
+async def test_ollama_tool_without_type_is_a_function(kind: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    described = tool(OLLAMA, "g")
+    request = body(
+        OLLAMA, tools=[{**{name: described[name] for name in described if name != "type"}, **kind}]
+    )
+    async with client_for(engine) as client:
+        response = await client.post(OLLAMA, json=request)
+    assert response.status_code == 200, response.text
+    assert '"name": "g"' in engine.tokenizer.decode(engine.seen[-1][0]["prompt_token_ids"])
+    assert "ignored" not in response.json()

@@ -1,7 +1,8 @@
 """The layer around all that can fail: names the request and turns whatever escapes into an answer.
 
-Invariant: every response has an `x-request-id`, the client's if it has sent a sane one, else the server's. The server
-has an id of its own for each request, and the client's is no key to anything. No exception reaches the HTTP server.
+Invariant: every response has an `x-request-id`, the client's if it has sent a sane one, else the server's, and one for
+Anthropic's client the same as `request-id`. The server has an id of its own for each request, and the client's is no
+key to anything. No exception reaches the HTTP server.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.entrypoints.openai.client_ids import ClientIds, given_id
-from quire.entrypoints.openai.errors import response_of
+from quire.entrypoints.openai.errors import id_headers, response_of
 from quire.entrypoints.openai.in_flight import ClientDisconnectedError
 from quire.entrypoints.openai.notes import Notes
 from quire.log_format import request_id as log_request_id
@@ -51,7 +52,7 @@ class Boundary:
                 has_begun = True
                 notes: Notes | None = state.get("notes")
                 told = notes.headers(is_error=message["status"] >= 400) if notes else ()
-                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode()), *told]
+                headers = [*message.get("headers", ()), *id_headers(scope), *told]
                 message["headers"] = headers
             await send(message)
 

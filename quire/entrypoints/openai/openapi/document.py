@@ -11,7 +11,15 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from quire import __version__
-from quire.entrypoints.openai.errors import ANTHROPIC_SHAPE, OPENAI_SHAPE, SHAPES, Shape, shape_of
+from quire.entrypoints.openai.errors import (
+    ANTHROPIC_REQUEST_ID,
+    ANTHROPIC_SHAPE,
+    OPENAI_SHAPE,
+    REQUEST_ID,
+    SHAPES,
+    Shape,
+    shape_of,
+)
 from quire.entrypoints.openai.openapi.limits import Limits
 from quire.entrypoints.openai.openapi.operation import Operation, operation_of
 from quire.entrypoints.openai.openapi.refusals import (
@@ -145,7 +153,7 @@ class Document:
             stream = operation.stream
             schema = stream.write(self._replies[stream.item], self._replies[shape_of(one.path).type])
             content[stream.media_type] = {"schema": schema}
-        headers = ["x-request-id", *(OPTIONAL_HEADERS if operation.body else ())]
+        headers = [*_id_headers([shape_of(one.path)]), *(OPTIONAL_HEADERS if operation.body else ())]
         success: Schema = {"description": "Done.", "headers": header_references(headers)}
         return {**success, "content": content} if content else success
 
@@ -166,7 +174,7 @@ class Document:
         known = STATUSES[status]
         return {
             "description": known.description,
-            "headers": header_references(["x-request-id", *known.headers, *OPTIONAL_HEADERS]),
+            "headers": header_references([*_id_headers(shapes), *known.headers, *OPTIONAL_HEADERS]),
             "content": {JSON: {"schema": _any_of([self._replies[shape.type] for shape in shapes])}},
         }
 
@@ -178,6 +186,11 @@ def _described(routers: Iterable[APIRouter], *, is_control: bool) -> Iterator[De
                 operation = operation_of(route.endpoint) or Operation()
                 for method in sorted(route.methods or ()):
                     yield Described(route.path_format, method, route, operation, is_control)
+
+
+def _id_headers(shapes: Sequence[Shape]) -> list[str]:
+    """Return the headers with the request's id, in answers of these shapes."""
+    return [REQUEST_ID, ANTHROPIC_REQUEST_ID] if ANTHROPIC_SHAPE in shapes else [REQUEST_ID]
 
 
 def _parameters(one: Described) -> Iterator[Schema]:

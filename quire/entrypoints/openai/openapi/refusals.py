@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from quire.entrypoints.openai.errors import ANTHROPIC_REQUEST_ID, REQUEST_ID
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 
 Schema = dict[str, Any]
@@ -36,7 +37,8 @@ STATUSES = {
 EVERYWHERE = (400, 408, 413, 415, 431, 500, 503)
 """What layers before the routes may answer, whatever was asked."""
 HEADERS: dict[str, tuple[str, Schema]] = {
-    "x-request-id": ("The server's name for this request.", {"type": "string"}),
+    REQUEST_ID: ("The server's name for this request.", {"type": "string"}),
+    ANTHROPIC_REQUEST_ID: ("The same, as Anthropic's clients read it.", {"type": "string"}),
     "retry-after": ("Seconds after which to ask again.", {"type": "integer", "minimum": 1}),
     "www-authenticate": ("How a key is sent.", {"type": "string", "const": "Bearer"}),
     "x-should-retry": ("Whether to ask again.", {"type": "string", "const": "false"}),
@@ -86,6 +88,10 @@ def header_references(names: Iterable[str]) -> Schema:
 
 def header_components() -> Schema:
     return {
-        name: {"description": description, "required": name not in OPTIONAL_HEADERS, "schema": schema}
+        name: {
+            "description": description,
+            "required": name not in (ANTHROPIC_REQUEST_ID, *OPTIONAL_HEADERS),
+            "schema": schema,
+        }
         for name, (description, schema) in HEADERS.items()
     }

@@ -165,6 +165,8 @@ TOOL_CHOICE = any_of(
     enum("auto", "none", "required", None),
     object_of({"function": _NAMED}, {"type": enum("function")}),
     object_of({"type": enum("custom"), "custom": _NAMED}),
+    object_of({"name": TEXT}, {"type": enum("function"), "function": NULL}),
+    object_of({"type": enum("custom"), "name": TEXT}, {"custom": NULL}),
     object_of({"type": enum("allowed_tools"), "allowed_tools": object_of({"tools": _ALLOWED}, _MODE)}),
     object_of({"type": enum("allowed_tools"), "tools": _ALLOWED}, {**_MODE, "allowed_tools": NULL}),
 )

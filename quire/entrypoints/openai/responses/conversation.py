@@ -196,7 +196,10 @@ def _message(item: Fields, where: str) -> Fields:
         raise ValidationError(
             f"{where}.role must be user, assistant, system or developer", param=f"{where}.role"
         )
-    return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
+    content = item.get("content")
+    if content is None and role == "assistant":  # a turn that was calls alone, as some clients write it
+        content = ""
+    return {"role": role, "content": _content(content, f"{where}.content")}
 
 
 def _content(content: Any, where: str) -> Any:

@@ -74,9 +74,10 @@ INPUT = any_of(
     array(
         any_of(
             object_of(
-                {"role": enum("user", "assistant", "system", "developer"), "content": CONTENT},
+                {"role": enum("user", "system", "developer"), "content": CONTENT},
                 {"type": enum("message")},
             ),
+            object_of({"role": enum("assistant")}, {"type": enum("message"), "content": CONTENT}),
             object_of(
                 {"type": enum("function_call"), "name": shapes.TEXT},
                 {"call_id": shapes.TEXT, "namespace": shapes.TEXT, "arguments": {}},
