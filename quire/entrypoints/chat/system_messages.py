@@ -1,7 +1,7 @@
 """Forms of a conversation to try with a template that refuses the client's own.
 
-A system message is moved to the nearest place where the template takes one; turns of one role in a row are joined; a
-user's text between a call and the answer to it is joined to the call's result.
+A system message is moved to the nearest place where the template takes one. Turns of one role in a row are joined. A
+user's text behind a call joins the result of the call, and where the template takes no results, they are a user's text.
 
 Invariant: every arrangement has all texts of the conversation, the system's in their order.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quire.entrypoints.chat.messages import Adjusted
+from quire.entrypoints.chat.messages import RESULT_FIELD, Adjusted
 from quire.inputs import ChatMessage
 
 SYSTEM_ROLES = ("system", "developer")
@@ -23,6 +23,7 @@ TURNS_FIELD = "messages[]"
 JOINED_TURNS = "consecutive ones of one role are joined"
 CONTENT_FIELD = "messages[].content"
 JOINED_TO_RESULT = "text of the user is joined to a tool result"
+RESULT_TO_USER = "result as text of the user"
 TURNS = ("user", "assistant")
 JOINED_FIELDS = ("reasoning", "reasoning_content")
 
@@ -61,6 +62,11 @@ def arrangements(
         results = _with_texts_in_results(turns)
         if results != turns:
             yield Arrangement(results, {**adjusted, CONTENT_FIELD: JOINED_TO_RESULT})
+        told = [_result_as_user(message) for message in placed.messages]
+        if told != placed.messages:
+            yield Arrangement(
+                _with_turns_joined(told, keeps_last=keeps_last), {**adjusted, RESULT_FIELD: RESULT_TO_USER}
+            )
 
 
 def _placements(
@@ -137,6 +143,10 @@ def _with_texts_in_results(messages: Sequence[ChatMessage]) -> list[ChatMessage]
 def _result_of(call: dict[str, Any], text: str) -> ChatMessage:
     """Return a text as the result of a call that has none."""
     return {"role": "tool", "content": text, "tool_call_id": call["id"], "name": call["function"]["name"]}
+
+
+def _result_as_user(message: ChatMessage) -> ChatMessage:
+    return {"role": "user", "content": message["content"]} if message["role"] == "tool" else message
 
 
 def _joined_text(*texts: str) -> str:

@@ -28,7 +28,12 @@ NEVER_TWICE = """\
 {%- if not loop.first and loop.previtem.role == 'tool' and m.role == 'user' %}{{ raise_exception('no') }}{% endif %}
 {{- '<' ~ m.role ~ '>' ~ m.content }}
 {%- for call in m.tool_calls or [] %}<call>{{ call.function.arguments.of }}{% endfor %}{% endfor %}"""
-SMALL = {"anything": ANYTHING, "alternates": ALTERNATES, "never_twice": NEVER_TWICE}
+NO_TOOLS = """\
+{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{{- '<' ~ m.role ~ '>' ~ m.content }}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function.arguments.of }}{% endfor %}{% endfor %}"""
+SMALL = {"anything": ANYTHING, "alternates": ALTERNATES, "never_twice": NEVER_TWICE, "no_tools": NO_TOOLS}
 PUBLISHED = ("mistralai-Ministral-3-14B-Reasoning-2512", "tokenizer-gemma3", "google-gemma-2-2b-it")
 ROLES = {"s": "system", "u": "user", "a": "assistant", "c": "assistant", "r": "tool"}
 
@@ -79,7 +84,7 @@ def test_published_template_with_turns_in_a_row_shows_texts(name: str) -> None:
     if not path.exists():
         pytest.skip(f"{path} is not there")
     template = ChatTemplate(path.read_text(encoding="utf-8"), bos_token="<s>", eos_token="</s>")
-    for kinds in histories("uacr" if "Ministral" in name else "ua", 4):
+    for kinds in histories("uacr", 4):
         messages = conversation(kinds)
         text = template.render(messages)
         assert all(message["content"] in text for message in messages), (kinds, text)
@@ -104,6 +109,12 @@ def test_refused_turns_are_joined_and_told(kinds: str, expected: str, told: str)
     chat = ChatTemplate(ALTERNATES).compose(conversation(kinds))
     assert chat.text == expected
     assert list(chat.adjusted) == [told]
+
+
+def test_result_for_a_template_without_tools_is_told() -> None:
+    chat = ChatTemplate(NO_TOOLS).compose(conversation("ucrru"))
+    assert chat.text == "<user>text0.<assistant>text1.<call>arg1.<user>text2.\n\ntext3.\n\ntext4."
+    assert chat.adjusted == {"messages[].tool_call_id": "result as text of the user"}
 
 
 def test_joined_assistant_turns_keep_all_calls_and_thoughts() -> None:
