@@ -47,10 +47,13 @@ router = APIRouter()
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_request(request, MessagesRequest)
-    note_ignored(body, given(body, WITHOUT_EFFECT))
     message_id = f"msg_{own_id_of(request.scope)}"
     model = server_of(request).check_model(body.model)
     writer, fields = MessageWriter(message_id, model), {**chat_fields(body), "model": model}
+    idle = given(body, WITHOUT_EFFECT)
+    if "user" in fields and len(body.metadata or ()) == 1:  # chat notes it unless the user is a tenant
+        idle.pop("metadata")
+    note_ignored(body, idle)
     return await respond_translated(request, fields, writer, message_id, CHAT_NAMES)
 
 

@@ -16,6 +16,7 @@ from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.replies import ODD, REPLIES
 from tests.entrypoints.openai.serving import client_for, named_events
 from tests.entrypoints.openai.test_fuzz import SETTINGS
+from tests.entrypoints.openai.test_tenants_and_limits import fair_engine
 
 PATH = "/v1/messages"
 BASE: dict[str, Any] = {"max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
@@ -237,3 +238,9 @@ async def test_anthropics_client_gets_the_request_id(
 
 async def test_other_clients_get_no_second_request_id(client: httpx.AsyncClient) -> None:
     assert "request-id" not in (await client.get("/v1/models")).headers
+
+
+async def test_metadata_that_names_a_tenant_is_not_ignored() -> None:
+    async with client_for(fair_engine()) as client:
+        assert "ignored" not in await ask(client, metadata={"user_id": "me"})
+        assert (await ask(client, metadata={"user_id": "me", "team": "x"}))["ignored"] == ["metadata"]
