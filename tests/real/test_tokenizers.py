@@ -10,6 +10,7 @@ import pytest
 from jinja2 import TemplateError
 
 from quire.engine.tokenizer import Tokenizer
+from quire.entrypoints.chat.call_ids import forms_of, with_call_ids
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
 from tests.real.fetch import TOKENIZERS, folder
@@ -74,14 +75,16 @@ def test_tokenizer_encodes_as_transformers_and_decodes_back(name: str, real: Cal
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_template_renders_as_transformers_or_both_refuse(name: str) -> None:
-
+def test_template_renders_as_transformers_if_that_does(name: str) -> None:
+    """Where the template refuses a conversation, quire may have another form of it, and transformers has none."""
     source = (folder() / "templates" / name).read_text(encoding="utf-8")
     template = ChatTemplate(source, bos_token="<s>", eos_token="</s>", content_format="string")
     for label, (messages, options) in CONVERSATIONS.items():
         read = {"add_generation_prompt", *template.variables}  # what a template does not read, quire refuses
         variables = {name: value for name, value in options.items() if name in read}
-        assert rendered(template, messages, variables) == as_transformers(source, messages, variables), label
+        # Ids are those that the model was taught, also where the template takes any.
+        expected = as_transformers(source, with_call_ids(messages, forms_of(source)[0]), variables)
+        assert expected in (None, rendered(template, messages, variables)), label
 
 
 def rendered(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str | None:
