@@ -140,7 +140,7 @@ def language_model_of(
     alone = JsonObject(text.where, values, refused=config.refused)
     others = "|".join(wrapper.others)
     unused = (rf"^(model\.)*({others})(\.|$)",)
-    part_of = Multimodal(architecture, _INSIDE, unused, _placeholder_ids(config))
+    part_of = Multimodal(architecture, _INSIDE, unused, _placeholder_ids(config) | _placeholder_ids(text))
     return with_kind_renamed(alone, {"mrope": "default"}), part_of
 
 

@@ -187,14 +187,17 @@ def test_what_is_no_known_part_is_refused(
         load_tiny(directory)
 
 
+@pytest.mark.parametrize("place", ["top", "text_config"])
 @pytest.mark.parametrize("key", ["image_token_id", "image_token_index", "video_token_id", "audio_token_id"])
 def test_prompt_with_placeholder_of_an_image_is_refused(
-    key: str, tiny_model: Callable[[str], Path], tmp_path: Path
+    key: str, place: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The language model has never read such a token: in its place came what the tower made of an image."""
     shutil.copytree(tiny_model("with-eyes-gemma3"), tmp_path / "model")
     path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: 9}))
+    config = json.loads(path.read_text())
+    (config if place == "top" else config[place])[key] = 9
+    path.write_text(json.dumps(config))
     llm = LLM(str(tmp_path / "model"), skip_tokenizer_init=True, max_model_len=32)
     params = SamplingParams(max_tokens=1, detokenize=False)
     with pytest.raises(ValidationError, match="token 9, in whose place Gemma3ForConditionalGeneration"):
