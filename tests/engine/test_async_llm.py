@@ -140,8 +140,8 @@ async def test_a_bad_prompt_fails_before_the_first_output_and_alone(engine: Asyn
     good = asyncio.create_task(collect(engine, [1, 2, 3], params()))
     with pytest.raises(ValidationError):
         await collect(engine, [10**9], params())
-    with pytest.raises(ValidationError, match="max_tokens"):
-        await collect(engine, [1], params(max_tokens=500))
+    with pytest.raises(ValidationError, match="logprobs"):
+        await collect(engine, [1], params(logprobs=500))
     assert len(await good) == 12
 
 

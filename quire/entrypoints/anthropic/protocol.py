@@ -86,13 +86,16 @@ MESSAGES = array(
 )
 TOOLS = array(
     any_of(
-        object_of(
-            {"name": shapes.FUNCTION["properties"]["name"], "input_schema": shapes.PARAMETERS},
-            {
-                "type": {**shapes.TEXT, "minLength": 1},
-                "description": shapes.TEXT,
-                "strict": {"type": "boolean"},
-            },
+        shapes.read_if_strict(
+            object_of(
+                {"name": shapes.FUNCTION["properties"]["name"], "input_schema": {"type": "object"}},
+                {
+                    "type": {**shapes.TEXT, "minLength": 1},
+                    "description": shapes.TEXT,
+                    "strict": {"type": "boolean"},
+                },
+            ),
+            "input_schema",
         ),
         object_of({"type": shapes.other_type(*OWN_TOOLS)}, {"input_schema": shapes.NULL}),
     )

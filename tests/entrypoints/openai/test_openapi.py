@@ -276,7 +276,15 @@ RICH: dict[str, dict[str, Any]] = {
                 "output": [{"type": "input_text", "text": "42"}],
             },
         ],
-        "tools": [{"type": "function", "name": "f", "description": "f", "parameters": {"type": "object"}}],
+        "tools": [
+            {
+                "type": "function",
+                "name": "f",
+                "description": "f",
+                "parameters": {"type": "object"},
+                "strict": True,
+            }
+        ],
     },
     "/v1/messages": {
         "max_tokens": 5,

@@ -152,7 +152,7 @@ async def test_settings_are_honoured_and_sent_back(client: httpx.AsyncClient, en
                     {
                         "type": "namespace",
                         "name": "n",
-                        "tools": [TOOL, {**TOOL, "name": "h", "parameters": {"type": 5}}],
+                        "tools": [TOOL, {**TOOL, "name": "h", "strict": True, "parameters": {"type": 5}}],
                     },
                 ]
             },

@@ -12,7 +12,16 @@ from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.responses.tools import ResponseTools
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for, events, named_events
-from tests.entrypoints.openai.test_bad_tools import CHAT, MESSAGES, OLLAMA, PATHS, RESPONSES, body, tool
+from tests.entrypoints.openai.test_bad_tools import (
+    CHAT,
+    MESSAGES,
+    OLLAMA,
+    PATHS,
+    RESPONSES,
+    body,
+    strict,
+    tool,
+)
 
 SERVERS = {
     CHAT: [{"type": "web_search"}, {"type": "anything", "x": {"y": 1}}, {"type": "mcp", "server_url": "u"}],
@@ -72,7 +81,8 @@ async def test_tools_of_servers_are_left_out_and_told(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_errors_behind_a_tool_that_is_left_out_name_the_right_one(path: str) -> None:
     async with client_for(FakeEngine()) as client:
-        tools = [SERVERS[path][0], tool(path), tool(path, "g", {"type": "object", "properties": {"a": 5}})]
+        wrong = strict(tool(path, "g", {"type": "object", "properties": {"a": 5}}))
+        tools = [SERVERS[path][0], tool(path), wrong]
         response = await client.post(path, json=body(path, tools=tools))
         assert response.status_code == 400
         error = response.json()["error"]

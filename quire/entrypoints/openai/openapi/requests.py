@@ -84,12 +84,15 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _close(schema: Any) -> None:
-    """Refuse unknown fields in every object whose fields are known; the others are the client's own."""
+    """Refuse unknown fields in every object whose fields are known; the others are the client's own.
+
+    Properties without a type are a condition on some fields of an object.
+    """
     if isinstance(schema, list):
         for item in schema:
             _close(item)
     elif isinstance(schema, dict):
-        if "properties" in schema:
+        if "properties" in schema and schema.get("type") == "object":
             schema["additionalProperties"] = False
         for item in schema.values():
             _close(item)

@@ -54,16 +54,25 @@ def text_parts(names: dict[str, str]) -> Schema:
 PARAMETERS: Schema = {
     "type": "object",
     "patternProperties": {
-        "^type$": enum("object"),
-        "^properties$": {"type": "object", "additionalProperties": {"type": ["object", "boolean"]}},
-        "^required$": array(TEXT),
+        "^type$": any_of(enum("object", None), {"type": "array", "contains": enum("object")}),
+        "^properties$": optional({"type": "object", "additionalProperties": {"type": ["object", "boolean"]}}),
+        "^required$": optional(array(TEXT)),
     },
 }
-"""As `chat.tool_schemas` checks them; patterns, since all else in it is the client's own."""
-FUNCTION = object_of(
+"""As `chat.tool_schemas` checks those of strict tools; patterns, since all else in it is the client's own."""
+
+
+def read_if_strict(schema: Schema, name: str = "parameters") -> Schema:
+    """Return the schema of a tool whose arguments' schema, in this field, must be `PARAMETERS` if it is strict."""
+    lenient = {"properties": {"strict": enum(False, None)}}
+    return {**schema, "anyOf": [lenient, {"properties": {name: optional(PARAMETERS)}}]}
+
+
+LOOSE_FUNCTION = object_of(
     {"name": {**TEXT, "minLength": 1, "maxLength": 256}},
-    {"description": TEXT, "parameters": PARAMETERS, "strict": {"type": "boolean"}},
+    {"description": TEXT, "parameters": {"type": "object"}, "strict": {"type": "boolean"}},
 )
+FUNCTION = read_if_strict(LOOSE_FUNCTION)
 CUSTOM = object_of(
     {"name": {**TEXT, "minLength": 1, "maxLength": 256}}, {"description": TEXT, "format": {"type": "object"}}
 )
@@ -72,10 +81,6 @@ CUSTOM = object_of(
 def other_type(*types: str) -> Schema:
     """Return a type that is none of these."""
     return {**TEXT, "minLength": 1, "not": enum(*types)}
-
-
-_ANY_PARAMETERS = optional({"type": "object"})
-LOOSE_FUNCTION: Schema = {**FUNCTION, "properties": {**FUNCTION["properties"], "parameters": _ANY_PARAMETERS}}
 
 
 def _tools(function: Schema) -> Schema:

@@ -111,8 +111,8 @@ def _named(kind: str, max_chars: int, others: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(max_chars: int) -> list[dict[str, Any]]:
-    function = {"parameters": shapes.PARAMETERS, "strict": {"type": "boolean"}}
-    return [_named("function", max_chars, function), _named("custom", max_chars, {})]
+    function = {"parameters": {"type": "object"}, "strict": {"type": "boolean"}}
+    return [shapes.read_if_strict(_named("function", max_chars, function)), _named("custom", max_chars, {})]
 
 
 _MEMBERS = array(
