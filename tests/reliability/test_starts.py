@@ -180,8 +180,11 @@ def test_no_code_of_a_model_directory_is_imported(tmp_path: Path, tiny_model: Ca
 @pytest.mark.parametrize("sh", ['exec "$@"', 'ulimit -f 2000; exec "$@"'])
 def test_a_batch_whose_answers_cannot_be_written_says_so(sh: str, tmp_path: Path) -> None:
     body = {"model": "quire-demo", "prompt": "Hello", "max_tokens": 40, "logprobs": 20, "ignore_eos": True}
-    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
-    (tmp_path / "in.jsonl").write_text((line + "\n") * (1 if "ulimit" not in sh else 200))
+    lines = [
+        json.dumps({"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
+        for index in range(1 if "ulimit" not in sh else 200)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
     out = "/dev/full" if "ulimit" not in sh else str(tmp_path / "out.jsonl")
     done = start(tmp_path, "-i", str(tmp_path / "in.jsonl"), "-o", out, command="run-batch", sh=sh)
     assert "cannot be written" in reason(done)
