@@ -45,7 +45,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Reading:
-    """Of each position that counts: the logprob of the text's token, and the likeliest token."""
+    """Return, for each position that counts, the logprob of the text's token, and the likeliest token."""
 
     logprobs: list[float]
     tops: list[int]

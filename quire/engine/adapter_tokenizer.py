@@ -43,7 +43,7 @@ def own_tokenizer(model: Tokenizer, directory: Path, max_ids: int) -> Tokenizer:
 
 
 def _is_models(file: Path, settings: TokenizerSettings, model: Tokenizer) -> bool:
-    """Whether the file is the model's, and those beside it add no token."""
+    """Return whether the file is the model's, and those beside it add no token."""
     is_copy = model.file is not None and filecmp.cmp(file, model.file, shallow=False)
     return is_copy and settings.all_in(model.vocabulary())
 

@@ -31,7 +31,7 @@ _FORM = "a string, or an object with content and flags"
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What the files beside tokenizer.json say of a tokenizer.
+    """Added tokens and settings of a tokenizer, from the files beside tokenizer.json.
 
     Attributes:
         file: tokenizer_config.json, empty if there is none.
@@ -54,7 +54,7 @@ class TokenizerSettings:
         return {name: token.content for name, token in self.named.items()}
 
     def all_in(self, vocabulary: Collection[str]) -> bool:
-        """Whether a vocabulary has all tokens of these files."""
+        """Return whether a vocabulary has all tokens of these files."""
         return all(
             token.content in vocabulary
             for token in (*self.listed.values(), *self.named.values(), *self.extra)

@@ -60,7 +60,7 @@ class Place:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether a part of the request has yet to join the queue."""
+        """Return whether a part of the request has yet to join the queue."""
         return self._num_sequences > 0
 
     def hold(self, num_tokens: int) -> None:

@@ -84,7 +84,7 @@ class TextPlace:
         self.unfinished = self._last_bytes(token_ids)
 
     def skips(self, token_id: int) -> bool:
-        """Whether a token is one that adds nothing."""
+        """Return whether a token is one that adds nothing."""
         return token_id in self._skipped
 
     def bytes_of(self, token_id: int) -> bytes:

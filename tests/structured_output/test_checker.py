@@ -256,7 +256,8 @@ def test_a_checker_ends_with_its_parent() -> None:
     process._from.close()
 
 
-def test_a_fork_ends_with_its_parent() -> None:
+def busy_process() -> tuple[CheckProcess, threading.Thread, int]:
+    """Return a process whose fork works for long, the thread that waits for its answer, and the fork's pid."""
     process = CheckProcess()
     asking = threading.Thread(
         target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096, 5.0), HANG_S), daemon=True
@@ -264,6 +265,11 @@ def test_a_fork_ends_with_its_parent() -> None:
     asking.start()
     while (fork := work_of(process)) is None:
         time.sleep(0.01)
+    return process, asking, fork
+
+
+def test_a_fork_ends_with_its_parent() -> None:
+    process, asking, fork = busy_process()
     os.kill(process._process.pid, signal.SIGKILL)
     asking.join(HANG_S)
     process.kill()
@@ -278,13 +284,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def test_check_that_is_stopped_as_a_whole_leaves_nothing() -> None:
-    process = CheckProcess()
-    asking = threading.Thread(
-        target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096, 5.0), HANG_S), daemon=True
-    )
-    asking.start()
-    while (fork := work_of(process)) is None:
-        time.sleep(0.01)
+    process, asking, fork = busy_process()
     os.killpg(process._process.pid, signal.SIGSTOP)
     asking.join(HANG_S)
     process.kill()

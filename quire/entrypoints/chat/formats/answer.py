@@ -30,7 +30,7 @@ class AnswerReader(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the reader is inside of text or reasoning of which it gave out a part."""
+        """Return whether the reader is inside of text or reasoning of which it gave out a part."""
         ...
 
     def feed(self, text: str) -> list[Event]:
@@ -55,7 +55,7 @@ class Region(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether a part of this text or reasoning was given out."""
+        """Return whether a part of this text or reasoning was given out."""
         ...
 
     def end(self, found: list[Event], *, was_cut: bool) -> None:
@@ -186,7 +186,7 @@ class TextRegion:
 
     @property
     def _begins_marker(self) -> bool:
-        """Whether a marker has begun; one of letters does not begin within a word."""
+        """Return whether a marker has begun; one of letters does not begin within a word."""
         is_word = self._opened[:1].isalnum() and self.is_open and not self._space
         return bool(self._opened) and not is_word
 
