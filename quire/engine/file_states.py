@@ -59,16 +59,19 @@ def adapter_request(name: str, number: int, path: str) -> LoRARequest:
     """Return the request for an adapter as it is on disk now: with an absolute path and a fingerprint of its files.
 
     Raises:
-        ValidationError: the path is relative, and the working directory was deleted.
+        ValidationError: the path is relative, and the working directory was deleted; or the machine refuses to look.
     """
     try:
         directory = directory_of(path).absolute()
+        fingerprint = adapter_fingerprint(directory)
     except FileNotFoundError:
         raise ValidationError(
             "lora_path is relative to the server's working directory, which was deleted; give an absolute path",
             param="lora_path",
         ) from None
-    return LoRARequest(name, number, str(directory), adapter_fingerprint(directory))
+    except OSError as error:  # a name too long, a directory of another user
+        raise ValidationError(f"lora_path cannot be read: {error.strerror}", param="lora_path") from None
+    return LoRARequest(name, number, str(directory), fingerprint)
 
 
 def _changed(paths: list[str]) -> str:

@@ -48,13 +48,31 @@ def model_of(name: str, created: int, max_model_len: int) -> AnthropicModel:
     )
 
 
-def page_of(models: list[AnthropicModel], query: QueryParams) -> AnthropicModelList:
-    """Return the page that a query asks for: so many models behind `after_id`, or the last ones before `before_id`.
+def limit_of(query: QueryParams) -> int:
+    """Return the number of models on a page.
 
     Raises:
-        ValidationError: the limit is out of range; NotFoundError: no model has such an id.
+        ValidationError: it is no integer, out of range, or given twice.
     """
-    limit, after, before = _limit(query.get("limit")), query.get("after_id"), query.get("before_id")
+    given = query.getlist("limit")
+    if not given:
+        return DEFAULT_LIMIT
+    text = ",".join(given)
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 4 else 0
+    if not 1 <= limit <= MAX_LIMIT:
+        raise ValidationError(
+            f"limit must be one integer from 1 to {MAX_LIMIT}, got {text!r:.40}", param="limit"
+        )
+    return limit
+
+
+def page_of(models: list[AnthropicModel], query: QueryParams, limit: int) -> AnthropicModelList:
+    """Return the page that a query asks for: `limit` models behind `after_id`, or the last ones before `before_id`.
+
+    Raises:
+        NotFoundError: no model has such an id.
+    """
+    after, before = query.get("after_id"), query.get("before_id")
     ids = [model.id for model in models]
     start = 0 if after is None else _place(ids, after, "after_id") + 1
     end = len(ids) if before is None else _place(ids, before, "before_id")
@@ -66,17 +84,6 @@ def page_of(models: list[AnthropicModel], query: QueryParams) -> AnthropicModelL
 def _page(models: list[AnthropicModel], *, has_more: bool) -> AnthropicModelList:
     first, last = (models[0].id, models[-1].id) if models else (None, None)
     return AnthropicModelList(data=models, has_more=has_more, first_id=first, last_id=last)
-
-
-def _limit(text: str | None) -> int:
-    if text is None:
-        return DEFAULT_LIMIT
-    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 4 else 0
-    if not 1 <= limit <= MAX_LIMIT:
-        raise ValidationError(
-            f"limit must be an integer from 1 to {MAX_LIMIT}, got {text!r:.40}", param="limit"
-        )
-    return limit
 
 
 def _place(ids: list[str], wanted: str, param: str) -> int:

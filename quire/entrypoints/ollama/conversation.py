@@ -33,7 +33,7 @@ def chat_turn(request: ChatRequest) -> Fields:
     fields: Fields = {"messages": messages, **_shared(request)}
     if not request.tools:
         return fields
-    return {**fields, "tools": [{**tool, "type": tool.get("type") or "function"} for tool in request.tools]}
+    return {**fields, "tools": [_typed(tool) for tool in request.tools]}
 
 
 def chat_names(request: TurnRequest) -> dict[str, str]:
@@ -88,6 +88,11 @@ def _response_format(form: str | Fields) -> Fields:
     if isinstance(form, dict):
         return {"type": "json_schema", "json_schema": {"name": "format", "schema": form}}
     raise ValidationError("format must be json or a JSON schema", param="format")
+
+
+def _typed(tool: Fields) -> Fields:
+    """Return the tool with the type that Ollama's clients may leave out or empty."""
+    return {**tool, "type": "function"} if tool.get("type") in (None, "") else tool
 
 
 def _text(value: Any, where: str) -> str:

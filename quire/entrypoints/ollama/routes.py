@@ -82,7 +82,7 @@ async def _respond(
     writer = LineWriter(body.model, is_chat=is_chat, with_logprobs=body.logprobs)
     note_ignored(body, [*given(body, WITHOUT_EFFECT), *ignored_options(body.options)])
     if not fields["messages"]:
-        await check_translated(request, {**fields, "messages": NOTHING_TO_SAY}, names)
+        await check_translated(request, {**fields, "messages": NOTHING_TO_SAY}, names, text)
         loaded = writer.loaded("unload" if unloads(body) else "load")
         loaded.ignored = body.notes.ignored or UNSET
         return json_response(loaded)

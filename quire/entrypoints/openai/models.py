@@ -12,6 +12,7 @@ from quire.entrypoints.anthropic.models import (
     QUERY,
     AnthropicModel,
     AnthropicModelList,
+    limit_of,
     model_of,
     page_of,
 )
@@ -37,9 +38,10 @@ async def list_models(request: Request) -> Response:
     Anthropic's clients get pages.
     """
     server = server_of(request)
+    limit = limit_of(request.query_params)
     if ANTHROPIC_VERSION in request.headers:
         models = [_anthropic_model(server, name) for name in server.served_names]
-        return json_response(page_of(models, request.query_params))
+        return json_response(page_of(models, request.query_params, limit))
     return json_response(ModelList([model_card(server, name) for name in server.served_names]))
 
 

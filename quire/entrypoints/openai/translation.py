@@ -21,7 +21,7 @@ from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.queue_limits import Place
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.chat_completions import ChatAnswer
-from quire.entrypoints.openai.chat_prompt import TextPrompt
+from quire.entrypoints.openai.chat_prompt import TextPrompt, text_prompt
 from quire.entrypoints.openai.generation import Outputs
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.parsing import checked
@@ -171,7 +171,9 @@ async def respond_translated(
         return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
 
 
-async def check_translated(request: Request, fields: dict[str, Any], names: Mapping[str, str]) -> None:
+async def check_translated(
+    request: Request, fields: dict[str, Any], names: Mapping[str, str], text: TextPrompt | None = None
+) -> None:
     """Refuse what `respond_translated` would refuse, where there is nothing to answer.
 
     Raises:
@@ -182,6 +184,8 @@ async def check_translated(request: Request, fields: dict[str, Any], names: Mapp
         apply_terms(request, chat)
         form = await server.form_named(server.check_model(chat.model))
         tool_constraint(form, chat, tools_in_use(server, form, chat), PromptEnd())
+        if text is not None and text.suffix:
+            await text_prompt(server, form, chat, text)
         processor = server.engine.input_processor
         with client_names(chat):
             params = chat_params(chat, processor.default_sampling_params)

@@ -71,7 +71,10 @@ async def test_model_that_is_unknown_is_anthropics_error(client: httpx.AsyncClie
 @pytest.mark.parametrize(
     ("query", "status", "kind"),
     [
-        *((f"limit={limit}", 400, "invalid_request_error") for limit in ("0", "x", "1001", "")),
+        *(
+            (f"limit={limit}", 400, "invalid_request_error")
+            for limit in ("0", "x", "1001", "", "x&limit=1", "1&limit=1")
+        ),
         *((f"{name}=none", 404, "not_found_error") for name in ("after_id", "before_id")),
     ],
 )
@@ -89,5 +92,6 @@ async def test_models_between_two_ids_are_listed(client: httpx.AsyncClient) -> N
 
 async def test_models_without_the_header_are_openais(client: httpx.AsyncClient) -> None:
     del client.headers["anthropic-version"]
+    assert (await client.get("/v1/models?limit=x")).status_code == 400
     assert (await client.get("/v1/models")).json()["object"] == "list"
     assert (await client.get("/v1/models/fake-model")).json()["object"] == "model"

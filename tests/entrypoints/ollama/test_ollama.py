@@ -134,8 +134,13 @@ async def test_what_is_served(client: httpx.AsyncClient) -> None:
         ),
         (CHAT, {"top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
         (CHAT, {"messages": [], "tools": [TOOL, TOOL]}, 400, "tools.1.function.name"),
+        *(
+            (CHAT, {"messages": [], "tools": [{**TOOL, "type": type}]}, 400, "type")
+            for type in ({}, [], 0, False)
+        ),
         (CHAT, {"messages": [], "options": {"temperature": -1}}, 400, "options.temperature"),
         (GENERATE, {"prompt": "", "top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
+        (GENERATE, {"prompt": "", "suffix": "x"}, 400, "suffix"),
         (CHAT, {"options": {"temperature": -1}}, 400, "options.temperature"),
         (CHAT, {"options": {"num_predict": 0}}, 400, "options.num_predict"),
         (CHAT, {"format": "yaml"}, 400, "format"),

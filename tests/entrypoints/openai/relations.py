@@ -34,6 +34,7 @@ RELATIONS = (
     r"adapters are not served here",
     r"a model is called .* already",
     r"\badapter '",
+    r"lora_path cannot be read: ",
     # With the model: its context, its tokens as keys of an object, its template.
     r"maximum context length is \d+ tokens",
     r"thinking_token_budget needs to know what opens and closes",

@@ -90,6 +90,7 @@ async def test_an_adapter_is_loaded_used_and_unloaded() -> None:
         ({"lora_name": "a", "lora_path": ""}, "lora_path"),
         ({"lora_name": "a"}, "lora_path is required"),
         ({"lora_name": 7, "lora_path": "/a"}, "lora_name must be a valid string"),
+        ({"lora_name": "a", "lora_path": "0" * 4096}, "lora_path cannot be read: File name too long"),
         ({"lora_name": "a", "lora_path": "/bad"}, "adapter 'a': adapter_config.json: no such file"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else None,
