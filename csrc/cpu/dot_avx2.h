@@ -25,7 +25,7 @@ inline __m256i load_ints(const void* p) { return _mm256_loadu_si256(static_cast<
 
 // Bytes whose products with pairs of activations fit the 16 bits that they are added in, because these are at most kInt8Pair.
 template <int64_t part, int quads>
-struct ByteDot {
+struct ByteDot : QuadWord {
     static constexpr int64_t kPart = part;
     static constexpr int kQuads = quads;
     struct Sum { __m256i low, high; };
@@ -48,20 +48,12 @@ struct ByteDot {
     static Ints16 total(const Sum& sum) { return {reinterpret_cast<Ints>(sum.low), reinterpret_cast<Ints>(sum.high)}; }
 };
 
+// Bytes by integers of some more bits than 8: both as integers of 16 bits, those at even places and those at odd ones.
 template <int64_t part>
-struct Int8Dot : ByteDot<part, 1> {
-    static constexpr int64_t kUnpackTiles = kNever;
-    using Book = NoBook;
-    using Weights = typename ByteDot<part, 1>::Weights;
-
-    static Weights unpack(const uint8_t* step, Book) { return {{load_ints(step)}, {load_ints(step + 32)}}; }
-};
-
-// Bytes by any integers of 8 bits: both as integers of 16 bits, those at even places and those at odd ones.
-template <int64_t part>
-struct WideDot {
+struct Int8Dot {
     static constexpr int64_t kPart = part;
-    static constexpr int kQuads = 1;
+    static constexpr int kQuads = 1, kWords = 2;
+    static constexpr bool kTakesPoints = true;
     static constexpr int64_t kUnpackTiles = kNever;
     using Book = NoBook;
     struct Sum { __m256i low, high; };
@@ -73,9 +65,12 @@ struct WideDot {
                 {_mm256_and_si256(high, byte), _mm256_srli_epi16(high, 8)}};
     }
     static const Weights& quad(const Weights& w, int) { return w; }
+    static void put(int32_t* out, const int8_t* quad, int32_t zero) {
+        const int32_t halves[] = {quad[0] + zero, quad[2] + zero, quad[1] + zero, quad[3] + zero};
+        for (int word = 0; word < 2; ++word) out[word] = halves[2 * word + 1] << 16 | (halves[2 * word] & 0xffff);
+    }
     static void add(Sum& sum, const Weights& w, const int32_t* x) {
-        const __m256i values = _mm256_set1_epi32(*x);
-        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(values, 8), 8), odd = _mm256_srai_epi16(values, 8);
+        const __m256i even = _mm256_set1_epi32(x[0]), odd = _mm256_set1_epi32(x[1]);
         sum.low = in_turn(_mm256_add_epi32(sum.low, products(w.low, even, odd)));
         sum.high = in_turn(_mm256_add_epi32(sum.high, products(w.high, even, odd)));
     }
@@ -111,7 +106,7 @@ struct BookDot : ByteDot<part, 2> {
 
 // Sums stay in 16 bits for a part: at most 8 quads of 2 * 15 * 127 for each of two lanes.
 template <int64_t part>
-struct Int4Dot {
+struct Int4Dot : QuadWord {
     static constexpr int64_t kPart = part;
     static constexpr int kQuads = 2;
     static constexpr int64_t kUnpackTiles = 4;

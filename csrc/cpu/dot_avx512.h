@@ -35,8 +35,6 @@ struct Dots512 {
 template <int64_t part>
 using Int8Dot = Int8DotOf<Dots512, part>;
 template <int64_t part>
-using WideDot = Int8Dot<part>;
-template <int64_t part>
 using Int4Dot = Int4DotOf<Dots512, part>;
 template <int64_t part>
 using BookDot = BookDotOf<Dots512, part>;

@@ -49,8 +49,6 @@ struct Dots256 {
 template <int64_t part>
 using Int8Dot = Int8DotOf<Dots256, part>;
 template <int64_t part>
-using WideDot = Int8Dot<part>;
-template <int64_t part>
 using Int4Dot = Int4DotOf<Dots256, part>;
 template <int64_t part>
 using BookDot = BookDotOf<Dots256, part>;

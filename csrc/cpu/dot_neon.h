@@ -100,8 +100,6 @@ struct DotsNeon {
 template <int64_t part>
 using Int8Dot = Int8DotOf<DotsNeon, part>;
 template <int64_t part>
-using WideDot = Int8Dot<part>;
-template <int64_t part>
 using Int4Dot = Int4DotOf<DotsNeon, part>;
 template <int64_t part>
 using BookDot = BookDotOf<DotsNeon, part>;

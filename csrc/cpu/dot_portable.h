@@ -53,8 +53,6 @@ struct PlainDots {
 template <int64_t part>
 using Int8Dot = Int8DotOf<PlainDots, part>;
 template <int64_t part>
-using WideDot = Int8Dot<part>;
-template <int64_t part>
 using Int4Dot = Int4DotOf<PlainDots, part, 5>;
 template <int64_t part>
 using BookDot = BookDotOf<PlainDots, part, 5>;

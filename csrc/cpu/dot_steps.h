@@ -4,7 +4,8 @@
 // what its products are summed in over a part of a chunk (Sum), how many k a part has (few enough that no sum overflows, 32
 // of 4 bits, and no more than share a scale of weights), and from how many tiles of rows on weights are unpacked once for all. A sum starts
 // with the word that `start_word` makes of a part's activations and their sum: a factor times it, which takes the weights' zero
-// point out at no cost.
+// point out at no cost. A quad of activations is kWords words, as `put` writes them; whether their zero point
+// is in the words, kTakesPoints says.
 
 #pragma once
 
@@ -12,8 +13,7 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
-// Most that the magnitudes of two activations, k and k + 1 with k even, come to where weights have eight bits, but for those
-// that a WideDot multiplies, which takes any integers of 8 bits.
+// Most that the magnitudes of two activations, k and k + 1 with k even, come to where codes are looked up in books.
 constexpr int64_t kInt8Pair = 128;
 
 constexpr int64_t kNever = INT64_MAX;
@@ -23,11 +23,18 @@ struct NoBook {
     explicit NoBook(int64_t) {}
 };
 
+// A quad of activations as the four bytes that it is.
+struct QuadWord {
+    static constexpr int kWords = 1;
+    static constexpr bool kTakesPoints = false;
+    static void put(int32_t* out, const int8_t* quad, int32_t) { __builtin_memcpy(out, quad, kQuad); }
+};
+
 // The Dots of an instruction set that multiplies quads of bytes and adds them to 32 bits: Quads are the 64 bytes of a step in
 // registers, from `bytes` (of which `kTaken` is taken, for instructions on signed ones) or as `low` and `high` nibbles, which
 // `looked_up` makes bytes of, as a book in a register has them.
 template <class Dots, int64_t part>
-struct DotOf {
+struct DotOf : QuadWord {
     static constexpr int64_t kPart = part;
     using Sum = typename Dots::Sum;
 

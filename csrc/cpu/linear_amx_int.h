@@ -27,6 +27,9 @@ struct TiledIntKernel : IntKernel<Panels, true> {
     struct alignas(64) Bytes {
         int8_t of[kBlock][kParts][kPart * kPanel];
     };
+    template <int P, int64_t most_chunks>
+    using KeptSums = typename Base::template KeptSums<P, most_chunks>;
+
     // What a tile of rows comes to with a panel.
     struct alignas(64) Dots {
         int32_t of[kTogether][kParts][kTileRows][kPanel];
@@ -38,6 +41,7 @@ struct TiledIntKernel : IntKernel<Panels, true> {
         int64_t rows[2];         // the second is 0 where there is one tile
         const int32_t* after[2];  // activations that are wanted once these chunks are done
         const Bytes* weights;
+        const KeptSums<1, kBlock>* come_to;  // of each panel
         bool two_panels;
         Float32* sums;
         int64_t stride;
@@ -49,7 +53,8 @@ struct TiledIntKernel : IntKernel<Panels, true> {
         void skip(int64_t chunks) {
             for (int tile = 0; tile < 2; ++tile) {
                 x[tile].words += chunks * rows[tile] * Base::kChunkWords;
-                x[tile].scales += chunks * rows[tile], x[tile].minus += chunks * kParts * rows[tile];
+                x[tile].scales += chunks * rows[tile], x[tile].points += chunks * rows[tile];
+                x[tile].minus += chunks * kParts * rows[tile];
             }
         }
     };
@@ -82,6 +87,11 @@ struct TiledIntKernel : IntKernel<Panels, true> {
         written();
     }
 
+    KeptSums<1, kBlock> sums_of(int64_t panel, int64_t chunk, int64_t chunks) const {
+        const Ones<Dot> ones(this->panels.zero());
+        return this->template part_sums<1, kBlock>(panel, chunk, chunks, ones, this->packed_weights(panel, chunk));
+    }
+
     void multiply(const Tiling& tiling, Tiles tiles, int64_t panel, int64_t count) const {
         alignas(64) Float32 sums[kBlockRows * 2 * kPanel];
         const Outputs outputs = this->outputs_of(panel, count);
@@ -103,9 +113,10 @@ struct TiledIntKernel : IntKernel<Panels, true> {
             const int64_t chunks = smaller_of(this->num_chunks - chunk, kBlock);
             unpack(weights[0], panel, chunk, chunks);
             if (two) unpack(weights[1], panel + 1, chunk, chunks);
+            const KeptSums<1, kBlock> come_to[] = {sums_of(panel, chunk, chunks), sums_of(panel + two, chunk, chunks)};
             for (int64_t tile = tiles.begin; tile < tiles.end; tile += 2) {
                 Float32* to = sums + (tiling.start(tile) - tiling.start(tiles.begin)) * stride;
-                const Square square = square_of(tiling, tiles, tile, chunk, weights, two, to, stride);
+                const Square square = square_of(tiling, tiles, tile, chunk, weights, come_to, two, to, stride);
                 if (square.rows[0] != rows[0] || square.rows[1] != rows[1]) {
                     rows[0] = square.rows[0], rows[1] = square.rows[1];
                     use(shapes(rows));
@@ -116,9 +127,9 @@ struct TiledIntKernel : IntKernel<Panels, true> {
         }
     }
 
-    Square square_of(const Tiling& tiling, Tiles tiles, int64_t tile, int64_t chunk, const Bytes* weights, bool two,
-                     Float32* sums, int64_t stride) const {
-        Square square = {{}, {}, {}, weights, two, sums, stride};
+    Square square_of(const Tiling& tiling, Tiles tiles, int64_t tile, int64_t chunk, const Bytes* weights,
+                     const KeptSums<1, kBlock>* come_to, bool two, Float32* sums, int64_t stride) const {
+        Square square = {{}, {}, {}, weights, come_to, two, sums, stride};
         for (int64_t which = 0; which < 2; ++which) {
             const int64_t own = smaller_of(tile + which, tiles.end - 1), next = smaller_of(tile + 2 + which, tiles.end - 1);
             square.x[which] = this->packed(tiling, own, chunk);
@@ -146,8 +157,12 @@ struct TiledIntKernel : IntKernel<Panels, true> {
                     const int64_t rows = own.rows[tile];
                     with_rows<kTogether>(count, [&](auto together) {
                         constexpr int C = decltype(together)::value;
-                        if (rows == kTileRows) add<C, kTileRows>(to, own, tile, dots[tile][p], groups, next + p * kPanel);
-                        else add<C, 0>(to, own, tile, dots[tile][p], groups, next + p * kPanel);
+                        const auto put = [&](auto known) {
+                            constexpr int R = decltype(known)::value;
+                            add<C, R>(to, own, tile, dots[tile][p], groups, own.come_to[p], first, next + p * kPanel);
+                        };
+                        if (rows == kTileRows) put(std::integral_constant<int, kTileRows>{});
+                        else put(std::integral_constant<int, 0>{});
                     });
                 }
             }
@@ -185,7 +200,7 @@ struct TiledIntKernel : IntKernel<Panels, true> {
     // known. Meanwhile every other line of the activations at `next` is fetched.
     template <int C, int R, class Groups>
     static void add(Float32* sums, const Square& square, int tile, const Dots& dots, const Groups& groups,
-                    const int32_t* next) {
+                    const KeptSums<1, kBlock>& come_to, int64_t first, const int32_t* next) {
         const int64_t rows = R ? R : square.rows[tile], stride = square.stride;
         const PackedRows& x = square.x[tile];
         decltype(groups.at(0, 0)) group[C * kParts];
@@ -199,8 +214,13 @@ struct TiledIntKernel : IntKernel<Panels, true> {
                 Lanes16 product = {};
 #pragma GCC unroll 4
                 for (int64_t part = 0; part < kParts; ++part) {
-                    const Ints16 dot = {_mm512_load_si512(dots.of[chunk][part][r])};
-                    product = group[chunk * kParts + part].add(product, dot, x.minus[(chunk * kParts + part) * rows + r]);
+                    const int64_t at = chunk * kParts + part;
+                    Lanes16 dot = to_floats(Ints16{_mm512_load_si512(dots.of[chunk][part][r])});
+                    if constexpr (Base::kNeedsSums) {
+                        const Lanes16 weights = come_to.at(0, first * kParts + at);
+                        dot = fma(weights, splat16(x.points[chunk * rows + r].value), dot);
+                    }
+                    product = group[at].add(product, dot, x.minus[at * rows + r]);
                 }
                 total = fma(product, splat16(x.scales[chunk * rows + r].value), total);
             }

@@ -1,7 +1,9 @@
 // Linear on integer weights, in the fast mode: activations are rounded to 8 bits, with a scale per row and chunk of k.
 //
 // A part of a chunk is summed as exact integers, from which the weights' zero point is taken out by the sum of the
-// activations; parts and chunks, which lie at fixed k, are added in float32 in order.
+// activations; parts and chunks, which lie at fixed k, are added in float32 in order. What weights of eight bits are multiplied by
+// has zero points: they are in the words of instruction sets that multiply integers of 16 bits, and elsewhere what a part's
+// weights come to, the product of a row of ones, is multiplied by them. Either is exact.
 
 #pragma once
 
@@ -15,13 +17,20 @@ namespace quire { namespace QUIRE_ISA { namespace {
 constexpr int64_t kBytesAhead = 4096;
 
 // How near the fetched weights are kept: a whole block of them would push the one in use out of the first-level cache.
-enum Fetch : int { kLater = 2, kSoon = 3 };
+enum Fetch : int { kNotAgain = 0, kLater = 2, kSoon = 3 };
 
-// A tile of R packed rows from some chunk on: words [quad][R] of four values each; per chunk the scale of each row, [chunk][R];
-// and per part of a chunk what its sum starts with, and the activations' own sum, negated, which minimums are multiplied by.
+// Where what weights come to, which zero points of activations are multiplied by, is from: none is asked for, it is found with
+// the products, or it was before.
+enum class CodeSums { kNone, kAlong, kBefore };
+
+
+// A tile of R packed rows from some chunk on: words [quad][R] of four values each; per chunk the scale and the zero point of each
+// row, [chunk][R]; and per part of a chunk what its sum starts with, and the activations' own sum, negated, which minimums are
+// multiplied by.
 struct PackedRows {
     const int32_t* words;
     const Float32* scales;
+    const Float32* points;
     const int32_t* starts;
     const Float32* minus;
 };
@@ -48,7 +57,7 @@ struct NoGroups {
     template <class Panels>
     NoGroups(const Panels&, int64_t, int64_t, int64_t) {}
     NoGroups at(int64_t, int64_t) const { return {}; }
-    Lanes16 add(Lanes16, Ints16 sum, Float32) const { return to_floats(sum); }
+    Lanes16 add(Lanes16, Lanes16 sum, Float32) const { return sum; }
 };
 
 // Or a scale, and perhaps a minimum, per group: as floats, made once for all rows. A zero point is a minimum, too: its distance
@@ -73,13 +82,13 @@ public:
     struct Scaled {
         Lanes16 scale;
 
-        Lanes16 add(Lanes16 before, Ints16 sum, Float32) const { return fma(to_floats(sum), scale, before); }
+        Lanes16 add(Lanes16 before, Lanes16 sum, Float32) const { return fma(sum, scale, before); }
     };
     struct Shifted {
         Lanes16 scale, minimum;
 
-        Lanes16 add(Lanes16 before, Ints16 sum, Float32 minus) const {
-            return fma(minimum, splat16(minus.value), fma(to_floats(sum), scale, before));
+        Lanes16 add(Lanes16 before, Lanes16 sum, Float32 minus) const {
+            return fma(minimum, splat16(minus.value), fma(sum, scale, before));
         }
     };
 
@@ -105,21 +114,41 @@ inline const typename Dot::Weights& weights_of(const typename Dot::Weights* pane
     return panel[step];
 }
 
-// acc = starts + x . w over a part of k, whose weights begin at `first`, for P panels `panel_stride` elements apart. Where
-// registers hold the weights of all panels, each activation is read once. The packed weights at `next` are fetched meanwhile.
-template <int R, int P, Fetch fetch, class Dot, class W>
-inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc)[R][P], const int32_t* starts,
-                                                         const int32_t* words, const W* w, int64_t panel_stride,
-                                                         int64_t first, const typename Dot::Book& book,
-                                                         const uint8_t* next) {
+// A part of a row of ones.
+template <class Dot>
+struct Ones {
+    int32_t words[Dot::kPart / kQuad], start;
+
+    explicit Ones(int32_t zero) {
+        int8_t values[Dot::kPart];
+        __builtin_memset(values, 1, sizeof values);
+        __builtin_memcpy(words, values, sizeof values);
+        start = Dot::start_word(values, Dot::kPart, -zero);
+    }
+};
+
+// acc = starts + x . w over a part of k, whose weights begin at `first`, for P panels `panel_stride` elements apart, and along
+// with it, where that is asked for, what the weights come to. Where registers hold the weights of all panels, each activation is
+// read once. The packed weights at `next` are fetched meanwhile.
+template <int R, int P, Fetch fetch, CodeSums code_sums, class Dot, class W>
+inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc)[R][P], typename Dot::Sum (&all)[P],
+                                                         const int32_t* starts, const int32_t* words, const W* w,
+                                                         int64_t panel_stride, int64_t first, const typename Dot::Book& book,
+                                                         const Ones<Dot>& ones, const uint8_t* next) {
     for (int p = 0; p < P; ++p) {
         for (int r = 0; r < R; ++r) acc[r][p] = Dot::start(starts[r]);
+        if constexpr (code_sums == CodeSums::kAlong) all[p] = Dot::start(ones.start);
     }
 #pragma GCC unroll 8
     for (int64_t step = 0; step < Dot::kPart / (kQuad * Dot::kQuads); ++step) {
         const auto fetched = [&](int p) -> decltype(auto) {
-            __builtin_prefetch(next + p * panel_stride + (first + step) * kStepBytes, 0, fetch);
+            if constexpr (fetch != kNotAgain) {
+                __builtin_prefetch(next + p * panel_stride + (first + step) * kStepBytes, 0, fetch);
+            }
             return weights_of<Dot>(w + p * panel_stride, first + step, book);
+        };
+        const auto count = [&]([[maybe_unused]] int p, [[maybe_unused]] const auto& taken) {
+            if constexpr (code_sums == CodeSums::kAlong) Dot::add(all[p], taken, ones.words);
         };
         if constexpr (kWidePanels > 1) {
             typename Dot::Weights weights[P];
@@ -130,8 +159,11 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-                    for (int p = 0; p < P; ++p) Dot::add(acc[r][p], Dot::quad(weights[p], quad), words + quad * R + r);
+                    for (int p = 0; p < P; ++p) {
+                        Dot::add(acc[r][p], Dot::quad(weights[p], quad), words + (quad * R + r) * Dot::kWords);
+                    }
                 }
+                for (int p = 0; p < P; ++p) count(p, Dot::quad(weights[p], quad));
             }
         } else {
 #pragma GCC unroll 4
@@ -144,36 +176,71 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
                         else return Dot::kept(weights, quad);
                     }();
 #pragma GCC unroll 12
-                    for (int r = 0; r < R; ++r) Dot::add(acc[r][p], taken, words + quad * R + r);
+                    for (int r = 0; r < R; ++r) Dot::add(acc[r][p], taken, words + (quad * R + r) * Dot::kWords);
+                    count(p, taken);
                 }
             }
         }
-        words += Dot::kQuads * R;
+        words += Dot::kQuads * R * Dot::kWords;
     }
 }
 
-// sums[R][stride] += scales * (x . (w - zero)), chunk after chunk, for P panels `panel_stride` elements apart. The packed
-// weights at `next` are fetched meanwhile.
-template <int R, int P, Fetch fetch, class Dot, class W, class Groups>
+// What the weights of `parts` of P panels come to, as floats, at most so many.
+template <int P, int64_t most_parts>
+class PartSums {
+public:
+    // Of those that begin at w; the packed weights at `next` are fetched meanwhile.
+    template <Fetch fetch, class Dot>
+    void find(const uint8_t* w, int64_t panel_stride, int64_t parts, const typename Dot::Book& book, const Ones<Dot>& ones,
+              const uint8_t* next) {
+        constexpr int64_t kSteps = Dot::kPart / (kQuad * Dot::kQuads);
+        for (int64_t part = 0; part < parts; ++part) {
+            typename Dot::Sum sums[1][P], unused[P];
+            multiply_part<1, P, fetch, CodeSums::kNone, Dot>(sums, unused, &ones.start, ones.words, w, panel_stride,
+                                                             part * kSteps, book, ones, next);
+            for (int p = 0; p < P; ++p) store16(of_[p] + part * kPanel, to_floats(Dot::total(sums[0][p])));
+        }
+    }
+    Lanes16 at(int64_t p, int64_t part) const { return load16(of_[p] + part * kPanel); }
+
+private:
+    alignas(64) Float32 of_[P][most_parts * kPanel];
+};
+
+// Where they are not found before.
+struct NoPartSums {
+    Lanes16 at(int64_t, int64_t) const { return splat16(0.0f); }
+};
+
+// sums[R][stride] += scales * ((x + points) . (w - zero)), chunk after chunk, for P panels `panel_stride` elements apart. The
+// packed weights at `next` are fetched meanwhile.
+template <int R, int P, Fetch fetch, CodeSums code_sums, class Dot, class W, class Groups, class PartSums>
 inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W* w, int64_t panel_stride, const Groups& groups,
-                            const typename Dot::Book& book, int64_t chunks, const uint8_t* next) {
+                            const PartSums& part_sums, const Ones<Dot>& ones, const typename Dot::Book& book, int64_t chunks,
+                            const uint8_t* next) {
     constexpr int kParts = kChunk / Dot::kPart, kSteps = Dot::kPart / (kQuad * Dot::kQuads);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         Lanes16 products[R][P] = {};
 #pragma GCC unroll 2
         for (int i = 0; i < kParts; ++i) {
             const int64_t part = chunk * kParts + i;
-            typename Dot::Sum acc[R][P];
-            multiply_part<R, P, fetch, Dot>(acc, x.starts, x.words, w, panel_stride, part * kSteps, book, next);
+            typename Dot::Sum acc[R][P], all[P];
+            multiply_part<R, P, fetch, code_sums, Dot>(acc, all, x.starts, x.words, w, panel_stride, part * kSteps, book, ones,
+                                                       next);
 #pragma GCC unroll 4
             for (int p = 0; p < P; ++p) {
                 const auto group = groups.at(p, part);
+                Lanes16 come_to = {};
+                if constexpr (code_sums == CodeSums::kAlong) come_to = to_floats(Dot::total(all[p]));
+                if constexpr (code_sums == CodeSums::kBefore) come_to = part_sums.at(p, part);
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
-                    products[r][p] = group.add(products[r][p], Dot::total(acc[r][p]), x.minus[r]);
+                    Lanes16 sum = to_floats(Dot::total(acc[r][p]));
+                    if constexpr (code_sums != CodeSums::kNone) sum = fma(come_to, splat16(x.points[r].value), sum);
+                    products[r][p] = group.add(products[r][p], sum, x.minus[r]);
                 }
             }
-            x.words += kSteps * Dot::kQuads * R, x.starts += R, x.minus += R;
+            x.words += kSteps * Dot::kQuads * R * Dot::kWords, x.starts += R, x.minus += R;
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
@@ -182,7 +249,7 @@ inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W
                 store16(sum, fma(products[r][p], splat16(x.scales[r].value), load16(sum)));
             }
         }
-        x.scales += R;
+        x.scales += R, x.points += R;
     }
 }
 
@@ -205,16 +272,18 @@ struct CodePanels {
     // What rounds the chunks of a row of activations.
     const CodePanels& of_row(const Float32*) const { return *this; }
 
-    // Of a chunk, as integers; returns their scale.
-    template <bool pairs, int parts>
-    float rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
-        return round_chunk<pairs>(out, sums, x, size) * unit();
+    // Of a chunk, as integers; returns what they stand for.
+    template <Span span, int parts>
+    Affine rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
+        const Affine how = round_chunk<span>(out, sums, x, size);
+        return {how.scale * unit(), how.zero};
     }
 };
 
 // int8 with a scale per output, which is applied at the end.
 struct Int8Panels : CodePanels<Int8Dot<kChunk>> {
-    static constexpr bool kPairs = true, kShifts = false, kScalesOutputs = true;
+    static constexpr Span kSpan = Span::kRange;
+    static constexpr bool kShifts = false, kScalesOutputs = true;
 
     template <int P, int64_t most_parts>
     using Groups = NoGroups;
@@ -224,8 +293,9 @@ struct Int8Panels : CodePanels<Int8Dot<kChunk>> {
 
 // The same by activations that have one step for all of a row, and may become any integers of 8 bits. Where they have zero
 // points, `code_sums` is what the integers of each output come to.
-struct SteppedInt8Panels : CodePanels<WideDot<kChunk>> {
-    static constexpr bool kPairs = false, kShifts = false, kScalesOutputs = true, kStepsRows = true;
+struct SteppedInt8Panels : CodePanels<Int8Dot<kChunk>> {
+    static constexpr Span kSpan = Span::kMagnitude;
+    static constexpr bool kShifts = false, kScalesOutputs = true, kStepsRows = true;
 
     const Rounding& how;
     const Float32* code_sums;
@@ -234,8 +304,8 @@ struct SteppedInt8Panels : CodePanels<WideDot<kChunk>> {
         const Rounding& how;
         Step step;
 
-        template <bool pairs, int parts>
-        float rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
+        template <Span, int parts>
+        Affine rounded(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) const {
             return round_in_steps(out, sums, x, size, how, step);
         }
     };
@@ -252,9 +322,10 @@ struct SteppedInt8Panels : CodePanels<WideDot<kChunk>> {
 };
 
 // Codes with scales, and perhaps zero points or minimums, per group of k.
-template <class DotType, bool pairs, bool shifts>
+template <class DotType, Span span, bool shifts>
 struct GroupPanels : CodePanels<DotType> {
-    static constexpr bool kPairs = pairs, kShifts = shifts, kScalesOutputs = false;
+    static constexpr Span kSpan = span;
+    static constexpr bool kShifts = shifts, kScalesOutputs = false;
 
     template <int P, int64_t most_parts>
     using Groups = quire::QUIRE_ISA::Groups<P, most_parts, shifts>;
@@ -263,12 +334,12 @@ struct GroupPanels : CodePanels<DotType> {
 };
 
 template <int64_t part, bool shifts>
-using Int8Groups = GroupPanels<Int8Dot<part>, true, shifts>;
+using Int8Groups = GroupPanels<Int8Dot<part>, Span::kRange, shifts>;
 template <int64_t part, bool shifts>
-using Int4Groups = GroupPanels<Int4Dot<part>, false, shifts>;
+using Int4Groups = GroupPanels<Int4Dot<part>, Span::kMagnitude, shifts>;
 
 template <int64_t part>
-using BookGroups = GroupPanels<BookDot<part>, true, false>;
+using BookGroups = GroupPanels<BookDot<part>, Span::kPair, false>;
 
 template <class Type>
 struct Of { using type = Type; };
@@ -298,15 +369,18 @@ struct IntKernel {
 
     static constexpr int kMostRows = kIntRows;
     static constexpr bool kEven = true;
-    static constexpr int64_t kChunkSteps = kChunk / (kQuad * Dot::kQuads), kChunkWords = kChunk / kQuad;
+    static constexpr int64_t kWords = tiled ? 1 : Dot::kWords;
+    static constexpr int64_t kChunkSteps = kChunk / (kQuad * Dot::kQuads), kChunkWords = kChunk / kQuad * kWords;
     static constexpr int kParts = kChunk / Dot::kPart;
+    // Whether sums need what weights come to.
+    static constexpr bool kHasPoints = Panels::kSpan == Span::kRange, kNeedsSums = kHasPoints && (tiled || !Dot::kTakesPoints);
     // Steps whose weights are unpacked together: 16 KiB of registers, half of a first-level cache.
     static constexpr int64_t kWideSteps = 16384 / static_cast<int64_t>(sizeof(typename Dot::Weights));
     static constexpr int64_t kBlockChunks = kWideSteps / kChunkSteps;
     static constexpr bool kUnpacks = Dot::kUnpackTiles != kNever;
 
-    // The scratch memory: words of all rows of the block, then their scales, then what their sums start with, and then their
-    // negated sums; each tile is contiguous. Behind them are the rows' steps.
+    // The scratch memory: words of all rows of the block, then their scales, then what their sums start with, then their
+    // negated sums, and then their zero points; each tile is contiguous. Behind them are the rows' steps.
     int32_t* words(int64_t row) const { return static_cast<int32_t*>(job.scratch) + row * num_chunks * kChunkWords; }
     Float32* scales(const Tiling& tiling, int64_t row) const {
         return reinterpret_cast<Float32*>(words(tiling.rows)) + row * num_chunks;
@@ -317,11 +391,12 @@ struct IntKernel {
     Float32* minus(const Tiling& tiling, int64_t row) const {
         return reinterpret_cast<Float32*>(starts(tiling, tiling.rows)) + row * kParts * num_chunks;
     }
-    Step& step(const Tiling& tiling, int64_t row) const { return reinterpret_cast<Step*>(minus(tiling, tiling.rows))[row]; }
+    Float32* points(const Tiling& tiling, int64_t row) const { return minus(tiling, tiling.rows) + row * num_chunks; }
+    Step& step(const Tiling& tiling, int64_t row) const { return reinterpret_cast<Step*>(points(tiling, tiling.rows))[row]; }
     PackedRows packed(const Tiling& tiling, int64_t tile, int64_t chunk) const {
         const int64_t start = tiling.start(tile), skip = chunk * tiling.size(tile);
-        return {words(start) + skip * kChunkWords, scales(tiling, start) + skip, starts(tiling, start) + skip * kParts,
-                minus(tiling, start) + skip * kParts};
+        return {words(start) + skip * kChunkWords, scales(tiling, start) + skip, points(tiling, start) + skip,
+                starts(tiling, start) + skip * kParts, minus(tiling, start) + skip * kParts};
     }
 
     void pack(const Tiling& tiling, int64_t tile) const {
@@ -343,17 +418,20 @@ struct IntKernel {
                     const Float32* x, int64_t size) const {
         alignas(64) int8_t rounded[kChunk];
         int32_t sums[kParts] = {};
-        scales(tiling, start)[chunk * rows + row].value = of_row.template rounded<Panels::kPairs>(rounded, sums, x, size);
+        const Affine how = of_row.template rounded<Panels::kSpan>(rounded, sums, x, size);
+        scales(tiling, start)[chunk * rows + row].value = how.scale;
+        if (kNeedsSums) points(tiling, start)[chunk * rows + row].value = static_cast<float>(how.zero);
         for (int64_t part = 0; part < kParts; ++part) {
             const int8_t* values = rounded + part * Dot::kPart;
             const int64_t place = (chunk * kParts + part) * rows + row;
-            if (!tiled) starts(tiling, start)[place] = Dot::start_word(values, sums[part], -panels.zero());
-            if (Panels::kShifts) minus(tiling, start)[place].value = static_cast<float>(-sums[part]);
+            const int32_t whole = sums[part] + how.zero * static_cast<int32_t>(Dot::kPart);
+            if (!tiled) starts(tiling, start)[place] = Dot::start_word(values, kNeedsSums ? sums[part] : whole, -panels.zero());
+            if (Panels::kShifts) minus(tiling, start)[place].value = static_cast<float>(-whole);
         }
-        int32_t* out = words(start) + chunk * kChunkWords * rows + row * (tiled ? kChunkWords : 1);
-        constexpr int64_t kBytes = tiled ? kChunk : kQuad;
-        for (int64_t i = 0; i < kChunk / kBytes; ++i) {
-            __builtin_memcpy(out + i * rows, rounded + i * kBytes, kBytes);
+        int32_t* out = words(start) + chunk * kChunkWords * rows + row * (tiled ? kChunkWords : kWords);
+        if constexpr (tiled) __builtin_memcpy(out, rounded, kChunk);
+        else for (int64_t quad = 0; quad < kChunk / kQuad; ++quad) {
+            Dot::put(out + quad * rows * kWords, rounded + quad * kQuad, how.zero);
         }
     }
 
@@ -409,9 +487,26 @@ struct IntKernel {
         return {panels, panel, chunk * kParts, chunks * kParts};
     }
 
+    template <int P, int64_t most_chunks>
+    using KeptSums = std::conditional_t<kNeedsSums, PartSums<P, most_chunks * kParts>, NoPartSums>;
+
+    // What the weights of some chunks of P panels come to, of at most so many; those at `next` are fetched meanwhile.
+    template <int P, int64_t most_chunks>
+    KeptSums<P, most_chunks> part_sums(int64_t panel, int64_t chunk, int64_t chunks, const Ones<Dot>& ones,
+                                       const uint8_t* next) const {
+        KeptSums<P, most_chunks> sums;
+        if constexpr (kNeedsSums) {
+            sums.template find<kLater, Dot>(packed_weights(panel, chunk), panels.steps * kStepBytes, chunks * kParts,
+                                            panels.book(), ones, next);
+        }
+        return sums;
+    }
+
     // All rows are one tile: panels are read side by side.
     void multiply_tile_of_rows(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
+        constexpr CodeSums kSums = kNeedsSums ? CodeSums::kAlong : CodeSums::kNone;
         const int64_t ahead = streams_are_fetched_ahead() ? kBytesAhead : 0;
+        const Ones<Dot> ones(panels.zero());
         with_rows<kMostRows>(tiling.rows, [&](auto rows) {
             constexpr int R = decltype(rows)::value;
             for_panels<R, kMostRows * kWidePanels, 1>(count, [&](auto width, int64_t p) {
@@ -419,9 +514,9 @@ struct IntKernel {
                 for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlockChunks) {
                     const int64_t left = num_chunks - chunk, size = left < kBlockChunks ? left : kBlockChunks;
                     const uint8_t* from = packed_weights(panel + p, chunk);
-                    multiply_chunks<R, P, kSoon, Dot>(
+                    multiply_chunks<R, P, kSoon, kSums, Dot>(
                         sums + p * kPanel, count * kPanel, packed(tiling, 0, chunk), from, panels.steps * kStepBytes,
-                        groups<P, kBlockChunks>(panel + p, chunk, size), panels.book(), size, from + ahead);
+                        groups<P, kBlockChunks>(panel + p, chunk, size), NoPartSums(), ones, panels.book(), size, from + ahead);
                 }
             });
         });
@@ -436,11 +531,14 @@ struct IntKernel {
         const int64_t first_row = tiling.start(tiles.begin);
         const bool unpacks = tiles.end - tiles.begin >= Dot::kUnpackTiles;
         static_assert(P == 1 || !kUnpacks, "one panel's weights are unpacked together");
+        constexpr CodeSums kSums = kNeedsSums ? CodeSums::kBefore : CodeSums::kNone;
+        const Ones<Dot> ones(panels.zero());
         typename Dot::Weights unpacked[kUnpacks ? kWideSteps : 1];
         for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlock) {
             const int64_t left = num_chunks - chunk, size = left < kBlock ? left : kBlock;
             const uint8_t* from = packed_weights(panel, chunk);
             const auto scaled = groups<P, kBlock>(panel, chunk, size);
+            const auto kept = part_sums<P, kBlock>(panel, chunk, size, ones, from + kBlockBytes);
             if constexpr (kUnpacks) {
                 for (int64_t step = 0; unpacks && step < size * kChunkSteps; ++step) {
                     unpacked[step] = Dot::unpack(from + step * kStepBytes, panels.book());
@@ -450,9 +548,9 @@ struct IntKernel {
                 if (size == left) outputs.fetch(tiling.start(tile), tiling.size(tile));
                 with_rows<kMostRows>(tiling.size(tile), [&](auto rows) {
                     auto multiply = [&](const auto* weights, int64_t panel_stride) {
-                        multiply_chunks<decltype(rows)::value, P, kLater, Dot>(
+                        multiply_chunks<decltype(rows)::value, P, kLater, kSums, Dot>(
                             sums + (tiling.start(tile) - first_row) * stride, stride, packed(tiling, tile, chunk), weights,
-                            panel_stride, scaled, panels.book(), size, from + kBlockBytes);
+                            panel_stride, scaled, kept, ones, panels.book(), size, from + kBlockBytes);
                     };
                     if constexpr (kUnpacks) {
                         if (unpacks) return multiply(unpacked, int64_t{0});

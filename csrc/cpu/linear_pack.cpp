@@ -76,16 +76,22 @@ inline void quantize(const T* x, int64_t n, float scale, float low, float high, 
     });
 }
 
-template <class T>
-inline void pack_int8(uint8_t* out, float* scales, const T* rows, const Weight& to, int64_t panel) {
+// With scales of type S, each rounded before numbers are divided by it. One that S cannot hold comes out as NaN.
+template <class S, class T>
+inline void pack_int8(uint8_t* out, S* scales, const T* rows, const Weight& to, int64_t panel) {
     __builtin_memset(out, kInt8Zero, static_cast<size_t>(to.panel_bytes()));
-    for (int64_t j = 0; j < kPanel; ++j) scales[j] = 0.0f;
+    for (int64_t i = 0; i < to.groups() * kPanel; ++i) scales[i] = S{};
     for (int64_t j = 0; j < to.count(panel); ++j) {
-        const T* row = rows + (to.row(panel) + j) * to.inputs;
-        const Range range = range_of(row, to.inputs);
-        scales[j] = scale_of(range.high > -range.low ? range.high : -range.low, 127.0f);
-        quantize(row, to.inputs, scales[j], -127.0f, 127.0f, [&](int64_t k, int64_t q) {
-            out[byte_of(k, j, 1)] = static_cast<uint8_t>(q + kInt8Zero);
+        for_each_group(to, 0, to.inputs, [&](int64_t start, int64_t end, int64_t group) {
+            const T* x = rows + (to.row(panel) + j) * to.inputs + start;
+            const Range range = range_of(x, end - start);
+            const float most = range.high > -range.low ? range.high : -range.low;
+            S* scale = scales + group * kPanel + j;
+            store(scale, splat(scale_of(most, 127.0f)), First{1});
+            if (!__builtin_isfinite(to_float(*scale))) store(scale, splat(__builtin_nanf("")), First{1});
+            quantize(x, end - start, to_float(*scale), -127.0f, 127.0f, [&](int64_t k, int64_t q) {
+                out[byte_of(start + k, j, 1)] = static_cast<uint8_t>(q + kInt8Zero);
+            });
         });
     }
 }
@@ -171,7 +177,9 @@ inline void pack_panel(const Weight& to, const T* rows, int64_t panel) {
     void *scales = const_cast<void*>(to.scales), *zeros = const_cast<void*>(to.zeros);
     const int64_t first = panel * to.groups() * kPanel;
     switch (to.packing.format) {
-        case kInt8: return pack_int8(data, static_cast<float*>(scales) + first, rows, to, panel);
+        case kInt8:
+            if (to.packing.group) return pack_int8(data, static_cast<Float16*>(scales) + first, rows, to, panel);
+            return pack_int8(data, static_cast<Float32*>(scales) + first, rows, to, panel);
         case kInt4:
             return pack_int4(data, static_cast<BFloat16*>(scales) + first, zeros ? static_cast<uint8_t*>(zeros) + first : nullptr,
                              rows, to, panel);
@@ -179,11 +187,11 @@ inline void pack_panel(const Weight& to, const T* rows, int64_t panel) {
     }
 }
 
-// What is packed here: int8 with a float32 scale per output, and int4 with bfloat16 scales and integer zero points.
+// What is packed here: int8 with a float32 scale per output or float16 scales of groups, and int4 with bfloat16 scales and integer zero points.
 inline bool is_packed_here(const Packing& packing) {
     const int64_t zeros = packing.zeros_type;
     switch (packing.format) {
-        case kInt8: return !packing.group && packing.scales_type == kFloat32 && zeros == kNoStream;
+        case kInt8: return packing.scales_type == (packing.group ? kFloat16 : kFloat32) && zeros == kNoStream;
         case kInt4: return packing.scales_type == kBFloat16 && (zeros == kNoStream || zeros == kBytes);
         default: return packing.is_float();
     }

@@ -14,13 +14,31 @@ static_assert(kInt8Pair > static_cast<int64_t>(kActivationMax), "rounding two va
 // Activations below are 0: their scale's inverse would not be finite.
 constexpr float kActivationMin = 1e-30f;
 
+// What integers of 8 bits stand for: steps up to the largest magnitude, steps up to what the magnitudes of two neighbours come
+// to at most, or steps that span the values and 0, less a zero point.
+enum class Span { kMagnitude, kPair, kRange };
+
+// An activation is scale * (integer + zero).
+struct Affine {
+    float scale;
+    int32_t zero;
+
+    float inverse() const { return 1.0f / scale; }
+};
+
+// Steps that span [low, high], which has 0 in it: 254, so that one more that rounding both ends may take fits into 8 bits, too.
+inline Affine spanning(float low, float high) {
+    const float scale = high / 254.0f - low / 254.0f;
+    return {scale, static_cast<int32_t>(to_integer(low * (1.0f / scale))) + 128};
+}
+
 inline Vec swapped(Vec pairs) { return __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6); }
 
 #ifdef __AVX2__
 
 // Of a whole chunk, as `to_bytes` does it: four vectors become one of bytes, and quads of these are added up at once.
 template <int parts>
-inline void whole_to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, Vec inverse) {
+inline void whole_to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, Vec inverse, int32_t zero) {
     // Packing puts each half of a register behind that of the other one.
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), ones = _mm256_set1_epi16(1);
     alignas(32) int32_t quads[kChunk / kQuad];
@@ -28,7 +46,7 @@ inline void whole_to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x
         __m256i rounded[4];
         for (int i = 0; i < 4; ++i) {
             const Vec value = load(x + (4 * half + i) * kLanes, All{}) * inverse;
-            rounded[i] = _mm256_cvtps_epi32(reinterpret_cast<__m256>(value));
+            rounded[i] = _mm256_sub_epi32(_mm256_cvtps_epi32(reinterpret_cast<__m256>(value)), _mm256_set1_epi32(zero));
         }
         const __m256i low = _mm256_packs_epi32(rounded[0], rounded[1]), high = _mm256_packs_epi32(rounded[2], rounded[3]);
         const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
@@ -45,12 +63,12 @@ inline void whole_to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x
 
 #endif
 
-// Rounds values times `factor` to integers of 8 bits, in which they must fit, and adds up what each part comes to.
+// Rounds values times `factor` to integers, which less `zero` must fit into 8 bits, and adds up what each part comes to.
 template <int parts>
-inline void to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size, float factor) {
+inline void to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size, float factor, int32_t zero = 0) {
     const Vec inverse = splat(factor);
 #ifdef __AVX2__
-    if (size == kChunk) return whole_to_bytes(out, sums, x, inverse);
+    if (size == kChunk) return whole_to_bytes(out, sums, x, inverse, zero);
 #endif
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t begin = part * (kChunk / parts);
@@ -58,7 +76,7 @@ inline void to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, int6
         for_each_vector(smaller_of(size - begin, kChunk / parts), [&](int64_t i, auto lanes) {
             // Adding 1.5 * 2^23 leaves the rounded value in the low bits.
             const Vec shifted = load(x + begin + i, lanes) * inverse + 12582912.0f;
-            const Ints rounded = reinterpret_cast<Ints>(shifted) - 0x4b400000;
+            const Ints rounded = reinterpret_cast<Ints>(shifted) - (0x4b400000 + zero);
             const Bytes bytes = __builtin_convertvector(rounded, Bytes);
             __builtin_memcpy(out + begin + i, &bytes, sizeof bytes);
             total = total + rounded;
@@ -67,9 +85,9 @@ inline void to_bytes(int8_t* out, int32_t (&sums)[parts], const Float32* x, int6
     }
 }
 
-// Rounds in a step that is given. Returns 1; NaN if a value is none.
+// Rounds in a step that is given. The scale is 1; NaN if a value is none.
 template <int parts>
-inline float round_in_steps(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size, const Rounding& how,
+inline Affine round_in_steps(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size, const Rounding& how,
                             const Step& step) {
     alignas(64) Float32 codes[kChunk] = {};
     Vec poison = {};
@@ -79,51 +97,73 @@ inline float round_in_steps(int8_t* out, int32_t (&sums)[parts], const Float32* 
         store(codes + i, v == v ? v : Vec{}, lanes);
     });
     to_bytes(out, sums, codes, kChunk, 1.0f);
-    return sum(poison) == 0.0f ? 1.0f : __builtin_nanf("");
+    return {sum(poison) == 0.0f ? 1.0f : __builtin_nanf(""), 0};
 }
 
-// Rounds to steps of the largest magnitude / 127, or that of a pair, and adds up what each part comes to. Returns the
-// scale; NaN if a value is not finite.
-template <bool pairs, int parts>
-inline float round_some(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
+// All parts are 0; the scale is NaN where a value is not finite.
+template <int parts>
+inline Affine nothing(int8_t* out, int32_t (&sums)[parts], bool is_finite) {
+    for (int32_t& of_part : sums) of_part = 0;
+    __builtin_memset(out, 0, kChunk);
+    return {is_finite ? 0.0f : __builtin_nanf(""), 0};
+}
+
+// Rounds to steps that span the values and 0.
+template <int parts>
+inline Affine round_range(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
+    const Range range = range_of(x, size);
+    const Affine steps = spanning(range.low, range.high);
+    if (!range.is_finite || !(steps.scale >= kActivationMin)) return nothing(out, sums, range.is_finite);
+    alignas(64) Float32 padded[kChunk] = {};
+    for (int64_t i = 0; size < kChunk && i < size; ++i) padded[i] = x[i];
+    to_bytes(out, sums, size < kChunk ? padded : x, kChunk, steps.inverse(), steps.zero);
+    return steps;
+}
+
+// Rounds to steps of the largest magnitude / 127, or that of a pair, and adds up what each part comes to. The scale is NaN if
+// a value is not finite.
+template <Span span, int parts>
+inline Affine round_some(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
     Vec most = {}, poison = {};
     for_each_vector(size, [&](int64_t i, auto lanes) {
         const Vec v = load(x + i, lanes);
         const Vec magnitude = as_floats(as_bits(v) & 0x7fffffff);
-        most = larger(most, pairs ? magnitude + swapped(magnitude) : magnitude);
+        most = larger(most, span == Span::kPair ? magnitude + swapped(magnitude) : magnitude);
         poison = poison + v * 0.0f;
     });
     const bool is_finite = sum(poison) == 0.0f;
     const float extreme = largest(most);
-    const bool is_nothing = !is_finite || extreme < kActivationMin;
-    if (is_nothing || size < kChunk) __builtin_memset(out, 0, kChunk);
-    if (is_nothing) return is_finite ? 0.0f : __builtin_nanf("");
+    if (!is_finite || extreme < kActivationMin) return nothing(out, sums, is_finite);
+    if (size < kChunk) __builtin_memset(out, 0, kChunk);
     to_bytes(out, sums, x, size, kActivationMax / extreme);
-    return extreme / kActivationMax;
+    return {extreme / kActivationMax, 0};
 }
 
 #ifdef __AVX512F__
 
 // A whole chunk, which stays in registers.
-template <bool pairs, int parts>
-inline float round_whole(int8_t* out, int32_t (&sums)[parts], const Float32* x) {
+template <Span span, int parts>
+inline Affine round_whole(int8_t* out, int32_t (&sums)[parts], const Float32* x) {
     constexpr int kVectors = kChunk / 16, kNotFinite = 0x99;
-    __m512 v[kVectors], most = _mm512_setzero_ps();
+    __m512 v[kVectors], least = _mm512_setzero_ps(), most = least;
     int poison = 0;
     for (int i = 0; i < kVectors; ++i) {
         v[i] = load16(x + 16 * i).all;
-        const __m512 magnitude = _mm512_abs_ps(v[i]);
-        most = _mm512_max_ps(most, pairs ? _mm512_add_ps(magnitude, _mm512_permute_ps(magnitude, 0xb1)) : magnitude);
+        const __m512 size = span == Span::kRange ? v[i] : _mm512_abs_ps(v[i]);
+        most = _mm512_max_ps(most, span == Span::kPair ? _mm512_add_ps(size, _mm512_permute_ps(size, 0xb1)) : size);
+        if constexpr (span == Span::kRange) least = _mm512_min_ps(least, size);
         poison |= _mm512_fpclass_ps_mask(v[i], kNotFinite);
     }
-    const float extreme = _mm512_reduce_max_ps(most);
-    if (poison || extreme < kActivationMin) {
-        __builtin_memset(out, 0, kChunk);
-        return poison ? __builtin_nanf("") : 0.0f;
-    }
-    const __m512 inverse = _mm512_set1_ps(kActivationMax / extreme);
+    const float top = _mm512_reduce_max_ps(most);
+    const bool is_range = span == Span::kRange;
+    const Affine steps = is_range ? spanning(_mm512_reduce_min_ps(least), top) : Affine{top / kActivationMax, 0};
+    if (poison || !((is_range ? steps.scale : top) >= kActivationMin)) return nothing(out, sums, poison == 0);
+    const __m512 inverse = _mm512_set1_ps(is_range ? steps.inverse() : kActivationMax / top);
     __m512i rounded[kVectors];
-    for (int i = 0; i < kVectors; ++i) rounded[i] = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
+    for (int i = 0; i < kVectors; ++i) {
+        rounded[i] = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
+        if constexpr (span == Span::kRange) rounded[i] = _mm512_sub_epi32(rounded[i], _mm512_set1_epi32(steps.zero));
+    }
     // Packing puts each quarter of a register behind that of the other one.
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i low = _mm512_packs_epi32(rounded[0], rounded[1]), high = _mm512_packs_epi32(rounded[2], rounded[3]);
@@ -138,17 +178,18 @@ inline float round_whole(int8_t* out, int32_t (&sums)[parts], const Float32* x) 
         sums[part] = 0;
         for (int i = 0; i < 4 / parts; ++i) sums[part] += totals[4 * (part * (4 / parts) + i)];
     }
-    return extreme / kActivationMax;
+    return steps;
 }
 
 #endif
 
-template <bool pairs, int parts>
-inline float round_chunk(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
+template <Span span, int parts>
+inline Affine round_chunk(int8_t* out, int32_t (&sums)[parts], const Float32* x, int64_t size) {
 #ifdef __AVX512F__
-    if (size == kChunk) return round_whole<pairs>(out, sums, x);
+    if (size == kChunk) return round_whole<span>(out, sums, x);
 #endif
-    return round_some<pairs>(out, sums, x, size);
+    if constexpr (span == Span::kRange) return round_range(out, sums, x, size);
+    else return round_some<span>(out, sums, x, size);
 }
 
 }}}  // namespace quire::QUIRE_ISA

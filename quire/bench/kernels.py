@@ -138,8 +138,8 @@ WEIGHTS = {
     "bfloat16": (FLOAT, torch.bfloat16),
     "bfloat16-medium": (replace(FLOAT, fast=True), torch.bfloat16),
     "float16": (FLOAT, torch.float16),
-    "int8": (WeightScheme("int8"), torch.bfloat16),
-    "int8-precise": (WeightScheme("int8", fast=False), torch.bfloat16),
+    "int8": (WeightScheme("int8", 32), torch.bfloat16),
+    "int8-precise": (WeightScheme("int8", 32, fast=False), torch.bfloat16),
     "int4": (WeightScheme("int4", 32), torch.bfloat16),
     "int4-precise": (WeightScheme("int4", 32, fast=False), torch.bfloat16),
 }

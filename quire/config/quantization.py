@@ -21,15 +21,17 @@ class MethodOptions:
     for_head: bool = True
 
 
+DEFAULT_GROUP = 32
+
 METHODS: Mapping[str, MethodOptions] = {
-    "int8": MethodOptions(("mode",)),
+    "int8": MethodOptions(("mode", "group_size")),
     "int4": MethodOptions(("mode", "group_size", "symmetric")),
     "fp8": MethodOptions(("scale", "gemm"), needs="a GPU that multiplies fp8", for_head=False),
 }
 """By the names of `quire.layers.quantization.METHODS`, of which this is the part that needs no torch."""
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
-    "group_size": (32, 64, 128),
+    "group_size": (0, 32, 64, 128),
     "symmetric": (True, False),
     "mode": ("fast", "precise", "checkpoint"),
     "scale": ("row", "tensor"),
@@ -74,6 +76,11 @@ class QuantizationConfig(Config):
             ConfigError: names them.
         """
         method = METHODS.get(self.quantization or "")
+        kinds = {self.quantization, self.head} if self.rounds_head else {self.quantization}
+        if self.quantization_config.get("group_size") == 0 and "int4" in kinds:
+            raise ConfigError(
+                "--quantization-config: group_size 0, a scale per output, is for int8; int4 takes 32, 64 or 128"
+            )
         if method is not None and method.needs is not None and device == "cpu":
             others = " and ".join(name for name, other in METHODS.items() if other.needs is None)
             raise ConfigError(
@@ -105,10 +112,13 @@ class QuantizationConfig(Config):
         """Whether the output head is kept in fewer bits: with everything else, or alone if it is named."""
         return self.quantization is not None or "head" in self.quantization_config
 
-    @property
-    def group_size(self) -> int:
-        """Values of k that share an int4 scale."""
-        return int(self.quantization_config.get("group_size", 32))
+    def group_size(self, kind: str, device: str) -> int:
+        """Return how many values of k share a scale of int4 or int8; 0: all of an output.
+
+        A GPU multiplies int8 with a scale per output unless it is asked for groups.
+        """
+        default = 0 if kind == "int8" and device != "cpu" else DEFAULT_GROUP
+        return int(self.quantization_config.get("group_size", default))
 
     @property
     def symmetric(self) -> bool:

@@ -21,7 +21,7 @@ from quire.kernels.rounding import RowRounding
 _GATHER_ELEMENTS = 1 << 25
 
 # Of activations that are rounded to 8 bits: the largest step, and the magnitude below which they are 0.
-_ACTIVATION_MAX, _ACTIVATION_MIN = 127.0, 1e-30
+_ACTIVATION_MAX, _RANGE_STEPS, _ACTIVATION_MIN = 127.0, 254.0, 1e-30
 
 FP8_MIN_SCALE = 1e-12
 """Of activations: keeps the inverse of a row of zeros finite."""
@@ -401,7 +401,17 @@ def seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
     if scheme.kind == "float":
         return (x.bfloat16() if weight.data.dtype == torch.bfloat16 else x).float()
     chunks = whole_chunks(x.float()).unflatten(-1, (-1, CHUNK))
-    return _rounded(chunks, format_of(scheme).together).flatten(-2)[..., : x.shape[-1]]
+    together = format_of(scheme).together
+    rounded = _rounded(chunks, together) if together else _rounded_in_range(chunks)
+    return rounded.flatten(-2)[..., : x.shape[-1]]
+
+
+def _rounded_in_range(x: Tensor) -> Tensor:
+    """Each row in steps of a 254th of the range of its values and 0; NaN if a value is not finite."""
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    scale = high / _RANGE_STEPS - low / _RANGE_STEPS
+    steps = (x * (1 / scale)).round() * scale
+    return torch.where(scale >= _ACTIVATION_MIN, steps, 0.0 * x)
 
 
 def _rounded(x: Tensor, together: int) -> Tensor:

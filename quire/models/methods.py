@@ -67,10 +67,12 @@ def say_methods(config: EngineConfig) -> None:
         logger.info("%s", note)
 
 
-def _rounding(scheme: WeightScheme, kind: str, asked: QuantizationConfig) -> QuantMethod:
+def _rounding(scheme: WeightScheme, kind: str, asked: QuantizationConfig, device: str) -> QuantMethod:
     """The method that rounds weights to a kind while they are loaded."""
+    if kind in ("int4", "int8"):
+        scheme = replace(scheme, group_size=asked.group_size(kind, device))
     if kind == "int4":
-        scheme = replace(scheme, group_size=asked.group_size, symmetric=asked.symmetric)
+        scheme = replace(scheme, symmetric=asked.symmetric)
     return method_of(replace(scheme, kind=kind))
 
 
@@ -86,8 +88,9 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     floats = WeightScheme(fast=_rounds_activations(config), invariant=kernels.batch_invariant)
     plain = method_of(floats)
     rounded = replace(floats, fast=asked.fast, per_tensor=asked.per_tensor, vendor=asked.vendor)
-    quantized = _rounding(rounded, asked.quantization, asked) if asked.quantization else plain
-    head = _rounding(rounded, asked.head, asked) if asked.rounds_head else plain
+    device = device_type(config)
+    quantized = _rounding(rounded, asked.quantization, asked, device) if asked.quantization else plain
+    head = _rounding(rounded, asked.head, asked, device) if asked.rounds_head else plain
     unmatched = set(asked.ignore)
     encodings = _Encodings(config, rounded)
     methods = []

@@ -12,18 +12,18 @@ from quire.errors import ConfigError
 
 def test_defaults() -> None:
     config = QuantizationConfig(quantization="int4")
-    assert (config.group_size, config.symmetric, config.fast, config.ignore) == (32, True, True, ())
+    assert (config.group_size("int4", "cpu"), config.group_size("int4", "cuda")) == (32, 32)
+    assert (config.group_size("int8", "cpu"), config.group_size("int8", "cuda")) == (32, 0)
+    assert (config.symmetric, config.fast, config.ignore) == (True, True, ())
 
 
 def test_every_key_is_read() -> None:
     given = {"group_size": 128, "symmetric": False, "mode": "precise", "ignore": ["lm_head"]}
     config = QuantizationConfig("int4", given)
-    assert (config.group_size, config.symmetric, config.fast, config.ignore) == (
-        128,
-        False,
-        False,
-        ("lm_head",),
-    )
+    assert {config.group_size(kind, device) for kind in ("int8", "int4") for device in ("cpu", "cuda")} == {
+        128
+    }
+    assert (config.symmetric, config.fast, config.ignore) == (False, False, ("lm_head",))
     config.check("cpu")
 
 
@@ -34,7 +34,7 @@ def test_every_key_is_read() -> None:
             {"groupsize": 32},
             "unknown key 'groupsize'; known are group_size, symmetric, mode, scale, gemm, head, ignore",
         ),
-        ({"group_size": 48}, "group_size must be one of 32, 64, 128, got 48"),
+        ({"group_size": 48}, "group_size must be one of 0, 32, 64, 128, got 48"),
         ({"symmetric": 1}, "symmetric must be one of True, False, got 1"),
         ({"head": "none"}, "head must be one of int8, int4, got 'none'"),
         ({"mode": "slow"}, "mode must be one of fast, precise, checkpoint, got 'slow'"),
@@ -48,7 +48,7 @@ def test_bad_values_are_named(given: dict[str, Any], message: str) -> None:
 
 
 def test_keys_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigError, match="group_size, symmetric means nothing with int8"):
+    with pytest.raises(ConfigError, match="symmetric means nothing with int8"):
         QuantizationConfig("int8", {"group_size": 32, "symmetric": True}).check("cpu")
     with pytest.raises(ConfigError, match="mode means nothing with no --quantization"):
         QuantizationConfig(None, {"mode": "fast"}).check("cpu")
@@ -69,7 +69,7 @@ def test_a_head_of_its_own_kind(quantization: str) -> None:
     assert QuantizationConfig(quantization).head == "int8"
     config = QuantizationConfig(quantization, {"head": "int4", "group_size": 64, "symmetric": False})
     config.check("cuda")
-    assert (config.head, config.group_size, config.symmetric) == ("int4", 64, False)
+    assert (config.head, config.group_size("int4", "cuda"), config.symmetric) == ("int4", 64, False)
 
 
 def test_a_head_alone_may_be_rounded() -> None:
@@ -77,8 +77,20 @@ def test_a_head_alone_may_be_rounded() -> None:
     config = QuantizationConfig(None, {"head": "int8", "mode": "precise"})
     config.check("cpu")
     assert config.rounds_head
-    with pytest.raises(ConfigError, match="group_size, ignore means nothing with no --quantization"):
+    with pytest.raises(ConfigError, match="ignore means nothing with no --quantization"):
         QuantizationConfig(None, {"head": "int8", "group_size": 32, "ignore": ["lm_head"]}).check("cpu")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "given"),
+    [("int4", {}), ("int8", {"head": "int4"}), (None, {"head": "int4"}), ("int4", {"head": "int8"})],
+)
+def test_int4_has_no_scale_per_output(quantization: str | None, given: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match="group_size 0, a scale per output, is for int8; int4 takes 32, 64 or 128"
+    ):
+        QuantizationConfig(quantization, {**given, "group_size": 0}).check("cpu")
+    QuantizationConfig("int8", {"group_size": 0}).check("cpu")
 
 
 def test_fp8_is_for_gpus() -> None:

@@ -178,7 +178,7 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(scheme: WeightScheme, bad
 
 @pytest.mark.parametrize("scheme", INTEGERS, ids=str)
 def test_the_largest_integers_do_not_overflow(scheme: WeightScheme) -> None:
-    weight = binding.pack_weight(torch.ones(16, 2048), scheme)
+    weight = binding.pack_weight(torch.full((16, 2048), 127.0), scheme)
     together, apart = torch.ones(7, 2048), torch.tensor([1.0, 0.0]).repeat(7, 1024)
     for x in (together, apart, -together, -apart):
         expected = reference.packed_linear(x, weight)

@@ -118,7 +118,7 @@ def checked(op: str, weight: PackedWeight) -> Native:
 
 def _rounded_here(scheme: WeightScheme) -> bool:
     """Whether C++ rounds such weights; others are rare, and torch does."""
-    return scheme.kind in ("float", "int4") or scheme.is_plain_int8
+    return scheme.kind in ("float", "int4") or (scheme.kind == "int8" and scheme.symmetric)
 
 
 def _tensors(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,7 +45,8 @@ class Format:
 
     kind: ClassVar[str]
     together: ClassVar[int] = 1
-    """Neighbouring activations whose magnitudes share a range of 8 bits in the fast mode."""
+    """Neighbouring activations whose magnitudes share a range of 8 bits in the fast mode; 0: the range of the chunk's
+    values and 0 has all 8 bits."""
 
     def code(self, dtype: torch.dtype) -> int:
         """As in `enum Format` of csrc/cpu/panels.h."""

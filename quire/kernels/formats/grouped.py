@@ -33,8 +33,6 @@ class GroupedFormat(Format):
     """Values of k that may share a scale; 0: all of an output."""
     can_shift: ClassVar[bool] = False
     """Whether there may be zero points and minimums."""
-    scale_dtype: ClassVar[torch.dtype] = torch.float32
-    """Of the scales that `quantized` makes."""
 
     def codes(self, data: Tensor) -> Tensor:
         """The uint8 codes of numbers as checkpoints have them.
@@ -56,6 +54,10 @@ class GroupedFormat(Format):
         """The code whose value is 0, of integers."""
         return 0
 
+    def scale_dtype(self, scheme: WeightScheme) -> torch.dtype:
+        """Type of the scales that `quantized` makes."""
+        return torch.float32
+
     def group(self, scheme: WeightScheme, dtype: torch.dtype) -> int:
         if scheme.group_size not in self.groups:
             choices = ", ".join(map(str, self.groups))
@@ -68,7 +70,7 @@ class GroupedFormat(Format):
         return scheme.group_size or (WORD_INPUTS if self.per_byte == 2 else 0)
 
     def parts(self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int) -> tuple[Part, ...]:
-        streams = (self.scale_dtype,) if scheme.symmetric else (self.scale_dtype, torch.uint8)
+        streams = (self.scale_dtype(scheme), torch.uint8)[: 2 - scheme.symmetric]
         return self._parts(scheme, panels, inputs, streams)
 
     def expected(self, op: str, weight: PackedWeight, panels: int) -> tuple[Part, ...]:

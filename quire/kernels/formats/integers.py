@@ -19,7 +19,7 @@ class Int8Format(GroupedFormat):
     """
 
     kind = "int8"
-    together = 2
+    together = 0
     per_byte = 1
     can_shift = True
 
@@ -40,11 +40,14 @@ class Int8Format(GroupedFormat):
     def in_rows(self, codes: Tensor) -> Tensor:
         return (codes ^ INT8_ZERO).view(torch.int8)
 
+    def scale_dtype(self, scheme: WeightScheme) -> torch.dtype:
+        return torch.float16 if scheme.symmetric and scheme.group_size else torch.float32
+
     def quantized(self, rows: Tensor, scheme: WeightScheme) -> Numbers:
         groups = in_groups(rows, scheme)
         if scheme.symmetric:
-            scales = finite_or_nan(groups.abs().amax(-1) / 127)
-            q = steps_of(groups, scales.unsqueeze(-1)).clamp(-127, 127).to(torch.int8)
+            scales = finite_or_nan((groups.abs().amax(-1) / 127).to(self.scale_dtype(scheme)))
+            q = steps_of(groups, scales.float().unsqueeze(-1)).clamp(-127, 127).to(torch.int8)
             return Numbers(q.flatten(1)[:, : rows.shape[1]], scales)
         low, high = extent(groups)
         scales = finite_or_nan((high - low) / 255)
@@ -58,7 +61,9 @@ class Int4Format(GroupedFormat):
     kind = "int4"
     per_byte = 2
     can_shift = True
-    scale_dtype = torch.bfloat16
+
+    def scale_dtype(self, scheme: WeightScheme) -> torch.dtype:
+        return torch.bfloat16
 
     def code(self, dtype: torch.dtype) -> int:
         return 4
