@@ -24,6 +24,8 @@ CHUNK = 512
 """Tokens of a chunk."""
 COUNTED = range(CHUNK // 2 + 1, CHUNK)
 """Places in a chunk whose tokens count."""
+_PASSIVE = {"OMP_WAIT_POLICY": "passive"}
+"""No time is measured, and threads that spin take twice as long beside other programs."""
 _MAGIC = b"_logits_"
 _HEADER = "=8sIii"
 _RUNNING = re.compile(r"\[\d+\](\d+\.\d+),")
@@ -42,7 +44,7 @@ def save_logits(peer: LlamaCpp, isa: Isa, model: Path, text: Path, num_chunks: i
     """
     given: list[str | Path] = ["-f", text, "--chunks", str(num_chunks), "-ctk", "f32", "-ctv", "f32"]
     command = [*_command(peer, model), *given, "--kl-divergence-base", target]
-    return perplexity_in(processes.lines(command, SET_UP_LIMIT_S, isa.environment))
+    return perplexity_in(processes.lines(command, SET_UP_LIMIT_S, {**isa.environment, **_PASSIVE}))
 
 
 def compared_with(
@@ -54,7 +56,7 @@ def compared_with(
         ProgramError: llama-perplexity fails, or takes longer than `limit_s` seconds.
     """
     command = [*_command(peer, model), "--kl-divergence-base", logits, "--kl-divergence"]
-    found = statistics_in(processes.lines(command, limit_s, isa.environment))
+    found = statistics_in(processes.lines(command, limit_s, {**isa.environment, **_PASSIVE}))
     return Accuracy(found["rms"], found["same_top"], found["perplexity"], perplexity)
 
 
