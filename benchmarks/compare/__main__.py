@@ -1,4 +1,4 @@
-"""`python -m benchmarks.compare`: set up the peers, measure all engines in turn, write the page of results."""
+"""`python -m benchmarks.compare`: set up the peers, measure speed in turn and accuracy, write the page of results."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.compare import checkpoint, records, report, runner
+from benchmarks.compare import accuracy, checkpoint, records, report, runner
 from benchmarks.compare.cases import CASES
 from benchmarks.compare.engines import ENGINE_NAMES, engines_in
+from benchmarks.compare.engines.base import Engine
 from benchmarks.compare.goals import GOALS
 from benchmarks.compare.isa import ISAS
+from benchmarks.compare.reference import DEFAULT_TEXT, NUM_CHUNKS, REAL_MODELS, text_of
 
-STEPS = ("set-up", "measure", "report")
+STEPS = ("set-up", "measure", "accuracy", "report")
 _HERE = Path(__file__).parent
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     found = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     found.add_argument(
         "--isa", choices=ISAS, default="native", help="Instruction set that all engines are held to."
@@ -45,17 +47,59 @@ def parser() -> argparse.ArgumentParser:
         help="Raw results; a file that exists is continued. Default: today's in the folder.",
     )
     found.add_argument("--output", type=Path, help="Page of results. Default: in benchmarks/results.")
+    _add_accuracy(found)
     return found
 
 
+def _add_accuracy(found: argparse.ArgumentParser) -> None:
+    group = found.add_argument_group("accuracy")
+    group.add_argument("--models", nargs="+", choices=REAL_MODELS, default=tuple(REAL_MODELS))
+    group.add_argument(
+        "--formats",
+        nargs="+",
+        choices=accuracy.FORMATS,
+        default=(),
+        metavar="FORMAT",
+        help="Weight formats whose accuracy is measured. Default: those of the table of speed. Any of: "
+        + "; ".join(accuracy.FORMATS),
+    )
+    group.add_argument(
+        "--text",
+        nargs="+",
+        type=Path,
+        default=DEFAULT_TEXT,
+        help="Files. Default: licence and two documents.",
+    )
+    group.add_argument("--num-chunks", type=int, default=NUM_CHUNKS, help="Of 512 tokens, at most so many.")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do the steps asked for."""
+    """Run the steps that are asked for."""
     args = parser().parse_args(arguments)
     # A program that is told to stop still ends the engine that it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     date = datetime.date.today().isoformat()
     folder = args.folder.resolve()
     every = engines_in(folder)
+    steps = [args.only] if args.only else list(STEPS)
+    results = args.raw or folder / f"{date}-{args.shape}-{args.isa}.jsonl"
+    if {"set-up", "measure"} & set(steps) and _speed(args, every, folder, results, steps):
+        return
+    if "accuracy" in steps and _accuracy(args, folder, results):
+        return
+    if "report" in steps:
+        rates, scores = records.read(results), records.read_scores(results)
+        text = report.page(rates, every, ISAS[args.isa], date, args.shape, scores)
+        shape = "" if args.shape == checkpoint.DENSE else f"{args.shape.removeprefix('dummy-')}-"
+        output = args.output or _HERE.parent / "results" / f"{date}-compare-{shape}{args.isa}.md"
+        output.write_text(text)
+        print(f"{text}\nwritten to {output}")
+
+
+def _speed(
+    args: argparse.Namespace, every: dict[str, Engine], folder: Path, results: Path, steps: Sequence[str]
+) -> bool:
+    """Set engines up and measure rates; return whether any are left to measure."""
     session = runner.Session(
         engines={name: every[name] for name in args.engines},
         checkpoint=checkpoint.ensure(folder / f"checkpoint-{args.shape}", args.shape),
@@ -63,19 +107,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cases=args.cases,
         num_rounds=args.rounds,
         limit_s=args.limit,
-        results=args.raw or folder / f"{date}-{args.shape}-{args.isa}.jsonl",
+        results=results,
     )
-    steps = [args.only] if args.only else list(STEPS)
     if "set-up" in steps:
         runner.set_up_all(session, args.engines)
-    if "measure" in steps and runner.measure(session, args.max_runs):
-        return
-    if "report" in steps:
-        text = report.page(records.read(session.results), every, session.isa, date, args.shape)
-        shape = "" if args.shape == checkpoint.DENSE else f"{args.shape.removeprefix('dummy-')}-"
-        output = args.output or _HERE.parent / "results" / f"{date}-compare-{shape}{args.isa}.md"
-        output.write_text(text)
-        print(f"{text}\nwritten to {output}")
+    return "measure" in steps and runner.measure(session, args.max_runs)
+
+
+def _accuracy(args: argparse.Namespace, folder: Path, results: Path) -> bool:
+    """Measure accuracy; return whether any rows are left to measure."""
+    session = accuracy.Session(
+        engines=args.engines,
+        models=args.models,
+        formats=args.formats,
+        text=text_of(args.text, args.num_chunks),
+        isa=ISAS[args.isa],
+        folder=folder,
+        limit_s=args.limit,
+        results=results,
+        scorers=accuracy.SCORERS,
+    )
+    return accuracy.measure(session, args.max_runs)
 
 
 if __name__ == "__main__":

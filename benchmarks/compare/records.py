@@ -7,9 +7,10 @@ anywhere and go on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.compare.disturbance import MAX_SHARE
 
@@ -35,7 +36,35 @@ class Record:
         return self.rate is not None and self.others > MAX_SHARE
 
 
-def append(path: Path, records: Iterable[Record]) -> None:
+@dataclass(frozen=True)
+class Accuracy:
+    """Change of the probability of the text's tokens, share of equal likeliest tokens, and both perplexities."""
+
+    rms_change_percent: float
+    same_top_percent: float
+    perplexity: float
+    reference_perplexity: float
+
+    @property
+    def perplexity_change(self) -> float:
+        """The part by which the perplexity is larger than the reference's."""
+        return self.perplexity / self.reference_perplexity - 1
+
+
+@dataclass(frozen=True)
+class Score:
+    """The accuracy of a weight format on a model and a text, or the reason why there is none."""
+
+    engine: str
+    precision: str
+    model: str
+    text: str
+    accuracy: Accuracy | None
+    error: str = ""
+    seconds: float = 0.0
+
+
+def append(path: Path, records: Iterable[Record | Score]) -> None:
     """Add records to a session's file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -43,7 +72,20 @@ def append(path: Path, records: Iterable[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """The session so far; empty if it has not begun."""
-    if not path.exists():
-        return []
-    return [Record(**json.loads(line)) for line in path.read_text().splitlines()]
+    """Return the rates of a session so far; none if it has not begun."""
+    return [Record(**one) for one in _objects(path) if "case" in one]
+
+
+def read_scores(path: Path) -> list[Score]:
+    """Return the scores of a session so far."""
+    scores = (one for one in _objects(path) if "accuracy" in one)
+    return [Score(**one | {"accuracy": _accuracy(one["accuracy"])}) for one in scores]
+
+
+def _accuracy(fields: dict[str, float] | None) -> Accuracy | None:
+    return None if fields is None else Accuracy(**fields)
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        yield from map(json.loads, path.read_text().splitlines())

@@ -11,25 +11,33 @@ from benchmarks.compare.checkpoint import DENSE
 from benchmarks.compare.engines.base import Engine
 from benchmarks.compare.goals import PROBE_SHARES
 from benchmarks.compare.isa import Isa
+from benchmarks.compare.perplexity import CHUNK
 from benchmarks.compare.processes import ProgramError
-from benchmarks.compare.records import Record
+from benchmarks.compare.records import Accuracy, Record, Score
+from benchmarks.compare.reference import REAL_MODELS
 from benchmarks.compare.summary import Medians, Ratio, medians, probe_shares, ratios
 
 
 def page(
-    results: Sequence[Record], engines: Mapping[str, Engine], isa: Isa, date: str, shape: str = DENSE
+    results: Sequence[Record],
+    engines: Mapping[str, Engine],
+    isa: Isa,
+    date: str,
+    shape: str = DENSE,
+    scores: Sequence[Score] = (),
 ) -> str:
-    """Everything there is to say about a session."""
+    """Return the page of a session."""
     rates = medians(results)
+    scores = [score for score in scores if score.text == scores[-1].text]
     num_rounds = 1 + max((record.round for record in results), default=0)
     parts = [
         f"# quire and its peers, {date}, {isa.title}",
         f"{shape}; {cpu()}; {NUM_THREADS} threads; up to {num_rounds} rounds in which the engines took turns; medians.",
         f"{machine_line(rates)}. Absolute figures are not stable: ratios count.",
-        "## Tokens per second",
-        table(rates_rows(results, rates, engines)),
+        *_rate_part(results, rates, engines, scores),
+        *_accuracy_part(scores, engines),
         *_ratio_part(list(ratios(rates, engines, shape)), engines),
-        *_failure_part(results),
+        *_failure_part(results, scores),
         "## How it was measured",
         "\n".join(method_lines(engines, isa, shape)),
     ]
@@ -64,23 +72,95 @@ def machine_line(rates: Medians) -> str:
     return "; ".join(limits) or "machine not probed"
 
 
+def _rate_part(
+    results: Sequence[Record], rates: Medians, engines: Mapping[str, Engine], scores: Sequence[Score]
+) -> list[str]:
+    rows = rates_rows(results, rates, engines, scores)
+    return ["## Tokens per second", table(rows)] if results else []
+
+
 def rates_rows(
-    results: Iterable[Record], rates: Medians, engines: Mapping[str, Engine]
+    results: Iterable[Record],
+    rates: Medians,
+    engines: Mapping[str, Engine],
+    scores: Sequence[Score] = (),
 ) -> Iterator[Sequence[str]]:
-    """A row per engine and weight format."""
-    yield ("engine", "weights", *(case.title for case in CASES.values()))
+    """Yield the head and a row per engine and weight format: rates, then the RMS dp of each model that has scores."""
+    found, models = _by_row(scores), _models(scores)
+    titles = (case.title for case in CASES.values())
+    yield ("engine", "weights", *titles, *(f"RMS dp, %, {model}" for model in models))
     failed = {(record.engine, record.precision, record.case) for record in results if record.error}
     for name, engine in engines.items():
         for precision in engine.precisions:
             keys = [(name, precision, case) for case in CASES]
             if any(key in rates or key in failed for key in keys):
-                yield (engine.name, precision, *(_cell(rates.get(key), key in failed) for key in keys))
+                cells = [_cell(rates.get(key), key in failed) for key in keys]
+                changes = [_accuracy_cells(found.get((name, precision, model)))[0] for model in models]
+                yield (engine.name, precision, *cells, *changes)
 
 
 def _cell(rate: float | None, failed: bool) -> str:
     if rate is None:
         return "failed" if failed else ""
     return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
+
+
+def _by_row(scores: Iterable[Score]) -> dict[tuple[str, str, str], Score]:
+    return {(score.engine, score.precision, score.model): score for score in scores}
+
+
+def _models(scores: Iterable[Score]) -> list[str]:
+    return list(dict.fromkeys(score.model for score in scores))
+
+
+def _accuracy_part(scores: Sequence[Score], engines: Mapping[str, Engine]) -> list[str]:
+    if not scores:
+        return []
+    explained = (
+        "RMS dp: root of the mean square of the change of the probability of the text's own token; same top: share of "
+        "positions with the same likeliest token; perplexity: its change. The reference is float32 on the same weights."
+    )
+    text = f"- text: {scores[0].text}; chunks of {CHUNK} tokens, whose second halves count"
+    facts = "\n".join([text, *_references(scores)])
+    return ["## Accuracy", table(accuracy_rows(scores, engines)), explained, facts]
+
+
+def _references(scores: Sequence[Score]) -> Iterator[str]:
+    """Yield a line per model: its package, and its perplexity in float32 by quire and by llama.cpp."""
+    packages = {model.title: model.package for model in REAL_MODELS.values()}
+    for name in _models(scores):
+        perplexities = {
+            score.engine.removesuffix(", files"): score.accuracy.reference_perplexity
+            for score in scores
+            if score.model == name and score.accuracy
+        }
+        listed = ", ".join(f"{value:.3f} ({engine})" for engine, value in perplexities.items())
+        yield f"- {name}: from {packages[name]}; perplexity in float32 {listed or 'unknown'}"
+
+
+def accuracy_rows(scores: Sequence[Score], engines: Mapping[str, Engine]) -> Iterator[Sequence[str]]:
+    """Yield the head and a row per engine and weight format that has a score, with three cells per model."""
+    found, models = _by_row(scores), _models(scores)
+    titles = ("RMS dp, %", "same top, %", "perplexity")
+    yield ("engine", "weights", *(f"{title}, {model}" for model in models for title in titles))
+    for engine, precision in dict.fromkeys((score.engine, score.precision) for score in scores):
+        cells = (cell for model in models for cell in _accuracy_cells(found.get((engine, precision, model))))
+        yield (engines[engine].name, precision, *cells)
+
+
+def _accuracy_cells(score: Score | None) -> tuple[str, str, str]:
+    if score is None:
+        return ("", "", "")
+    one = score.accuracy
+    return _numbers(one) if one else ("failed", "", "")
+
+
+def _numbers(one: Accuracy) -> tuple[str, str, str]:
+    return (
+        f"{one.rms_change_percent:.2f}",
+        f"{one.same_top_percent:.1f}",
+        f"{100 * one.perplexity_change:+.2f} %",
+    )
 
 
 def ratio_rows(found: Iterable[Ratio], engines: Mapping[str, Engine]) -> Iterator[Sequence[str]]:
@@ -104,11 +184,16 @@ def _ratio_part(found: Sequence[Ratio], engines: Mapping[str, Engine]) -> list[s
     return ["## quire, times as fast", table(ratio_rows(found, engines))] if found else []
 
 
-def _failure_part(results: Iterable[Record]) -> list[str]:
+def _failure_part(results: Iterable[Record], scores: Iterable[Score]) -> list[str]:
     lines = [
         f"- {record.engine} {record.precision} {record.case or '(set up)'}: {record.error}"
         for record in results
         if record.error
+    ]
+    lines += [
+        f"- {score.engine} {score.precision}, accuracy of {score.model}: {score.error}"
+        for score in scores
+        if score.error
     ]
     return ["## Not measured", "\n".join(lines)] if lines else []
 

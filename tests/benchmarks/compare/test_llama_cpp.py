@@ -59,7 +59,7 @@ def test_the_tools_are_asked_for_the_cases(tmp_path: Path) -> None:
     for tool, printed in (("llama-bench", BENCH), ("llama-batched-bench", "".join(BATCHED))):
         (tools / tool).write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/{tool}\ncat <<'END'\n{printed}END\n")
         (tools / tool).chmod(0o755)
-    for tool in ("llama-quantize", "llama-lookup"):
+    for tool in ("llama-quantize", "llama-lookup", "llama-perplexity"):
         (tools / tool).touch()
     engine.set_up(isa)
     found = list(engine.measure(Task(isa, "Q4_0", tuple(CASES), 0, 60.0)))
