@@ -54,7 +54,7 @@ struct Int8Dot {
     static constexpr int64_t kPart = part;
     static constexpr int kQuads = 1, kWords = 2;
     static constexpr bool kTakesPoints = true;
-    static constexpr int64_t kUnpackTiles = kNever;
+    static constexpr int64_t kUnpackTiles = 4;
     using Book = NoBook;
     struct Sum { __m256i low, high; };
     struct Weights { __m256i low[2], high[2]; };
@@ -65,6 +65,10 @@ struct Int8Dot {
                 {_mm256_and_si256(high, byte), _mm256_srli_epi16(high, 8)}};
     }
     static const Weights& quad(const Weights& w, int) { return w; }
+    static Weights kept(Weights w, int) {
+        asm("" : "+x"(w.low[0]), "+x"(w.low[1]), "+x"(w.high[0]), "+x"(w.high[1]));
+        return w;
+    }
     static void put(int32_t* out, const int8_t* quad, int32_t zero) {
         const int32_t halves[] = {quad[0] + zero, quad[2] + zero, quad[1] + zero, quad[3] + zero};
         for (int word = 0; word < 2; ++word) out[word] = halves[2 * word + 1] << 16 | (halves[2 * word] & 0xffff);
