@@ -730,9 +730,9 @@ def packed_linear(
     """`x @ weight.T + bias`: x [..., K], bias float32 [N] -> [..., N] of x's dtype, or of another.
 
     On a CPU, an integer weight whose scheme is fast sees x in 8 bits: a row's values of 64 k are rounded to steps of
-    their largest magnitude / 127 (int4), or of what the magnitudes of a pair, k and k + 1 with k even, come to at
-    most, / 127 (int8), so that a pair's products with eight bits fit into 16. An fp8 weight sees a row of x as
-    E4M3 times its largest magnitude / 448, and takes x [T, K] in that form, too.
+    a 254th of the range of the values and 0 (int8), of their largest magnitude / 127 (int4), or of what the
+    magnitudes of a pair, k and k + 1 with k even, come to at most, / 127 (codes that are looked up in a book). An fp8
+    weight sees a row of x as E4M3 times its largest magnitude / 448, and takes x [T, K] in that form, too.
     With an activation, what that makes of it. Of a weight in two halves, [..., N / 2], it is `ops.silu_and_mul` or
     "clamped_swiglu": with g = min(gate, 7) and u = up in [-7, 7], (u + 1) * g * sigmoid(1.702 g). Of any other it is
     one of `ops.activate`, with the bits that this one makes of the product.

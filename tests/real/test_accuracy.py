@@ -1,0 +1,88 @@
+"""The accuracy of each weight format on real weights: bounds on how far it moves the probabilities of a real text.
+
+The truth is float32 on the same weights. Weights, text and kernels are fixed, so a reading is the same in every run
+on one instruction set; the bounds leave a sixth or more for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.engine.tokenizer import Tokenizer
+from tests.real.conftest import GGUF
+
+pytestmark = pytest.mark.real
+
+TEXT = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+CHUNK = 512  # tokens, of which the second half counts
+PRECISE = {"quantization_config": {"mode": "precise"}}
+BOUNDS: dict[str, tuple[dict[str, Any], float]] = {
+    "bf16": ({"dtype": "bfloat16"}, 0.5),
+    "int8": ({"quantization": "int8"}, 1.9),
+    "int8 precise": ({"quantization": "int8", **PRECISE}, 1.2),
+    "int8 per output": ({"quantization": "int8", "quantization_config": {"group_size": 0}}, 2.6),
+    "int4": ({"quantization": "int4"}, 15.0),
+    "int8 cache": ({"dtype": "float32", "kv_cache_dtype": "int8"}, 1.5),
+}
+"""Name -> arguments of the engine, and the most that the root of the mean square of the change may be, in percent."""
+
+
+def test_formats_keep_the_probabilities_of_a_text(
+    real: Callable[[str], Path], in_floats: Callable[[str], Path]
+) -> None:
+    ids = Tokenizer.from_dir(real("smollm2") / GGUF["smollm2"]).encode(TEXT, add_special_tokens=False)
+    chunks = [ids[start : start + CHUNK] for start in range(0, len(ids) - CHUNK + 1, CHUNK)]
+    floats = in_floats("smollm2")
+    truth = probabilities(floats, chunks, dtype="float32")
+    found = {
+        name: rms_percent(probabilities(floats, chunks, **options), truth)
+        for name, (options, _) in BOUNDS.items()
+    }
+    print(found)
+    too_far = {name: found[name] for name, (_, bound) in BOUNDS.items() if found[name] > bound}
+    assert not too_far, found
+    assert found["int8 precise"] < found["int8"] < found["int8 per output"] < found["int4"]
+
+
+def test_int8_embeddings_point_where_those_in_floats_do(real: Callable[[str], Path]) -> None:
+    texts = [part for part in TEXT.split("\n\n") if len(part.split()) > 8][:40]
+    floats, rounded = (
+        embeddings(real("minilm"), texts, **options)
+        for options in ({"dtype": "float32"}, {"quantization": "int8"})
+    )
+    assert float((floats * rounded).sum(-1).min()) >= 0.999
+
+
+def probabilities(model: Path, chunks: list[list[int]], **options: Any) -> torch.Tensor:
+    """Return the probability of each token of the chunks' second halves, in float64."""
+    llm = LLM(str(model), device="cpu", max_model_len=CHUNK + 8, enable_prefix_caching=False, **options)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": chunk} for chunk in chunks], params, use_tqdm=False)
+    llm.shutdown()
+    logprobs = []
+    for chunk, output in zip(chunks, outputs, strict=True):
+        assert output.prompt_logprobs is not None
+        for place in range(CHUNK // 2, CHUNK):
+            entry = output.prompt_logprobs[place]
+            assert entry is not None
+            logprobs.append(entry[chunk[place]].logprob)
+    return torch.tensor(logprobs, dtype=torch.float64).exp()
+
+
+def rms_percent(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """Return the root of the mean square of the change, in percent."""
+    return 100 * float((ours - truth).square().mean().sqrt())
+
+
+def embeddings(model: Path, texts: list[str], **options: Any) -> torch.Tensor:
+    """Return unit vectors [texts, width]."""
+    llm = LLM(str(model), device="cpu", **options)
+    vectors = torch.tensor([output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)])
+    llm.shutdown()
+    return torch.nn.functional.normalize(vectors, dim=-1)
