@@ -81,10 +81,11 @@ def test_what_is_posted_just_as_the_backlog_ends_is_sent_once(
 ) -> None:
     wire, other = Wire(ways[0]), Wire(ways[1])
     sent = [bytes([number]) * LARGE for number in range(4)]
-    posted = iter(sent[1:])
+    posted, in_turn = iter(sent[1:]), threading.RLock()
 
     def post() -> None:
-        with contextlib.suppress(StopIteration):
+        # Two threads may catch up one after the other: what one has taken is posted before the other takes the next.
+        with in_turn, contextlib.suppress(StopIteration):
             wire.post(next(posted))
 
     wire._sending = Posting(wire._sending, post)  # type: ignore[assignment]

@@ -31,7 +31,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
 
 

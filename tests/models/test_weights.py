@@ -309,7 +309,7 @@ def test_the_head_has_a_kind_of_its_own(
     }
     heads = [packed.pop(key) for key in ("lm_head", "model.embed_tokens") if key in packed]
     assert [one and (one.scheme.kind, one.scheme.group_size) for one in heads] == [
-        (head or "int8", 64 if head == "int4" else 0),
+        (head or "int8", 64 if head == "int4" else 32),
         *([None] if name == "llama" else []),
     ]
     assert {one and one.scheme.kind for one in packed.values()} == {quantization}
