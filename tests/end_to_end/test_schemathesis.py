@@ -35,7 +35,13 @@ ASLEEP = [f"--include-path={path}" for path in SLEEP]
 # All else is as without adapters, but for names of models.
 OF_ADAPTERS = [
     f"--include-path={path}"
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models", "/v1/completions", "/api/generate")
+    for path in (
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/v1/models",
+        "/v1/completions",
+        "/api/generate",
+    )
 ]
 
 
