@@ -1,9 +1,9 @@
 // Linear on integer weights, in the fast mode: activations are rounded to 8 bits, with a scale per row and chunk of k.
 //
 // A part of a chunk is summed as exact integers, from which the weights' zero point is taken out by the sum of the
-// activations; parts and chunks, which lie at fixed k, are added in float32 in order. What weights of eight bits are multiplied by
-// has zero points: they are in the words of instruction sets that multiply integers of 16 bits, and elsewhere what a part's
-// weights come to, the product of a row of ones, is multiplied by them. Either is exact.
+// activations; parts and chunks, which lie at fixed k, are added in float32 in order. Activations that weights of eight bits
+// multiply have zero points. On instruction sets that multiply integers of 16 bits the words hold them; elsewhere the sum of a
+// part's weights, the product of a row of ones, is multiplied by them. Either is exact.
 
 #pragma once
 
@@ -17,12 +17,11 @@ namespace quire { namespace QUIRE_ISA { namespace {
 constexpr int64_t kBytesAhead = 4096;
 
 // How near the fetched weights are kept: a whole block of them would push the one in use out of the first-level cache.
-enum Fetch : int { kNotAgain = 0, kLater = 2, kSoon = 3 };
+enum Fetch : int { kLater = 2, kSoon = 3 };
 
 // Where what weights come to, which zero points of activations are multiplied by, is from: none is asked for, it is found with
 // the products, or it was before.
 enum class CodeSums { kNone, kAlong, kBefore };
-
 
 // A tile of R packed rows from some chunk on: words [quad][R] of four values each; per chunk the scale and the zero point of each
 // row, [chunk][R]; and per part of a chunk what its sum starts with, and the activations' own sum, negated, which minimums are
@@ -142,9 +141,7 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
 #pragma GCC unroll 8
     for (int64_t step = 0; step < Dot::kPart / (kQuad * Dot::kQuads); ++step) {
         const auto fetched = [&](int p) -> decltype(auto) {
-            if constexpr (fetch != kNotAgain) {
-                __builtin_prefetch(next + p * panel_stride + (first + step) * kStepBytes, 0, fetch);
-            }
+            __builtin_prefetch(next + p * panel_stride + (first + step) * kStepBytes, 0, fetch);
             return weights_of<Dot>(w + p * panel_stride, first + step, book);
         };
         const auto count = [&]([[maybe_unused]] int p, [[maybe_unused]] const auto& taken) {
@@ -185,18 +182,18 @@ inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc
     }
 }
 
-// What the weights of `parts` of P panels come to, as floats, at most so many.
+// What the weights of some parts of P panels come to, as floats.
 template <int P, int64_t most_parts>
 class PartSums {
 public:
     // Of those that begin at w; the packed weights at `next` are fetched meanwhile.
-    template <Fetch fetch, class Dot>
+    template <class Dot>
     void find(const uint8_t* w, int64_t panel_stride, int64_t parts, const typename Dot::Book& book, const Ones<Dot>& ones,
               const uint8_t* next) {
         constexpr int64_t kSteps = Dot::kPart / (kQuad * Dot::kQuads);
         for (int64_t part = 0; part < parts; ++part) {
             typename Dot::Sum sums[1][P], unused[P];
-            multiply_part<1, P, fetch, CodeSums::kNone, Dot>(sums, unused, &ones.start, ones.words, w, panel_stride,
+            multiply_part<1, P, kLater, CodeSums::kNone, Dot>(sums, unused, &ones.start, ones.words, w, panel_stride,
                                                              part * kSteps, book, ones, next);
             for (int p = 0; p < P; ++p) store16(of_[p] + part * kPanel, to_floats(Dot::total(sums[0][p])));
         }
@@ -496,7 +493,7 @@ struct IntKernel {
                                        const uint8_t* next) const {
         KeptSums<P, most_chunks> sums;
         if constexpr (kNeedsSums) {
-            sums.template find<kLater, Dot>(packed_weights(panel, chunk), panels.steps * kStepBytes, chunks * kParts,
+            sums.template find<Dot>(packed_weights(panel, chunk), panels.steps * kStepBytes, chunks * kParts,
                                             panels.book(), ones, next);
         }
         return sums;
