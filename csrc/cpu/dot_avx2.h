@@ -70,8 +70,9 @@ struct Int8Dot {
         return w;
     }
     static void put(int32_t* out, const int8_t* quad, int32_t zero) {
-        const int32_t halves[] = {quad[0] + zero, quad[2] + zero, quad[1] + zero, quad[3] + zero};
-        for (int word = 0; word < 2; ++word) out[word] = halves[2 * word + 1] << 16 | (halves[2 * word] & 0xffff);
+        const auto whole = [=](int k) { return static_cast<int16_t>(quad[k] + zero); };
+        const int16_t halves[] = {whole(0), whole(2), whole(1), whole(3)};
+        __builtin_memcpy(out, halves, sizeof halves);
     }
     static void add(Sum& sum, const Weights& w, const int32_t* x) {
         const __m256i even = _mm256_set1_epi32(x[0]), odd = _mm256_set1_epi32(x[1]);

@@ -20,15 +20,27 @@ LOOP = """{%- for message in messages %}{{ message.content }}{% if message.conte
 {%- for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"""
 
 
+_of_others: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _only_own_threads() -> None:
+    """Servers of tests before may live on in this process, and their idle threads with them."""
+    _of_others.clear()
+    _of_others.update(bounded_threads())
+
+
 def bounded_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "quire-bounded"]
+    """Return those of this test."""
+    named = [thread for thread in threading.enumerate() if thread.name == "quire-bounded"]
+    return [thread for thread in named if thread not in _of_others]
 
 
 async def until_all_ended() -> None:
     """Those that are kept do when nobody can give them work any more."""
     async with asyncio.timeout(30):
         while bounded_threads():
-            collect_garbage()  # a server of another test may have settled its own, which keeps its threads
+            collect_garbage()
             await asyncio.sleep(0.01)
 
 
