@@ -46,7 +46,7 @@ FORMATS = tuple(
 
 @dataclass(frozen=True)
 class Reading:
-    """Of every position that counts, the logprob of the text's token, and the likeliest token."""
+    """Logprob of the text's token, and likeliest token, of every position that counts."""
 
     logprobs: list[float]
     tops: list[int]

@@ -28,7 +28,7 @@ _BUILD_JOBS = 2
 NOT_PURE = "Q4_0, not pure"
 """Q4_0 files as people download them: the output head is in eight bits, or in six."""
 _MIXES = ("Q4_K_M", NOT_PURE)
-"""Of several types: most tensors in four bits, those that matter more in six or eight."""
+"""Files of several types: most tensors in four bits, those that matter more in six or eight."""
 _CONTEXT = 256
 """Positions of a sequence: the least that llama.cpp rounds to, and enough for every case of many requests."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def session(tmp_path: Path, broken: Sequence[str] = (), **fields: object) -> Ses
             raise ProgramError(f"{precision} is too hard in {limit_s:.0f} s")
         return FOUND
 
-    usual: dict[str, object] = {
+    usual: dict[str, Any] = {
         "engines": ("machine", "llama.cpp"),
         "models": ("smollm2",),
         "formats": (),
@@ -41,7 +42,7 @@ def session(tmp_path: Path, broken: Sequence[str] = (), **fields: object) -> Ses
         "scorers": dict.fromkeys(ROWS, score),
         "say": lambda line: None,
     }
-    return Session(**usual | fields)  # type: ignore[arg-type]
+    return Session(**usual | fields)
 
 
 def scores(tmp_path: Path) -> list[Score]:
