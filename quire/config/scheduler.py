@@ -78,12 +78,20 @@ class SchedulerConfig(Config):
     )
     num_scheduler_steps: int = option(
         0,
-        "Most tokens each request generates per plan while none waits, within 0.5 s; 0: 16 offline on a CPU, else 1.",
+        "Most tokens each request generates per plan while none waits, within --max-multi-step-s; 0: 16 on a CPU, "
+        "else 1.",
         ge=0,
+    )
+    max_multi_step_s: float = option(
+        0.0,
+        "Most seconds of a plan of several tokens; 0: 0.02 on a server, 0.5 offline or if --num-scheduler-steps is "
+        "given.",
+        ge=0.0,
+        metavar="SECONDS",
     )
     multi_step_streams: bool | None = option(
         None,
-        "Let requests whose output is read token by token have several tokens per plan, too; default: if "
+        "Let requests whose output is read token by token have several tokens per plan; default: not offline, unless "
         "--num-scheduler-steps is given.",
     )
 

@@ -41,8 +41,13 @@ Usage = Literal["server", "offline", "headless"]
 
 DEFAULT_MAX_NUM_SEQS = {"server": 128, "offline": 256, "headless": 128}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096, "headless": 2048}
-MAX_ROUNDS = 16
-"""Tokens of a request per plan, where nobody minds."""
+MAX_ROUNDS = 16  # tokens of a request per plan, unless their number is given
+MAX_MULTI_STEP_S = (
+    0.5  # upper bound on the rounds of a plan where outputs are read as a whole, or rounds are asked for
+)
+MAX_SERVER_MULTI_STEP_S = (
+    0.02  # the same by default for streams, which look smooth, and for requests that come meanwhile
+)
 NATIVE_DTYPES = ("float32", "bfloat16", "float16")
 FIT_MEMORY = -1
 """The `max_model_len` that asks for as much of the model's context as memory allows."""
@@ -351,21 +356,24 @@ def _choose_loop(config: EngineConfig) -> list[Choice]:
 
 
 def _choose_rounds(config: EngineConfig, usage: Usage) -> list[Choice]:
-    """Choose the decode steps per plan: several by default only for outputs that are read as a whole, offline."""
+    """Choose the decode steps per plan, their time, and offline whether streams have several of them, too."""
     field, asked, reason = "num_scheduler_steps", config.scheduler.num_scheduler_steps, why_one_round(config)
     if reason is not None and asked > 1:
         raise ConfigError(f"--num-scheduler-steps is {asked}, and {reason}")
-    if reason is None and not asked:
-        if usage == "offline" and config.parallel.distributed_executor_backend == "uni":
-            several = Choice(field, MAX_ROUNDS, "planning takes a tenth of the time of a small model's token")
-            if config.scheduler.multi_step_streams is not None:
-                return [several]
-            return [
-                several,
-                Choice("multi_step_streams", False, "LLMEngine.step() returns each token as it comes"),
-            ]
-        reason = "tokens are sent as they come"
-    return [Choice(field, asked or 1, reason or "as it was asked for")]
+    if not asked and reason is None and config.parallel.distributed_executor_backend != "uni":
+        reason = "plans go to an executor that is no part of this process"
+    if asked or reason is not None:
+        choices = [Choice(field, asked or 1, reason or "as it was asked for")]
+    else:
+        choices = [Choice(field, MAX_ROUNDS, "planning takes a tenth of the time of a small model's token")]
+    if choices[0].value == 1:
+        return choices
+    if not config.scheduler.max_multi_step_s:
+        limit = MAX_MULTI_STEP_S if asked or usage == "offline" else MAX_SERVER_MULTI_STEP_S
+        choices.append(Choice("max_multi_step_s", limit, "streams and new requests wait no longer"))
+    if not asked and usage == "offline" and config.scheduler.multi_step_streams is None:
+        choices.append(Choice("multi_step_streams", False, "LLMEngine.step() returns each token as it comes"))
+    return choices
 
 
 def why_one_round(config: EngineConfig) -> str | None:
@@ -425,6 +433,11 @@ def _why_no_graphs(config: EngineConfig) -> str | None:
     return "--enforce-eager switches CUDA graphs off" if config.device.enforce_eager else None
 
 
+def _why_one_token(config: EngineConfig) -> str | None:
+    steps = config.scheduler.num_scheduler_steps
+    return "a plan is of one token of each request (--num-scheduler-steps)" if steps == 1 else None
+
+
 def _why_no_threads(config: EngineConfig) -> str | None:
     return None if config.device.device == "cpu" else f"the device is {config.device.device}"
 
@@ -481,6 +494,7 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[EngineConfig], str | Non
     (("cuda_graph_capture", "cudagraph_capture_sizes", "prefill_graph_sizes"), _why_no_graphs),
     (("cpu_threads", "cpu_pin_threads"), _why_no_threads),
     (("fair_weights", "fair_input_token_weight", "fair_output_token_weight"), _unless_policy("fair")),
+    (("max_multi_step_s", "multi_step_streams"), _why_one_token),
     (("priority_ageing_s",), _unless_policy("priority")),
     (("preemption_mode",), _why_no_swapping),
     (("matmul_precision",), _why_one_precision),

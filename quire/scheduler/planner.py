@@ -15,6 +15,7 @@ from quire.scheduler.explain import Cause
 from quire.scheduler.output import BlockIds
 from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
+from quire.scheduler.rounds import RoundLimit
 from quire.scheduler.step import Blocked, StepPlan
 
 LOOK_AHEAD = 256
@@ -30,15 +31,15 @@ class Planner:
         max_model_len: int,
         kv: KVCacheManager,
         queues: RequestQueues,
+        rounds: RoundLimit,
         max_adapters: int = 0,
         num_lookahead_tokens: int = 0,
         num_disjoint_steps: int = 1,
-        max_rounds: int = 1,
     ) -> None:
         self._limits = limits
         self._num_lookahead = num_lookahead_tokens
         self._num_disjoint = num_disjoint_steps
-        self._max_rounds = max_rounds
+        self._rounds = rounds
         self._max_adapters = max_adapters
         self._max_model_len = max_model_len
         self._kv = kv
@@ -46,7 +47,7 @@ class Planner:
 
     def plan(self, step_id: int, now: float) -> StepPlan:
         """The next step, as `Scheduler.schedule` describes it."""
-        step = StepPlan(step_id, self._limits.max_num_batched_tokens, self._prompt_cap())
+        step = StepPlan(step_id, now, self._limits.max_num_batched_tokens, self._prompt_cap())
         step.max_rounds = self._num_rounds()
         self._plan_running(step, now)
         step.next_running = None
@@ -58,10 +59,11 @@ class Planner:
     def _num_rounds(self) -> int:
         """Tokens that all running requests may generate in the next step, one after the other.
 
-        More than one only while nobody waits, and all generate: whoever comes meanwhile waits for them all. Without
-        `multi_step_streams` no output may be read before its request ends.
+        More than one only while no request waits, and all generate: a request that comes meanwhile waits for them all.
+        `RoundLimit` says how many end in time. Without `multi_step_streams` no output may be read before its request
+        ends.
         """
-        most = self._max_rounds
+        most = self._rounds.num_rounds()
         if most == 1 or len(self._queues.policy) or not len(self._queues.running):
             return 1
         for request in self._queues.running:

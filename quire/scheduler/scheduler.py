@@ -33,6 +33,7 @@ from quire.scheduler.planner import Planner
 from quire.scheduler.policies import FCFS, Policy, Priority
 from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
+from quire.scheduler.rounds import RoundLimit, most_rounds
 from quire.scheduler.step import Chunk, StepPlan
 from quire.scheduler.stop import Stop, check_stop
 from quire.scheduler.updates import last_update, update_of
@@ -68,15 +69,17 @@ class Scheduler:
         policy = (self.policy_class or POLICIES[config.scheduler.scheduling_policy])(config.scheduler)
         self._queues = RequestQueues(policy, self._kv)
         self._max_adapters = config.lora.max_loras if config.lora.enable_lora else 0
+        limits = config.scheduler
+        self._rounds = RoundLimit(most_rounds(limits.num_scheduler_steps, kv_config), limits.max_multi_step_s)
         self._planner = Planner(
-            config.scheduler,
+            limits,
             self._max_model_len,
             self._kv,
             self._queues,
+            self._rounds,
             self._max_adapters,
             config.speculative.settings.num_lookahead_tokens,
             config.num_disjoint_steps,
-            most_rounds(config.scheduler.num_scheduler_steps, kv_config),
         )
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
@@ -187,7 +190,9 @@ class Scheduler:
         """
         self._num_steps += 1
         step = (
-            StepPlan(self._num_steps, 0, 0) if self._is_paused else self._planner.plan(self._num_steps, now)
+            StepPlan(self._num_steps, now, 0, 0)
+            if self._is_paused
+            else self._planner.plan(self._num_steps, now)
         )
         if not self._is_paused:
             self._queues.note(step, now)
@@ -212,6 +217,7 @@ class Scheduler:
             )
         assert plan.step_id == output.step_id, "steps are out of order"
         step = self._take_from_flight(plan.step_id)
+        self._rounds.note(step, output, now)
         updates = [
             self._apply(chunk, output, now, step.max_rounds)
             for chunk in step.chunks
@@ -342,14 +348,6 @@ class Scheduler:
             if stop is not None:
                 return sampled[:count], stop
         return sampled, None
-
-
-def most_rounds(asked: int, kv_config: KVCacheConfig) -> int:
-    """How many tokens of a request a plan may have generated, one after the other.
-
-    A state has a block where these begin and where they end, and perhaps none between: so they lie in two at most.
-    """
-    return max(asked if kv_config.rolls_back else min(asked, kv_config.block_size), 1)
 
 
 def check_admissible(request: Request, max_model_len: int, kv: KVCacheManager) -> None:

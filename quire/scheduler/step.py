@@ -47,6 +47,7 @@ class StepPlan:
     """Collects what a step computes.
 
     Attributes:
+        planned_ts: time of the plan, in seconds.
         budget: number of tokens it may still take.
         prompt_cap: most tokens of one prompt.
         promised_blocks: free blocks that planned requests need for known tokens which later steps compute.
@@ -58,8 +59,9 @@ class StepPlan:
         capped: requests of which `prompt_cap` alone kept tokens out.
     """
 
-    def __init__(self, step_id: int, budget: int, prompt_cap: int) -> None:
+    def __init__(self, step_id: int, planned_ts: float, budget: int, prompt_cap: int) -> None:
         self.step_id = step_id
+        self.planned_ts = planned_ts
         self.budget = budget
         self.prompt_cap = prompt_cap
         self.promised_blocks = 0
@@ -72,6 +74,13 @@ class StepPlan:
         self.chunks: list[Chunk] = []
         self._new_requests: list[NewRequestData] = []
         self._scheduled: list[ScheduledRequest] = []
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether it computes one token of each of its requests, and all of them sample."""
+        return bool(self.chunks) and all(
+            chunk.end - chunk.start == chunk.num_samples == 1 for chunk in self.chunks
+        )
 
     def add_new(self, request: Request, num_tokens: int, block_ids: BlockIds) -> None:
         """Plan the first tokens of a request for which the worker has no row."""

@@ -239,7 +239,7 @@ class CpuDevice:
             return None
         num_rows, num_bytes = self.memory.size_of_rounds(config)
         generates = cast(LanguageModel, model)  # plans of no other ask for rounds
-        return TapedRounds(generates, batch, num_rows, num_bytes)
+        return TapedRounds(generates, batch, num_rows, num_bytes, config.scheduler.max_multi_step_s)
 
     def _rehearsed(self, forward: Forward) -> Forward:
         """The same passes: of prompts, measured; of a token, it is noted what no tape could hold."""

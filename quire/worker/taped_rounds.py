@@ -11,6 +11,7 @@ it leaves undone, and the next step does it: that ends a request, or says why it
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -25,9 +26,6 @@ from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import LanguageModel
 from quire.worker.sampler import Sampler
 from quire.worker.taped_forward import TapedForward
-
-MAX_RUN_S = 0.5
-"""How long whoever comes, or wants to see tokens, may be kept waiting."""
 
 Tokens = NDArray[np.int64]
 
@@ -93,11 +91,23 @@ class TapedRounds:
         batch: whose rows generate; their tables have blocks for what the plan allows.
         most: rows of a step that has further rounds.
         arena_bytes: memory for the tensors of a round.
+        max_s: seconds within which a step ends that has further rounds; these are expected to take equally long.
+        clock: seconds, never going back.
     """
 
-    def __init__(self, model: LanguageModel, batch: InputBatch, most: int, arena_bytes: int) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        batch: InputBatch,
+        most: int,
+        arena_bytes: int,
+        max_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._batch = batch
         self._most = most
+        self._max_s = max_s
+        self._clock = clock
         self._round = RoundOfModel(model, most)
         widths = tuple(table.block_ids.shape[1] for table in batch.block_tables)
         self._taped = TapedForward(self._round, most, widths, arena_bytes)
@@ -119,16 +129,17 @@ class TapedRounds:
     ) -> list[Tokens]:
         """What follows the tokens [R] that a step has sampled in so much time: [R] of each round, at most so many.
 
-        There are less if there is no time, somebody's request may have ended, or a round could not be.
+        There are fewer if there is no time, a request may have ended, or a round could not be.
         """
-        if not self._can_go_on(inputs, token_ids, sampler):
+        began = self._clock() - took_s
+        if not self._has_time(took_s, 1) or not self._can_go_on(inputs, token_ids, sampler):
             return []
         # Whatever can be done before is: between two rounds Python is slow.
         slots = self._begin(inputs, sampler, num_rounds)
         play, stops = self._taped.player(inputs), self._stops.of(inputs.layout.rows)
-        found, began = list[Tokens](), time.perf_counter() - took_s
+        found = list[Tokens]()
         while len(found) < num_rounds and not (stops == token_ids[:, None]).any():
-            if not _has_time(time.perf_counter() - began, 1 + len(found)):
+            if not self._has_time(self._clock() - began, 1 + len(found)):
                 break
             self._taped.places.go_on(token_ids, [of_group[len(found)] for of_group in slots])
             try:
@@ -166,7 +177,6 @@ class TapedRounds:
         positions = ends + np.arange(num_rounds)[:, None]
         return [table.slots(rows, positions) for table in tables]
 
-
-def _has_time(took_s: float, num_rounds: int) -> bool:
-    """Whether another round, that takes as long as each of those before, ends in time."""
-    return took_s * (num_rounds + 1) <= MAX_RUN_S * num_rounds
+    def _has_time(self, took_s: float, num_rounds: int) -> bool:
+        """Return whether another round, that takes as long as each of those before, ends in time."""
+        return took_s * (num_rounds + 1) <= self._max_s * num_rounds

@@ -10,8 +10,8 @@ import pytest
 
 from quire.bench import tape
 from quire.bench.tape import OpTime, TapeResult
+from quire.engine import startup
 from quire.kernels import cpu
-from quire.worker import taped_rounds
 
 if not cpu.available():
     pytest.skip("no kernels, no tapes", allow_module_level=True)
@@ -19,7 +19,7 @@ if not cpu.available():
 
 def test_a_step_is_the_sum_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "NUM_STEPS", 2)
-    monkeypatch.setattr(taped_rounds, "MAX_RUN_S", float("inf"))
+    monkeypatch.setattr(startup, "MAX_MULTI_STEP_S", 1000.0)
     monkeypatch.setattr(
         tape, "SHAPE", tape.SHAPE | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 128}
     )

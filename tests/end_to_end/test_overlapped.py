@@ -20,7 +20,6 @@ from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.sampling_extras import DryBreaker
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, ThinkingMarkers
-from quire.worker import taped_rounds
 from tests.fixtures.thread_ranks import ThreadRanks
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
@@ -149,12 +148,12 @@ def test_all_parameters_with_aborts_and_preemption(
 
 @pytest.mark.parametrize("family", ["llama-tied-bias", "gemma3"])
 def test_rounds_change_nothing_that_requests_ask_for(
-    family: str, tiny_model: Callable[[str], Path], restore_threads: None, monkeypatch: pytest.MonkeyPatch
+    family: str, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:
     """Nobody aborts: when a caller has had enough depends on how many tokens come at once."""
-    monkeypatch.setattr(taped_rounds, "MAX_RUN_S", float("inf"))
     args = {"model": str(tiny_model(family)), "max_model_len": 96, "max_num_batched_tokens": 24}
     args |= {"max_num_seqs": 8, "num_gpu_blocks_override": 40, "swap_space": 0.001, "preemption_mode": "swap"}
+    args |= {"max_multi_step_s": 1000.0}
     jobs = [job._replace(abort_after=None) for job in jobs_of_all_kinds()]
     expected, _ = serve(jobs, **args)
     for rounds in (3, 16):

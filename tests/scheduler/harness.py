@@ -43,6 +43,7 @@ def make_config(**changes: Any) -> EngineConfig:
         "block_size": 4,
         "max_model_len": 64,
         "num_gpu_blocks_override": 65,
+        "max_multi_step_s": 1000.0,  # steps take half a second here
     }
     return EngineConfig.from_args(**{**fields, **changes})
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.kernels.cpu import library
-from quire.worker import taped_rounds
 from quire.worker.taped_rounds import StopTokens, TapedRounds
 from tests.fixtures.quick import quick_models
 from tests.models.test_stages import EVERY_FAMILY
@@ -39,7 +38,7 @@ class Seen(NamedTuple):
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """All steps that might have gone on; how long they take ends none."""
+    """All steps that might have gone on."""
     found: list[Seen] = []
     more = TapedRounds.more
 
@@ -49,7 +48,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         return tokens
 
     monkeypatch.setattr(TapedRounds, "more", noted)
-    monkeypatch.setattr(taped_rounds, "MAX_RUN_S", float("inf"))
     return found
 
 
@@ -60,6 +58,7 @@ def engine(model: Path, num_rounds: int, **args: Any) -> LLM:
             "max_model_len": 64,
             "max_num_seqs": 8,
             "num_scheduler_steps": num_rounds,
+            "max_multi_step_s": 1000.0,
             "block_size": 4,
             **args,
         },
@@ -149,19 +148,58 @@ def test_a_run_ends_with_the_token_that_ends_a_request(
     assert 1 + sum(1 + one.num_found for one in seen) == last + 1
 
 
-def test_tokens_are_not_kept_back_for_long(
+class FakeClock:
+    """Seconds that each reading adds, the last one for ever."""
+
+    def __init__(self, *steps: float) -> None:
+        self._steps = list(steps)
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += self._steps.pop(0) if len(self._steps) > 1 else self._steps[0]
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("round_s", "expected"),
+    [(2.0, 7), (2.5, 7), (2.6, 6), (5.0, 3), (9.9, 1), (10.1, 0), (30.0, 0)],
+)
+def test_rounds_end_within_their_time_by_the_worker_clock(
+    round_s: float,
+    expected: int,
+    tiny_model: Callable[[str], Path],
+    seen: list[Seen],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """20 seconds for rounds of `round_s` each, the first of which is the step's own."""
+    noted = TapedRounds.more
+
+    def timed(self: TapedRounds, *args: Any) -> Any:
+        self._clock, self._max_s = FakeClock(0.0, 0.0, round_s), 20.0
+        return noted(self, *args[:4], round_s)
+
+    monkeypatch.setattr(TapedRounds, "more", timed)
+    llm = engine(tiny_model("llama"), 8)
+    asked = SamplingParams(temperature=0.0, max_tokens=1 + 8, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], asked)
+    assert seen[0] == (expected, 7)
+
+
+def test_a_round_that_lasts_longer_than_expected_is_the_last(
     tiny_model: Callable[[str], Path], seen: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round is taken to last as long as those before, and a step that has lasted long is the only one."""
-    monkeypatch.setattr(taped_rounds, "MAX_RUN_S", 0.0)
+    noted = TapedRounds.more
+
+    def timed(self: TapedRounds, *args: Any) -> Any:
+        self._clock, self._max_s = FakeClock(0.0, 0.0, 1.0, 1.0, 19.0, 1.0), 20.0
+        return noted(self, *args[:4], 1.0)
+
+    monkeypatch.setattr(TapedRounds, "more", timed)
     llm = engine(tiny_model("llama"), 8)
-    llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(temperature=0.0, max_tokens=20))
-    assert seen
-    assert all(one.num_found == 0 for one in seen)
-    monkeypatch.setattr(taped_rounds, "MAX_RUN_S", 0.1)
-    assert [taped_rounds._has_time(took, done) for took, done in ((0.05, 1), (0.051, 1), (0.07, 3), (0.08, 3))] == [
-        True, False, True, False,
-    ]  # fmt: skip
+    llm.generate(
+        [{"prompt_token_ids": [1, 2, 3]}], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    )
+    assert seen[0] == (3, 7)
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -1,0 +1,47 @@
+"""`RoundLimit`: most decode rounds of a plan.
+
+Invariant: pure; times come in as arguments, so a recorded run gives the same limits when it is replayed.
+"""
+
+from __future__ import annotations
+
+from quire.kv_cache.spec import KVCacheConfig
+from quire.scheduler.output import ModelRunnerOutput
+from quire.scheduler.step import StepPlan
+
+
+class RoundLimit:
+    """A number of rounds that the next plan may have, and that are expected to end in time.
+
+    A round is expected to take as long as those of the last step that only decoded. The expectation keeps plans from
+    allocating blocks for rounds that will not be; the bound on the time is the worker's, which reads a clock.
+
+    Args:
+        most: rounds of a plan, whatever they take; at least 1.
+        max_s: seconds that all rounds of a plan may take together.
+    """
+
+    def __init__(self, most: int, max_s: float) -> None:
+        self._most = most
+        self._max_s = max_s
+        self._round_s = 0.0  # until a step was measured, any number of rounds is expected to end in time
+
+    def num_rounds(self) -> int:
+        """Return the limit, at least 1."""
+        if self._round_s * self._most <= self._max_s:
+            return self._most
+        return max(int(self._max_s / self._round_s), 1)
+
+    def note(self, step: StepPlan, output: ModelRunnerOutput, now: float) -> None:
+        """Measure a step whose result has come, if it only decoded."""
+        if self._most > 1 and step.only_decodes:
+            num_rounds = max(map(len, output.sampled_token_ids.values()), default=1)
+            self._round_s = (now - step.planned_ts) / num_rounds
+
+
+def most_rounds(asked: int, kv_config: KVCacheConfig) -> int:
+    """Return how many tokens of a request a plan may have generated, one after the other.
+
+    A state has a block where these begin and where they end, and perhaps none between: so they lie in two at most.
+    """
+    return max(asked if kv_config.rolls_back else min(asked, kv_config.block_size), 1)
