@@ -135,23 +135,40 @@ def test_where_a_step_is_of_one_token_several_are_refused_with_the_reason(
 ) -> None:
     monkeypatch.setattr(cpu, "available", lambda: True)
     args = {"device": "cpu", **args}
-    assert prepare(EngineConfig.from_args(**args), "offline").scheduler.num_scheduler_steps == 1
+    for usage in ("offline", "server"):
+        assert prepare(EngineConfig.from_args(**args), usage).scheduler.num_scheduler_steps == 1
     with pytest.raises(ConfigError, match=f"--num-scheduler-steps is 4, and {reason}"):
         prepare(EngineConfig.from_args(**args, num_scheduler_steps=4), "offline")
     assert prepare(EngineConfig.from_args(**args, num_scheduler_steps=1), "offline")
 
 
-def test_offline_several_tokens_are_generated_per_plan_and_a_server_is_asked(
+@pytest.mark.parametrize(
+    ("asked", "usage", "expected"),
+    [
+        ({}, "offline", (MAX_ROUNDS, 0.5, False)),
+        ({}, "server", (MAX_ROUNDS, 0.02, None)),
+        ({"num_scheduler_steps": 3}, "offline", (3, 0.5, None)),
+        ({"num_scheduler_steps": 3}, "server", (3, 0.5, None)),
+        ({"num_scheduler_steps": 1}, "server", (1, 0.0, None)),
+        ({"max_multi_step_s": 0.1}, "server", (MAX_ROUNDS, 0.1, None)),
+        ({"max_multi_step_s": 0.1, "num_scheduler_steps": 3}, "offline", (3, 0.1, None)),
+        ({"multi_step_streams": False}, "server", (MAX_ROUNDS, 0.02, False)),
+        ({"multi_step_streams": True}, "offline", (MAX_ROUNDS, 0.5, True)),
+        ({"distributed_executor_backend": "mp"}, "server", (1, 0.0, None)),
+    ],
+)
+def test_a_plan_has_several_tokens_for_so_long(
+    asked: dict[str, Any],
+    usage: Usage,
+    expected: tuple[int, float, bool | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "available", lambda: True)
-    plain = EngineConfig.from_args(device="cpu")
-    assert prepare(plain, "offline").scheduler.num_scheduler_steps == MAX_ROUNDS
-    assert prepare(plain, "offline").scheduler.multi_step_streams is False
-    assert prepare(plain, "server").scheduler.num_scheduler_steps == 1
-    asked = EngineConfig.from_args(device="cpu", num_scheduler_steps=3)
-    assert prepare(asked, "server").scheduler.num_scheduler_steps == 3
-    assert prepare(asked, "offline").scheduler.multi_step_streams is None
+    found = prepare(EngineConfig.from_args(device="cpu", **asked), usage).scheduler
+    assert (found.num_scheduler_steps, found.max_multi_step_s, found.multi_step_streams) == expected
+
+
+def test_without_kernels_a_plan_has_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "available", lambda: False)
     assert prepared().scheduler.num_scheduler_steps == 1
 

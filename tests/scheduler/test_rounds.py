@@ -3,8 +3,15 @@
 That no mixture of them changes an output is the business of the state machine in tests/engine.
 """
 
-import pytest
+from __future__ import annotations
 
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.scheduler.output import SchedulerOutput
 from quire.scheduler.request import RequestStatus
 from tests.fixtures.asserts import about_an_assert
 from tests.scheduler.harness import Engine, make_config, run_alone
@@ -133,6 +140,99 @@ def test_tenants_pay_for_what_rounds_generate():
         tenants = engine.scheduler._queues.policy._tenants
         costs[num_rounds] = tenants["one"].counter
     assert costs[1] == costs[8]
+
+
+class TimedEngine(Engine):
+    """An engine of which each plan takes a time that the test says.
+
+    Attributes:
+        round_s: measured seconds of a round in the last plan that only decoded; None until there was one.
+    """
+
+    round_s: float | None = None
+
+    def take(self, seconds_per_round: float) -> SchedulerOutput:
+        """Execute a plan that takes so long for each of its rounds, after a second of nothing."""
+        plan = self.schedule()
+        if plan.is_empty:
+            return plan
+        output = self.executor.execute_model(plan)
+        took_s = seconds_per_round * max(map(len, output.sampled_token_ids.values()), default=1)
+        self.now += took_s
+        self.collect(self.scheduler.update_from_output(plan, output, self.now))
+        if plan.scheduled and all(one.num_tokens == one.num_samples == 1 for one in plan.scheduled):
+            self.round_s = seconds_per_round
+        return plan
+
+
+@pytest.mark.parametrize(
+    ("round_s", "expected"), [(0.0005, 8), (0.0025, 8), (0.0026, 7), (0.009, 2), (0.011, 1), (3.0, 1)]
+)
+def test_a_plan_has_rounds_that_are_expected_to_end_in_time(round_s, expected):
+    engine = TimedEngine(make_config(num_scheduler_steps=8, max_multi_step_s=0.02, max_model_len=64))
+    engine.add("a", PROMPT, max_tokens=50)
+    engine.take(5.0)
+    assert engine.take(round_s).max_rounds == 8, "no step that only decodes has been measured"
+    assert engine.take(round_s).max_rounds == expected
+    engine.take(0.0)
+    assert engine.take(0.0).max_rounds == 8, "steps have become short again"
+    engine.drain()
+    assert as_alone(engine, "a")
+
+
+arrivals = st.tuples(
+    st.integers(1, 30), st.integers(1, 20), st.lists(st.integers(0, 39), max_size=3), st.booleans()
+)
+events = st.one_of(
+    st.tuples(st.just("add"), arrivals),
+    st.tuples(st.just("abort"), st.integers(0, 20)),
+    st.tuples(st.just("release"), st.none()),
+    st.tuples(st.just("take"), st.sampled_from([0.0, 0.001, 0.003, 0.008, 0.019, 0.03])),
+    st.tuples(st.just("take"), st.sampled_from([0.001, 0.002])),
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(events, max_size=60), st.sampled_from([2, 4]), st.sampled_from([17, 65]))
+def test_bursts_keep_nobody_waiting_and_change_no_token(
+    happens: list[tuple[str, Any]], max_num_seqs: int, num_blocks: int
+) -> None:
+    """Requests come, are held, stop and are aborted, and steps take any time; a clock that the test moves."""
+    limits = {"max_num_seqs": max_num_seqs, "num_gpu_blocks_override": num_blocks}
+    engine = TimedEngine(make_config(num_scheduler_steps=16, max_multi_step_s=0.02, **limits))
+    aborted = set[str]()
+    for kind, detail in happens:
+        if kind == "add":
+            length, max_tokens, stops, is_held = detail
+            name, lacks = f"r{len(engine.requests)}", ["grammar"] if is_held else []
+            engine.add(name, range(length), lacks, max_tokens=max_tokens, stop_token_ids=stops)
+        elif kind == "abort":
+            engine.abort(f"r{detail}")
+            aborted.add(f"r{detail}")
+        elif kind == "release":
+            engine.release("grammar")
+        else:
+            check_plan(engine, detail)
+    engine.release("grammar")
+    while engine.scheduler.has_work():
+        check_plan(engine, 0.002)
+    for name in engine.requests.keys() - aborted:
+        assert as_alone(engine, name)
+
+
+def check_plan(engine: TimedEngine, seconds_per_round: float) -> None:
+    """A plan of several rounds is of all that is ready, decodes only, and is expected to end in time."""
+    ready = {
+        name
+        for name, request in engine.requests.items()
+        if not request.is_finished and not engine.lacks[name]
+    }
+    expected_s = engine.round_s or 0.0
+    plan = engine.take(seconds_per_round)
+    if plan.max_rounds > 1:
+        assert set(plan.num_scheduled_tokens) == ready, "a request waits"
+        assert all(one.num_tokens == one.num_samples == 1 for one in plan.scheduled), "a prompt is computed"
+        assert plan.max_rounds * expected_s <= 0.02
 
 
 @about_an_assert

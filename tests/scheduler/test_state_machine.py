@@ -93,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority_ageing_s=st.sampled_from([0.0, 5.0]),
         max_drafts=st.sampled_from([0, 2, 7]),
         num_scheduler_steps=st.sampled_from([1, 2, 3, 8]),
+        max_multi_step_s=st.sampled_from([1000.0, 1.0]),
     )
     def start(
         self,
