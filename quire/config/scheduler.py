@@ -91,7 +91,7 @@ class SchedulerConfig(Config):
     )
     multi_step_streams: bool | None = option(
         None,
-        "Let requests whose output is read token by token have several tokens per plan; default: not offline, unless "
+        "Let requests whose output is streamed have several tokens per plan; default: not offline, unless "
         "--num-scheduler-steps is given.",
     )
 

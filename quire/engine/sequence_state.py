@@ -224,7 +224,8 @@ class SequenceState:
             self._record_prompt(now, stats)
             stats.time_to_first_token_s.append(now - mine.arrival_time)
         else:
-            # Those that come together have been generated one after the other.
+            # Tokens of one step were generated one after the other, at equal intervals as far as can be measured. So
+            # the histogram counts every token, and its sum is the decode time, where vLLM has one entry per step.
             stats.inter_token_s += [(now - mine.last_token_ts) / count] * count
         mine.last_token_ts = now
         mine.num_generation_tokens += count

@@ -123,7 +123,10 @@ METRICS = (
         "histogram", "request_num_preemptions", "Preemptions of a sequence.", buckets=buckets.PREEMPTIONS
     ),
     MetricInfo(
-        "histogram", "iteration_tokens_total", "Tokens computed in a step.", buckets=buckets.ITERATION_TOKENS
+        "histogram",
+        "iteration_tokens_total",
+        "Tokens computed in a step, of all its rounds.",
+        buckets=buckets.ITERATION_TOKENS,
     ),
     MetricInfo(
         "histogram",
@@ -134,7 +137,7 @@ METRICS = (
     MetricInfo(
         "histogram",
         "inter_token_latency_seconds",
-        "Between two tokens of a sequence.",
+        "Between two tokens of a sequence; tokens of one step share the time since the step before equally.",
         buckets=buckets.TOKEN_S,
     ),
     MetricInfo(
