@@ -13,8 +13,10 @@ from quire.scheduler.step import StepPlan
 class RoundLimit:
     """A number of rounds that the next plan may have, and that are expected to end in time.
 
-    A round is expected to take as long as those of the last step that only decoded. The expectation keeps plans from
-    allocating blocks for rounds that will not be; the bound on the time is the worker's, which reads a clock.
+    A round is expected to take as long as those of the last step that only decoded. Where the worker took one round of
+    several though no request ended, some request wants what rounds cannot do, and the next plans are of one. Both keep
+    plans from allocating blocks for rounds that will not be; the worker decides what a round can do and, by its clock,
+    when the time is up.
 
     Args:
         most: rounds of a plan, whatever they take; at least 1.
@@ -25,18 +27,27 @@ class RoundLimit:
         self._most = most
         self._max_s = max_s
         self._round_s = 0.0  # until a step was measured, any number of rounds is expected to end in time
+        self._num_single = 0  # next plans that are of one round
 
     def num_rounds(self) -> int:
         """Return the limit, at least 1."""
+        if self._num_single:
+            return 1
         if self._round_s * self._most <= self._max_s:
             return self._most
         return max(int(self._max_s / self._round_s), 1)
 
     def note(self, step: StepPlan, output: ModelRunnerOutput, now: float) -> None:
-        """Measure a step whose result has come, if it only decoded."""
-        if self._most > 1 and step.only_decodes:
-            num_rounds = max(map(len, output.sampled_token_ids.values()), default=1)
-            self._round_s = (now - step.planned_ts) / num_rounds
+        """Measure a step whose result has been taken in, if it only decoded."""
+        if self._most == 1 or not step.only_decodes:
+            return
+        num_rounds = max(map(len, output.sampled_token_ids.values()), default=1)
+        self._round_s = (now - step.planned_ts) / num_rounds
+        is_refused = num_rounds == 1 < step.max_rounds
+        if is_refused and not any(chunk.request.is_finished for chunk in step.chunks):
+            self._num_single = self._most
+        else:
+            self._num_single = max(self._num_single - 1, 0)
 
 
 def most_rounds(asked: int, kv_config: KVCacheConfig) -> int:

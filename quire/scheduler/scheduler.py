@@ -217,12 +217,12 @@ class Scheduler:
             )
         assert plan.step_id == output.step_id, "steps are out of order"
         step = self._take_from_flight(plan.step_id)
-        self._rounds.note(step, output, now)
         updates = [
             self._apply(chunk, output, now, step.max_rounds)
             for chunk in step.chunks
             if not chunk.request.is_finished
         ]
+        self._rounds.note(step, output, now)
         return [update for update in updates if update is not None]
 
     # State

@@ -24,13 +24,19 @@ def engine_of(num_rounds=4, **args):
     return Engine(make_config(num_scheduler_steps=num_rounds, enable_prefix_caching=False, **args))
 
 
+def with_all_rounds(engine):
+    """The engine, whose executor takes all rounds that a plan allows, where it takes any number by default."""
+    engine.executor._num_rounds = lambda plan: plan.max_rounds
+    return engine
+
+
 def as_alone(engine, name):
     """Whether a request has got what it gets alone, by a plan for each token."""
     return engine.tokens(name) == run_alone(engine.requests[name], engine.config).new_token_ids
 
 
 def test_who_generates_alone_gets_several_tokens_per_plan():
-    engine = engine_of()
+    engine = with_all_rounds(engine_of())
     request = engine.add("a", PROMPT, max_tokens=30)
     assert engine.step().max_rounds == 1, "the prompt"
     while not request.is_finished:
@@ -39,7 +45,7 @@ def test_who_generates_alone_gets_several_tokens_per_plan():
         assert plan.max_rounds == min(4, 36 - before)
         (scheduled,) = plan.scheduled
         assert (scheduled.num_tokens, scheduled.num_samples) == (1, 1)
-        assert before < request.num_tokens <= before + plan.max_rounds
+        assert request.num_tokens == before + plan.max_rounds
         assert request.is_finished or request.num_computed_tokens == request.num_tokens - 1
     assert engine.last("a").finish_reason == "length"
     assert len(engine.plans) < 30
@@ -169,7 +175,7 @@ class TimedEngine(Engine):
     ("round_s", "expected"), [(0.0005, 8), (0.0025, 8), (0.0026, 7), (0.009, 2), (0.011, 1), (3.0, 1)]
 )
 def test_a_plan_has_rounds_that_are_expected_to_end_in_time(round_s, expected):
-    engine = TimedEngine(make_config(num_scheduler_steps=8, max_multi_step_s=0.02, max_model_len=64))
+    engine = with_all_rounds(TimedEngine(make_config(num_scheduler_steps=8, max_multi_step_s=0.02)))
     engine.add("a", PROMPT, max_tokens=50)
     engine.take(5.0)
     assert engine.take(round_s).max_rounds == 8, "no step that only decodes has been measured"
@@ -178,6 +184,33 @@ def test_a_plan_has_rounds_that_are_expected_to_end_in_time(round_s, expected):
     assert engine.take(0.0).max_rounds == 8, "steps have become short again"
     engine.drain()
     assert as_alone(engine, "a")
+
+
+def test_where_rounds_are_not_taken_they_are_seldom_planned():
+    engine = engine_of(4)
+    engine.executor._num_rounds = lambda plan: 1  # as of a request with logprobs
+    engine.add("a", PROMPT, max_tokens=40)
+    engine.step()
+    assert [engine.step().max_rounds for _ in range(11)] == [4, 1, 1, 1, 1] * 2 + [4]
+    with_all_rounds(engine)
+    assert [engine.step().max_rounds for _ in range(6)] == [1, 1, 1, 1, 4, 4]
+    engine.drain()
+    assert as_alone(engine, "a")
+
+
+def test_a_request_that_ends_with_a_first_round_makes_no_plan_single():
+    engine = with_all_rounds(engine_of(4))
+    engine.add("a", PROMPT, max_tokens=40)
+    engine.add("b", PROMPT, max_tokens=40)
+    engine.step()
+    plan = engine.schedule()
+    output = engine.executor.execute_model(plan)
+    stop = output.sampled_token_ids["b"][0]
+    engine.requests["b"].sampling_params = engine.requests["b"].sampling_params.clone(stop_token_ids=[stop])
+    del output.sampled_token_ids["a"][1:], output.sampled_token_ids["b"][1:]
+    engine.finish_step(plan, output)
+    assert engine.requests["b"].is_finished
+    assert engine.schedule().max_rounds == 4
 
 
 arrivals = st.tuples(
