@@ -77,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False}
     options |= {"max_model_len": 256, "max_num_seqs": RUNNING, "max_num_batched_tokens": 512}
-    options |= {"num_scheduler_steps": 1}  # as a server has it
+    options |= {"num_scheduler_steps": 1}  # a step is what is timed
     if args.quantization:
         options["quantization"] = args.quantization
     engines = {
