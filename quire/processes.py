@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,27 @@ def _paths_of_the_program() -> list[str]:
     names = {library, str(Path(library).parent / f"python{sys.version_info[0]}{sys.version_info[1]}.zip")}
     first = next((place for place, path in enumerate(sys.path) if path in names), len(sys.path))
     return sys.path[:first]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Import without the collector; for processes of our own alone, as all other garbage stays, too."""
+    begin_imports()
+    try:
+        yield
+    finally:
+        end_imports()
+
+
+def begin_imports() -> None:
+    """Stop the collector, which would walk over all modules again and again and find next to nothing."""
+    gc.disable()
+
+
+def end_imports() -> None:
+    """Let the collector go on, without the objects that are there by now."""
+    gc.freeze()
+    gc.enable()
 
 
 def settle_garbage() -> None:

@@ -5,6 +5,7 @@ Invariant: phases follow one another without a gap, so their seconds add up to t
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import msgspec
 
 from quire.bench.statistics import percentile
 from quire.config import EngineConfig
+from quire.engine.client import core_environment
 from quire.errors import StartupError
 from quire.processes import start_python
 
@@ -63,7 +65,7 @@ def first_token(config: EngineConfig) -> Run:
         StartupError: it could not; the message is the process's own.
     """
     program = ["-m", "quire.bench.startup_process", str(time.monotonic())]
-    with start_python(program, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
+    with start_python(program, core_environment(os.environ), stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
         out, errors = process.communicate(config.encoded())
     if process.returncode:
         raise StartupError(errors.decode().strip().rpartition("\n")[2])

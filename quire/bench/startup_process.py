@@ -1,7 +1,7 @@
 """One start, timed from within: `python -m quire.bench.startup_process BEGIN < config.json`.
 
-BEGIN is the monotonic time at which the process was asked for. Writes phase -> seconds, as JSON. What is timed is what
-`LLMEngine` does by itself: a phase ends when a function returns that is looked at from outside.
+BEGIN is the monotonic time at which the process was asked for. Writes phase -> seconds, as JSON. Timed is the work of
+`LLMEngine`, with imports as in a server's core process: a phase ends when a watched function returns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 
 from quire.errors import QuireError
+from quire.processes import begin_imports, end_imports
+from quire.torch_import import defer_modules, preload_library
 
 
 class Stopwatch:
@@ -45,6 +47,9 @@ class Stopwatch:
 def time_first_token(stopwatch: Stopwatch, encoded: bytes) -> None:
     """Start an engine and make one token."""
     stopwatch.end("interpreter")
+    preload_library()
+    defer_modules()
+    begin_imports()
     from quire.config import EngineConfig
     from quire.engine import core, front_end, llm_engine
     from quire.sampling_params import SamplingParams
@@ -63,6 +68,7 @@ def time_first_token(stopwatch: Stopwatch, encoded: bytes) -> None:
 
 
 def _watch_worker(stopwatch: Stopwatch) -> None:
+    end_imports()
     from quire.worker import worker
 
     stopwatch.watch(worker, "load_model", "weights")

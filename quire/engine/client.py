@@ -138,7 +138,8 @@ class ProcessClient(RemoteClient):
 
     def _start_core(self, config: EngineConfig) -> subprocess.Popen[bytes]:
         (self._directory / CONFIG).write_bytes(config.encoded())
-        program = ["-m", "quire.engine.core_process", str(self._directory), str(os.getpid())]
+        executor = config.parallel.distributed_executor_backend
+        program = ["-m", "quire.engine.core_process", str(self._directory), str(os.getpid()), executor]
         return start_python(program, core_environment(os.environ), stdin=subprocess.DEVNULL)
 
     def _is_gone(self) -> bool:

@@ -46,10 +46,11 @@ from quire.engine.vocabulary import load_vocabulary
 from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
-from quire.plugins import load_general_plugins
+from quire.plugins import GENERAL, load_general_plugins, plugin_names
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import resolve_scheduler
+from quire.torch_import import import_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class EngineCore:
         started = clock()
         self._clock = clock
         self._failure: BaseException | None = None
+        if not _computes_by_itself(config):
+            import_deferred()
         load_general_plugins()
         scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
@@ -272,6 +275,12 @@ class EngineCore:
             self._cache_notes.note(events)
         if events and self._publisher is not None:
             self._publisher.publish(events, time.time())
+
+
+def _computes_by_itself(config: EngineConfig) -> bool:
+    """Whether only quire's own code computes, and on a CPU: it neither traces nor needs meta kernels in Python."""
+    is_own = config.model_class.startswith("quire.models.") and not plugin_names(GENERAL)
+    return is_own and config.device.device == "cpu"
 
 
 @contextmanager
