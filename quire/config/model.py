@@ -101,5 +101,12 @@ class LoadConfig(Config):
         None, "Where Hugging Face downloads are kept; default: the hub's cache."
     )
     packed_weights_cache: str | None = option(
-        None, "Directory in which weights are kept as the kernels want them; the next start maps them."
+        None,
+        "Directory in which packed weights are kept for later starts to map; default: ~/.cache/quire/packed.",
+    )
+    packed_weights_cache_gib: float = option(
+        20.0, "Most GiB of packed weights that are kept; the least recently used ones are deleted.", gt=0
+    )
+    enable_packed_weights_cache: bool = option(
+        True, "Keep packed weights on disk (CPU only), so that later starts map them."
     )

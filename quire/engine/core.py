@@ -46,6 +46,7 @@ from quire.engine.vocabulary import load_vocabulary
 from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
+from quire.models.registry import is_own_class
 from quire.plugins import GENERAL, load_general_plugins, plugin_names
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
@@ -279,7 +280,7 @@ class EngineCore:
 
 def _computes_by_itself(config: EngineConfig) -> bool:
     """Whether only quire's own code computes, and on a CPU: it neither traces nor needs meta kernels in Python."""
-    is_own = config.model_class.startswith("quire.models.") and not plugin_names(GENERAL)
+    is_own = is_own_class(config.model_class) and not plugin_names(GENERAL)
     return is_own and config.device.device == "cpu"
 
 

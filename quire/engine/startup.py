@@ -19,6 +19,7 @@ from quire.engine.draft_heads import with_draft_heads
 from quire.engine.draft_model import check_draft_model, check_guessing, draft_model_config
 from quire.engine.expert_checks import check_experts
 from quire.engine.file_states import states_of, tokenizer_dir
+from quire.engine.packed_weights import default_packed_weights_cache
 from quire.engine.rank_checks import check_hosts, check_ranks
 from quire.engine.replicas import check_replicas
 from quire.engine.tokenizer import Tokenizer
@@ -102,6 +103,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         *_choose_loop(config),
         _choose_executor(config),
         _choose_impl(config),
+        _choose_packed_weights_cache(config),
         _choose_name(config),
     ]
     for choice in filter(None, choices):
@@ -333,6 +335,11 @@ def _choose_executor(config: EngineConfig) -> Choice | None:
     return Choice("distributed_executor_backend", "mp" if several else "uni", reason)
 
 
+def _choose_packed_weights_cache(config: EngineConfig) -> Choice | None:
+    found = default_packed_weights_cache(config)
+    return None if found is None else Choice("packed_weights_cache", *found)
+
+
 def _choose_loop(config: EngineConfig) -> list[Choice]:
     overlapped, asked = config.scheduler.async_scheduling, config.scheduler.max_steps_in_flight
     num_stages, choices = config.parallel.pipeline_parallel_size, []
@@ -465,6 +472,10 @@ def _why_all_experts(config: EngineConfig) -> str | None:
     return "one rank has all experts" if has_all else None
 
 
+def _why_not_kept(config: EngineConfig) -> str | None:
+    return None if config.load.enable_packed_weights_cache else "--no-enable-packed-weights-cache"
+
+
 def _unless_policy(name: str) -> Callable[[EngineConfig], str | None]:
     def why(config: EngineConfig) -> str | None:
         policy = config.scheduler.scheduling_policy
@@ -502,6 +513,7 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[EngineConfig], str | Non
     (("routing_policy",), _why_one_replica),
     (("cpu_numa",), _why_one_process),
     (("enable_expert_parallel",), _why_all_experts),
+    (("packed_weights_cache", "packed_weights_cache_gib"), _why_not_kept),
     (("data_parallel_address", "data_parallel_rpc_port"), _why_no_address),
 )
 """Fields, and why they would do nothing; None: they do what they say."""

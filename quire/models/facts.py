@@ -23,6 +23,8 @@ OF_EACH_HOST = frozenset(
             "served_model_name",
             "download_dir",
             "packed_weights_cache",
+            "packed_weights_cache_gib",
+            "enable_packed_weights_cache",
             "generation_config",
         ),
         *("node_rank", "cpu_threads", "cpu_numa", "log_level", "log_format", "record_trace"),

@@ -21,10 +21,11 @@ from quire.layers.base import Layer, device_type, model_dtype
 from quire.layers.shard import WHOLE, Shard
 from quire.layers.sliced_linear import slice_sums
 from quire.models.base import CausalLM
+from quire.models.bounded_directory import GIB, BoundedDirectory
 from quire.models.cache_scales import take_cache_scales
 from quire.models.construction import construct
 from quire.models.methods import quant_methods, say_methods
-from quire.models.packed_cache import PackedCache, packed_key
+from quire.models.packed_cache import SUFFIX, PackedCache, packed_key
 from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
 from quire.models.sharing import SHARED, SLICED, check_ranks, check_shared, take_shares
@@ -126,9 +127,8 @@ def _fill(model: CausalLM, weights: Weights) -> None:
 
 
 def _cache(model: CausalLM) -> PackedCache | None:
-    config = model.config
-    directory = config.load.packed_weights_cache
-    if directory is None:
+    config, load = model.config, model.config.load
+    if load.packed_weights_cache is None or not load.enable_packed_weights_cache:
         return None
     if device_type(config) != "cpu":
         raise ConfigError(
@@ -136,7 +136,8 @@ def _cache(model: CausalLM) -> PackedCache | None:
         )
     packs = ops.pack_weight.supporting("cpu", model_dtype(config))
     key = packed_key(model, packed_layout() if packs else "plain")
-    return PackedCache(Path(directory).expanduser(), Path(config.model_dir).name, key)
+    path, limit = Path(load.packed_weights_cache).expanduser(), int(load.packed_weights_cache_gib * GIB)
+    return PackedCache(BoundedDirectory(path, SUFFIX, limit), Path(config.model_dir).name, key)
 
 
 def _places(model: CausalLM) -> Iterator[tuple[str, Layer]]:

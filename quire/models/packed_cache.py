@@ -8,16 +8,13 @@ appears by renaming, so no reader sees half of it, and several writers at once d
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
-import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -26,22 +23,23 @@ from torch import Tensor
 from quire.errors import ModelLoadError
 from quire.layers.base import Layer
 from quire.models.base import CausalLM
+from quire.models.bounded_directory import BoundedDirectory
+from quire.models.fingerprint import files_fingerprint
 from quire.models.safetensors_file import DTYPES, SafetensorsFile
 from quire.models.weight_files import all_weight_files
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the same key would stand for other contents."""
+SUFFIX = "safetensors"
 PAGE = 4096
 WORDS = PAGE // 4
 PAGES_AT_ONCE = 256
 
 _FILLER = "_filler."
 _SEAL = "_seal"
-_DRAFT_BYTES = 4
-"""Of a random number in the name of a file that is not finished."""
 _SEAL_BYTES = hashlib.sha256().digest_size
 _ORDINALS = np.arange(WORDS)
 _WEIGHTS = (2.0 * (_ORDINALS * (_ORDINALS + 1) // 2 % 2048) + 1).astype(np.float64)
@@ -54,9 +52,10 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 def packed_key(model: CausalLM, layout: str) -> str:
     """Hash of what decides the finished weights of a model that has none yet.
 
-    `layout` names the form into which the kernels of this machine pack. A checkpoint's files count by path, size and
-    time of their last change, of which the status change cannot be set back; the model by its config, and by the shape
-    of its layers, which another version may merge otherwise, and the rank whose share they hold.
+    `layout` names the form into which the kernels of this machine pack. A checkpoint's files count by path, size, inode
+    and the times of their last changes, of which the status change cannot be set back, and by a digest of their first
+    and last bytes: one of all bytes would take as long as packing them. The model counts by its config, and by the
+    shape of its layers, which another version may merge otherwise, and the rank whose share they hold.
 
     Raises:
         ModelLoadError: there are no files.
@@ -74,6 +73,7 @@ def packed_key(model: CausalLM, layout: str) -> str:
         "quantization": dataclasses.asdict(config.quantization),
         "seed": config.model.seed if not files else None,
         "files": [(str(path), *_state(path)) for path in files],
+        "edges": files_fingerprint(files).hex(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -90,10 +90,10 @@ def _state(path: Path) -> tuple[int, ...]:
 class PackedCache:
     """The file of one model in a directory; a directory that cannot be used costs a warning and nothing else."""
 
-    def __init__(self, directory: Path, name: str, key: str) -> None:
+    def __init__(self, directory: BoundedDirectory, name: str, key: str) -> None:
         self._directory = directory
         self._key = key
-        self.path = directory / f"{name}.{key[:32]}.safetensors"
+        self.path = directory.place(name, key)
 
     def read(self) -> dict[str, Tensor] | None:
         """The tensors, in the file's own memory; None if there is no file or it is not what was written."""
@@ -105,6 +105,7 @@ class PackedCache:
             if not isinstance(error.__cause__, FileNotFoundError):
                 logger.warning("packed weights are made again: %s", error)
             return None
+        self._directory.touch(self.path)
         infos = [info for info in file.tensors.values() if not info.name.startswith("_")]
         logger.info("packed weights mapped from %s in %.2f s", self.path, time.monotonic() - started)
         return {info.name: file.tensor(info) for info in infos}
@@ -112,36 +113,23 @@ class PackedCache:
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep the tensors for the next start."""
         started = time.monotonic()
-        draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(_DRAFT_BYTES)}")
+        header = _header(tensors)
+        num_bytes = sum(part.nbytes + -part.nbytes % PAGE for part in (header, *tensors.values()))
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._clear_abandoned()
-            try:
-                self._write(draft, tensors)
-                draft.rename(self.path)
-            finally:
-                draft.unlink(missing_ok=True)
+            with self._directory.new_file(self.path, num_bytes + _SEAL_BYTES) as file:
+                self._write(file, header, tensors)
         except OSError as error:
-            logger.warning("packed weights are not kept in %s: %s", self._directory, error.strerror)
+            logger.warning("packed weights are not kept in %s: %s", self._directory.path, error.strerror)
             return
         logger.info("packed weights written to %s in %.2f s", self.path, time.monotonic() - started)
 
-    def _clear_abandoned(self) -> None:
-        """Delete the drafts of writers that were killed: nobody has a lock on them."""
-        for draft in self._directory.glob(f".*.safetensors.{'?' * 2 * _DRAFT_BYTES}"):
-            with suppress(OSError), draft.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                draft.unlink()
-
-    def _write(self, draft: Path, tensors: Mapping[str, Tensor]) -> None:
+    def _write(self, file: BinaryIO, header: Tensor, tensors: Mapping[str, Tensor]) -> None:
         seal = self._new_seal()
-        with draft.open("xb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            for part in (_header(tensors), *tensors.values()):
-                for pages in _whole_pages(part):
-                    file.write(pages.numpy().data)
-                    seal.update(_sums(pages))
-            file.write(seal.digest())
+        for part in (header, *tensors.values()):
+            for pages in _whole_pages(part):
+                file.write(pages.numpy().data)
+                seal.update(_sums(pages))
+        file.write(seal.digest())
 
     def _check(self, file: SafetensorsFile) -> None:
         """Raises ModelLoadError if the seal is missing or broken."""

@@ -54,6 +54,11 @@ _TRANSFORMERS = ModelEntry(
 """Of every architecture that has no row."""
 
 
+def is_own_class(place: str) -> bool:
+    """Whether a class, as `place_of` gives it, computes with quire's own code alone, and not with another package's."""
+    return place.startswith("quire.models.") and place != _TRANSFORMERS.model
+
+
 def _built_in(row: BuiltIn) -> ModelEntry:
     return ModelEntry(
         f"quire.models.{row.model}", f"quire.models.families.{row.reader}", row.pools, row.both_ways

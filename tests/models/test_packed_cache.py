@@ -7,6 +7,8 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,9 +27,10 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.config.arch import CheckpointNames
-from quire.models import packed_cache
+from quire.models import bounded_directory, packed_cache
+from quire.models.bounded_directory import GIB, BoundedDirectory
 from quire.models.decoder import DecoderForCausalLM
-from quire.models.packed_cache import PAGE, PackedCache, packed_key
+from quire.models.packed_cache import PAGE, SUFFIX, PackedCache, packed_key
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weight_files import SINGLE_NAME
 from quire.models.weights import CheckpointWeights
@@ -48,9 +51,13 @@ QUANTIZATIONS: list[dict[str, Any]] = [
 ]
 
 
+def cache_in(directory: Path, key: str = KEY, limit: int = GIB) -> PackedCache:
+    return PackedCache(BoundedDirectory(directory, SUFFIX, limit), "tiny", key)
+
+
 @pytest.fixture
 def cache(tmp_path: Path) -> PackedCache:
-    return PackedCache(tmp_path / "made" / "on demand", "tiny", KEY)
+    return cache_in(tmp_path / "made" / "on demand")
 
 
 def same(read: dict[str, Tensor] | None, written: dict[str, Tensor] = TENSORS) -> bool:
@@ -83,7 +90,7 @@ def test_every_tensor_begins_a_page_of_a_safetensors_file(cache: PackedCache) ->
 
 @given(position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_seen(position: float, bit: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    cache = PackedCache(tmp_path_factory.mktemp("flipped"), "tiny", KEY)
+    cache = cache_in(tmp_path_factory.mktemp("flipped"))
     cache.write(TENSORS)
     content = bytearray(cache.path.read_bytes())
     content[int(position * len(content))] ^= 1 << bit
@@ -96,7 +103,7 @@ WORD_PAIRS = st.tuples(st.integers(0, 2 * PAGE // 8 - 1), st.integers(0, 2 * PAG
 
 def damaged(directory: Path, damage: Callable[[bytearray], None]) -> bool:
     """Whether the pages of b/packed.data differ from what was written, and are taken all the same."""
-    cache = PackedCache(directory, "tiny", KEY)
+    cache = cache_in(directory)
     cache.write(TENSORS)
     start = SafetensorsFile(cache.path).tensors["b/packed.data"].start
     content = bytearray(cache.path.read_bytes())
@@ -179,7 +186,7 @@ def test_swapped_pages_are_seen(cache: PackedCache) -> None:
 
 def test_a_file_of_another_key_is_not_taken(cache: PackedCache) -> None:
     cache.write(TENSORS)
-    other = PackedCache(cache.path.parent, "tiny", KEY[::-1])
+    other = cache_in(cache.path.parent, KEY[::-1])
     cache.path.rename(other.path)
     assert other.read() is None
 
@@ -195,7 +202,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    cache = PackedCache(tmp_path / "file", "tiny", KEY)
+    cache = cache_in(tmp_path / "file")
     cache.write(TENSORS)
     assert "packed weights are not kept" in caplog.text
     assert cache.read() is None
@@ -213,7 +220,7 @@ def test_a_directory_that_is_only_readable_is_read(
         return open_file(path, mode, *args)
 
     monkeypatch.setattr(Path, "open", read_only)
-    other = PackedCache(cache.path.parent, "tiny", KEY[::-1])
+    other = cache_in(cache.path.parent, KEY[::-1])
     other.write(TENSORS)
     assert "packed weights are not kept" in caplog.text
     assert "Read-only file system" in caplog.text
@@ -261,12 +268,11 @@ def test_racing_writers_and_readers_see_whole_files(cache: PackedCache) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from quire.models.packed_cache import PackedCache
-from tests.models.test_packed_cache import KEY, TENSORS
+from tests.models.test_packed_cache import TENSORS, cache_in
 print("ready", flush=True)
 sys.stdin.read()
 for _ in range(10):
-    PackedCache(Path(sys.argv[1]), "tiny", KEY).write(TENSORS)
+    cache_in(Path(sys.argv[1])).write(TENSORS)
 """
 
 
@@ -287,6 +293,64 @@ def test_racing_processes_leave_one_whole_file(cache: PackedCache) -> None:
         assert [writer.returncode for writer in writers] == [0, 0]
     assert same(cache.read())
     assert only_file(cache.path.parent) == cache.path
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from quire.models import packed_cache
+from tests.models.test_packed_cache import TENSORS, cache_in
+sums, left = packed_cache._sums, int(sys.argv[2])
+def sums_or_death(pages):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sums(pages)
+packed_cache._sums = sums_or_death
+cache_in(Path(sys.argv[1])).write(TENSORS)
+"""
+
+
+@pytest.mark.parametrize("num_parts", [0, 3])
+def test_a_writer_that_is_killed_leaves_nothing_to_read(num_parts: int, cache: PackedCache) -> None:
+    command = [sys.executable, "-c", KILLED, str(cache.path.parent), str(num_parts)]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGKILL
+    assert len(list(cache.path.parent.iterdir())) == 1
+    assert cache.read() is None
+    cache.write(TENSORS)
+    assert same(cache.read())
+    assert only_file(cache.path.parent) == cache.path
+
+
+def test_file_is_the_users_alone(cache: PackedCache) -> None:
+    old = os.umask(0)
+    try:
+        cache.write(TENSORS)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(cache.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(cache.path.parent.stat().st_mode) == 0o700
+
+
+def test_limit_smaller_than_a_file_keeps_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache_in(tmp_path).write(TENSORS)
+    size = only_file(tmp_path).stat().st_size
+    cache_in(tmp_path, KEY[::-1], size - 1).write(TENSORS)
+    assert "over the limit" in caplog.text
+    assert len(list(tmp_path.iterdir())) == 1
+    cache_in(tmp_path, KEY[::-1], size).write(TENSORS)
+    assert only_file(tmp_path).name.startswith(f"tiny.{KEY[::-1][:32]}")
+
+
+def test_a_disk_that_would_be_full_is_spared(
+    cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=50_000)
+    monkeypatch.setattr(bounded_directory.shutil, "disk_usage", lambda path: usage)
+    cache.write(TENSORS)
+    assert "more than half of the free disk space" in caplog.text
+    assert list(cache.path.parent.iterdir()) == []
 
 
 def key_of(config: EngineConfig, layout: str = "panels-1") -> str:

@@ -1,0 +1,53 @@
+"""Where a start keeps the model's packed weights for the next one, if nobody says. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.errors import ModelLoadError
+from quire.kernels import cpu
+from quire.models.bounded_directory import GIB
+from quire.models.registry import is_own_class
+from quire.models.weight_files import weight_files
+
+MIN_BYTES = 64 * 2**20
+"""Of weights: packing fewer takes some 0.1 s, which is no reason to write a file that nobody asked for."""
+
+
+def default_packed_weights_cache(config: EngineConfig) -> tuple[str, str] | None:
+    """Return the directory for a config whose model and device are settled, with the reason; None: nothing is kept.
+
+    It is for models that quire's own code packs: what another package's makes of the same files may change with it.
+    """
+    load, cache = config.load, user_cache()
+    if load.packed_weights_cache is not None or not load.enable_packed_weights_cache or cache is None:
+        return None
+    if config.device.device != "cpu" or not cpu.available() or not is_own_class(config.model_class):
+        return None
+    num_bytes = _weight_bytes(config)
+    if not MIN_BYTES <= num_bytes <= load.packed_weights_cache_gib * GIB:
+        return None
+    reason = f"later starts map {num_bytes / GIB:.1f} GiB of weights instead of packing them"
+    return str(cache / "quire" / "packed"), reason
+
+
+def user_cache() -> Path | None:
+    """Return the user's directory for what programs can make again, as the XDG specification has it; None: no home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return None
+
+
+def _weight_bytes(config: EngineConfig) -> int:
+    if config.load.load_format == "dummy":
+        return 0
+    try:
+        return sum(path.stat().st_size for path in weight_files(Path(config.model_dir)))
+    except (ModelLoadError, OSError):  # the loader says it better
+        return 0

@@ -1,0 +1,101 @@
+"""Directory of files that can be made again, bounded in bytes: the least recently used ones make room for new ones.
+
+Invariant: a file appears whole, by renaming, and is this user's alone; several writers at once do no harm. A file that
+is deleted while a process has it mapped stays that process's.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from errno import ENOSPC
+from pathlib import Path
+from typing import BinaryIO
+
+_DRAFT_BYTES = 4
+"""Of a random number in the name of a file that is not finished."""
+_KEY_DIGITS = 32
+GIB = 2**30
+
+
+class BoundedDirectory:
+    """Files of one suffix, named "NAME.KEY.SUFFIX", in `path`; other files there are left alone.
+
+    Args:
+        limit: bytes of all files together.
+    """
+
+    def __init__(self, path: Path, suffix: str, limit: int) -> None:
+        self.path = path
+        self._suffix = suffix
+        self._limit = limit
+
+    def place(self, name: str, key: str) -> Path:
+        """Where the file of a key of hexadecimal digits is, if there is one."""
+        return self.path / f"{name}.{key[:_KEY_DIGITS]}.{self._suffix}"
+
+    @contextmanager
+    def new_file(self, place: Path, num_bytes: int) -> Iterator[BinaryIO]:
+        """A file of `num_bytes` to be written, which is at `place` when the block has ended without an error.
+
+        Raises:
+            OSError: it cannot be written, or there is no room for it; nothing is left of it.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._clear_abandoned()
+        self._make_room(place, num_bytes)
+        draft = self.path / f".{place.name}.{secrets.token_hex(_DRAFT_BYTES)}"
+        try:
+            with draft.open("xb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                fcntl.flock(file, fcntl.LOCK_EX)
+                yield file
+                file.flush()
+                draft.rename(place)  # while it is locked, so that nobody takes it for abandoned
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def touch(self, place: Path) -> None:
+        """Note that a file was used now; a directory that cannot be written has no order."""
+        with suppress(OSError):
+            os.utime(place)
+
+    def _clear_abandoned(self) -> None:
+        """Delete the drafts of writers that were killed: nobody has a lock on them."""
+        for draft in self.path.glob(f".*.{self._suffix}.{'?' * 2 * _DRAFT_BYTES}"):
+            with suppress(OSError), draft.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                draft.unlink()
+
+    def _make_room(self, place: Path, num_bytes: int) -> None:
+        """Delete files until one of `num_bytes` keeps the limit.
+
+        Raises:
+            OSError: it never would, or would leave less of the disk free than it takes.
+        """
+        if num_bytes > self._limit:
+            raise OSError(
+                ENOSPC, f"{num_bytes / GIB:.1f} GiB are over the limit of {self._limit / GIB:.1f} GiB"
+            )
+        files = sorted(self._files(but=place))
+        used = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if used + num_bytes <= self._limit:
+                break
+            path.unlink(missing_ok=True)
+            used -= size
+        free = shutil.disk_usage(self.path).free
+        if free < 2 * num_bytes:
+            raise OSError(
+                ENOSPC, f"{num_bytes / GIB:.1f} GiB would take more than half of the free disk space"
+            )
+
+    def _files(self, but: Path) -> Iterator[tuple[int, int, Path]]:
+        """Time of the last use, bytes and path of each file."""
+        for path in self.path.glob(f"*.{'[0-9a-f]' * _KEY_DIGITS}.{self._suffix}"):
+            if path != but:
+                with suppress(OSError):
+                    status = path.stat()
+                    yield status.st_mtime_ns, status.st_size, path
