@@ -47,6 +47,7 @@ from quire.lora_request import LoRARequest
 from quire.metrics.stats import STAT_LOGGERS
 from quire.metrics.told import StatLoggers
 from quire.metrics.tracing import make_tracers
+from quire.models.gguf.model import forget_files
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Explanation
@@ -97,6 +98,7 @@ class FrontEnd:
         self.clock = clock
         self._stalls = stalls
         self.tokenizer = load_tokenizer(config)
+        forget_files()
         check_files(config)
         self.input_processor = InputProcessor(
             config,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.config.arch import CheckpointNames
-from quire.models import bounded_directory, packed_cache
+from quire.models import packed_cache
 from quire.models.bounded_directory import GIB, BoundedDirectory
 from quire.models.decoder import DecoderForCausalLM
 from quire.models.packed_cache import PAGE, SUFFIX, PackedCache, packed_key
@@ -347,7 +347,7 @@ def test_a_disk_that_would_be_full_is_spared(
     cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     usage = shutil.disk_usage("/")._replace(free=50_000)
-    monkeypatch.setattr(bounded_directory.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     cache.write(TENSORS)
     assert "more than half of the free disk space" in caplog.text
     assert list(cache.path.parent.iterdir()) == []
@@ -378,7 +378,7 @@ def test_the_key_follows_everything_that_decides_the_weights(
         patch.setattr(packed_cache, "__version__", "0.0.0")
         keys.append(key_of(config))
     other_names = CheckpointNames(
-        merged=config.arch.names.merged | {"qkv_proj": ("v_proj", "k_proj", "q_proj")}
+        merged={**config.arch.names.merged, "qkv_proj": ("v_proj", "k_proj", "q_proj")}
     )
     keys.append(
         key_of(dataclasses.replace(config, model_arch=dataclasses.replace(config.arch, names=other_names)))

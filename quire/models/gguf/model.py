@@ -5,19 +5,21 @@ Invariant: torch-free. All parts of a split are there, in order, and no tensor i
 
 from __future__ import annotations
 
+import functools
 import re
 from array import array
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelLoadError
-from quire.models.checkpoint_files import has_file
+from quire.models.checkpoint_files import has_file, unreadable
 from quire.models.gguf.file import GgufFile, TensorEntry
 from quire.models.json_object import JsonObject
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_PARTS = 10_000
+MOST_OPEN = 8  # files that are remembered while an engine starts
 
 
 def is_gguf(path: Path) -> bool:
@@ -72,6 +74,29 @@ def part_paths(path: Path) -> list[Path]:
     return paths
 
 
+def opened_file(path: Path) -> GgufFile:
+    """The file at a path, read once while it does not change: a start asks three times, and a vocabulary takes 0.1 s.
+
+    Raises:
+        ModelLoadError: as `GgufFile`.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return _opened_file(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=MOST_OPEN)
+def _opened_file(path: Path, *state: int) -> GgufFile:
+    return GgufFile(path)
+
+
+def forget_files() -> None:
+    """Let go of the files that were read; their vocabularies take tens of megabytes."""
+    _opened_file.cache_clear()
+
+
 _POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last"}
 """Values of `pooling_type` -> how hidden states become an embedding."""
 
@@ -86,7 +111,7 @@ class GgufModel:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files = [GgufFile(part) for part in part_paths(path)]
+        self.files = [opened_file(part) for part in part_paths(path)]
         self.metadata: dict[str, Any] = self.files[0].metadata
         self.tensors: dict[str, tuple[GgufFile, TensorEntry]] = {}
         for file in self.files:

@@ -19,7 +19,7 @@ from quire.layers.quantized.ggml import dequantized
 from quire.layers.slot import Box
 from quire.models.gguf.config import architecture_of
 from quire.models.gguf.file import GgufFile, TensorEntry
-from quire.models.gguf.model import GgufModel
+from quire.models.gguf.model import GgufModel, forget_files
 from quire.models.gguf.tensor_names import Listed, Place, Places, place_of
 from quire.models.tensor_file import TensorFile, TensorInfo
 
@@ -119,6 +119,7 @@ def gguf_tensor_files(path: Path) -> list[TensorFile]:
         UnsupportedModelError: quire does not know the architecture.
     """
     model = GgufModel(path)
+    forget_files()  # they stay mapped no longer than the tensors are read
     row = architecture_of(model)
     listed = [ListedParameters(model, row.listed)] if row.listed else []
     return [*(GgufTensorFile(file, row.places) for file in model.files), *listed]

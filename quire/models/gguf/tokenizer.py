@@ -212,9 +212,7 @@ def _characters(about: JsonObject) -> Any:
 
 def _byte_pairs(tables: _Tables) -> Made:
     cut = _pre_tokenizer(tables.about)
-    backend = Tokenizer(
-        models.BPE(vocab=tables.vocab, merges=list(_listed_merges(tables)), ignore_merges=cut.ignores_merges)
-    )
+    backend = Tokenizer(_merging(tables, ignore_merges=cut.ignores_merges))
     if cut.composes:
         backend.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in cut.expressions]
@@ -228,9 +226,8 @@ def _byte_pairs(tables: _Tables) -> Made:
 def _merged_pieces(tables: _Tables) -> Made:
     """Gemma 4's: merges do not cross newlines."""
     backend = Tokenizer(
-        models.BPE(
-            vocab=tables.vocab,
-            merges=list(_listed_merges(tables)),
+        _merging(
+            tables,
             unk_token=tables.named("unknown") or next(tables.of_type(UNKNOWN), None),
             fuse_unk=True,
             byte_fallback=True,
@@ -295,14 +292,21 @@ def _pre_tokenizer(about: JsonObject) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _listed_merges(tables: _Tables) -> Iterator[tuple[str, str]]:
-    for merge in tables.about.texts("merges"):
-        left, _, right = merge.partition(" ")
-        if not {left, right, left + right} <= tables.vocab.keys():
-            raise ModelLoadError(
-                f"{tables.about.where}: merge {merge!r} is not of tokens, or does not make one"
-            )
-        yield left, right
+def _merging(tables: _Tables, **options: Any) -> models.BPE:
+    """The model of byte pairs; it looks up each merge, so that only if it fails are they looked at one by one."""
+    merges = tables.about.texts("merges")
+    try:
+        return models.BPE(
+            vocab=tables.vocab, merges=[merge.partition(" ")[::2] for merge in merges], **options
+        )
+    except Exception:
+        for merge in merges:
+            left, _, right = merge.partition(" ")
+            if not {left, right, left + right} <= tables.vocab.keys():
+                raise ModelLoadError(
+                    f"{tables.about.where}: merge {merge!r} is not of tokens, or does not make one"
+                ) from None
+        raise
 
 
 _KINDS: dict[str, Callable[[_Tables], Made]] = {

@@ -21,7 +21,7 @@ from quire.layers.gated_delta_net import GatedDeltaNet
 from quire.layers.shard import Shard
 from quire.models.checkpoint import read_model_config, resolve_model_dir
 from quire.models.gguf.architectures import ARCHITECTURES
-from quire.models.gguf.model import GgufModel
+from quire.models.gguf.model import GgufModel, forget_files, opened_file
 from quire.models.json_object import JsonObject
 from tests.fixtures.gguf_models import finish, write_demo, write_gguf
 from tests.fixtures.tiny_models import oracle_of
@@ -321,3 +321,17 @@ def test_the_docs_name_all_that_is_read() -> None:
     section = page.partition("\n## GGUF\n")[2]
     assert all(f"`{name}`" in section for name in ARCHITECTURES)
     assert all(f" {kind.name}" in section for kind in READ.values())
+
+
+def test_opened_file_is_read_once_until_it_changes(tmp_path: Path) -> None:
+    path = bare(tmp_path / "model.gguf")
+    first = opened_file(path)
+    assert opened_file(path) is first
+    bare(path, block_count=2)
+    changed = opened_file(path)
+    assert changed.metadata["llama.block_count"] == 2
+    forget_files()
+    assert opened_file(path) is not changed
+    path.unlink()
+    with pytest.raises(ModelLoadError, match=r"model\.gguf"):
+        opened_file(path)
