@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -98,12 +99,13 @@ class PackedCache:
     def read(self) -> dict[str, Tensor] | None:
         """The tensors, in the file's own memory; None if there is no file or it is not what was written."""
         started = time.monotonic()
+        if not os.path.exists(self.path):
+            return None
         try:
             file = SafetensorsFile(self.path)
             self._check(file)
         except ModelLoadError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                logger.warning("packed weights are made again: %s", error)
+            logger.warning("packed weights are made again: %s", error)
             return None
         self._directory.touch(self.path)
         infos = [info for info in file.tensors.values() if not info.name.startswith("_")]

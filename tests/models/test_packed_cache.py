@@ -73,8 +73,9 @@ def only_file(directory: Path) -> Path:
     return path
 
 
-def test_what_was_written_is_read(cache: PackedCache) -> None:
+def test_what_was_written_is_read(cache: PackedCache, caplog: pytest.LogCaptureFixture) -> None:
     assert cache.read() is None
+    assert caplog.text == ""
     cache.write(TENSORS)
     assert same(cache.read())
     assert only_file(cache.path.parent) == cache.path

@@ -114,7 +114,7 @@ def test_no_assert_is_about_what_a_request_says() -> None:
 
 @pytest.mark.item(60)
 def test_internal_sockets_have_no_tcp_form() -> None:
-    for name in ("client", "core_process", "messages", "parent"):
+    for name in ("client", "core_process", "core_service", "messages", "parent"):
         assert "tcp" not in (ROOT / f"quire/engine/{name}.py").read_text(encoding="utf-8").lower()
 
 
