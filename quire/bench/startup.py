@@ -15,7 +15,6 @@ import msgspec
 
 from quire.bench.statistics import percentile
 from quire.config import EngineConfig
-from quire.engine.client import core_environment
 from quire.errors import StartupError
 from quire.processes import start_python
 
@@ -64,6 +63,8 @@ def first_token(config: EngineConfig) -> Run:
     Raises:
         StartupError: it could not; the message is the process's own.
     """
+    from quire.engine.client import core_environment  # takes long, and `quire --help` imports this module
+
     program = ["-m", "quire.bench.startup_process", str(time.monotonic())]
     with start_python(program, core_environment(os.environ), stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
         out, errors = process.communicate(config.encoded())
