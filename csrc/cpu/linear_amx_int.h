@@ -88,7 +88,7 @@ struct TiledIntKernel : IntKernel<Panels, true> {
     }
 
     KeptSums<1, kBlock> sums_of(int64_t panel, int64_t chunk, int64_t chunks) const {
-        const Ones<Dot> ones(this->panels.zero());
+        const typename Base::RowOfOnes ones(this->panels.zero());
         return this->template part_sums<1, kBlock>(panel, chunk, chunks, ones, this->packed_weights(panel, chunk));
     }
 

@@ -126,14 +126,19 @@ struct Ones {
     }
 };
 
+// Where nothing is multiplied by what weights come to.
+struct NoOnes {
+    explicit NoOnes(int32_t) {}
+};
+
 // acc = starts + x . w over a part of k, whose weights begin at `first`, for P panels `panel_stride` elements apart, and along
 // with it, where that is asked for, what the weights come to. Where registers hold the weights of all panels, each activation is
 // read once. The packed weights at `next` are fetched meanwhile.
-template <int R, int P, Fetch fetch, CodeSums code_sums, class Dot, class W>
+template <int R, int P, Fetch fetch, CodeSums code_sums, class Dot, class W, class RowOfOnes>
 inline __attribute__((always_inline)) void multiply_part(typename Dot::Sum (&acc)[R][P], typename Dot::Sum (&all)[P],
                                                          const int32_t* starts, const int32_t* words, const W* w,
                                                          int64_t panel_stride, int64_t first, const typename Dot::Book& book,
-                                                         const Ones<Dot>& ones, const uint8_t* next) {
+                                                         const RowOfOnes& ones, const uint8_t* next) {
     for (int p = 0; p < P; ++p) {
         for (int r = 0; r < R; ++r) acc[r][p] = Dot::start(starts[r]);
         if constexpr (code_sums == CodeSums::kAlong) all[p] = Dot::start(ones.start);
@@ -205,15 +210,13 @@ private:
 };
 
 // Where they are not found before.
-struct NoPartSums {
-    Lanes16 at(int64_t, int64_t) const { return splat16(0.0f); }
-};
+struct NoPartSums {};
 
 // sums[R][stride] += scales * ((x + points) . (w - zero)), chunk after chunk, for P panels `panel_stride` elements apart. The
 // packed weights at `next` are fetched meanwhile.
-template <int R, int P, Fetch fetch, CodeSums code_sums, class Dot, class W, class Groups, class PartSums>
+template <int R, int P, Fetch fetch, CodeSums code_sums, class Dot, class W, class Groups, class PartSums, class RowOfOnes>
 inline void multiply_chunks(Float32* sums, int64_t stride, PackedRows x, const W* w, int64_t panel_stride, const Groups& groups,
-                            const PartSums& part_sums, const Ones<Dot>& ones, const typename Dot::Book& book, int64_t chunks,
+                            const PartSums& part_sums, const RowOfOnes& ones, const typename Dot::Book& book, int64_t chunks,
                             const uint8_t* next) {
     constexpr int kParts = kChunk / Dot::kPart, kSteps = Dot::kPart / (kQuad * Dot::kQuads);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
@@ -370,7 +373,7 @@ struct IntKernel {
     static constexpr int64_t kChunkSteps = kChunk / (kQuad * Dot::kQuads), kChunkWords = kChunk / kQuad * kWords;
     static constexpr int kParts = kChunk / Dot::kPart;
     // Whether sums need what weights come to.
-    static constexpr bool kHasPoints = Panels::kSpan == Span::kRange, kNeedsSums = kHasPoints && (tiled || !Dot::kTakesPoints);
+    static constexpr bool kNeedsSums = Panels::kSpan == Span::kRange && (tiled || !Dot::kTakesPoints);
     // Steps whose weights are unpacked together: 16 KiB of registers, half of a first-level cache.
     static constexpr int64_t kWideSteps = 16384 / static_cast<int64_t>(sizeof(typename Dot::Weights));
     static constexpr int64_t kBlockChunks = kWideSteps / kChunkSteps;
@@ -484,12 +487,14 @@ struct IntKernel {
         return {panels, panel, chunk * kParts, chunks * kParts};
     }
 
+    using RowOfOnes = std::conditional_t<kNeedsSums, Ones<Dot>, NoOnes>;
+
     template <int P, int64_t most_chunks>
     using KeptSums = std::conditional_t<kNeedsSums, PartSums<P, most_chunks * kParts>, NoPartSums>;
 
     // What the weights of some chunks of P panels come to, of at most so many; those at `next` are fetched meanwhile.
     template <int P, int64_t most_chunks>
-    KeptSums<P, most_chunks> part_sums(int64_t panel, int64_t chunk, int64_t chunks, const Ones<Dot>& ones,
+    KeptSums<P, most_chunks> part_sums(int64_t panel, int64_t chunk, int64_t chunks, const RowOfOnes& ones,
                                        const uint8_t* next) const {
         KeptSums<P, most_chunks> sums;
         if constexpr (kNeedsSums) {
@@ -503,7 +508,7 @@ struct IntKernel {
     void multiply_tile_of_rows(Float32* sums, const Tiling& tiling, int64_t panel, int64_t count) const {
         constexpr CodeSums kSums = kNeedsSums ? CodeSums::kAlong : CodeSums::kNone;
         const int64_t ahead = streams_are_fetched_ahead() ? kBytesAhead : 0;
-        const Ones<Dot> ones(panels.zero());
+        const RowOfOnes ones(panels.zero());
         with_rows<kMostRows>(tiling.rows, [&](auto rows) {
             constexpr int R = decltype(rows)::value;
             for_panels<R, kMostRows * kWidePanels, 1>(count, [&](auto width, int64_t p) {
@@ -529,7 +534,7 @@ struct IntKernel {
         const bool unpacks = tiles.end - tiles.begin >= Dot::kUnpackTiles;
         static_assert(P == 1 || !kUnpacks, "one panel's weights are unpacked together");
         constexpr CodeSums kSums = kNeedsSums ? CodeSums::kBefore : CodeSums::kNone;
-        const Ones<Dot> ones(panels.zero());
+        const RowOfOnes ones(panels.zero());
         typename Dot::Weights unpacked[kUnpacks ? kWideSteps : 1];
         for (int64_t chunk = 0; chunk < num_chunks; chunk += kBlock) {
             const int64_t left = num_chunks - chunk, size = left < kBlock ? left : kBlock;
