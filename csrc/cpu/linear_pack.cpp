@@ -76,9 +76,17 @@ inline void quantize(const T* x, int64_t n, float scale, float low, float high, 
     });
 }
 
-// With scales of type S, each rounded before numbers are divided by it. One that S cannot hold comes out as NaN.
+// Whether float16 has a scale to 2^-8 of itself or better. What is no number shows in any type.
+inline bool fits_float16(float scale) {
+    return !(scale > 0.0f && scale < 0x1p-17f) && !(scale >= 65520.0f);
+}
+
+// With scales of type S, each rounded before numbers are divided by it. A group's scale that float16 has is the same in
+// float32: a matrix has the same numbers as its parts, of which some may have scales in float16. In float16, those that do not
+// fit are counted, and what is packed is not to be used if there are any.
 template <class S, class T>
-inline void pack_int8(uint8_t* out, S* scales, const T* rows, const Weight& to, int64_t panel) {
+inline void pack_int8(uint8_t* out, S* scales, const T* rows, const Weight& to, int64_t panel, Refusals& misfits) {
+    const bool grouped = to.packing.group != 0;
     __builtin_memset(out, kInt8Zero, static_cast<size_t>(to.panel_bytes()));
     for (int64_t i = 0; i < to.groups() * kPanel; ++i) scales[i] = S{};
     for (int64_t j = 0; j < to.count(panel); ++j) {
@@ -86,9 +94,13 @@ inline void pack_int8(uint8_t* out, S* scales, const T* rows, const Weight& to, 
             const T* x = rows + (to.row(panel) + j) * to.inputs + start;
             const Range range = range_of(x, end - start);
             const float most = range.high > -range.low ? range.high : -range.low;
+            const float exact = scale_of(most, 127.0f);
+            const bool fits = !grouped || fits_float16(exact);
+            Float16 half;
+            store(&half, splat(exact), First{1});
             S* scale = scales + group * kPanel + j;
-            store(scale, splat(scale_of(most, 127.0f)), First{1});
-            if (!__builtin_isfinite(to_float(*scale))) store(scale, splat(__builtin_nanf("")), First{1});
+            store(scale, splat(grouped && fits ? to_float(half) : exact), First{1});
+            if (!fits) misfits.add();
             quantize(x, end - start, to_float(*scale), -127.0f, 127.0f, [&](int64_t k, int64_t q) {
                 out[byte_of(start + k, j, 1)] = static_cast<uint8_t>(q + kInt8Zero);
             });
@@ -172,14 +184,15 @@ inline void pack_int4(uint8_t* out, BFloat16* scales, uint8_t* zeros, const T* r
 }
 
 template <class T>
-inline void pack_panel(const Weight& to, const T* rows, int64_t panel) {
+inline void pack_panel(const Weight& to, const T* rows, int64_t panel, Refusals& misfits) {
     uint8_t* data = const_cast<uint8_t*>(to.panel(panel));
     void *scales = const_cast<void*>(to.scales), *zeros = const_cast<void*>(to.zeros);
     const int64_t first = panel * to.groups() * kPanel;
     switch (to.packing.format) {
         case kInt8:
-            if (to.packing.group) return pack_int8(data, static_cast<Float16*>(scales) + first, rows, to, panel);
-            return pack_int8(data, static_cast<Float32*>(scales) + first, rows, to, panel);
+            if (to.packing.scales_type == kFloat16)
+                return pack_int8(data, static_cast<Float16*>(scales) + first, rows, to, panel, misfits);
+            return pack_int8(data, static_cast<Float32*>(scales) + first, rows, to, panel, misfits);
         case kInt4:
             return pack_int4(data, static_cast<BFloat16*>(scales) + first, zeros ? static_cast<uint8_t*>(zeros) + first : nullptr,
                              rows, to, panel);
@@ -187,11 +200,13 @@ inline void pack_panel(const Weight& to, const T* rows, int64_t panel) {
     }
 }
 
-// What is packed here: int8 with a float32 scale per output or float16 scales of groups, and int4 with bfloat16 scales and integer zero points.
+// What is packed here: int8 with float32 scales, or float16 scales of groups, and int4 with bfloat16 scales and integer zero
+// points.
 inline bool is_packed_here(const Packing& packing) {
     const int64_t zeros = packing.zeros_type;
     switch (packing.format) {
-        case kInt8: return packing.scales_type == (packing.group ? kFloat16 : kFloat32) && zeros == kNoStream;
+        case kInt8:
+            return (packing.scales_type == kFloat32 || (packing.group && packing.scales_type == kFloat16)) && zeros == kNoStream;
         case kInt4: return packing.scales_type == kBFloat16 && (zeros == kNoStream || zeros == kBytes);
         default: return packing.is_float();
     }
@@ -231,7 +246,7 @@ inline void read_codes(float* out, const Weight& from, int64_t panel, int64_t la
 
 }  // namespace
 
-// Returns -1 for a format whose numbers are not found here.
+// Returns how many scales do not fit into float16, where that is their type; -1 for a format whose numbers are not found here.
 int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int64_t outputs, int64_t inputs,
                     int64_t halves, int64_t group, int64_t scales_type, int64_t zeros_type, int64_t dtype, int64_t format) {
     const Weight to = {data, scales, zeros, outputs, inputs, halves, {group, scales_type, zeros_type, format}};
@@ -239,9 +254,10 @@ int64_t pack_weight(void* data, void* scales, void* zeros, const void* rows, int
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
         prefer_huge_pages(data, to.panels() * to.panel_bytes());
+        Refusals misfits;
         share(to.panels(), kElementWork * outputs * inputs,
-              [&](int64_t panel) { pack_panel(to, static_cast<const T*>(rows), panel); });
-        return int64_t{0};
+              [&](int64_t panel) { pack_panel(to, static_cast<const T*>(rows), panel, misfits); });
+        return misfits.count();
     });
 }
 

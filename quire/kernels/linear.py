@@ -142,6 +142,11 @@ class PackedWeight:
         moved: dict[str, Any] = {name: move(part) for name, part in self.tensors().items()}
         return replace(self, **moved)
 
+    def with_float32_scales(self) -> "PackedWeight":
+        """The same matrix, of scales in floats, with the type that holds those of any other."""
+        assert self.scales is not None, "a weight with scales"
+        return replace(self, scales=self.scales.float())
+
     @property
     def nbytes(self) -> int:
         """Memory of the matrix."""

@@ -279,15 +279,17 @@ class Experts(Module):
         for matrices in (gate_up, down):
             if any(matrix.scheme != matrices[0].scheme for matrix in matrices):
                 raise ConfigError(f"{self.name}: all experts must be quantised in the same way, or none")
-        if gate_up[0].layout == "rows":
-            _lay_together([member.up for member in members])
-            _lay_together([member.down_proj for member in members])
-            gate_up, down = self._matrices(members)
+        ups, downs = [member.up for member in members], [member.down_proj for member in members]
+        for layers in (ups, downs):
+            _unify_scales(layers)
+            if gate_up[0].layout == "rows":
+                _lay_together(layers)
+        gate_up, down = self._matrices(members)
         return ExpertWeights(
             gate_up,
             down,
-            _biases([member.up for member in members]),
-            _biases([member.down_proj for member in members]),
+            _biases(ups),
+            _biases(downs),
             self._activation,
             all_members.index(members[0]),
             self._count,
@@ -312,6 +314,16 @@ EXPERTS: frozenset[type[nn.Module]] = frozenset(
     {Experts, Expert, LinearInStack, _GateUpInStack, LinearInList, GateUpInList}
 )
 """Modules of which experts are made."""
+
+
+def _unify_scales(layers: Sequence[Linear]) -> None:
+    """Give all of these scales in float32 where some alone need them: kernels read one type."""
+    packed = [layer.packed for layer in layers]
+    types = {None if each is None or each.scales is None else each.scales.dtype for each in packed}
+    if types == {torch.float16, torch.float32}:
+        for layer in layers:
+            assert layer.packed is not None, "all have scales"
+            layer.packed = layer.packed.with_float32_scales()
 
 
 def _lay_together(layers: Sequence[Linear]) -> None:

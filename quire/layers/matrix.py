@@ -97,6 +97,8 @@ class MatrixLayer(Layer):
         """int64 [K]: column j of `packed` is that of input input_order[j]; None: as they come."""
         self.rounded_inputs: RoundedInputs | None = None
         """What it is multiplied by, where a checkpoint says how that is rounded; None: as it comes."""
+        self.sources: list[tuple[str, slice]] = []
+        """The checkpoint's tensors that `weight` is read of, and the rows of each in it; known with the slots."""
         self.method.create(self)
         crosses = shard.group.size > 1 and self.cut != "whole"
         self.group: Group | None = shard.group if crosses else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import ops, reference
 from quire.kernels.linear import CHUNK, FLOAT, PackedWeight, WeightScheme
 from quire.layers.base import parameter
@@ -66,6 +66,7 @@ class QuantMethod:
         assert layer.weight is not None, "slots are filled before the layer is finished"
         weight, columns, every_column = layer.weight, self.read(layer), slice(0, layer.inputs)
         pieces = layer.pieces(names)
+        layer.sources = [(f"{piece.name}.weight", piece.place) for piece in pieces]
         adopt = layer.adopt if len(pieces) == 1 and self._reads_file(layer) else None
         for piece in pieces:
             part = Part((piece.num_rows, layer.inputs), (piece.region, every_column), (piece.rows, columns))
@@ -81,11 +82,16 @@ class QuantMethod:
         return ("weight",) if takes else ()
 
     def finish(self, layer: MatrixLayer) -> None:
-        """Bring the weight, all of which is there, into the one form in which it is kept."""
+        """Bring the weight, all of which is there, into the one form in which it is kept.
+
+        Raises:
+            ModelLoadError: it is rounded, and has numbers that are not finite.
+        """
         assert layer.weight is not None, "a layer is finished once"
         weight = layer.rearranged(layer.weight.data)
         if self.replaced(layer, weight.device.type):
             packed = ops.pack_weight(weight, self.scheme, layer.halves())
+            _check_scales(layer, packed)
             layer.weight, layer.packed = None, self._own_columns(layer, packed)
         else:
             layer.adopt(self._rounded(layer, weight))
@@ -101,6 +107,7 @@ class QuantMethod:
     def _rounded(self, layer: MatrixLayer, weight: Tensor) -> Tensor:
         """Where no kernel reads the packed form, the weight that it stands for."""
         packed = ops.pack_weight(weight, self.scheme)
+        _check_scales(layer, packed)
         columns = layer.columns if self.spans_rows else slice(None)
         return reference.unpack_weight(packed)[:, columns].contiguous()
 
@@ -111,6 +118,23 @@ class QuantMethod:
         """
         assert layer.weight is not None
         return not layer.transposed and layer.weight.is_cpu and bool(self.replaced(layer, "cpu"))
+
+
+def _check_scales(layer: MatrixLayer, packed: PackedWeight) -> None:
+    """Refuse a weight of which a group has no scale.
+
+    Raises:
+        ModelLoadError: naming the tensor.
+    """
+    if packed.scales is None or not packed.scales.isnan().any():
+        return
+    assert layer.weight is not None, "it is let go of later"
+    finite = layer.weight.data.isfinite().all(1)
+    names = [name for name, rows in layer.sources if not finite[rows].all()] or [layer.name]
+    raise ModelLoadError(
+        f"{names[0]} holds NaN, infinity or numbers too large for {packed.scheme.kind} with a scale: name the layer in "
+        '"ignore" of --quantization-config, or repair the checkpoint'
+    )
 
 
 class Float(QuantMethod):

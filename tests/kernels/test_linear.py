@@ -101,6 +101,61 @@ def test_packing_equals_the_oracle_s(scheme: WeightScheme, dtype: torch.dtype, h
         assert torch.equal(reference.unpack_weight(ours), rows)
 
 
+def of_magnitudes(least: int, most: int, seed: int = 0) -> Tensor:
+    """Return [40, 256] in groups of 16 that are up to a power of ten each, some of them 0, some alike all along a row."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = 10.0 ** torch.randint(least, most + 1, (40, 16, 1), generator=generator, dtype=torch.float64)
+    powers[::3] = powers[::3, :1]
+    powers[1::7, 2:4] = 0
+    uniform = 2 * torch.rand(40, 16, 16, generator=generator, dtype=torch.float64) - 1
+    return (powers * uniform).float().flatten(1)
+
+
+MAGNITUDES = [(-38, 38), (-38, -30), (-9, -2), (-8, -8), (5, 9), (38, 38)]
+
+
+@pytest.mark.parametrize("scheme", INTEGERS, ids=str)
+@pytest.mark.parametrize(("least", "most"), MAGNITUDES)
+def test_rounding_keeps_groups_of_any_magnitude(scheme: WeightScheme, least: int, most: int) -> None:
+    for seed in range(4):
+        rows = of_magnitudes(least, most, seed)
+        packed, expected = binding.pack_weight(rows, scheme, 2), reference.pack_weight(rows, scheme, 2)
+        for ours, theirs in zip(packed.tensors().values(), expected.tensors().values(), strict=True):
+            assert ours.dtype is theirs.dtype
+            assert torch.equal(ours, theirs)
+        error = (reference.unpack_weight(packed) - rows).double().abs()
+        groups = rows.double().unflatten(1, (-1, scheme.group_size or 256))
+        extent = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
+        if scheme.symmetric:
+            extent = groups.abs().amax(-1)
+        slack = 1 / 3 if scheme.kind == "int4" else 1 / 127
+        assert (error.view_as(groups).amax(-1) <= slack * extent).all()
+
+
+@pytest.mark.parametrize("scheme", [s for s in INTEGERS if s.group_size], ids=str)
+@pytest.mark.parametrize(("least", "most"), MAGNITUDES)
+def test_parts_of_a_matrix_have_the_numbers_of_the_whole(scheme: WeightScheme, least: int, most: int) -> None:
+    rows = of_magnitudes(least, most)
+    whole = reference.unpack_weight(binding.pack_weight(rows, scheme))
+    for part in ((slice(None), slice(0, 128)), (slice(None), slice(128, 256)), (slice(5, 6), slice(None))):
+        assert torch.equal(reference.unpack_weight(binding.pack_weight(rows[part], scheme)), whole[part])
+
+
+def test_scales_of_a_group_take_float32_only_where_they_must() -> None:
+    scheme, usual = WeightScheme("int8", 32), random_weight(40, 256)
+    for value, dtype in (
+        (1e-3, torch.float16),
+        (8.3e6, torch.float16),
+        (9e-4, torch.float32),
+        (8.4e6, torch.float32),
+    ):
+        rows = usual.clone()
+        rows[7, 32:64] = value
+        scales = binding.pack_weight(rows, scheme).scales
+        assert scales is not None
+        assert scales.dtype is dtype, value
+
+
 @pytest.mark.parametrize("scheme", INTEGERS, ids=str)
 def test_rounding_moves_a_weight_by_half_a_step_at_most(scheme: WeightScheme) -> None:
     rows = random_weight(40, 256)

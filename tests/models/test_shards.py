@@ -360,9 +360,11 @@ def test_a_cut_through_a_head_or_a_group_is_refused(
 
 @needs_kernels
 @pytest.mark.parametrize("group_size", [0, 128])
-def test_a_rank_reads_all_inputs_only_to_find_a_scale_for_all(group_size: int) -> None:
+@pytest.mark.parametrize("first_half", [1.0, 1e-9, 1e9])
+def test_a_rank_reads_all_inputs_only_to_find_a_scale_for_all(group_size: int, first_half: float) -> None:
     """Integers and scales of a share are those of the whole, whose groups lie within shares."""
     weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * torch.arange(256)
+    weight[:, :128] *= first_half
     scheme = WeightScheme("int8", group_size)
 
     def made(shard: Shard) -> Linear:

@@ -22,7 +22,7 @@ from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION, WEIGHT_LAYOUT = 15, "panels-6"
+ABI_VERSION, WEIGHT_LAYOUT = 15, "panels-7"
 """What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
 PATH = cpu.PATH
 

@@ -4,6 +4,7 @@ Invariant: as in `checks`; what a `PackedWeight` says of itself is checked again
 """
 
 import threading
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,7 +38,13 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
         return format_of(scheme).pack(weight, scheme, halves, "panels").moved(in_matrix_memory)
     packed = _empty(weight, scheme, halves)
     matrix, sizes, (_, layout), _ = checked("pack_weight", packed)
-    call("pack_weight", (*matrix, weight.contiguous()), *sizes, code, layout)
+    if call("pack_weight", (*matrix, weight.contiguous()), *sizes, code, layout):
+        assert packed.scales is not None, "scales that do not fit"
+        # Into float16; one group is enough for the whole matrix, which has scales of one type.
+        wide = matrix_memory(weight, *packed.scales.shape, dtype=torch.float32)
+        packed = replace(packed, scales=wide)
+        matrix, sizes, (_, layout), _ = checked("pack_weight", packed)
+        call("pack_weight", (*matrix, weight.contiguous()), *sizes, code, layout)
     return packed
 
 

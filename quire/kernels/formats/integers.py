@@ -10,6 +10,8 @@ from quire.kernels.formats.search import Steps, best_steps, extent
 from quire.kernels.linear import INT8_ZERO, WeightScheme
 
 INT4_ZERO = 8
+_LEAST_FLOAT16, _MOST_FLOAT16 = 2.0**-17, 65520.0
+"""Scales from the one up to the other, which is too large, are in float16 to 2^-8 of themselves or better."""
 
 
 class Int8Format(GroupedFormat):
@@ -46,7 +48,9 @@ class Int8Format(GroupedFormat):
     def quantized(self, rows: Tensor, scheme: WeightScheme) -> Numbers:
         groups = in_groups(rows, scheme)
         if scheme.symmetric:
-            scales = finite_or_nan((groups.abs().amax(-1) / 127).to(self.scale_dtype(scheme)))
+            scales = finite_or_nan(groups.abs().amax(-1) / 127)
+            if self.scale_dtype(scheme) is torch.float16:
+                scales = in_float16(scales)
             q = steps_of(groups, scales.float().unsqueeze(-1)).clamp(-127, 127).to(torch.int8)
             return Numbers(q.flatten(1)[:, : rows.shape[1]], scales)
         low, high = extent(groups)
@@ -82,6 +86,16 @@ class Int4Format(GroupedFormat):
     def quantized(self, rows: Tensor, scheme: WeightScheme) -> Numbers:
         groups = in_groups(rows, scheme)
         return _coded(rows, groups, best_steps(groups, 4, scheme.symmetric), 4, scheme)
+
+
+def in_float16(scales: Tensor) -> Tensor:
+    """Round scales, float32, to float16; if any of them does not fit, those stay as they are, and all are float32.
+
+    A scale that fits is the same number in either type, so a part of a matrix has the numbers of the whole.
+    """
+    misfits = ((scales > 0) & (scales < _LEAST_FLOAT16)) | (scales >= _MOST_FLOAT16)
+    halves = scales.half()
+    return torch.where(misfits, scales, halves.float()) if misfits.any() else halves
 
 
 def in_groups(rows: Tensor, scheme: WeightScheme) -> Tensor:
