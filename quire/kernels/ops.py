@@ -708,13 +708,13 @@ def linear(
 def pack_weight(weight: Tensor, /, scheme: WeightScheme, halves: int = 1) -> PackedWeight:
     """A weight [N, K] of any float dtype in the layout of `packed_linear`, quantised as the scheme says.
 
-    N is a multiple of `halves`, which is 2 where gate and up stand one above the other. int8: q = round(w / s)
-    with s the largest magnitude of a row / 127, or of a group, then rounded to float16 where that has it to 2^-8 of
-    itself; a matrix with a group where it has not keeps float32 scales. int4: symmetric, s = f * (the value of largest magnitude of a group)
-    / -8 and w = s * (q - 8); else s = f * (largest - smallest, 0 included) / 15 and w = s * (q - z); s is rounded to
-    bfloat16 first, and f, from 11/16 to 18/16, is that with the least squared error in the group. fp8: E4M3 of w / s
-    with s the largest magnitude of a row, or of the matrix, / 448. What has a value that is not finite gets a scale
-    that is none either.
+    N is a multiple of `halves`, which is 2 where gate and up stand one above the other. int8: q = round(w / s) with s
+    the largest magnitude of a row / 127, or of a group, then rounded to float16 if that has it to 2^-8 of itself; a
+    matrix with a group of which it has not keeps all scales in float32. int4: symmetric, s = f * (the value of largest
+    magnitude of a group) / -8 and w = s * (q - 8); else s = f * (largest - smallest, 0 included) / 15 and w = s * (q -
+    z); s is rounded to bfloat16 first, and f, from 11/16 to 18/16, is that with the least squared error in the group.
+    fp8: E4M3 of w / s with s the largest magnitude of a row, or of the matrix, / 448. What has a value that is not
+    finite gets a scale that is none either.
     """
     return reference.pack_weight(weight, scheme, halves)
 

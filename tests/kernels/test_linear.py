@@ -102,7 +102,7 @@ def test_packing_equals_the_oracle_s(scheme: WeightScheme, dtype: torch.dtype, h
 
 
 def of_magnitudes(least: int, most: int, seed: int = 0) -> Tensor:
-    """Return [40, 256] in groups of 16 that are up to a power of ten each, some of them 0, some alike all along a row."""
+    """Return [40, 256] in groups of 16 that are up to a power of ten each, some 0, in some rows all alike."""
     generator = torch.Generator().manual_seed(seed)
     powers = 10.0 ** torch.randint(least, most + 1, (40, 16, 1), generator=generator, dtype=torch.float64)
     powers[::3] = powers[::3, :1]
@@ -124,7 +124,7 @@ def test_rounding_keeps_groups_of_any_magnitude(scheme: WeightScheme, least: int
             assert ours.dtype is theirs.dtype
             assert torch.equal(ours, theirs)
         error = (reference.unpack_weight(packed) - rows).double().abs()
-        groups = rows.double().unflatten(1, (-1, scheme.group_size or 256))
+        groups = torch.unflatten(rows.double(), 1, (-1, scheme.group_size or 256))
         extent = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
         if scheme.symmetric:
             extent = groups.abs().amax(-1)
