@@ -89,6 +89,16 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
     )
 
 
+def with_scales_alike(weights: Sequence[PackedWeight]) -> tuple[PackedWeight, ...]:
+    """The same matrices, all with scales in float32 where some have them in float16: kernels read one type."""
+    if {None if each.scales is None else each.scales.dtype for each in weights} == {
+        torch.float16,
+        torch.float32,
+    }:
+        return tuple(each.with_float32_scales() for each in weights)
+    return tuple(weights)
+
+
 def lay_together(parts: Sequence[Tensor]) -> None:
     """Move tensors of one shape into one memory, one behind the other; each stays the tensor that it is."""
     with torch.inference_mode(False), torch.no_grad():

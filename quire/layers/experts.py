@@ -18,7 +18,7 @@ from quire.config.arch import ExpertsArch, ExpertStack
 from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.kernels.experts import ExpertAdapters, ExpertWeights, lay_together
+from quire.kernels.experts import ExpertAdapters, ExpertWeights, lay_together, with_scales_alike
 from quire.kernels.linear import PackedWeight
 from quire.kernels.lora import SharedStacks
 from quire.layers.activation import FUNCTIONS, FUSED
@@ -317,13 +317,11 @@ EXPERTS: frozenset[type[nn.Module]] = frozenset(
 
 
 def _unify_scales(layers: Sequence[Linear]) -> None:
-    """Give all of these scales in float32 where some alone need them: kernels read one type."""
-    packed = [layer.packed for layer in layers]
-    types = {None if each is None or each.scales is None else each.scales.dtype for each in packed}
-    if types == {torch.float16, torch.float32}:
-        for layer in layers:
-            assert layer.packed is not None, "all have scales"
-            layer.packed = layer.packed.with_float32_scales()
+    """Give the matrices of these scales of one type."""
+    packed = [layer.packed for layer in layers if layer.packed is not None]
+    if len(packed) == len(layers):
+        for layer, alike in zip(layers, with_scales_alike(packed), strict=True):
+            layer.packed = alike
 
 
 def _lay_together(layers: Sequence[Linear]) -> None:

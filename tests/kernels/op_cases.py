@@ -17,7 +17,7 @@ from quire.distributed.group import ALONE, Group
 from quire.distributed.shared_memory import share_memory
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
-from quire.kernels.experts import ExpertAdapters, ExpertWeights
+from quire.kernels.experts import ExpertAdapters, ExpertWeights, with_scales_alike
 from quire.kernels.linear import FLOAT, GATED, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
 from quire.kernels.lora import LoraStacks
 from quire.kernels.pooling import SUM_DTYPE
@@ -466,7 +466,8 @@ def random_experts(
 
     def matrices(outputs: int, inputs: int, halves: int) -> tuple[PackedWeight, ...]:
         rows = (randn(outputs, inputs) * inputs**-0.5 for _ in range(count))
-        return tuple(reference.pack_weight(each.to(dtype), scheme, halves) for each in rows)
+        packed = [reference.pack_weight(each.to(dtype), scheme, halves) for each in rows]
+        return with_scales_alike(packed)
 
     biases = [tuple(randn(size) for _ in range(count)) if biased else () for size in (halves * inner, hidden)]
     up = matrices(halves * inner, hidden, halves)

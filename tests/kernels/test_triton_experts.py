@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.config.arch import Routing
 from quire.kernels import ops, reference
-from quire.kernels.experts import ExpertWeights, lay_together, stacked
+from quire.kernels.experts import ExpertWeights, lay_together, stacked, with_scales_alike
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.triton import experts, linear, product, route
 from tests.kernels.op_cases import ROUTINGS, close, expert_adapters, randn
@@ -45,7 +45,8 @@ def weights_of(
 
     def matrices(outputs: int, inputs: int, halves: int) -> tuple[PackedWeight, ...]:
         rows = (randn(outputs, inputs) * inputs**-0.5 for _ in range(COUNT))
-        return tuple(linear.pack_weight(each.to(dtype), scheme, halves) for each in rows)
+        packed = [linear.pack_weight(each.to(dtype), scheme, halves) for each in rows]
+        return with_scales_alike(packed)
 
     biases = (tuple(randn(size) for _ in range(COUNT)) if biased else () for size in (2 * INNER, HIDDEN))
     return ExpertWeights(matrices(2 * INNER, HIDDEN, 2), matrices(HIDDEN, INNER, 1), *biases)
