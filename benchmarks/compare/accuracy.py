@@ -28,14 +28,16 @@ from benchmarks.compare.reference import FLOATS, REAL_MODELS, Reference, Text
 TRUTH = "float32"
 FILES = ("Q8_0", "Q4_0", NOT_PURE, "Q4_K_M")
 """Types of files that both llama.cpp and quire read; speed is not measured of the one that is not pure."""
+PEER_CACHES: Mapping[str, tuple[str, str]] = {"BF16, q8_0 cache": ("BF16", "q8_0")}
+"""llama.cpp's rows with a KV cache that is not the default: the type of the file, and that of keys and values."""
 ROWS: Mapping[str, Sequence[str]] = {
-    "quire": tuple(Quire.precisions),
-    "llama.cpp": ("BF16", *FILES),
+    "quire": (*Quire.precisions, "bf16, int8 cache", "int8, int8 cache"),
+    "llama.cpp": ("BF16", *FILES, *PEER_CACHES),
     "quire, files": FILES,
 }
 """Engine -> weight formats whose accuracy is measured."""
 MORE_ROWS: Mapping[str, Sequence[str]] = {
-    "quire": ("bf16, int8 cache", "int8, precise", "int4, precise"),
+    "quire": ("int8, precise", "int4, precise"),
     "quire, files": tuple(f"{name}, precise" for name in FILES),
 }
 """Weight formats whose accuracy is measured only if they are named."""
@@ -101,8 +103,9 @@ def _score_files(reference: Reference, precision: str, limit_s: float) -> Accura
 
 def _score_llama_cpp(reference: Reference, precision: str, limit_s: float) -> Accuracy:
     logits, its = reference.logits(), reference.perplexity()
-    file = reference.weights(precision)
-    return perplexity.compared_with(logits, its, reference.peer, reference.isa, file, limit_s)
+    weights, cache = PEER_CACHES.get(precision, (precision, None))
+    file = reference.weights(weights)
+    return perplexity.compared_with(logits, its, reference.peer, reference.isa, file, limit_s, cache)
 
 
 Scorer = Callable[[Reference, str, float], Accuracy]

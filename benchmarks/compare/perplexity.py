@@ -48,14 +48,24 @@ def save_logits(peer: LlamaCpp, isa: Isa, model: Path, text: Path, num_chunks: i
 
 
 def compared_with(
-    logits: Path, perplexity: float, peer: LlamaCpp, isa: Isa, model: Path, limit_s: float
+    logits: Path,
+    perplexity: float,
+    peer: LlamaCpp,
+    isa: Isa,
+    model: Path,
+    limit_s: float,
+    cache: str | None = None,
 ) -> Accuracy:
     """Return the accuracy of a model against logits that `save_logits` has written.
+
+    `cache` is the type of keys and values, by llama.cpp's name; None: its default, f16.
 
     Raises:
         ProgramError: llama-perplexity fails, or takes longer than `limit_s` seconds.
     """
-    command = [*_command(peer, model), "--kl-divergence-base", logits, "--kl-divergence"]
+    # Values are cached in a quantized type with flash attention only.
+    kept = [] if cache is None else ["-ctk", cache, "-ctv", cache, "-fa", "on"]
+    command = [*_command(peer, model), *kept, "--kl-divergence-base", logits, "--kl-divergence"]
     found = statistics_in(processes.lines(command, limit_s, {**isa.environment, **_PASSIVE}))
     return Accuracy(found["rms"], found["same_top"], found["perplexity"], perplexity)
 

@@ -30,6 +30,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     TRUTH: {"dtype": "float32"},
     **{name: {**_BF16, **FORMATS[name]} for name in Quire.precisions},
     "bf16, int8 cache": {**_BF16, "kv_cache_dtype": "int8"},
+    "int8, int8 cache": {**_BF16, "quantization": "int8", "kv_cache_dtype": "int8"},
     "int8, precise": {**_BF16, "quantization": "int8", **_PRECISE},
     "int4, precise": {**_BF16, "quantization": "int4", **_PRECISE},
     **{name: {} for name in FILES},

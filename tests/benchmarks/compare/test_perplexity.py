@@ -68,6 +68,13 @@ def test_compared_with_reads_the_statistics_of_the_tool(tmp_path: Path) -> None:
     assert asked == f"-m {model} -t 2 -c 512 --kl-divergence-base {logits} --kl-divergence\n"
 
 
+def test_compared_with_a_quantized_cache_asks_for_flash_attention(tmp_path: Path) -> None:
+    peer, model, logits = peer_with(tmp_path, COMPARED), tmp_path / "BF16.gguf", tmp_path / "logits"
+    perplexity.compared_with(logits, 18.5181, peer, ISAS["native"], model, 60.0, "q8_0")
+    asked = (tmp_path / "arguments").read_text()
+    assert asked.startswith(f"-m {model} -t 2 -c 512 -ctk q8_0 -ctv q8_0 -fa on --kl-divergence-base")
+
+
 def test_statistics_without_rms_dp_are_an_error() -> None:
     """The tool ends with 0 when it cannot read the logits."""
     with pytest.raises(ProgramError, match="printed no rms, same_top"):
