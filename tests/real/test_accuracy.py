@@ -30,7 +30,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8 precise": {"quantization": "int8", **PRECISE},
     "int8 per output": {"quantization": "int8", "quantization_config": {"group_size": 0}},
     "int4": {"quantization": "int4"},
-    "float32, int8 cache": {"dtype": "float32", **INT8_CACHE},
     "bf16, int8 cache": {"dtype": "bfloat16", **INT8_CACHE},
     "int8, int8 cache": {"quantization": "int8", **INT8_CACHE},
 }
@@ -43,11 +42,10 @@ BOUNDS: dict[str, dict[str, float]] = {
         "int8 precise": 1.2,
         "int8 per output": 2.6,
         "int4": 15.0,
-        "float32, int8 cache": 1.5,
         "bf16, int8 cache": 1.5,
         "int8, int8 cache": 2.5,
     },
-    "gemma3": {"bf16": 0.5, "bf16 highest": 0.4, "float32, int8 cache": 3.5, "bf16, int8 cache": 3.5},
+    "gemma3": {"bf16": 0.5, "bf16 highest": 0.4, "bf16, int8 cache": 3.5},
 }
 """Model -> name -> the most that the root of the mean square of the change may be, in percent."""
 
