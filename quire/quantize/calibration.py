@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from quire.config import EngineConfig
 from quire.kv_cache.grouping import group_layers
@@ -18,6 +17,7 @@ from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.quantize.inputs import InputStatistics, watched
+from quire.quantize.progress import tracked
 from quire.worker.block_table import BlockTable
 from quire.worker.inputs import group_metadata
 
@@ -39,7 +39,7 @@ class Calibration:
         """Of the layers that hold these modules; those that no text reached have no entry."""
         layers = {self._linear(names): names for names in modules}
         with watched(layers) as found, torch.no_grad():
-            for ids in tqdm(self._sequences, desc=what, leave=False):
+            for ids in tracked(self._sequences, what, "sequences"):
                 self._run(torch.tensor(ids))
         return {layers[layer]: statistics for layer, statistics in found.items()}
 

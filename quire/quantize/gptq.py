@@ -1,25 +1,29 @@
-"""GPTQ (E. Frantar et al., 2022, arXiv:2210.17323): what rounding an input's weights costs, later inputs make good.
+"""GPTQ (E. Frantar et al., 2022, arXiv:2210.17323): the error of rounding an input's weights is compensated by later inputs.
 
-Shapes: N outputs, K inputs.
+Shapes: N outputs, K inputs. Weights are held [K, N] meanwhile, so that an input's lie side by side.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from quire.kernels.formats.base import usable
 from quire.kernels.formats.search import Steps
 from quire.quantize.grid import Grid
 
 DAMPING = 0.01
 """Of the mean of X^T X's diagonal, added to it."""
-_BLOCK = 128
+_BLOCK = 64
 """Inputs whose effect on the ones behind them is added up before it is applied."""
 
 
 def gptq(weight: Tensor, gram: Tensor, grid: Grid, *, act_order: bool = True) -> tuple[Tensor, Steps]:
-    """Codes [N, K] of float32 [N, K] with X^T X [K, K], and their steps, which are found before and do not change.
+    """Return codes [N, K] of float32 [N, K] with X^T X [K, K], and their steps, which are found before and kept.
 
+    Matrices with the same inputs are best given as one, [N1 + N2, K]: most of the time is the same for any N.
     With `act_order` inputs are rounded from the largest to the smallest, else as they stand.
     """
     dead = gram.diagonal() == 0
@@ -27,25 +31,49 @@ def gptq(weight: Tensor, gram: Tensor, grid: Grid, *, act_order: bool = True) ->
     steps = grid.steps(weight, gram.diagonal())
     order = gram.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(len(gram))
     inverse = _inverse(gram[order][:, order], dead[order])
-    left = weight[:, order]
+    left = weight.t()[order]
     codes = torch.empty_like(left)
+    by_group = _StepsByGroup.of(steps, grid.bits)
+    groups = (order // grid.group_size).tolist()
     for start in range(0, len(order), _BLOCK):
         end = min(start + _BLOCK, len(order))
-        errors = torch.empty_like(left[:, start:end])
+        errors = torch.empty_like(left[start:end])
+        factors = (inverse[start:end, start:end] / inverse.diagonal()[start:end, None]).contiguous()
         for i in range(start, end):
-            group = int(order[i]) // grid.group_size
-            own = Steps(steps.scales[:, group : group + 1], steps.zeros[:, group : group + 1])
-            column = left[:, i : i + 1].unsqueeze(1)
-            code = own.codes(column, grid.bits)
-            error = (column - own.weights(code))[:, 0] / inverse[i, i]
-            left[:, i:end] -= error * inverse[i, i:end]
-            codes[:, i], errors[:, i - start] = code[:, 0, 0], error[:, 0]
-        left[:, end:] -= errors @ inverse[start:end, end:]
-    return codes[:, order.argsort()], steps
+            code, stands_for = by_group.rounded(left[i], groups[i])
+            errors[i - start] = error = left[i] - stands_for
+            codes[i] = code
+            left[i + 1 : end].addr_(factors[i - start, i - start + 1 :], error, alpha=-1)
+        scaled = inverse[start:end, end:] / inverse.diagonal()[start:end, None]
+        left[end:].addmm_(scaled.t(), errors, alpha=-1)
+    return codes[order.argsort()].t().contiguous(), steps
+
+
+class _StepsByGroup(NamedTuple):
+    """Steps [G, N] of each group, with numbers that can be divided by, and the largest code."""
+
+    scales: Tensor
+    divisors: Tensor
+    zeros: Tensor
+    most: Tensor
+    """0 where there is no scale to divide by."""
+
+    @staticmethod
+    def of(steps: Steps, bits: int) -> _StepsByGroup:
+        scales = steps.scales.float().t().contiguous()
+        divides = usable(scales)
+        most = torch.where(divides, float((1 << bits) - 1), 0.0)
+        return _StepsByGroup(scales, torch.where(divides, scales, 1.0), steps.zeros.t().contiguous(), most)
+
+    def rounded(self, weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Return the codes of one input's weights [N] and what they stand for."""
+        zeros = self.zeros[group]
+        codes = (weights / self.divisors[group]).round_().add_(zeros).clamp_(min=0).minimum(self.most[group])
+        return codes, (codes - zeros).mul_(self.scales[group])
 
 
 def _inverse(gram: Tensor, dead: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped matrix's inverse: row i is what input i's error does to later ones."""
+    """Return the upper Cholesky factor of the damped matrix's inverse; row i is the effect of input i on later ones."""
     diagonal = gram.diagonal() + dead.float()
     damped = gram - gram.diagonal().diag() + (diagonal + DAMPING * diagonal.mean()).diag()
     whole = torch.cholesky_inverse(torch.linalg.cholesky(damped.double()))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from quire.config import EngineConfig
 from quire.engine.startup import prepare
@@ -28,6 +27,7 @@ from quire.quantize.files import CheckpointWriter, new_checkpoint
 from quire.quantize.gptq import gptq
 from quire.quantize.grid import Grid
 from quire.quantize.inputs import InputStatistics
+from quire.quantize.progress import Progress
 from quire.quantize.recipe import Recipe
 from quire.quantize.sites import Site, find_sites, fitted, left_alone, rounds
 from quire.quantize.tensors import EditedTensors
@@ -59,7 +59,7 @@ def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> G
     calibration = Calibration(config, _sequences(config, recipe)) if recipe.calibrates else None
     tensors = EditedTensors(weights)
     with new_checkpoint(output) as writer:
-        progress = tqdm(total=len(sites), desc=f"Quantizing ({recipe.method})", unit="layer")
+        progress = Progress(len(sites), f"Quantizing ({recipe.method})", "layers")
         for members in rounds(sites):
             names = [site.modules for site in members if site.layer.takes_adapters]
             inputs = {} if calibration is None else calibration.inputs_of(names, "Calibrating")
@@ -103,26 +103,34 @@ def _round(
     recipe: Recipe,
     writer: CheckpointWriter,
     weights: CheckpointWeights,
-    progress: tqdm,  # type: ignore[type-arg]
+    progress: Progress,
 ) -> dict[str, Tensor]:
     """Quantise and write the matrices of some sites; returns what those stand for."""
     scales = _fold_scales(members, inputs, tensors, recipe, weights) if recipe.method == "awq" else {}
     results: dict[str, Tensor] = {}
     stands_for: dict[str, Tensor] = {}
     for site in members:
-        known = inputs.get(site.modules)
-        for name in site.modules:
-            weight, dtype = tensors.read(f"{name}.weight"), weights.whole(f"{name}.weight").dtype
+        known = _scaled(inputs.get(site.modules), scales.get(site.modules))
+        for dtype, names in _by_dtype(site, weights).items():
             own = replace(recipe, grid=recipe.grid.stored_as(dtype))
-            codes, steps = ROUNDINGS[recipe.method](weight, _scaled(known, scales.get(site.modules)), own)
-            stored = _stored(weights, name)
-            results |= {
-                f"{stored}.{leaf}": each for leaf, each in recipe.grid.tensors(codes, steps, dtype).items()
-            }
-            stands_for[f"{name}.weight"] = recipe.grid.weights(codes, steps)
+            rows = [tensors.read(f"{name}.weight") for name in names]
+            codes, steps = ROUNDINGS[recipe.method](torch.cat(rows), known, own)
+            parts = [each.split([len(part) for part in rows]) for each in (codes, *steps)]
+            for name, part, *part_steps in zip(names, *parts, strict=True):
+                found = recipe.grid.tensors(part, Steps(*part_steps), dtype)
+                results |= {f"{_stored(weights, name)}.{leaf}": each for leaf, each in found.items()}
+                stands_for[f"{name}.weight"] = recipe.grid.weights(part, Steps(*part_steps))
         progress.update()
     writer.add(results)
     return stands_for
+
+
+def _by_dtype(site: Site, weights: CheckpointWeights) -> dict[torch.dtype, list[str]]:
+    """Group a site's modules, which have the same inputs and are rounded as one, by the type of their scales."""
+    names: dict[torch.dtype, list[str]] = {}
+    for name in site.modules:
+        names.setdefault(weights.whole(f"{name}.weight").dtype, []).append(name)
+    return names
 
 
 def _fold_scales(
