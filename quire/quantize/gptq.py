@@ -1,4 +1,4 @@
-"""GPTQ (E. Frantar et al., 2022, arXiv:2210.17323): the error of rounding an input's weights is compensated by later inputs.
+"""GPTQ (E. Frantar et al., 2022, arXiv:2210.17323): later inputs compensate the error of rounding an input's weights.
 
 Shapes: N outputs, K inputs. Weights are held [K, N] meanwhile, so that an input's lie side by side.
 """

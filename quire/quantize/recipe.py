@@ -7,7 +7,6 @@ from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.quantize.grid import Grid
-from quire.quantize.texts import IN_THE_BOX
 
 METHODS = ("rtn", "gptq", "awq")
 
@@ -37,11 +36,6 @@ class Recipe:
     def calibrates(self) -> bool:
         """Whether the model is run over texts."""
         return self.method != "rtn"
-
-    @property
-    def texts(self) -> Path:
-        """The file with them."""
-        return IN_THE_BOX if self.calibration is None else self.calibration
 
     @property
     def orders(self) -> bool:

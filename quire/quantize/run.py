@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.config import EngineConfig
+from quire.config import IN_THE_BOX, EngineConfig
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, UnsupportedModelError
@@ -31,7 +31,7 @@ from quire.quantize.progress import Progress
 from quire.quantize.recipe import Recipe
 from quire.quantize.sites import Site, find_sites, fitted, left_alone, rounds
 from quire.quantize.tensors import EditedTensors
-from quire.quantize.texts import read_sequences
+from quire.quantize.texts import CHATS, GENERAL, read_sequences
 
 _SHARD_BYTES = 4 * 2**30
 
@@ -93,7 +93,8 @@ def _check(config: EngineConfig) -> None:
 def _sequences(config: EngineConfig, recipe: Recipe) -> list[Sequence[int]]:
     tokenizer = Tokenizer.from_dir(Path(config.model_dir))
     length = min(recipe.sequence_length, config.model.max_model_len)
-    return read_sequences(recipe.texts, tokenizer, recipe.num_sequences, length)
+    default = CHATS if config.model.model in IN_THE_BOX else GENERAL
+    return read_sequences(recipe.calibration or default, tokenizer, recipe.num_sequences, length)
 
 
 def _round(

@@ -16,7 +16,11 @@ from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ConfigError
 
-IN_THE_BOX = Path(quire.__path__[0]) / "assets" / "calibration.jsonl"
+_ASSETS = Path(quire.__path__[0]) / "assets"
+CHATS = _ASSETS / "calibration.jsonl"
+"""Chats of the kind that the models in the box were trained on."""
+GENERAL = _ASSETS / "calibration.txt"
+"""Prose, dialogue, code, tables and a few languages: about 2,500 tokens, for any other model."""
 
 
 def read_sequences(path: Path, tokenizer: Tokenizer, count: int, length: int) -> list[Sequence[int]]:

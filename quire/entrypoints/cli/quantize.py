@@ -28,7 +28,10 @@ PATH = click.Path(path_type=Path)
     "--act-order/--no-act-order", default=None, help="gptq: large inputs first.  [default: act-order]"
 )
 @click.option(
-    "--calibration", type=PATH, metavar="FILE", help="Texts for gptq and awq.  [default: chats in the box]"
+    "--calibration",
+    type=PATH,
+    metavar="FILE",
+    help="Texts for gptq and awq.  [default: a text in the package]",
 )
 @click.option("--num-sequences", type=click.IntRange(1), default=128, show_default=True, help="Of the texts.")
 @click.option(
