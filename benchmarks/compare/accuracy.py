@@ -37,7 +37,7 @@ ROWS: Mapping[str, Sequence[str]] = {
 }
 """Engine -> weight formats whose accuracy is measured."""
 MORE_ROWS: Mapping[str, Sequence[str]] = {
-    "quire": ("int8, precise", "int4, precise"),
+    "quire": ("int8, precise", "int4, precise", "int4-plain"),
     "quire, files": tuple(f"{name}, precise" for name in FILES),
 }
 """Weight formats whose accuracy is measured only if they are named."""

@@ -183,6 +183,176 @@ inline void pack_int4(uint8_t* out, BFloat16* scales, uint8_t* zeros, const T* r
     }
 }
 
+// A group as it is kept in two levels: a weight is scale * code - minimum. Without a usable scale all codes are 0.
+struct Line {
+    float scale, minimum;
+
+    bool usable() const { return scale > 0.0f; }
+    Vec codes(Vec x) const { return within(round((x + minimum) * (1.0f / scale)), 0.0f, 15.0f); }
+};
+
+inline Vec at(const float* x, int64_t i) { return load(reinterpret_cast<const Float32*>(x) + i, All{}); }
+
+// Values of a group, filled up with 0 to the group's size, what errors of each are weighted by, and the sum of that.
+struct GroupValues {
+    const float* x;
+    int64_t n;
+    float typical;  // mean magnitude
+    float total;
+
+    GroupValues(const float* x, int64_t n) : x(x), n(n) {
+        Vec magnitudes = {}, weights = {};
+        for (int64_t i = 0; i < n; i += kLanes) magnitudes = magnitudes + magnitude(i);
+        typical = sum(magnitudes) / static_cast<float>(n);
+        for (int64_t i = 0; i < n; i += kLanes) weights = weights + weight(i);
+        total = sum(weights);
+    }
+    Vec magnitude(int64_t i) const {
+        const Vec v = at(x, i);
+        return v < 0.0f ? -v : v;
+    }
+    Vec weight(int64_t i) const { return magnitude(i) + typical; }
+};
+
+// Weighted sums over a group and its codes, from which the best line follows.
+struct LineSums {
+    float error, codes, squares, values, products;
+
+    LineSums(const GroupValues& group, const Line& line) {
+        Vec of[5] = {};
+        for (int64_t i = 0; i < group.n; i += kLanes) {
+            const Vec v = at(group.x, i), w = group.weight(i);
+            const Vec c = line.usable() ? line.codes(v) : Vec{};
+            const Vec off = (c * line.scale - line.minimum) - v;
+            of[0] = of[0] + off * off * w;
+            of[1] = of[1] + c * w;
+            of[2] = of[2] + c * c * w;
+            of[3] = of[3] + v * w;
+            of[4] = of[4] + c * v * w;
+        }
+        error = sum(of[0]), codes = sum(of[1]), squares = sum(of[2]), values = sum(of[3]), products = sum(of[4]);
+    }
+    // The minimum with the least error for these codes at such a scale; 0 for a group of zeros.
+    float minimum(float scale, float total) const { return total == 0.0f ? 0.0f : (scale * codes - values) / total; }
+};
+
+// Least squares between codes and values in turn, from lines over the whole range and over less; the line with the least
+// error, the first of equals. The oracle is `best_lines` of quire/kernels/formats/two_level.py.
+inline Line best_line(const GroupValues& group) {
+    const float* x = group.x;
+    const int64_t n = group.n;
+    float low = x[0], high = x[0], poison = 0.0f;
+    for (int64_t i = 0; i < n; ++i) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+        poison += x[i] * 0.0f;
+    }
+    if (poison != 0.0f) return {__builtin_nanf(""), 0.0f};
+    Line best = {0.0f, -low};
+    float least = __builtin_inff();
+    constexpr float kParts[] = {1.0f, 0.875f, 0.75f};
+    for (const float part : kParts) {
+        Line line = {};
+        line.scale = (high - low) / 15.0f * part;
+        line.minimum = line.scale * 7.5f - (low + high) * 0.5f;
+        for (int turn = 0; line.usable(); ++turn) {
+            const LineSums sums(group, line);
+            if (sums.error < least) best = line, least = sums.error;
+            if (turn == 3) break;
+            const float spread = group.total * sums.squares - sums.codes * sums.codes;
+            const float scale = (group.total * sums.products - sums.codes * sums.values) / spread;
+            if (spread > 0.0f && scale > 0.0f) line.scale = scale;
+            line.minimum = sums.minimum(line.scale, group.total);
+        }
+    }
+    return best;
+}
+
+// Makes numbers of a block multiples of a step in float16, up to 127 of them; NaN is the step of a block that has one.
+inline Float16 level(float* numbers, int8_t* factors, int64_t count) {
+    float most = 0.0f;
+    bool broken = false;
+    for (int64_t i = 0; i < count; ++i) {
+        const float size = numbers[i] < 0.0f ? -numbers[i] : numbers[i];
+        most = size > most ? size : most;
+        broken = broken || size != size;
+    }
+    Float16 step;
+    store(&step, splat(broken ? __builtin_nanf("") : most / 127.0f), First{1});
+    float width = to_float(step);
+    if (!__builtin_isfinite(width)) {
+        width = __builtin_nanf("");
+        store(&step, splat(width), First{1});
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        const float factor = width > 0.0f ? round(numbers[i] / width) : 0.0f;
+        factors[i] = static_cast<int8_t>(factor > 127.0f ? 127.0f : factor < -127.0f ? -127.0f : factor);
+        numbers[i] = static_cast<float>(factors[i]) * width;
+    }
+    return step;
+}
+
+// Lines of the groups of one output in a block of 256 k, whose values `x` are filled up with 0.
+struct BlockLines {
+    static constexpr int64_t kMostGroups = kBlockInputs / 16;
+    float scales[kMostGroups], minimums[kMostGroups];
+    int8_t scale_factors[kMostGroups], minimum_factors[kMostGroups];
+    Float16 scale_step, minimum_step;
+
+    BlockLines(const float* x, int64_t group) {
+        const int64_t count = kBlockInputs / group;
+        for (int64_t i = 0; i < count; ++i) {
+            const Line line = best_line(GroupValues(x + i * group, group));
+            scales[i] = line.scale;
+            minimums[i] = line.minimum;
+        }
+        scale_step = level(scales, scale_factors, count);
+        for (int64_t i = 0; i < count; ++i) {
+            const Line line = {scales[i], minimums[i]};
+            const GroupValues values(x + i * group, group);
+            minimums[i] = LineSums(values, line).minimum(line.scale, values.total);
+        }
+        minimum_step = level(minimums, minimum_factors, count);
+    }
+    Line line(int64_t i) const { return {scales[i], minimums[i]}; }
+};
+
+template <class T>
+inline void pack_two_level(uint8_t* out, uint8_t* scales, uint8_t* minimums, const T* rows, const Weight& to, int64_t panel) {
+    const int64_t group = to.packing.group, each = kBlockInputs / group, block_bytes = to.scale_stream().block_bytes();
+    const int64_t bytes = to.scale_stream().panel_bytes(to.groups());
+    __builtin_memset(out, 0, static_cast<size_t>(to.panel_bytes()));
+    __builtin_memset(scales, 0, static_cast<size_t>(bytes));
+    __builtin_memset(minimums, 0, static_cast<size_t>(bytes));
+    for (int64_t j = 0; j < to.count(panel); ++j) {
+        const T* row = rows + (to.row(panel) + j) * to.inputs;
+        for (int64_t start = 0, block = 0; start < to.inputs; start += kBlockInputs, ++block) {
+            const int64_t n = to.inputs - start < kBlockInputs ? to.inputs - start : kBlockInputs;
+            float x[kBlockInputs] = {};
+            for (int64_t k = 0; k < n; ++k) x[k] = to_float(row[start + k]);
+            const BlockLines lines(x, group);
+            const int64_t left = to.groups() - block * each, count = left < each ? left : each;
+            const auto put = [&](uint8_t* stream, Float16 step, const int8_t* factors) {
+                __builtin_memcpy(stream + block * block_bytes + j * 2, &step, sizeof step);
+                for (int64_t i = 0; i < count; ++i) {
+                    stream[block * block_bytes + kStepsBytes + i * kPanel + j] = static_cast<uint8_t>(factors[i]);
+                }
+            };
+            put(scales, lines.scale_step, lines.scale_factors);
+            put(minimums, lines.minimum_step, lines.minimum_factors);
+            for (int64_t k = 0; k < n; k += kLanes) {
+                const Line line = lines.line(k / group);
+                if (!line.usable()) continue;
+                const Vec codes = line.codes(load(reinterpret_cast<const Float32*>(x) + k, All{}));
+                for (int64_t i = 0; i < kLanes && k + i < n; ++i) {
+                    const int64_t at = start + k + i;
+                    out[byte_of(at, j, 2)] |= static_cast<uint8_t>(static_cast<int64_t>(codes[i]) << shift_of(at));
+                }
+            }
+        }
+    }
+}
+
 template <class T>
 inline void pack_panel(const Weight& to, const T* rows, int64_t panel, Refusals& misfits) {
     uint8_t* data = const_cast<uint8_t*>(to.panel(panel));
@@ -194,6 +364,10 @@ inline void pack_panel(const Weight& to, const T* rows, int64_t panel, Refusals&
                 return pack_int8(data, static_cast<Float16*>(scales) + first, rows, to, panel, misfits);
             return pack_int8(data, static_cast<Float32*>(scales) + first, rows, to, panel, misfits);
         case kInt4:
+            if (to.packing.scales_type == kBlocks) {
+                const int64_t at = panel * to.scale_stream().panel_bytes(to.groups());
+                return pack_two_level(data, static_cast<uint8_t*>(scales) + at, static_cast<uint8_t*>(zeros) + at, rows, to, panel);
+            }
             return pack_int4(data, static_cast<BFloat16*>(scales) + first, zeros ? static_cast<uint8_t*>(zeros) + first : nullptr,
                              rows, to, panel);
         default: return pack_floats(reinterpret_cast<T*>(data), rows, to, panel);
@@ -201,13 +375,15 @@ inline void pack_panel(const Weight& to, const T* rows, int64_t panel, Refusals&
 }
 
 // What is packed here: int8 with float32 scales, or float16 scales of groups, and int4 with bfloat16 scales and integer zero
-// points.
+// points, or in two levels.
 inline bool is_packed_here(const Packing& packing) {
     const int64_t zeros = packing.zeros_type;
     switch (packing.format) {
         case kInt8:
             return (packing.scales_type == kFloat32 || (packing.group && packing.scales_type == kFloat16)) && zeros == kNoStream;
-        case kInt4: return packing.scales_type == kBFloat16 && (zeros == kNoStream || zeros == kBytes);
+        case kInt4:
+            if (packing.scales_type == kBlocks) return zeros == kBlocks;
+            return packing.scales_type == kBFloat16 && (zeros == kNoStream || zeros == kBytes);
         default: return packing.is_float();
     }
 }

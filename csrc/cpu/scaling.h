@@ -9,8 +9,8 @@ namespace quire { namespace QUIRE_ISA { namespace {
 
 constexpr int64_t kPanel = 16;
 
-// Types of streams, by the codes that callers pass; the first three are those of DType. Blocks of 256 k are 16 float16 steps
-// and then 16 int8 factors for each group; bytes are integer zero points.
+// Types of streams, by the codes that callers pass; the first three are those of DType. Blocks of 256 k, or less at the
+// end, are 16 float16 steps and then 16 int8 factors for each group; bytes are integer zero points.
 enum StreamType : int64_t { kNoStream = -1, kBlocks = 3, kBytes = 4 };
 
 constexpr int64_t kBlockInputs = 256, kStepsBytes = 2 * kPanel;
@@ -31,7 +31,7 @@ struct Stream {
         switch (type) {
             case kNoStream: return 0;
             case kFloat32: return groups * kPanel * 4;
-            case kBlocks: return (groups >> log_block) * block_bytes();
+            case kBlocks: return ((groups + (int64_t{1} << log_block) - 1) >> log_block) * kStepsBytes + groups * kPanel;
             case kBytes: return groups * kPanel;
             default: return groups * kPanel * 2;
         }

@@ -25,10 +25,14 @@ DEFAULT_GROUP = 32
 
 METHODS: Mapping[str, MethodOptions] = {
     "int8": MethodOptions(("mode", "group_size")),
-    "int4": MethodOptions(("mode", "group_size", "symmetric")),
+    "int4": MethodOptions(("mode", "group_size")),
+    "int4-plain": MethodOptions(("mode", "group_size", "symmetric")),
     "fp8": MethodOptions(("scale", "gemm"), needs="a GPU that multiplies fp8", for_head=False),
 }
-"""By the names of `quire.layers.quantization.METHODS`, of which this is the part that needs no torch."""
+"""Methods by name. On a CPU int4 has scales and minimums in two levels; on a GPU it is int4-plain, symmetric."""
+
+FOUR_BITS = ("int4", "int4-plain")
+"""Methods whose codes have 4 bits."""
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "group_size": (0, 32, 64, 128),
@@ -52,7 +56,7 @@ class QuantizationConfig(Config):
     quantization_config: dict[str, Any] = option(
         {},
         "JSON: group_size, symmetric, mode (fast, precise, checkpoint), scale (row, tensor), gemm (vendor, triton; "
-        "fp8), head (int8, int4), ignore.",
+        "fp8), head (int8, int4, int4-plain), ignore.",
     )
 
     def __post_init__(self) -> None:
@@ -77,7 +81,7 @@ class QuantizationConfig(Config):
         """
         method = METHODS.get(self.quantization or "")
         kinds = {self.quantization, self.head} if self.rounds_head else {self.quantization}
-        if self.quantization_config.get("group_size") == 0 and "int4" in kinds:
+        if self.quantization_config.get("group_size") == 0 and not kinds.isdisjoint(FOUR_BITS):
             raise ConfigError(
                 "--quantization-config: group_size 0, a scale per output, is for int8; int4 takes 32, 64 or 128"
             )
@@ -122,7 +126,7 @@ class QuantizationConfig(Config):
 
     @property
     def symmetric(self) -> bool:
-        """Whether int4 has no zero points."""
+        """Whether int4-plain has no zero points."""
         return bool(self.quantization_config.get("symmetric", True))
 
     @property

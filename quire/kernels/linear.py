@@ -31,7 +31,8 @@ class WeightScheme:
 
     "float": as it is. "int8" and "int4": a scale, and without `symmetric` a zero point or a minimum, per output and
     `group_size` values of k; 0: one for all of an output. "fp8" (E4M3, on GPUs): a scale per output or, `per_tensor`,
-    one for all; activations are rounded to E4M3 too, with a scale per token, if `fast`.
+    one for all; activations are rounded to E4M3 too, with a scale per token, if `fast`. int4 that is not `symmetric`
+    is rounded to scales and minimums in blocks (`formats.scaling`) if `two_level`.
 
     On CPUs with `fast` integers are multiplied by activations rounded to 8 bits, with a scale per token and 64
     values of k (see `ops.packed_linear`), and bfloat16 by activations rounded to bfloat16; otherwise weights are
@@ -46,6 +47,7 @@ class WeightScheme:
     per_tensor: bool = False
     vendor: bool = True
     invariant: bool = False
+    two_level: bool = False
 
     @property
     def is_plain_int8(self) -> bool:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import ops, reference
+from quire.kernels.formats.scaling import BLOCK
+from quire.kernels.formats.two_level import narrowed
 from quire.kernels.linear import CHUNK, FLOAT, PackedWeight, WeightScheme
 from quire.layers.base import parameter
 from quire.layers.shard import WHOLE
@@ -101,15 +103,21 @@ class QuantMethod:
         return slice(0, layer.inputs) if self.spans_rows else layer.columns
 
     def _own_columns(self, layer: MatrixLayer, packed: PackedWeight) -> PackedWeight:
-        whole = not self.spans_rows or layer.columns == slice(0, layer.inputs)
-        return packed if whole else packed.narrowed(layer.columns)
+        return packed if self.read(layer) == layer.columns else self._narrowed(packed, self._kept(layer))
+
+    def _narrowed(self, packed: PackedWeight, inputs: slice) -> PackedWeight:
+        return packed.narrowed(inputs)
+
+    def _kept(self, layer: MatrixLayer) -> slice:
+        """Return the inputs that the rank keeps, counted from the first that is read."""
+        first, columns = self.read(layer).start, layer.columns
+        return slice(columns.start - first, columns.stop - first)
 
     def _rounded(self, layer: MatrixLayer, weight: Tensor) -> Tensor:
         """Where no kernel reads the packed form, the weight that it stands for."""
         packed = ops.pack_weight(weight, self.scheme)
         _check_scales(layer, packed)
-        columns = layer.columns if self.spans_rows else slice(None)
-        return reference.unpack_weight(packed)[:, columns].contiguous()
+        return reference.unpack_weight(packed)[:, self._kept(layer)].contiguous()
 
     def _reads_file(self, layer: MatrixLayer) -> bool:
         """Whether `finish` reads the weight once and may do so in the file's own memory.
@@ -177,6 +185,17 @@ class Int4(QuantMethod):
     @property
     def input_unit(self) -> int:
         return max(CHUNK, self.scheme.group_size)
+
+    def read(self, layer: MatrixLayer) -> slice:
+        """Return the inputs that are read: in two levels whole blocks, since a step is found over all of one."""
+        columns = layer.columns
+        if not self.scheme.two_level:
+            return columns
+        stop = -(-columns.stop // BLOCK) * BLOCK
+        return slice(columns.start // BLOCK * BLOCK, min(stop, layer.inputs))
+
+    def _narrowed(self, packed: PackedWeight, inputs: slice) -> PackedWeight:
+        return narrowed(packed, inputs)
 
 
 class Fp8(QuantMethod):

@@ -19,7 +19,7 @@ def test_defaults() -> None:
 
 def test_every_key_is_read() -> None:
     given = {"group_size": 128, "symmetric": False, "mode": "precise", "ignore": ["lm_head"]}
-    config = QuantizationConfig("int4", given)
+    config = QuantizationConfig("int4-plain", given)
     assert {config.group_size(kind, device) for kind in ("int8", "int4") for device in ("cpu", "cuda")} == {
         128
     }
@@ -36,7 +36,7 @@ def test_every_key_is_read() -> None:
         ),
         ({"group_size": 48}, "group_size must be one of 0, 32, 64, 128, got 48"),
         ({"symmetric": 1}, "symmetric must be one of True, False, got 1"),
-        ({"head": "none"}, "head must be one of int8, int4, got 'none'"),
+        ({"head": "none"}, "head must be one of int8, int4, int4-plain, got 'none'"),
         ({"mode": "slow"}, "mode must be one of fast, precise, checkpoint, got 'slow'"),
         ({"ignore": "lm_head"}, "ignore must be a list of names, got 'lm_head'"),
         ({"ignore": [""]}, "ignore must be a list of names"),
@@ -50,6 +50,8 @@ def test_bad_values_are_named(given: dict[str, Any], message: str) -> None:
 def test_keys_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match="symmetric means nothing with int8"):
         QuantizationConfig("int8", {"group_size": 32, "symmetric": True}).check("cpu")
+    with pytest.raises(ConfigError, match="symmetric means nothing with int4"):
+        QuantizationConfig("int4", {"symmetric": False}).check("cpu")
     with pytest.raises(ConfigError, match="mode means nothing with no --quantization"):
         QuantizationConfig(None, {"mode": "fast"}).check("cpu")
     QuantizationConfig(None, {"mode": "fast"}).check("cpu", encoded=True)
@@ -64,12 +66,12 @@ def test_only_quantised_checkpoints_say_how_activations_are_rounded() -> None:
         QuantizationConfig("int4", {"mode": "checkpoint"}).check("cpu")
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "int4-plain", "fp8"])
 def test_a_head_of_its_own_kind(quantization: str) -> None:
     assert QuantizationConfig(quantization).head == "int8"
-    config = QuantizationConfig(quantization, {"head": "int4", "group_size": 64, "symmetric": False})
+    config = QuantizationConfig(quantization, {"head": "int4-plain", "group_size": 64, "symmetric": False})
     config.check("cuda")
-    assert (config.head, config.group_size("int4", "cuda"), config.symmetric) == ("int4", 64, False)
+    assert (config.head, config.group_size("int4", "cuda"), config.symmetric) == ("int4-plain", 64, False)
 
 
 def test_a_head_alone_may_be_rounded() -> None:
@@ -99,7 +101,8 @@ def test_fp8_is_for_gpus() -> None:
     assert (config.per_tensor, config.vendor) == (True, False)
     assert (QuantizationConfig("fp8").per_tensor, QuantizationConfig("fp8").vendor) == (False, True)
     with pytest.raises(
-        ConfigError, match="fp8 needs a GPU that multiplies fp8; on a CPU there are int8 and int4"
+        ConfigError,
+        match="fp8 needs a GPU that multiplies fp8; on a CPU there are int8 and int4 and int4-plain",
     ):
         config.check("cpu")
 

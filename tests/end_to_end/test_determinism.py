@@ -56,8 +56,8 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "int8-precise": {"quantization": "int8", "quantization_config": {"mode": "precise"}},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int4-asymmetric": {
-        "quantization": "int4",
-        "quantization_config": {"symmetric": False, "group_size": 64, "head": "int4"},
+        "quantization": "int4-plain",
+        "quantization_config": {"symmetric": False, "group_size": 64, "head": "int4-plain"},
     },
 }
 

@@ -287,6 +287,9 @@ INTEGERS = [
     for group_size in groups
     for symmetric in (True, False)
     for fast in (True, False)
+] + [
+    WeightScheme("int4", group_size, False, fast, two_level=True)
+    for group_size, fast in ((16, True), (32, False), (32, True), (128, True))
 ]
 OTHERS = [
     *(

@@ -247,6 +247,7 @@ def test_the_largest_integers_do_not_overflow(scheme: WeightScheme) -> None:
         (WeightScheme("int8"), 8.1),
         (WeightScheme("int4", 32), 4.5),
         (WeightScheme("int4", 128, False), 4.2),
+        (WeightScheme("int4", 32, False, two_level=True), 4.625),
     ],
 )
 def test_a_packed_weight_takes_its_bits_and_no_more(scheme: WeightScheme, bits: float) -> None:

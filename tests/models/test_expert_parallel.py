@@ -48,7 +48,7 @@ WIDE = {
 ROUNDED: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": WIDE | {"quantization": "int8"},
-    "int4": WIDE | {"quantization": "int4", "quantization_config": {"symmetric": False}},
+    "int4": WIDE | {"quantization": "int4-plain", "quantization_config": {"symmetric": False}},
 }
 OTHER_SEQUENCES = [[9, 9, 1], [40, 2, 77, 6]]
 

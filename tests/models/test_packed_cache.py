@@ -47,7 +47,7 @@ TENSORS = {
 QUANTIZATIONS: list[dict[str, Any]] = [
     {},
     {"quantization": "int8"},
-    {"quantization": "int4", "quantization_config": {"symmetric": False, "head": "int4"}},
+    {"quantization": "int4", "quantization_config": {"head": "int4"}},
 ]
 
 

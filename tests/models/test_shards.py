@@ -81,7 +81,11 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
     "int8-precise": {"quantization": "int8", "quantization_config": {"mode": "precise"}},
-    "int4": {"quantization": "int4", "quantization_config": {"symmetric": False, "head": "int4"}},
+    "int4": {"quantization": "int4", "quantization_config": {"head": "int4"}},
+    "int4-plain": {
+        "quantization": "int4-plain",
+        "quantization_config": {"symmetric": False, "head": "int4-plain"},
+    },
 }
 
 

@@ -44,7 +44,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "int8": _WIDE | {"quantization": "int8", "quantization_config": {"mode": "precise"}},
     "int4": _WIDE | {"quantization": "int4", "quantization_config": {"mode": "precise", "head": "int4"}},
     "int8-fast": _WIDE | {"quantization": "int8"},
-    "int4-fast": _WIDE | {"quantization": "int4", "quantization_config": {"symmetric": False}},
+    "int4-fast": _WIDE | {"quantization": "int4-plain", "quantization_config": {"symmetric": False}},
 }
 _SPARSE_INT8 = ROUNDED["int8"] | {"hf_overrides": _SIZES | _OF_EXPERTS}
 CASES = [(name, kind) for name in FAMILIES for kind in KINDS] + [("llama", kind) for kind in ROUNDED]

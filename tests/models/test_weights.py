@@ -318,6 +318,30 @@ def test_the_head_has_a_kind_of_its_own(
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
+        {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8},
+    ],
+    ids=["SmolLM2-135M", "Llama-3.2-1B"],
+)
+def test_int4_takes_at_most_4_9_bits_for_each_weight(
+    sizes: dict[str, int], tiny_model: Callable[[str], Path]
+) -> None:
+    """Of all matrices but the head, with everything that is stored for them."""
+    overrides = {**sizes, "head_dim": 64, "num_hidden_layers": 1}
+    model = load_tiny(tiny_model("llama"), load_format="dummy", quantization="int4", hf_overrides=overrides)
+    packed = [
+        layer.packed
+        for _, layer in model.checkpoint_layers()
+        if isinstance(layer, MatrixLayer) and layer is not model.lm_head and layer.packed is not None
+    ]
+    assert {each.scheme.group_size for each in packed} == {16, 32}
+    assert 8 * sum(each.nbytes for each in packed) <= 4.9 * sum(each.outputs * each.inputs for each in packed)
+
+
+@pytest.mark.skipif(library.loaded() is None, reason=library.status())
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("head", ["int8", "int4"])
 def test_the_head_alone_is_rounded(head: str, name: str, tiny_model: Callable[[str], Path]) -> None:

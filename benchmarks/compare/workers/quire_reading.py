@@ -33,6 +33,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "int8, int8 cache": {**_BF16, "quantization": "int8", "kv_cache_dtype": "int8"},
     "int8, precise": {**_BF16, "quantization": "int8", **_PRECISE},
     "int4, precise": {**_BF16, "quantization": "int4", **_PRECISE},
+    "int4-plain": {**_BF16, "quantization": "int4-plain"},
     **{name: {} for name in FILES},
     **{f"{name}, precise": _PRECISE for name in FILES},
 }

@@ -59,7 +59,7 @@ def _of_matrix(outputs: int, inputs: int, groups: Sequence[int], weight_format: 
     of_groups = outputs * -(-inputs // size) if size else outputs
     bits = numbers * _BITS[weight_format] + sum(of_groups * _STREAM_BITS[each] for each in streams)
     blocks = streams.count(STREAM_CODES[torch.int8])
-    return (bits + 16 * blocks * numbers // BLOCK) // 8
+    return (bits + 16 * blocks * outputs * -(-inputs // BLOCK)) // 8
 
 
 def _of_experts(values: Sequence[int]) -> int:

@@ -58,6 +58,10 @@ class GroupedFormat(Format):
         """Type of the scales that `quantized` makes."""
         return torch.float32
 
+    def streams(self, scheme: WeightScheme) -> tuple[torch.dtype, ...]:
+        """Return the types of the scales, and of the zeros if any, that `quantized` makes."""
+        return (self.scale_dtype(scheme), torch.uint8)[: 2 - scheme.symmetric]
+
     def group(self, scheme: WeightScheme, dtype: torch.dtype) -> int:
         if scheme.group_size not in self.groups:
             choices = ", ".join(map(str, self.groups))
@@ -70,8 +74,7 @@ class GroupedFormat(Format):
         return scheme.group_size or (WORD_INPUTS if self.per_byte == 2 else 0)
 
     def parts(self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int) -> tuple[Part, ...]:
-        streams = (self.scale_dtype(scheme), torch.uint8)[: 2 - scheme.symmetric]
-        return self._parts(scheme, panels, inputs, streams)
+        return self._parts(scheme, panels, inputs, self.streams(scheme))
 
     def expected(self, op: str, weight: PackedWeight, panels: int) -> tuple[Part, ...]:
         streams = [part.dtype for part in (weight.scales, weight.zeros) if part is not None]
@@ -110,7 +113,10 @@ class GroupedFormat(Format):
         steps = weight.data.transpose(1, 2)  # [P, 16, steps, 4]
         if self.per_byte == 2:
             steps = torch.stack([steps & 15, steps >> 4], 3)
-        streams = (None if part is None else from_stream(part) for part in (weight.scales, weight.zeros))
+        group = weight.scheme.group_size
+        streams = (
+            None if part is None else from_stream(part, group) for part in (weight.scales, weight.zeros)
+        )
         return self.widened(steps.flatten(2), weight.scheme, *streams)
 
     def to_rows(self, numbers: Numbers, scheme: WeightScheme) -> tuple[Tensor | None, ...]:
@@ -171,12 +177,15 @@ class GroupedFormat(Format):
                     f"{self.kind}: {name} must {'' if wanted else 'not '}be given; symmetric is {scheme.symmetric}"
                 )
             if each is not None:
+                in_blocks = isinstance(each, BlockScales)
                 _check_stream(
-                    f"{self.kind}: {name} of [{outputs}, {inputs}] in groups of {group}", each, shape
+                    f"{self.kind}: {name} of [{outputs}, {inputs}] in groups of {group}",
+                    each,
+                    (outputs, -(-inputs // BLOCK) * (BLOCK // group)) if in_blocks else shape,
                 )
-        if any(isinstance(each, BlockScales) for each in given) and (inputs % BLOCK or not scheme.group_size):
+        if any(isinstance(each, BlockScales) for each in given) and not scheme.group_size:
             raise ValueError(
-                f"{self.kind}: steps are of {BLOCK} values of k in groups; the matrix is [{outputs}, {inputs}]"
+                f"{self.kind}: steps are of {BLOCK} values of k in groups; the scheme has one group of all"
             )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from quire.kernels.formats.base import Numbers, finite_or_nan, steps_of
 from quire.kernels.formats.grouped import GroupedFormat
 from quire.kernels.formats.search import Steps, best_steps, extent
+from quire.kernels.formats.two_level import two_level
 from quire.kernels.linear import INT8_ZERO, WeightScheme
 
 INT4_ZERO = 8
@@ -69,6 +70,9 @@ class Int4Format(GroupedFormat):
     def scale_dtype(self, scheme: WeightScheme) -> torch.dtype:
         return torch.bfloat16
 
+    def streams(self, scheme: WeightScheme) -> tuple[torch.dtype, ...]:
+        return (torch.int8, torch.int8) if scheme.two_level else super().streams(scheme)
+
     def code(self, dtype: torch.dtype) -> int:
         return 4
 
@@ -84,6 +88,8 @@ class Int4Format(GroupedFormat):
         return codes.float() - self.zero(scheme)
 
     def quantized(self, rows: Tensor, scheme: WeightScheme) -> Numbers:
+        if scheme.two_level:
+            return two_level(rows, scheme.group_size)
         groups = in_groups(rows, scheme)
         return _coded(rows, groups, best_steps(groups, 4, scheme.symmetric), 4, scheme)
 

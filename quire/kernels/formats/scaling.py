@@ -1,7 +1,7 @@
 """What groups of k are scaled by, or shifted by: how it is written, and how it lies in panels.
 
 A stream of them is float32, bfloat16 or float16 (a number for each group), uint8 (integer zero points), or int8, which
-stands for blocks of 256 k: 16 steps in float16, then 16 factors for each group of the block.
+stands for blocks of 256 k, or less at the end: 16 steps in float16, then 16 factors for each group of the block.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,8 @@ _STEP_BYTES = 2 * PANEL
 class BlockScales(NamedTuple):
     """Scales, or minimums, of groups as K-quants have them: integers times a step that a block of 256 k shares.
 
-    `factors` is int8 [N, G] and `steps` float16 [N, K / 256]. What they stand for is exact in float32.
+    `steps` is float16 [N, B], a step for each 256 values of k, the last of which may be begun, and `factors` int8
+    [N, G], of whole blocks. What they stand for is exact in float32.
     """
 
     factors: Tensor
@@ -38,8 +39,8 @@ def stream_shape(dtype: torch.dtype, panels: int, groups: int, group: int) -> tu
     """Of the stream of so many panels and groups of `group` values of k."""
     if dtype is not torch.int8:
         return panels, groups, PANEL
-    each = BLOCK // group
-    return panels, groups // each, _STEP_BYTES + each * PANEL
+    blocks = -(-groups * group // BLOCK)
+    return panels, blocks * _STEP_BYTES + groups * PANEL
 
 
 def to_stream(of: Tensor | BlockScales, halves: int, groups: int) -> Tensor:
@@ -49,15 +50,18 @@ def to_stream(of: Tensor | BlockScales, halves: int, groups: int) -> Tensor:
     blocks = of.steps.shape[1]
     steps = _by_group(of.steps, halves).view(torch.int8)
     factors = torch.unflatten(_by_group(of.factors, halves), 1, (blocks, -1))
-    return torch.cat([steps, factors.flatten(2)], 2)
+    stream = torch.cat([steps, factors.flatten(2)], 2).flatten(1)
+    return stream[:, : blocks * _STEP_BYTES + groups * PANEL].contiguous()
 
 
-def from_stream(stream: Tensor) -> Tensor:
-    """The inverse; blocks come out as what they stand for: [P, 16, G]."""
+def from_stream(stream: Tensor, group: int) -> Tensor:
+    """The inverse, of groups of `group` values of k; blocks come out as what they stand for: [P, 16, G]."""
     if stream.dtype is not torch.int8:
         return stream.transpose(1, 2)
-    steps = stream[..., :_STEP_BYTES].contiguous().view(torch.float16).float()
-    factors = torch.unflatten(stream[..., _STEP_BYTES:], 2, (-1, PANEL)).float()
+    block_bytes = _STEP_BYTES + BLOCK // group * PANEL
+    blocks = torch.unflatten(F.pad(stream, (0, -stream.shape[1] % block_bytes)), 1, (-1, block_bytes))
+    steps = blocks[..., :_STEP_BYTES].contiguous().view(torch.float16).float()
+    factors = torch.unflatten(blocks[..., _STEP_BYTES:], 2, (-1, PANEL)).float()
     return (factors * steps.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
 
 

@@ -83,12 +83,12 @@ def _error(groups: Tensor, steps: Steps, bits: int, importance: Tensor | None) -
     scales, zeros = steps.scales.float().unsqueeze(-1), steps.zeros.unsqueeze(-1)
     integers = (groups * (1 / scales)).round()
     squares = (torch.clamp(integers, -zeros, (1 << bits) - 1 - zeros) * scales - groups).square()
-    total = _sum(squares if importance is None else squares * importance)
+    total = ordered_sum(squares if importance is None else squares * importance)
     return torch.where(usable(steps.scales), total, torch.inf)
 
 
-def _sum(values: Tensor) -> Tensor:
-    """Over the last dimension, in the order of `sum` in csrc/cpu/vec.h."""
+def ordered_sum(values: Tensor) -> Tensor:
+    """Return the sum over the last dimension, in the order of `sum` in csrc/cpu/vec.h."""
     lanes = torch.unflatten(F.pad(values, (0, -values.shape[-1] % _LANES)), -1, (-1, _LANES))
     total = torch.zeros_like(lanes[..., 0, :])
     for step in lanes.unbind(-2):

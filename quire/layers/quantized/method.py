@@ -134,6 +134,9 @@ class Encoded(QuantMethod):
     def input_unit(self) -> int:
         return math.lcm(self._kept.input_unit, *(module.codec.input_unit for module in self._modules))
 
+    def read(self, layer: MatrixLayer) -> slice:
+        return self._kept.read(layer)
+
     def unrounded(self) -> QuantMethod:
         return Encoded(self._modules, self._kept.unrounded())
 
