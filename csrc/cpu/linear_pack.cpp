@@ -250,7 +250,7 @@ inline Line best_line(const GroupValues& group) {
     if (poison != 0.0f) return {__builtin_nanf(""), 0.0f};
     Line best = {0.0f, -low};
     float least = __builtin_inff();
-    constexpr float kParts[] = {1.0f, 0.875f, 0.75f};
+    constexpr float kParts[] = {1.0f, 1.125f, 0.875f, 0.75f};
     for (const float part : kParts) {
         Line line = {};
         line.scale = (high - low) / 15.0f * part;

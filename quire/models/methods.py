@@ -18,6 +18,7 @@ from quire.config.encoding import Encoding
 from quire.config.quantization import FOUR_BITS, QuantizationConfig
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import cpu
+from quire.kernels.formats.scaling import BLOCK
 from quire.kernels.linear import WeightScheme
 from quire.kernels.rounding import RowRounding
 from quire.layers.base import Layer, device_type
@@ -37,6 +38,8 @@ from quire.models.weights import open_files
 logger = logging.getLogger(__name__)
 
 _FLOATS = Encoding("floats")
+_MOST_BITS = 4.88
+"""Of int4 in two levels for a weight, on the average of all matrices but the head; blocks that are begun take more."""
 
 
 def _rounds_activations(config: EngineConfig) -> bool:
@@ -79,15 +82,30 @@ def _rounding(scheme: WeightScheme, kind: str, asked: QuantizationConfig, device
     return method_of(replace(scheme, kind=kind))
 
 
-def _of_layer(layer: Layer, method: QuantMethod) -> QuantMethod:
-    """The method for one layer: in two levels, queries, keys and values have groups of half the size.
+def _in_eight_bits(model: CausalLM, scheme: WeightScheme) -> set[Layer]:
+    """Return the layers of queries, keys and values that int4 in two levels leaves in int8: the first, while bits last.
 
-    An error of theirs costs most, and they are a sixth of the weights: half a bit more for them is 0.1 on the whole.
+    Their error costs most, values' above all, and that of the first layers goes through all others. Sizes are those of
+    the whole model, so all ranks choose the same.
     """
-    scheme = method.scheme
-    if not (scheme.two_level and isinstance(layer, QKVLinear)):
-        return method
-    return method_of(replace(scheme, group_size=scheme.group_size // 2))
+    if not scheme.two_level:
+        return set()
+    layers = [
+        layer
+        for _, layer in model.checkpoint_layers()
+        if isinstance(layer, MatrixLayer) and layer is not model.lm_head and not layer.only_looked_up
+    ]
+    sizes = {layer: sum(span.size for span in layer.spans) * layer.inputs for layer in layers}
+    four, eight = 4 + 16 / scheme.group_size + 32 / BLOCK, 8 + 16 / scheme.group_size
+    spare = (_MOST_BITS - four) * sum(sizes.values())
+    chosen: set[Layer] = set()
+    for layer in layers:
+        if isinstance(layer, QKVLinear):
+            spare -= (eight - four) * sizes[layer]
+            if spare < 0:
+                break
+            chosen.add(layer)
+    return chosen
 
 
 def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
@@ -105,6 +123,8 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     device = device_type(config)
     quantized = _rounding(rounded, asked.quantization, asked, device) if asked.quantization else plain
     head = _rounding(rounded, asked.head, asked, device) if asked.rounds_head else plain
+    in_eight_bits = _in_eight_bits(model, quantized.scheme)
+    finer = method_of(replace(quantized.scheme, kind="int8", symmetric=True, two_level=False))
     unmatched = set(asked.ignore)
     encodings = _Encodings(config, rounded)
     methods = []
@@ -117,7 +137,7 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
                 f"--quantization-config: head is {asked.head!r}, but ignore leaves it alone by {min(hits)!r}"
             )
         unmatched -= hits
-        method = plain if hits else head if is_head else _of_layer(layer, quantized)
+        method = plain if hits else head if is_head else finer if layer in in_eight_bits else quantized
         methods.append(encodings.method(layer, names, method))
     if unmatched:
         raise ConfigError(

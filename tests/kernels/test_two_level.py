@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.formats import format_of
+from quire.kernels.formats import BlockScales, format_of
 from quire.kernels.formats.two_level import PARTS, Lines, best_lines, narrowed, two_level, weights_of
 from quire.kernels.linear import PackedWeight, WeightScheme
 from quire.kernels.reference import pack_weight, unpack_weight
@@ -95,5 +95,5 @@ def test_parts_of_two_level_weights_have_the_numbers_of_the_whole(inputs: slice)
 def test_numbers_of_two_levels_say_what_blocks_they_are_of() -> None:
     numbers = two_level(rows_of(3, 300), 32)
     assert numbers.data.shape == (3, 300)
-    assert numbers.scales is not None and not isinstance(numbers.scales, Tensor)
+    assert isinstance(numbers.scales, BlockScales)
     assert (numbers.scales.factors.shape, numbers.scales.steps.shape) == ((3, 16), (3, 2))

@@ -266,7 +266,8 @@ def test_two_ranks_make_what_one_makes(kept: str, name: str, checkpoint: Callabl
             check_other(layer, share)
         else:
             has_shared = any(span.replicated and span.units == 1 for span in layer.spans)
-            most = 0.7 if has_shared else 0.55
+            # Blocks of int4 that are cut apart have scales and minimums in float32.
+            most = 0.7 if has_shared or kept == "int4" else 0.55
             assert layer.num_rows < 2 * PANEL or max(map(num_bytes, share)) < most * num_bytes(layer)
     assert cuts >= {"output", "input"}
 

@@ -312,7 +312,8 @@ def test_the_head_has_a_kind_of_its_own(
         (head or "int8", 64 if head == "int4" else 32),
         *([None] if name == "llama" else []),
     ]
-    assert {one and one.scheme.kind for one in packed.values()} == {quantization}
+    kinds = {name: one and one.scheme.kind for name, one in packed.items()}
+    assert {kind for name, kind in kinds.items() if "q_proj" not in name} == {quantization}
     exact = logits(load_tiny(tiny_model(name)))
     assert 0 < (logits(model) - exact).norm() < 0.5 * exact.norm()
 
@@ -330,14 +331,14 @@ def test_int4_takes_at_most_4_9_bits_for_each_weight(
     sizes: dict[str, int], tiny_model: Callable[[str], Path]
 ) -> None:
     """Of all matrices but the head, with everything that is stored for them."""
-    overrides = {**sizes, "head_dim": 64, "num_hidden_layers": 1}
+    overrides = {**sizes, "head_dim": 64, "num_hidden_layers": 4}
     model = load_tiny(tiny_model("llama"), load_format="dummy", quantization="int4", hf_overrides=overrides)
     packed = [
         layer.packed
         for _, layer in model.checkpoint_layers()
         if isinstance(layer, MatrixLayer) and layer is not model.lm_head and layer.packed is not None
     ]
-    assert {each.scheme.group_size for each in packed} == {16, 32}
+    assert {each.scheme.kind for each in packed} == {"int4", "int8"}
     assert 8 * sum(each.nbytes for each in packed) <= 4.9 * sum(each.outputs * each.inputs for each in packed)
 
 

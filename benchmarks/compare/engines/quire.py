@@ -29,8 +29,9 @@ class Quire(PythonEngine):
     packages = ("quire-llm", "torch")
     notes = (
         "`LLM(checkpoint, load_format='auto', enable_prefix_caching=False)`; bf16: `matmul_precision='highest'`; int8 "
-        "and int4 by `quantization=` with its defaults: int8 with a scale per output, int4 in groups of 32, of queries, "
-        "keys and values 16, with scales and minimums in two levels (4.7 bits, as Q4_K), but the head in int8, or with `quantization_config={'head': 'int4'}` in int4, too."
+        "and int4 by `quantization=` with its defaults: int8 with a scale per output, int4 in groups of 32 with "
+        "scales and minimums in two levels, as Q4_K, and q, k and v of the first layers in int8 (4.9 bits), but the "
+        "head in int8, or with `quantization_config={'head': 'int4'}` in int4, too."
     )
 
     def __init__(self, folder: Path) -> None:

@@ -19,8 +19,9 @@ from quire.kernels.formats.scaling import BLOCK, BlockScales, from_stream
 from quire.kernels.formats.search import ordered_sum
 from quire.kernels.linear import PackedWeight
 
-PARTS = (1.0, 0.875, 0.75)
-"""Of the range of a group, which the first codes are tried to span."""
+PARTS = (1.0, 1.125, 0.875, 0.75)
+"""Of the range of a group, which the first codes are tried to span: more than all of it where weights were rounded
+before, in larger groups."""
 _TURNS = 3
 _MOST_CODE = 15
 _MOST_FACTOR = 127
