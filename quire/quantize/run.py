@@ -116,7 +116,7 @@ def _round(
             own = replace(recipe, grid=recipe.grid.stored_as(dtype))
             rows = [tensors.read(f"{name}.weight") for name in names]
             codes, steps = ROUNDINGS[recipe.method](torch.cat(rows), known, own)
-            parts = [each.split([len(part) for part in rows]) for each in (codes, *steps)]
+            parts = [torch.split(each, [len(part) for part in rows]) for each in (codes, *steps)]
             for name, part, *part_steps in zip(names, *parts, strict=True):
                 found = recipe.grid.tensors(part, Steps(*part_steps), dtype)
                 results |= {f"{_stored(weights, name)}.{leaf}": each for leaf, each in found.items()}
