@@ -55,8 +55,8 @@ class QuantizationConfig(Config):
     )
     quantization_config: dict[str, Any] = option(
         {},
-        "JSON: group_size, symmetric, mode (fast, precise, checkpoint), scale (row, tensor), gemm (vendor, triton; "
-        "fp8), head (int8, int4, int4-plain), ignore.",
+        "JSON: group_size, symmetric, mode (fast, precise, checkpoint), scale (row, tensor), gemm (vendor, triton), "
+        "head (int8, int4), ignore.",
     )
 
     def __post_init__(self) -> None:

@@ -103,12 +103,12 @@ class QuantMethod:
         return slice(0, layer.inputs) if self.spans_rows else layer.columns
 
     def _own_columns(self, layer: MatrixLayer, packed: PackedWeight) -> PackedWeight:
-        return packed if self.read(layer) == layer.columns else self._narrowed(packed, self._kept(layer))
+        return packed if self.read(layer) == layer.columns else self._narrowed(packed, self._kept_columns(layer))
 
     def _narrowed(self, packed: PackedWeight, inputs: slice) -> PackedWeight:
         return packed.narrowed(inputs)
 
-    def _kept(self, layer: MatrixLayer) -> slice:
+    def _kept_columns(self, layer: MatrixLayer) -> slice:
         """Return the inputs that the rank keeps, counted from the first that is read."""
         first, columns = self.read(layer).start, layer.columns
         return slice(columns.start - first, columns.stop - first)
@@ -117,7 +117,7 @@ class QuantMethod:
         """Where no kernel reads the packed form, the weight that it stands for."""
         packed = ops.pack_weight(weight, self.scheme)
         _check_scales(layer, packed)
-        return reference.unpack_weight(packed)[:, self._kept(layer)].contiguous()
+        return reference.unpack_weight(packed)[:, self._kept_columns(layer)].contiguous()
 
     def _reads_file(self, layer: MatrixLayer) -> bool:
         """Whether `finish` reads the weight once and may do so in the file's own memory.
