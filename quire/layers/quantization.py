@@ -103,7 +103,9 @@ class QuantMethod:
         return slice(0, layer.inputs) if self.spans_rows else layer.columns
 
     def _own_columns(self, layer: MatrixLayer, packed: PackedWeight) -> PackedWeight:
-        return packed if self.read(layer) == layer.columns else self._narrowed(packed, self._kept_columns(layer))
+        return (
+            packed if self.read(layer) == layer.columns else self._narrowed(packed, self._kept_columns(layer))
+        )
 
     def _narrowed(self, packed: PackedWeight, inputs: slice) -> PackedWeight:
         return packed.narrowed(inputs)

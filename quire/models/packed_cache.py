@@ -32,7 +32,7 @@ from quire.version import __version__
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Raised when the same key would stand for other contents."""
 SUFFIX = "safetensors"
 PAGE = 4096
