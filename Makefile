@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make install   create $(VENV) with quire and its development tools (PYTHON=/path/to/python3.x to choose)'
 	@echo 'make serve     serve a model: PORT=$(PORT) HOST= MODEL= (the model in the box if empty) ARGS='
-	@echo 'make lint      ruff, mypy and the import contracts'
+	@echo 'make lint      ruff, mypy, the import contracts and the line budgets'
 	@echo 'make test      install, lint, and every quick test, by WORKERS=$(WORKERS) at a time'
 	@echo 'make test-more the slower tests, and the kernels as other processors would run them'
 	@echo 'make test-real real weights, tokenizers and chat templates from packages, beside transformers'
@@ -71,6 +71,7 @@ lint: install
 	@$(BIN)/ruff format --check --quiet . || { echo 'run: $(BIN)/ruff format .' >&2; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	@$(BIN)/python tools/size.py > /dev/null || $(BIN)/python tools/size.py
 	@echo 'lint: ok'
 
 # Tests run many tiny parallel regions, often beside other processes: threads that spin between them would starve those.

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from quire import LoRARequest, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
-from quire.processes import settle_garbage
+from quire.processes import freeze_garbage
 
 MODEL = Path(__file__).parent / "models" / "dummy-0.5b"
 PROMPT_LEN, NUM_STEPS = 16, 12
@@ -125,7 +125,7 @@ def main() -> None:
     limits |= {"lora_dtype": args.lora_dtype}
     base = LLMEngine(EngineConfig.from_args(model=str(args.model), **options))
     served = LLMEngine(EngineConfig.from_args(model=str(args.model), enable_lora=True, **limits, **options))
-    settle_garbage()  # as a server does once it is ready
+    freeze_garbage()  # as a server does once it is ready
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
     with tempfile.TemporaryDirectory() as scratch:
         shapes = linears(args.model)

@@ -20,7 +20,7 @@ from pathlib import Path
 from quire import SamplingParams
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
-from quire.processes import settle_garbage
+from quire.processes import freeze_garbage
 
 MODEL = Path(__file__).parent / "models" / "dummy-0.5b"
 RUNNING = 16
@@ -84,7 +84,7 @@ def main() -> None:
         name: LLMEngine(EngineConfig.from_args(model=str(args.model), enforce_eager=eager, **options))
         for name, eager in (("from tapes", False), ("kernel by kernel", True))
     }
-    settle_garbage()  # as a server does once it is ready
+    freeze_garbage()  # as a server does once it is ready
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for seed in range(1 + args.rounds):
         for name, engine in engines.items():

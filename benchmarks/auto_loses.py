@@ -22,7 +22,7 @@ from typing import Any
 from demo_model.cases import cases
 from quire import LLM, RequestOutput, SamplingParams
 from quire.config.model import DEMO_MODEL
-from quire.processes import settle_garbage
+from quire.processes import freeze_garbage
 from quire.spec_decode.recorded import RecordedOutput, write_recorded
 
 SHAPE = Path(__file__).parent / "models" / "dummy-0.5b"
@@ -117,7 +117,7 @@ def measured(args: argparse.Namespace) -> Iterator[str]:
                 recorded(plain, generate, args.num_rounds, path)
                 guesses = {"method": "recorded", "model": str(path), "synthetic_acceptance_rate": 0.0}
                 wrong = LLM(**options, speculative_config=guesses)
-            settle_garbage()  # as a server does once it is ready
+            freeze_garbage()  # as a server does once it is ready
             found = ratios({PLAIN: plain, AUTO: auto, WRONG: wrong}, generate, args.num_rounds)
             name = f"{Path(str(options['model'])).name}, batch {batch_size}"
             yield "  ".join([f"{name:24}", *(f"{cell(found[way]):26}" for way in (AUTO, WRONG))]).rstrip()

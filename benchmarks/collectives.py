@@ -23,8 +23,8 @@ from quire.distributed.gloo import Gloo, file_store
 from quire.distributed.group import Group
 from quire.distributed.shared_memory import share_memory
 from quire.kernels import ops
-from quire.kernels.cpu.tape import Arena, record
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
+from quire.kernels.cpu.recorded_graph import Arena, record
 
 SMALL, LARGE = 4 << 10, 8 << 20
 ROUNDS, CALLS = 30, 100
@@ -54,11 +54,11 @@ def measured(gloo: Group, shared: Group) -> dict[str, float]:
     large_tape = record(lambda: ops.all_reduce(large, shared), Arena(LARGE))
     copy = torch.empty_like(large)
     return {
-        "taped": seconds(tape.play, 10) / CALLS,
+        "taped": seconds(tape.replay, 10) / CALLS,
         "small": seconds(lambda: ops.all_reduce(small, shared), CALLS),
         "small gloo": seconds(lambda: ops.all_reduce(small, gloo), 10),
         "copy": seconds(lambda: copy.copy_(large), 4),
-        "large": seconds(large_tape.play, 4),
+        "large": seconds(large_tape.replay, 4),
         "large gloo": seconds(lambda: ops.all_reduce(large, gloo), 1),
     }
 

@@ -27,7 +27,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.entrypoints.cli.machine import cpu_model
+from quire.entrypoints.cli.doctor import cpu_model
 from quire.kernels import cpu
 from quire.models import loader
 from quire.models.built_in import BUILT_IN

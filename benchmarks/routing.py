@@ -25,7 +25,7 @@ from quire.engine.core import EngineCore
 from quire.engine.front_end import FrontEnd, Outgoing
 from quire.engine.messages import CoreRequest, EngineCoreOutputs
 from quire.engine.prompt_forms import TokenizedPrompt
-from quire.engine.replicas import configs_of_replicas
+from quire.engine.replicas.configs import replica_configs
 from quire.engine.startup import prepare
 from quire.executor.base import Executor
 from quire.outputs import RequestOutput
@@ -112,7 +112,7 @@ class Simulation:
         self._clock = Clock()
         num_replicas = config.parallel.num_replicas
         self._front_end = FrontEnd(config, num_cores=num_replicas, clock=self._clock)
-        self._replicas = [Replica(one, costs) for one in configs_of_replicas(config, in_process=True)]
+        self._replicas = [Replica(one, costs) for one in replica_configs(config, in_process=True)]
         for index, replica in enumerate(self._replicas):
             self._front_end.take_in(index, replica.core.ready)
         self._events: list[tuple[float, int, Any]] = []

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from quire.config import EngineConfig
-from quire.kv_cache.device_pool import DevicePool
+from quire.kv_cache.block_pool import DevicePool
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput

@@ -27,8 +27,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.messages import AddRequest, EngineCoreRequest
 from quire.engine.startup import prepare
 from quire.models.loader import without_weights
-from quire.models.partition import partition
-from quire.models.stages import stack_of
+from quire.models.stages import partition, stack_of
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 

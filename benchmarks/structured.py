@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.grammar_libraries import vocabulary
 from quire import LLM, SamplingParams
 from quire.config import DEMO_MODEL
-from quire.engine.token_bytes import BYTE_OF_CHAR
+from quire.engine.tokenizer_files import BYTE_OF_CHAR
 from quire.sampling_params import StructuredOutputsParams
 
 SCHEMA: dict[str, Any] = {

@@ -25,18 +25,17 @@ import torch
 from torch import Tensor
 
 from quire.bench.kernels import ModelShape
-from quire.entrypoints.cli.machine import cpu_model
+from quire.entrypoints.cli.doctor import cpu_model
 from quire.kernels import cpu, ops
-from quire.kernels.cpu.huge_pages import in_matrix_memory
-from quire.kernels.linear import FLOAT, Ending, PackedWeight, WeightScheme
-from quire.kernels.rounding import RowRounding
+from quire.kernels.cpu.arena import on_huge_pages
+from quire.kernels.linear import FLOAT, FusedActivation, PackedWeight, RowQuantization, WeightScheme
 from quire.models.quantized.page import PAGE, SPEEDS, kept_forms, page, rounded_forms
 
 FLOATS = "floats"
 COLD_BYTES = 96 * 2**20
 """What the copies of a layer take at least, more than a cache holds."""
 Layer = Sequence[PackedWeight]
-Forms = Mapping[str, tuple[WeightScheme | None, RowRounding | None]]
+Forms = Mapping[str, tuple[WeightScheme | None, RowQuantization | None]]
 """What weights are kept in, None for floats, and how what they are multiplied by is rounded."""
 Speeds = Mapping[str, tuple[float, float]]
 """How often a form's products are done while bfloat16's are once: in decode, and in prefill."""
@@ -64,14 +63,16 @@ def layers_of(scheme: WeightScheme | None, shape: ModelShape, cold_bytes: int) -
 
 def _copied(tensor: Tensor) -> Tensor:
     """In other memory of the same kind."""
-    moved = in_matrix_memory(tensor)
+    moved = on_huge_pages(tensor)
     return tensor.clone() if moved is tensor else moved
 
 
-def product_of(layer: Layer, rows: int, rounding: RowRounding | None = None) -> Callable[[], None]:
+def product_of(layer: Layer, rows: int, rounding: RowQuantization | None = None) -> Callable[[], None]:
     """Multiplies so many rows by each matrix of a layer, after they were rounded if that is said."""
     inputs = [torch.randn(rows, matrix.inputs) for matrix in layer]
-    endings: list[Ending | None] = [None if matrix.halves == 1 else "silu_and_mul" for matrix in layer]
+    endings: list[FusedActivation | None] = [
+        None if matrix.halves == 1 else "silu_and_mul" for matrix in layer
+    ]
 
     def run() -> None:
         for x, matrix, ending in zip(inputs, layer, endings, strict=True):

@@ -127,7 +127,7 @@ def batches(encoder: Encoder, seed: int, num_tokens: int = BATCH_TOKENS) -> Iter
         yield from map(stack, groups)
 
 
-def loss_of(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
+def lost_error(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
     """Mean cross entropy of the assistant tokens; only their rows reach the vocabulary."""
     ids, mask = batch
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
@@ -137,7 +137,7 @@ def loss_of(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
 
 def descend(model: LlamaForCausalLM, opts: list[torch.optim.Optimizer], batch: Batch) -> float:
     """Learn from a batch; returns the loss before that."""
-    loss = loss_of(model, batch)
+    loss = lost_error(model, batch)
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for opt in opts:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from demo_model.data import Dialogue, arithmetic, fact, small_talk
 from demo_model.messages import Message, without_thoughts
-from demo_model.train import ASSETS, Batch, Encoder, load, loss_of, new_model, stack
+from demo_model.train import ASSETS, Batch, Encoder, load, lost_error, new_model, stack
 
 RANK, ALPHA = 4, 16
 MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -114,7 +114,7 @@ def train(manner: str, encoder: Encoder, steps: int, rate: float, seed: int) -> 
     stream = batches(encoder, seed, MANNERS[manner])
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / WARM_UP) * (1 - step / steps)
-        loss = loss_of(model, next(stream))
+        loss = lost_error(model, next(stream))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(learnt, 1.0)
         optimizer.step()

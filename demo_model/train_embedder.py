@@ -128,7 +128,7 @@ def rate_of(step: int, steps: int) -> float:
     return RATE * min(1.0, step / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
-def loss_of(embed: Embedder, world: Sequence[Fact], rng: random.Random) -> Tensor:
+def lost_error(embed: Embedder, world: Sequence[Fact], rng: random.Random) -> Tensor:
     """Of one question for each of some facts."""
     wanted = rng.sample(range(len(world)), BATCH)
     known = embed([sentence(fact) for fact in world], rng)
@@ -145,7 +145,7 @@ def train(args: argparse.Namespace) -> None:
     began, mean = time.monotonic(), 0.0
     for step in range(1, args.steps + 1):
         optimizer.param_groups[0]["lr"] = rate_of(step, args.steps)
-        loss = loss_of(embed, world, rng)
+        loss = lost_error(embed, world, rng)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""quire: a small, deterministic inference and serving engine for large language models."""
+"""Deterministic inference and serving engine for large language models."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from quire.engine.llm_engine import LLMEngine
-    from quire.engine.pooling_inputs import TextOptions
     from quire.entrypoints.llm import LLM
     from quire.inputs import PairPrompt, PromptType, TextPrompt, TokensPrompt
     from quire.lora_request import LoRARequest
     from quire.models.registry import ModelRegistry
     from quire.outputs import CompletionOutput, RequestOutput
-    from quire.pooling_outputs import (
+    from quire.pooling.inputs import TextOptions
+    from quire.pooling.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
         EmbeddingOutput,
@@ -51,16 +51,16 @@ _LAZY = {
     "Explanation": "quire.scheduler.explain",
     "CompletionOutput": "quire.outputs",
     "PairPrompt": "quire.inputs",
-    "TextOptions": "quire.engine.pooling_inputs",
+    "TextOptions": "quire.pooling.inputs",
     "PoolingParams": "quire.pooling_params",
-    "ClassificationOutput": "quire.pooling_outputs",
-    "ClassificationRequestOutput": "quire.pooling_outputs",
-    "EmbeddingOutput": "quire.pooling_outputs",
-    "EmbeddingRequestOutput": "quire.pooling_outputs",
-    "PoolingOutput": "quire.pooling_outputs",
-    "PoolingRequestOutput": "quire.pooling_outputs",
-    "ScoringOutput": "quire.pooling_outputs",
-    "ScoringRequestOutput": "quire.pooling_outputs",
+    "ClassificationOutput": "quire.pooling.outputs",
+    "ClassificationRequestOutput": "quire.pooling.outputs",
+    "EmbeddingOutput": "quire.pooling.outputs",
+    "EmbeddingRequestOutput": "quire.pooling.outputs",
+    "PoolingOutput": "quire.pooling.outputs",
+    "PoolingRequestOutput": "quire.pooling.outputs",
+    "ScoringOutput": "quire.pooling.outputs",
+    "ScoringRequestOutput": "quire.pooling.outputs",
 }
 
 __all__ = [
@@ -96,7 +96,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `import quire` costs nothing."""
+    """Import public names on first use, so that `import quire` is cheap."""
     if name not in _LAZY:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     module, _, attribute = _LAZY[name].partition(":")

@@ -1,32 +1,32 @@
-"""Every error quire raises on purpose.
+"""Errors that quire raises on purpose.
 
-    QuireError                      500  something of ours went wrong
+    QuireError                      500  internal error
     ├── ClientError                 400  the request is at fault; nothing else is affected
     │   ├── ValidationError         400  a field has a bad value (also a ValueError)
     │   │   └── ContextLengthError  400  the prompt is longer than the model's context
     │   ├── AuthenticationError     401
-    │   ├── ForbiddenError          403  the request came by a name that is not the server's
+    │   ├── ForbiddenError          403  the Host header is not allowed
     │   ├── NotFoundError           404  no such model
-    │   ├── ConflictError           409  not while the engine is in this state
+    │   ├── ConflictError           409  impossible in the engine's present state
     │   ├── PayloadTooLargeError    413
     │   ├── UnsupportedMediaTypeError 415
     │   ├── HeadersTooLargeError    431
     │   └── HttpVersionError        505
     ├── UnavailableError            503  loading, draining or full: try again later
-    │   ├── NoRoomError             503  a limit of the whole server is met
-    │   │   ├── QueueFullError      503  too much waits already
-    │   │   └── MemoryShortError    503  memory is nearly all used
-    │   └── RateLimitError          429  this client has used up what it may use
-    ├── DeadlineError               504  the request's time was over before it had a token
+    │   ├── NoRoomError             503  a server-wide limit is reached
+    │   │   ├── QueueFullError      503  the queue is full
+    │   │   └── MemoryShortError    503  memory is nearly exhausted
+    │   └── RateLimitError          429  this client has reached its limit
+    ├── DeadlineError               504  the request timed out before its first token
     ├── EngineError                 500  the engine failed, not the request
     │   ├── EngineDeadError         503  the engine core is gone
-    │   └── RankLostError           500  of several ranks one is gone
+    │   └── RankLostError           500  one of several ranks is gone
     └── StartupError                     the process cannot start; one sentence for the operator
         ├── ConfigError                  a flag or a config field (also a ValueError)
         ├── ModelLoadError               a checkpoint file is missing, corrupt or does not fit
-        └── UnsupportedModelError        an architecture or option that quire does not know
+        └── UnsupportedModelError        an architecture or option that quire does not implement
 
-Invariant: a message may be shown to the person who caused the error, so it never holds a path,
+Invariant: a message may be shown to the client that caused the error, so it never holds a path,
 an address or a traceback unless the class is a `StartupError`, whose reader is the operator.
 """
 
@@ -34,12 +34,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+# Separator before a foreign library's own message: for programs and the log, removed for clients.
 FOREIGN_WORDS = "; it says: "
-"""Behind it stands what foreign code said of its own failure: for programs and the log, and for no client."""
 
 
 class QuireError(Exception):
-    """Base of all errors; `status` is the HTTP status, `type` and `code` (if there is one) are OpenAI's."""
+    """Base of all errors; `status` is the HTTP status, `type` and `code` (if any) are OpenAI's."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "InternalServerError"
@@ -47,7 +47,7 @@ class QuireError(Exception):
 
 
 class ClientError(QuireError):
-    """The request is wrong; `param` names the field at fault where there is one."""
+    """Invalid request; `param` names the field at fault, if there is one."""
 
     status = 400
     type = "BadRequestError"
@@ -59,11 +59,11 @@ class ClientError(QuireError):
 
 
 class ValidationError(ClientError, ValueError):
-    """A field of the request has a value that cannot be honoured."""
+    """Request field with an invalid or unsupported value."""
 
 
 class ContextLengthError(ValidationError):
-    """The prompt leaves no room for an answer; clients know this case by its code and go on with a shorter one."""
+    """Prompt that leaves no room for an answer; clients recognize the code and retry with a shorter one."""
 
     code = "context_length_exceeded"
 
@@ -74,7 +74,7 @@ class AuthenticationError(ClientError):
 
 
 class ForbiddenError(ClientError):
-    """The request comes from where none may come."""
+    """Request from a forbidden host or origin."""
 
     status = 403
     type = "PermissionDeniedError"
@@ -86,7 +86,7 @@ class NotFoundError(ClientError):
 
 
 class ConflictError(ClientError):
-    """What is asked for cannot be done now, and nothing was done."""
+    """Operation that is impossible in the present state; nothing was done."""
 
     status = 409
     type = "ConflictError"
@@ -108,14 +108,14 @@ class HeadersTooLargeError(ClientError):
 
 
 class HttpVersionError(ClientError):
-    """The request is of another version of HTTP."""
+    """Request with another version of HTTP."""
 
     status = 505
     type = "HTTPVersionNotSupportedError"
 
 
 class UnavailableError(QuireError):
-    """The server cannot take the request now; `retry_after` is in seconds."""
+    """Temporary unavailability; `retry_after` is in seconds."""
 
     status = 503
     type = "ServiceUnavailableError"
@@ -126,7 +126,7 @@ class UnavailableError(QuireError):
 
 
 class NoRoomError(UnavailableError):
-    """The server has no room for more now; `limit` is the name of the option that says so."""
+    """Server-wide limit reached; `limit` is the name of the option."""
 
     def __init__(self, message: str, limit: str) -> None:
         super().__init__(message)
@@ -134,36 +134,36 @@ class NoRoomError(UnavailableError):
 
 
 class QueueFullError(NoRoomError):
-    """Too much waits already."""
+    """Full queue."""
 
 
 class MemoryShortError(NoRoomError):
-    """So little memory is left that more work might end all of it."""
+    """Memory so short that more work might exhaust it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "min_free_memory")
 
 
 class RateLimitError(UnavailableError):
-    """This client has used up what it may use for now; others are served."""
+    """Client-specific limit reached; other clients are served."""
 
     status = 429
     type = "RateLimitError"
 
 
 class DeadlineError(QuireError):
-    """The request's time was over before anything was generated."""
+    """Timeout before anything was generated."""
 
     status = 504
     type = "DeadlineExceededError"
 
 
 class EngineError(QuireError):
-    """The engine failed, not the request."""
+    """Failure of the engine, not of the request."""
 
 
 class RankLostError(EngineError):
-    """A rank that others wait for has ended, failed or stopped; `ranks` are those of which it is one."""
+    """Loss of a rank that others wait for (ended, failed or stopped); it is one of `ranks`."""
 
     def __init__(self, ranks: list[int], said: str) -> None:
         names = ", ".join(map(str, ranks))
@@ -173,23 +173,23 @@ class RankLostError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine has ended with its core; every request in flight is lost."""
+    """End of the engine with its core; every request in flight is lost."""
 
     status = 503
     type = "ServiceUnavailableError"
 
 
 class StartupError(QuireError):
-    """The process cannot start; the message tells the operator why and what to change."""
+    """Failure to start; the message tells the operator why and what to change."""
 
 
 class ConfigError(StartupError, ValueError):
-    """A configuration field has a bad value."""
+    """Bad value of a configuration field."""
 
 
 class ModelLoadError(StartupError):
-    """A checkpoint file is missing, corrupt or does not match its config."""
+    """Checkpoint file that is missing, corrupt or does not match its config."""
 
 
 class UnsupportedModelError(StartupError):
-    """The checkpoint asks for an architecture or an option that quire does not implement."""
+    """Checkpoint with an architecture or an option that quire does not implement."""

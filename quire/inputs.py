@@ -1,4 +1,4 @@
-"""What a caller may pass as a prompt."""
+"""Prompt types accepted from callers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any, NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text; `cache_salt` separates its prefix-cache entries from other salts' entries."""
+    """Text prompt; `cache_salt` separates its prefix-cache entries from other salts' entries."""
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt` is only echoed in the output.
+    """Token id prompt; `prompt` is only echoed in the output.
 
-    `second_text_start` is where the second of two texts begins, for a pooling model that tells them apart.
-    `instruction_length` tokens at the start are read, and what is pooled is made of those behind them.
+    `second_text_start` is the start of the second of two texts, for a pooling model with token types. The first
+    `instruction_length` tokens are computed but not pooled.
     """
 
     prompt_token_ids: list[int]
@@ -28,7 +28,7 @@ class TokensPrompt(TypedDict):
 
 
 class PairPrompt(TypedDict):
-    """Two texts that a pooling model reads as one, with what its tokenizer puts between two texts."""
+    """Two texts that a pooling model reads as one, with the tokenizer's separator tokens."""
 
     prompt: str
     second_prompt: str
@@ -36,15 +36,15 @@ class PairPrompt(TypedDict):
 
 
 class DataPrompt(TypedDict):
-    """What an IO processor reads, of a pooling model."""
+    """Input of an IO processor of a pooling model."""
 
     data: Any
 
 
+# One prompt: text, token ids, or a dict with either and options.
 PromptType = str | list[int] | TextPrompt | TokensPrompt | PairPrompt
-"""One prompt: text, token ids, or a dict with either and options."""
 
+# One message of a conversation: `role`, `content`, and for tools `tool_calls` or `tool_call_id`.
 ChatMessage = dict[str, Any]
-"""One message of a conversation: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
 
 Conversation = Sequence[ChatMessage]

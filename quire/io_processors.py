@@ -1,6 +1,6 @@
-"""`IOProcessor`: a request and a reply of another form around what a model pools, from a package of its own.
+"""Plug-in interface that converts requests and replies around a pooling model.
 
-Invariant: torch-free; called in the process that serves, off its event loop.
+Invariant: torch-free; called in the API process, off its event loop.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.inputs import PromptType
 from quire.plugins import PluginTable, subclass_of
-from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 
 
 class IOProcessor(ABC):
-    """Made once for an engine; several threads may call it at a time."""
+    """Converter of requests and replies; created once per engine and called from several threads."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
     @abstractmethod
     def prompts(self, data: Any) -> Sequence[PromptType]:
-        """What is to be pooled for a request, of which `data` is the JSON value.
+        """Return the prompts to pool for a request with the JSON value `data`.
 
         Raises:
-            ValidationError: the request is wrong; its client is told why.
+            ValidationError: the request is invalid; the message is sent to its client.
         """
 
     def params(self, data: Any) -> PoolingParams:
-        """What is wanted of each prompt. Raises ValidationError as `prompts` does."""
+        """Return the pooling parameters of each prompt. Raises ValidationError as `prompts` does."""
         return PoolingParams()
 
     @abstractmethod
     def reply(self, data: Any, outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> Any:
-        """The answer, which msgspec can write as JSON, from the output of each prompt."""
+        """Return the reply, serializable as JSON by msgspec, from the output of each prompt."""
 
 
 IO_PROCESSORS: PluginTable[type[IOProcessor]] = PluginTable(
@@ -45,7 +45,7 @@ IO_PROCESSORS: PluginTable[type[IOProcessor]] = PluginTable(
 
 
 def make_io_processor(config: EngineConfig) -> IOProcessor | None:
-    """The one that the configuration names.
+    """Return the configured IO processor, if any.
 
     Raises:
         ConfigError: there is none of that name, or it is no IOProcessor.

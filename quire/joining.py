@@ -1,6 +1,6 @@
-"""How a process of another host joins one of this host by TCP: it says who it is, and is welcome or told why not.
+"""TCP handshake by which a process of another host joins: it sends a hello and is accepted or refused with a reason.
 
-Invariant: what comes from a stranger is read with a limit of bytes and of seconds, and costs nobody else anything.
+Invariant: a stranger's data is read with a limit of bytes and of seconds, and blocks nobody else.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ import msgspec
 from quire.errors import StartupError
 
 Hello = TypeVar("Hello", bound=msgspec.Struct)
-Place = tuple[str, int]
-"""Address and port."""
+Place = tuple[str, int]  # (address, port)
 
 HELLO_S = 5.0
 RETRY_S = 0.2
-MOST_HELLO_BYTES = 1 << 16
+MAX_HELLO_BYTES = 1 << 16
 _LENGTH = struct.Struct("!i")
-SILENCE_S = 5
-"""A host that is silent for so long, though its system would answer, is gone."""
+SILENCE_S = 5  # Seconds of TCP silence after which a host is considered gone.
 
 
 def listening(place: Place, options: str) -> socket.socket:
-    """A socket at which others join; `options` say where, for the operator.
+    """Return a listening socket for joining hosts; `options` name the flags for the error message.
 
     Raises:
         StartupError: the port is taken, as by another engine, or the address is none of this host.
@@ -41,40 +39,40 @@ def listening(place: Place, options: str) -> socket.socket:
     except OSError as error:
         raise StartupError(
             f"hosts cannot join at {place[0]}:{place[1]}: {error}; {options} must be an address of this host and a "
-            "port that is free, also of other engines"
+            "free port, not used by another engine"
         ) from error
 
 
-def heard(guest: socket.socket, kind: type[Hello]) -> Hello | None:
-    """What a connection says of itself, if that is a word of ours and all of it comes in time."""
+def receive_hello(connection: socket.socket, kind: type[Hello]) -> Hello | None:
+    """Return the peer's hello; None if it is malformed or too late."""
     try:
-        return msgspec.msgpack.decode(_frame(watched(guest), HELLO_S), type=kind)
+        return msgspec.msgpack.decode(_frame(with_keepalive(connection), HELLO_S), type=kind)
     except (EOFError, OSError, msgspec.DecodeError):
         return None
 
 
-def answered(guest: socket.socket, problem: str) -> bool:
-    """Whether it has been told why it cannot join; empty: it can."""
+def send_answer(connection: socket.socket, problem: str) -> bool:
+    """Send the reason of a refusal, or an empty one to accept; returns whether it was sent."""
     try:
-        with Connection(os.dup(guest.fileno())) as connection:
-            connection.send_bytes(problem.encode())
+        with Connection(os.dup(connection.fileno())) as channel:
+            channel.send_bytes(problem.encode())
     except OSError:
         return False
     return True
 
 
-def opened(
+def connect_to_first_host(
     place: Place, who: str, join_s: float, stopped: threading.Event | None = None
 ) -> socket.socket | None:
-    """A connection to a host that may be yet to come; None if `stopped` was set before.
+    """Connect to a host that may start later; None if `stopped` was set before.
 
     Raises:
-        StartupError: there is none within `join_s`; says who has waited.
+        StartupError: no connection within `join_s`; names the waiting process.
     """
     until, stopped = time.monotonic() + join_s, stopped or threading.Event()
     while not stopped.is_set():
         try:
-            return watched(socket.create_connection(place, timeout=HELLO_S))
+            return with_keepalive(socket.create_connection(place, timeout=HELLO_S))
         except OSError as error:
             if time.monotonic() > until:
                 raise StartupError(
@@ -84,32 +82,32 @@ def opened(
     return None
 
 
-def introduced(way: socket.socket, hello: msgspec.Struct, place: Place) -> socket.socket:
-    """The same connection, once this process is welcome there.
+def introduce(connection: socket.socket, hello: msgspec.Struct, place: Place) -> socket.socket:
+    """Send the hello; returns the connection once accepted.
 
     Raises:
-        StartupError: it is not; the message says why.
+        StartupError: refused; has the reason.
     """
     where = f"{place[0]}:{place[1]}"
     try:
-        with Connection(os.dup(way.fileno())) as connection:
-            connection.send_bytes(msgspec.msgpack.encode(hello))
-        problem = _frame(way, HELLO_S * 2).decode()
+        with Connection(os.dup(connection.fileno())) as channel:
+            channel.send_bytes(msgspec.msgpack.encode(hello))
+        problem = _frame(connection, HELLO_S * 2).decode()
     except (EOFError, OSError, UnicodeDecodeError) as error:
-        way.close()
+        connection.close()
         raise StartupError(
-            f"the first host, at {where}, does not answer ({error!r}): is that quire?"
+            f"the first host, at {where}, does not answer ({error!r}): is it quire?"
         ) from error
     if problem:
-        way.close()
-        raise StartupError(f"the first host, at {where}, refuses this one: {problem}")
-    return way
+        connection.close()
+        raise StartupError(f"the first host, at {where}, refuses this host: {problem}")
+    return connection
 
 
-def watched(way: socket.socket) -> socket.socket:
-    """A connection that fails within seconds when the other host is gone without a word."""
-    way.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    way.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def with_keepalive(connection: socket.socket) -> socket.socket:
+    """Set keep-alive options so that a connection fails within seconds after the other host is lost."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wanted = {
         "TCP_KEEPIDLE": 2,
         "TCP_KEEPINTVL": 1,
@@ -118,35 +116,34 @@ def watched(way: socket.socket) -> socket.socket:
     }
     for name, value in wanted.items():
         if hasattr(socket, name):
-            way.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return way
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
 
 
-def _frame(way: socket.socket, seconds: float) -> bytes:
-    """The next frame, as `multiprocessing.connection` writes one, if all of it comes in so many seconds.
+def _frame(connection: socket.socket, seconds: float) -> bytes:
+    """Read a frame, as `multiprocessing.connection` writes it, within `seconds`.
 
     Raises:
-        OSError: it is not there in time, or longer than what may be said. EOFError: the other end is closed.
+        OSError: it is late or too long. EOFError: the other end is closed.
     """
     until = time.monotonic() + seconds
     try:
-        (length,) = _LENGTH.unpack(_exactly(way, _LENGTH.size, until))
-        if not 0 <= length <= MOST_HELLO_BYTES:
+        (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, until))
+        if not 0 <= length <= MAX_HELLO_BYTES:
             raise OSError(f"a frame of {length} bytes")
-        return _exactly(way, length, until)
+        return _exactly(connection, length, until)
     finally:
-        way.settimeout(None)
+        connection.settimeout(None)
 
 
-def _exactly(way: socket.socket, num_bytes: int, until: float) -> bytes:
-    """However they are cut on their way."""
+def _exactly(connection: socket.socket, num_bytes: int, until: float) -> bytes:
     came = bytearray()
     while len(came) < num_bytes:
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
-        way.settimeout(left)
-        part = way.recv(num_bytes - len(came))
+        connection.settimeout(left)
+        part = connection.recv(num_bytes - len(came))
         if not part:
             raise EOFError
         came += part

@@ -1,54 +1,154 @@
-"""Where quire's log lines go: stderr, so that stdout holds results only; `log_format` says what they look like.
+"""Logging to stderr (stdout holds results only), as text or JSON.
 
-Invariant: importing quire configures no logging; only a command of ours calls `configure_logging`. A line that cannot
-be written, because nobody reads or the disk is full, is lost and counted; whoever logs it meets no error and no wait.
+Invariant: importing quire configures no logging; only quire's commands call `configure_logging`. A line that cannot
+be written, because nobody reads or the disk is full, is lost and counted; the logging thread neither fails nor blocks.
+
+A record is one line of JSON, or one line of text followed by its indented traceback; so client data in a message
+cannot forge a line. Query strings, which may hold keys, are removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import queue
 import sys
 import threading
+import time
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from quire.errors import ConfigError
-from quire.log_format import FORMATTERS, JsonFormatter
+
+TEXT_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
+ACCESS = "uvicorn.access"
+ACCESS_FIELDS = ("client", "method", "path", "http_version", "status")
+_BREAKS = [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in _BREAKS if chr(code) != "\t"}
+_ESCAPES_IN_TRACEBACK = {code: text for code, text in _ESCAPES.items() if chr(code) != "\n"}
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the HTTP request of the current task; read only by the log."""
+
+
+class TextFormatter(logging.Formatter):
+    """`INFO 12:00:00 quire.engine: message`."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT_FORMAT, datefmt="%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.message = record.getMessage()
+        record.asctime = self.formatTime(record, self.datefmt)
+        lines = [self.formatMessage(record).translate(_ESCAPES)]
+        for line in traceback_of(self, record).translate(_ESCAPES_IN_TRACEBACK).split("\n"):
+            lines += [f"  {line}"] if line else []
+        return "\n".join(lines)
+
+
+class JsonFormatter(logging.Formatter):
+    """JSON object with `time` (ISO 8601, UTC), `level`, `logger`, `message` and `pid`.
+
+    Optional fields are `request_id` and `exception` (a traceback); the HTTP server's access lines have `client`,
+    `method`, `path`, `http_version` and `status`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _iso(record.created),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+        }
+        name = getattr(record, "request_id", "") or request_id.get()
+        if name:
+            line["request_id"] = name
+        if (
+            record.name == ACCESS
+            and isinstance(record.args, tuple)
+            and len(record.args) == len(ACCESS_FIELDS)
+        ):
+            line.update(zip(ACCESS_FIELDS, record.args, strict=True))
+        if exception := traceback_of(self, record):
+            line["exception"] = exception
+        return json.dumps(line, default=str)
+
+
+# --log-format -> formatter
+FORMATTERS: dict[str, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
+
+
+class QueryFilter(logging.Filter):
+    """Filter that removes the query string from uvicorn's access lines."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(_without_query(arg) for arg in record.args)
+        return True
+
+
+_WITHOUT_QUERY = QueryFilter()
+
+
+def hide_queries() -> None:
+    """Remove query strings from uvicorn's lines of any level."""
+    for name in (ACCESS, "uvicorn.asgi"):
+        logging.getLogger(name).addFilter(_WITHOUT_QUERY)
+
+
+def traceback_of(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    """Return the traceback and the stack of a record, if any."""
+    exception = formatter.formatException(record.exc_info) if record.exc_info else record.exc_text
+    return "\n".join(filter(None, (exception, record.stack_info)))
+
+
+def _without_query(arg: object) -> object:
+    if isinstance(arg, str):
+        return arg.partition("?")[0]
+    if isinstance(arg, dict) and "query_string" in arg:
+        return {**arg, "query_string": f"<{len(arg['query_string'])} bytes>"}
+    return arg
+
+
+def _iso(seconds: float) -> str:
+    """Format a time to the millisecond."""
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
+
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LOGGERS = ("quire", "uvicorn", "py.warnings")
-MAX_LINES = 10_000
-"""So many lines may wait for a reader that is slow."""
-FLUSH_S = 1.0
-"""How long the end of the process, or a line for a person, waits for lines to be written."""
+MAX_LINES = 10_000  # Lines that may wait for a slow reader.
+FLUSH_S = 1.0  # Time that the process's end, or a line for a person, waits for lines to be written.
 
 
-class Scribe:
-    """Writes text to stdout or stderr from a thread of its own.
+class StreamWriter:
+    """Thread that writes text to stdout or stderr.
 
-    A stream that somebody in this process has put there instead (a test, a notebook) is written to at once.
+    A stream that was replaced in this process (by a test, a notebook) is written to synchronously.
 
     Attributes:
-        num_lost: texts that could not be written, since the beginning.
+        num_lost: texts that could not be written, since the start.
     """
 
     def __init__(self, stream: Literal["stdout", "stderr"]) -> None:
         self._stream = stream
         self._texts: queue.Queue[str] = queue.Queue(MAX_LINES)
         self.num_lost = 0
-        self._num_untold = 0
+        self._num_unreported = 0
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def write(self, text: str) -> None:
-        """Hand a text over, without waiting."""
+        """Queue a text without blocking."""
         stream, original = getattr(sys, self._stream), getattr(sys, f"__{self._stream}__")
         if stream is not original:
-            with contextlib.suppress(OSError, ValueError):  # it may be closed, too
+            with contextlib.suppress(OSError, ValueError):  # it may be closed
                 print(text, end="", file=stream, flush=True)
         elif stream is not None:
             self._start()
@@ -58,7 +158,7 @@ class Scribe:
                 self._lose()
 
     def flush(self) -> None:
-        """Wait until all is written, but no longer than FLUSH_S."""
+        """Wait up to FLUSH_S until all is written."""
         with self._texts.all_tasks_done:
             self._texts.all_tasks_done.wait_for(lambda: not self._texts.unfinished_tasks, FLUSH_S)
 
@@ -70,12 +170,14 @@ class Scribe:
 
     def _run(self) -> None:
         while True:
-            self._put_out(self._texts.get())
+            self._write_now(self._texts.get())
             self._texts.task_done()
 
-    def _put_out(self, text: str) -> None:
-        """Past Python's own buffer: its lock would be held while the kernel waits, and its rest be written at exit."""
-        lost, note = self._num_untold, ""
+    def _write_now(self, text: str) -> None:
+        """Write past Python's buffer, whose lock would be held while the kernel blocks, and whose rest be written at
+        exit.
+        """
+        lost, note = self._num_unreported, ""
         if lost:
             note = f"{lost} lines before this one could not be written\n"
         data = (note + text).encode(errors="backslashreplace")
@@ -85,50 +187,50 @@ class Scribe:
         except (OSError, ValueError):
             self._lose()
         else:
-            self._num_untold -= lost
+            self._num_unreported -= lost
 
     def _lose(self) -> None:
         self.num_lost += 1
-        self._num_untold += 1
+        self._num_unreported += 1
 
 
 class LogHandler(logging.Handler):
-    """Formats a record in the thread that logs it, and leaves the writing to a scribe."""
+    """Log handler that formats in the logging thread and writes through a `StreamWriter`."""
 
     def __init__(
-        self, style: str = "text", level: int = logging.NOTSET, scribe: Scribe | None = None
+        self, style: str = "text", level: int = logging.NOTSET, writer: StreamWriter | None = None
     ) -> None:
         super().__init__(level)
         self.setFormatter(FORMATTERS[style]())
-        self.scribe = scribe or Scribe("stderr")
+        self.writer = writer or StreamWriter("stderr")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception as error:  # a bug in a log call must not become one of what it tells about
-            line = self.format(_unmakable(record, error))
-        self.scribe.write(line + "\n")
+        except Exception as error:  # a bug in a log call must not break its caller
+            line = self.format(_format_failure(record, error))
+        self.writer.write(line + "\n")
 
     def flush(self) -> None:
-        self.scribe.flush()
+        self.writer.flush()
 
 
-def _unmakable(record: logging.LogRecord, error: Exception) -> logging.LogRecord:
-    text = f"{record.pathname}:{record.lineno}: this line of the log cannot be made: {error!r}"
+def _format_failure(record: logging.LogRecord, error: Exception) -> logging.LogRecord:
+    text = f"{record.pathname}:{record.lineno}: this log line cannot be formatted: {error!r}"
     return logging.makeLogRecord(
         {"levelname": "ERROR", "levelno": logging.ERROR, "name": record.name, "msg": text}
     )
 
 
 def say(text: str, stream: Literal["stdout", "stderr"] = "stdout") -> None:
-    """A line for the person who started the command, waiting at most FLUSH_S for it to be written."""
-    scribe = Scribe(stream)
-    scribe.write(text + "\n")
-    scribe.flush()
+    """Print a line for the user who started the command, waiting at most FLUSH_S for it to be written."""
+    writer = StreamWriter(stream)
+    writer.write(text + "\n")
+    writer.flush()
 
 
 def say_error(text: str) -> None:
-    """The last word of a command that failed, on stderr: a sentence for a person, or a line of a log in JSON."""
+    """Print a failed command's final message on stderr: a sentence for a person, or a JSON log line."""
     handler = _log_handler()
     if handler is not None and isinstance(handler.formatter, JsonFormatter):
         logging.getLogger("quire").critical("%s", text)
@@ -138,20 +240,20 @@ def say_error(text: str) -> None:
 
 
 def num_lost_lines() -> int:
-    """Lines of this process's log that could not be written."""
+    """Return the number of lines of this process's log that could not be written."""
     handler = _log_handler()
-    return 0 if handler is None else handler.scribe.num_lost
+    return 0 if handler is None else handler.writer.num_lost
 
 
 def configure_logging(level: str | None = None, style: str | None = None) -> None:
-    """Send the logs of this process to stderr, quire's from a level on; what is None says the environment.
+    """Send this process's logs to stderr; None takes the environment variable.
 
     Args:
         level: one of LEVELS in any case; None: QUIRE_LOG_LEVEL, else INFO.
         style: "text" or "json"; None: QUIRE_LOG_FORMAT, else text.
 
     Raises:
-        ConfigError: a variable has no such value.
+        ConfigError: a variable has an invalid value.
     """
     level = (level or os.environ.get("QUIRE_LOG_LEVEL", "INFO")).upper()
     if level not in LEVELS:
@@ -159,20 +261,20 @@ def configure_logging(level: str | None = None, style: str | None = None) -> Non
     style = style or os.environ.get("QUIRE_LOG_FORMAT", "text")
     if style not in FORMATTERS:
         raise ConfigError(f"QUIRE_LOG_FORMAT must be one of {', '.join(FORMATTERS)}, got {style!r}")
-    _occupy_standard_streams()
+    _reserve_standard_streams()
     handler = LogHandler(style)
     for name in LOGGERS:
         logging.getLogger(name).handlers[:] = [handler]
     logging.getLogger("quire").setLevel(level)
-    # What other packages log; it would go to stderr as it is.
-    logging.lastResort = LogHandler(style, logging.WARNING, handler.scribe)
+    # Other packages' logs, which would otherwise go to stderr unformatted.
+    logging.lastResort = LogHandler(style, logging.WARNING, handler.writer)
     logging.captureWarnings(style == "json")
     if style == "json":
         sys.excepthook = functools.partial(_log_uncaught, handler)
 
 
 def _log_handler() -> LogHandler | None:
-    """As `configure_logging` has made it."""
+    """Return the handler of `configure_logging`, if any."""
     handlers = logging.getLogger("quire").handlers
     return next((handler for handler in handlers if isinstance(handler, LogHandler)), None)
 
@@ -180,12 +282,12 @@ def _log_handler() -> LogHandler | None:
 def _log_uncaught(
     handler: LogHandler, kind: type[BaseException], error: BaseException, _: TracebackType | None
 ) -> None:
-    logging.getLogger("quire").critical("the process ends with an error that nobody expected", exc_info=error)
+    logging.getLogger("quire").critical("the process ends with an unexpected error", exc_info=error)
     handler.flush()
 
 
-def _occupy_standard_streams() -> None:
-    """Give the numbers of standard streams that are closed to nothing: else a socket gets one, and prints go to it."""
+def _reserve_standard_streams() -> None:
+    """Open closed standard streams on /dev/null: otherwise a socket gets their number, and prints go to it."""
     for number in range(3):
         try:
             os.fstat(number)

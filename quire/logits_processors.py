@@ -1,7 +1,7 @@
-"""Logits processors: code of the operator's, or of an offline caller's, that changes the logits of single requests.
+"""Logits processors: code of the operator, or of an offline caller, that changes the logits of single requests.
 
-Invariant: the logits that a processor is shown are of one request and one place, and it is shown all tokens before that
-place; so a request's tokens depend on the request alone as long as the processor keeps no state of its own.
+Invariant: a processor gets the logits of one request at one position, with all preceding tokens. So a request's tokens
+depend on the request alone as long as the processor keeps no state of its own.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
 
 FLAG = "--logits-processors"
+# (prompt ids, output ids, logits [V] float32) -> logits of the same shape, or None if changed in place
 RequestLogitsProcessor = Callable[[list[int], list[int], "Tensor"], "Tensor | None"]
-"""(prompt ids, output ids, logits [V] float32) -> logits of the same shape, or None: they were changed in place."""
 
 
 class LogitsProcessor(ABC):
-    """A processor of the whole engine, made once in the process that runs the model.
+    """Engine-wide logits processor, created once in the process that runs the model.
 
     Args:
-        config: of the engine, with all values settled.
+        config: of the engine, with all automatic values resolved.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -36,17 +36,17 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def for_request(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """What is to be called for a request before each of its tokens; None if it does not concern it.
+        """Return the callable for a request, applied before each of its tokens; None if it is not concerned.
 
-        `params.extra_args` is what the request says to processors. An error ends the request, and it alone.
+        `params.extra_args` are the request's arguments for processors. An error ends this request only.
         """
 
 
 def make_logits_processors(config: EngineConfig) -> list[LogitsProcessor]:
-    """The processors that `--logits-processors` names.
+    """Return the processors named by `--logits-processors`.
 
     Raises:
-        ConfigError: one cannot be imported, is no subclass of `LogitsProcessor`, or cannot be made.
+        ConfigError: one cannot be imported, is no subclass of `LogitsProcessor`, or cannot be created.
     """
     return [_make(place, config) for place in config.model.logits_processors]
 

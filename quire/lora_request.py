@@ -1,7 +1,7 @@
-"""`LoRARequest`: the adapter that a request is to be computed with.
+"""LoRA adapter of a request.
 
-Invariant: name and number together stand for one set of weights, for as long as the engine runs: cached prefixes go by
-them. It is a msgspec struct, so it crosses process borders as is.
+Invariant: name and number together identify one set of weights for as long as the engine runs, since cached prefixes
+use them as key. It is a msgspec struct, so it crosses process borders as is.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ MAX_NAME_CHARS = 256
 
 
 class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter; names and order of the fields are vLLM's.
+    """LoRA adapter; names and order of the fields are vLLM's.
 
     Args:
-        lora_name: what it is called.
-        lora_int_id: a number from 1 on; weights that change under a name get another one.
+        lora_name: name of the adapter.
+        lora_int_id: positive number; weights that change under a name get another one.
         lora_path: its directory, with adapter_config.json and adapter_model.safetensors, on the machine of the engine.
-        fingerprint: of its files (`quire.lora.directory`), quire's own: an adapter with another is refused; empty: any.
+        fingerprint: of its files (`quire.lora.peft_config`); an adapter with another one is refused; empty: any.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -44,10 +44,10 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> str:
-        """What stands for its weights, wherever adapters are told apart."""
+        """Identifier of its weights."""
         return f"{self.lora_int_id}:{self.lora_name}"
 
 
 def name_in(key: str) -> str:
-    """The name of the adapter that a key stands for."""
+    """Return the adapter's name from its key."""
     return key.partition(":")[2]

@@ -1,7 +1,6 @@
-"""`LoRAResolver`: where the adapter of a name that a server does not know yet is, if anywhere.
+"""Plug-in interface that locates adapters by name.
 
-Invariant: torch-free; called in the process that serves, and only with names that no path can be made of: no slashes,
-no dot in front.
+Invariant: torch-free; called in the API process, and only with names without slashes and leading dots.
 """
 
 from __future__ import annotations
@@ -11,29 +10,29 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.lora.directory import CONFIG_NAME, TEMPLATES_NAME, TEXT_FILES, WEIGHTS_NAME
+from quire.lora.peft_config import CONFIG_NAME, TEMPLATES_NAME, TEXT_FILES, WEIGHTS_NAME
 from quire.plugins import PluginTable, subclass_of
 
 
 class LoRAResolver(ABC):
-    """Made once for a server."""
+    """Locator of adapters; created once per server."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
     @abstractmethod
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> str | None:
-        """The directory of the adapter that a request has named as its model; None: there is none of that name.
+        """Return the directory of the adapter that a request names as its model; None if there is none.
 
-        Asked again whenever an unknown name comes, so a "no" is to be cheap.
+        Called for every request with an unknown name, so a miss must be cheap.
         """
 
 
 class DirectoryResolver(LoRAResolver):
-    """The adapters in one directory, each in a directory of its own, which is its name.
+    """Resolver for a directory of adapters, each in a subdirectory of its name.
 
     Args:
-        root: links out of it are not followed, neither an adapter's nor its files'.
+        root: symbolic links out of it are rejected, an adapter's and its files'.
     """
 
     def __init__(self, config: EngineConfig, root: Path) -> None:
@@ -54,5 +53,4 @@ class DirectoryResolver(LoRAResolver):
 
 LORA_RESOLVERS: PluginTable[type[LoRAResolver]] = PluginTable(
     "quire.lora_resolvers", "an adapter resolver", {}, subclass_of(LoRAResolver)
-)
-"""All that are installed are asked, after `--lora-dir`, in the order of their names."""
+)  # All installed resolvers are tried in order of name, after `--lora-dir`.

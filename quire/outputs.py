@@ -1,4 +1,4 @@
-"""What the engine gives back: `RequestOutput` and its parts."""
+"""Outputs of the engine: `RequestOutput`, and `PoolingRequestOutput` with its subclasses, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model asks for; `arguments` is the text of a JSON object, `id` what the model called it."""
+    """Tool call by the model; `arguments` is the text of a JSON object, `id` the model's own id."""
 
     name: str
     arguments: str
@@ -32,8 +32,8 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the text of a chat's answer says: the same that the server would tell apart."""
+class ChatAnswer:
+    """Parsed text of a chat completion, as the server parses it."""
 
     content: str
     reasoning: str = ""
@@ -41,15 +41,15 @@ class Answer:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""Token id -> Logprob at one position: the chosen token first, then the most likely ones, or those asked for."""
+"""Token id -> Logprob at one position: the sampled token first, then the most likely or requested ones."""
 
 
 @dataclass(slots=True)
 class FlatLogprobs(Sequence[PositionLogprobs]):
     """Logprobs of many positions in a few long lists; as a sequence, a dict per position.
 
-    Position i has the entries `start_indices[i]` to `end_indices[i]` of the other lists, and none if it has no logprobs
-    (the first of a prompt). Thousands of dicts of objects would keep the garbage collector busy.
+    Position i has the entries `start_indices[i]` to `end_indices[i]` of the other lists, and none if it has no
+    logprobs (the first of a prompt). Thousands of dicts of objects would load the garbage collector.
     """
 
     start_indices: list[int] = field(default_factory=list)
@@ -108,9 +108,8 @@ class CompletionOutput:
     """One completion of a prompt.
 
     `finish_reason` is "stop", "length", "repetition", "abort", "timeout" or "error", None while running; `stop_reason`
-    is the stop string or stop token id that matched, None for end-of-sequence, and what went wrong after an "error",
-    which is the request's own fault if `refused`.
-    `answer` is what `LLM.chat` reads in the text.
+    is the stop string or stop token id that matched, None for end-of-sequence, and the message of an "error", which is
+    the request's own fault if `refused`. `answer` is the parsed text of `LLM.chat`.
     """
 
     index: int
@@ -120,7 +119,7 @@ class CompletionOutput:
     logprobs: Positions | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    answer: Answer | None = None
+    answer: ChatAnswer | None = None
     refused: bool = False
 
     def finished(self) -> bool:
@@ -128,7 +127,7 @@ class CompletionOutput:
 
     @property
     def was_cut(self) -> bool:
-        """Whether something else than the model ended the text: a limit, a stop string, a failure."""
+        """True if the text was ended by something other than the model: a limit, a stop string, a failure."""
         return self.finish_reason not in (None, "stop") or self.stop_reason is not None
 
 
@@ -143,14 +142,12 @@ class RequestStateStats:
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
-    num_draft_tokens: int = 0
-    """Guessed tokens that were verified."""
-    num_accepted_tokens: int = 0
-    """Those of them that were right."""
+    num_draft_tokens: int = 0  # Draft tokens that were verified.
+    num_accepted_tokens: int = 0  # Accepted draft tokens.
 
 
 def joined_stats(parts: Sequence[RequestStateStats]) -> RequestStateStats:
-    """One timeline of several that run side by side: from the first to start to the last to end."""
+    """Merge timelines of parallel sequences: from the first start to the last end."""
     if len(parts) == 1:
         return parts[0]
     return RequestStateStats(
@@ -172,7 +169,7 @@ def _first(times: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One sequence of a beam search: its tokens with those of the prompt, and the text of all of them.
+    """One sequence of a beam search: prompt and generated tokens, and the text of both.
 
     `logprobs` are of the generated tokens, and `cum_logprob` is their sum.
     """
@@ -188,14 +185,14 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The sequences of one prompt, best first."""
+    """Sequences of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of one request: its prompt and one `CompletionOutput` for each of its `n` completions."""
+    """State of one request: its prompt and one `CompletionOutput` for each of its `n` completions."""
 
     request_id: str
     prompt: str | None

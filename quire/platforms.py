@@ -1,7 +1,9 @@
-"""What this machine has: kinds of devices that the installed torch can use, processors and memory.
+"""Properties of the machine: devices usable by the installed torch, processors, memory, NUMA nodes.
 
-Invariant: found out without importing torch, and never from inside a step. A kind of device is offered only if its
-driver shows one and torch was built for it; whether the driver really works is seen when the worker starts the device.
+Invariant: determined without importing torch, and never during a step. A device type is offered only if its
+driver shows one and torch was built for it; the worker detects a driver that does not work.
+
+`divided` is pure and assigns no core twice.
 """
 
 from __future__ import annotations
@@ -10,22 +12,21 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 
 class Platform(NamedTuple):
-    """One kind of device, under torch's name for it."""
+    """Device type, under torch's name."""
 
     name: str
-    builds: tuple[str, ...]
-    """Fields of torch/version.py, one of which is set in a build for this kind."""
+    builds: tuple[str, ...]  # Fields of torch/version.py, one of which is set in a build for this type.
+    # Glob patterns below the root directory, one of which matches if there is a device.
     device_files: tuple[str, ...]
-    """Patterns below the root directory, one of which matches if there is a device."""
-    visibility: tuple[str, ...]
-    """Environment variables that can hide the devices."""
+    visibility: tuple[str, ...]  # Environment variables that can hide the devices.
 
 
 GPUS = (
@@ -36,17 +37,16 @@ GPUS = (
         ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     ),
     Platform("xpu", ("xpu",), ("dev/dri/renderD*",), ("ZE_AFFINITY_MASK",)),
-)
-"""In the order in which `auto` prefers them; before the CPU. ROCm calls itself cuda in torch."""
+)  # In the order of preference of `auto`; before the CPU. ROCm is cuda in torch.
 
 
 def choose_device(
     root: Path = Path("/"), environ: Mapping[str, str] = os.environ, torch_dir: Path | None = None
 ) -> tuple[str, str]:
-    """The kind of device that `auto` stands for, and the reason.
+    """Return the device type for `auto`, and the reason.
 
     Args:
-        root: where /dev is; tests put their own there.
+        root: parent of /dev; replaced in tests.
         torch_dir: the torch package; None: the installed one.
     """
     builds = _torch_builds(torch_dir or _installed_torch())
@@ -72,61 +72,62 @@ def _installed_torch() -> Path:
 
 
 def _torch_builds(torch_dir: Path) -> set[str]:
-    """Fields of torch/version.py that name what it was built for: lines such as `cuda: Optional[str] = '13.0'`."""
+    """Return the fields of torch/version.py that name its builds: lines such as `cuda: Optional[str] = '13.0'`."""
     text = (torch_dir / "version.py").read_text()
     return {match[1] for match in re.finditer(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]", text, re.MULTILINE)}
 
 
 class Node(NamedTuple):
-    """A NUMA node, and the processors of each physical core there that this process may use."""
+    """NUMA node, with the processors of each physical core that this process may use."""
 
     number: int
     cores: list[tuple[int, ...]]
 
 
 class Host:
-    """What this process may use of its machine's processors and memory.
+    """Processors and memory that this process may use.
 
-    A container is believed over its host: limits of control groups (versions 1 and 2) bound what the kernel says of the
-    whole machine.
+    Limits of control groups (versions 1 and 2) override the kernel's numbers for the whole machine.
 
     Args:
-        root: where /proc and /sys are; tests put their own there.
+        root: parent of /proc and /sys; replaced in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
 
     def available_bytes(self) -> int:
-        """Memory that this process can still take without pushing anyone out, nor its own mapped weights."""
+        """Return the memory that this process can still take without evicting anything, including its own mapped
+        weights.
+        """
         return max(0, self.left_bytes() - self._mapped())
 
     def left_bytes(self) -> int:
-        """Memory that anyone here can still take before the machine or a control group is out of it."""
+        """Return the memory left before the machine or a control group runs out."""
         return min([self._meminfo("MemAvailable:"), *(left for left, _ in self._groups_of_memory())])
 
     def total_bytes(self) -> int:
-        """Memory that there is, or that a control group grants."""
+        """Return the memory of the machine, or the limit of a control group."""
         return min([self._meminfo("MemTotal:"), *(limit for _, limit in self._groups_of_memory())])
 
     def own_bytes(self, num_sharers: int = 1) -> int:
-        """Memory that this process has; of mapped files, the part of one of so many processes that map them."""
+        """Return the memory of this process; mapped files count by 1 / `num_sharers`."""
         _, resident, *_ = self._statm()
         return resident - self._mapped() + self._mapped() // num_sharers
 
     def processors(self) -> list[int]:
-        """One processor of each physical core that this process may use."""
+        """Return one processor of each physical core that this process may use."""
         return [core[0] for core in self.cores()]
 
     def cores(self) -> list[tuple[int, ...]]:
-        """The processors of each physical core that this process may use."""
+        """Return the processors of each physical core that this process may use."""
         cores: dict[str, list[int]] = {}
         for cpu in _usable_processors():
             cores.setdefault(self._core_of(cpu), []).append(cpu)
         return [tuple(cpus) for cpus in cores.values()]
 
     def nodes(self) -> list[Node]:
-        """The NUMA nodes of these cores; one, where the system knows of none."""
+        """Return the NUMA nodes of these cores; a single one if the system reports none."""
         number_of = dict(self._numbers_of_nodes())
         nodes: dict[int, list[tuple[int, ...]]] = {}
         for core in self.cores():
@@ -134,13 +135,13 @@ class Host:
         return [Node(number, nodes[number]) for number in sorted(nodes)]
 
     def node_bytes(self, number: int) -> int | None:
-        """Memory of a NUMA node; None where the system does not say."""
+        """Return the memory of a NUMA node; None if unknown."""
         lines = (_read(self._root / f"sys/devices/system/node/node{number}/meminfo") or "").splitlines()
         found = [line.split() for line in lines if " MemTotal:" in line]
         return int(found[0][3]) * 1024 if found else None
 
     def num_threads(self) -> tuple[int, str]:
-        """Compute threads that keep these processors busy, with the reason."""
+        """Return the number of compute threads that keep these processors busy, with the reason."""
         cores, quota = len(self.processors()), self._cpu_quota()
         if quota < cores:
             allowed = f"the control group allows {quota:g} processors of {cores} cores"
@@ -153,7 +154,7 @@ class Host:
         return f"{siblings[0]}.{siblings[1]}" if None not in siblings else f"cpu{cpu}"
 
     def _cpu_quota(self) -> float:
-        """Processors' worth of time that control groups grant; infinite if none limits it."""
+        """Return the processors' worth of time that control groups grant; infinite without a limit."""
         quotas = [math.inf]
         for folder in self._groups(""):
             limit, _, period = (_read(folder / "cpu.max") or "max").partition(" ")
@@ -172,24 +173,22 @@ class Host:
         return _fields((self._root / "proc/meminfo").read_text())[field] * 1024
 
     def _mapped(self) -> int:
-        """Bytes of files in this process's memory: available as the kernel sees it, but in use."""
+        """Return bytes of mapped files, which the kernel counts as available although they are in use."""
         return self._statm()[2]
 
     def _statm(self) -> list[int]:
-        """Bytes of this process's memory: size, resident, and of that what is of files."""
+        """Return bytes of this process's memory: size, resident, and resident file pages."""
         pages = (_read(self._root / "proc/self/statm") or "0 0 0").split()
         return [int(number) * mmap.PAGESIZE for number in pages[:3]]
 
     def _numbers_of_nodes(self) -> Iterator[tuple[int, int]]:
-        """Each processor, and the number of its node."""
+        """Yield each processor with its node number."""
         for folder in (self._root / "sys/devices/system/node").glob("node[0-9]*"):
             for cpu in _numbers(_read(folder / "cpulist") or ""):
                 yield cpu, int(folder.name.removeprefix("node"))
 
     def _groups_of_memory(self) -> Iterator[tuple[int, int]]:
-        """What is left under each memory limit, and the limit; cached file pages, which the kernel drops first, do not
-        count as used.
-        """
+        """Yield (bytes left, limit) of each memory limit; cached file pages, which are evicted first, count as free."""
         for controller, limit_file, usage_file, cache_field in (
             ("", "memory.max", "memory.current", "inactive_file"),
             ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -202,7 +201,7 @@ class Host:
                 yield max(0, int(limit) - int(usage) + cached), int(limit)
 
     def _groups(self, controller: str) -> Iterator[Path]:
-        """Folders of this process's control group and its parents: version 2 for "", else a version 1
+        """Yield the folders of this process's control group and its parents: version 2 for "", else a version 1
         controller.
 
         Inside a container the named folder may not be visible while the mounted root is its own group.
@@ -219,24 +218,62 @@ class Host:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text().strip()
-    except OSError:  # not there, or not for us to see: it then limits nothing that we can know of
+    except OSError:  # absent or unreadable: no known limit
         return None
 
 
 def _fields(text: str) -> dict[str, int]:
-    """Lines of the form "name number [unit]"."""
+    """Parse lines of the form "name number [unit]"."""
     return {name: int(value) for name, value, *_ in map(str.split, text.splitlines())}
 
 
 def _usable_processors() -> list[int]:
-    """Of this process; all, where the system cannot say."""
+    """Return this process's processors; all if the affinity is unknown."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Of a list as the kernel writes it: "0-3,8"."""
+    """Parse a kernel list such as "0-3,8"."""
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
+
+
+T = TypeVar("T")
+Core = tuple[int, ...]  # Processors of a physical core.
+
+
+def divide_cores(nodes: Sequence[Node], num: int) -> list[list[Core]]:
+    """Divide the cores into `num` nearly equal parts, in node order.
+
+    If the parts can be spread evenly over the nodes, each has cores of a single node; with more nodes than parts, each
+    may have whole nodes.
+    """
+    per_node, rest = divmod(num, len(nodes))
+    if rest or any(len(node.cores) < per_node for node in nodes):
+        return _parts([core for node in nodes for core in node.cores], num)
+    return [part for node in nodes for part in _parts(node.cores, per_node)]
+
+
+def nodes_of(cores: Sequence[Core], nodes: Sequence[Node]) -> list[int]:
+    """Return the numbers of the nodes with these cores."""
+    return [node.number for node in nodes if set(cores).intersection(node.cores)]
+
+
+def format_processors(processors: Sequence[int]) -> str:
+    """Format processors like the kernel: "0-3,8"."""
+    runs: list[list[int]] = []
+    for number in sorted(processors):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _parts(items: Sequence[T], count: int) -> list[list[T]]:
+    """Split into `count` parts of nearly equal size, in order."""
+    ends = [len(items) * place // count for place in range(count + 1)]
+    return [list(items[start:end]) for start, end in pairwise(ends)]

@@ -1,7 +1,7 @@
-"""Tables to which other installed packages add rows, by entry points.
+"""Plug-in tables, extended by entry points of installed packages.
 
-Invariant: a plug-in's code is imported when its name is asked for, and a name stands for one object only. Every process
-of an engine sees the same plug-ins: those that are installed, less those that `QUIRE_PLUGINS` leaves out.
+Invariant: a plug-in is imported when its name is requested, and a name stands for one object only. Every process of an
+engine uses the same plug-ins: the installed ones, filtered by `QUIRE_PLUGINS`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# Functions without arguments called once at the start of every process, e.g. to register models.
 GENERAL = "quire.plugins"
-"""Functions without arguments that every process calls once when it starts, such as one that registers models."""
 
 
 @functools.cache
 def entry_points(group: str, name: str | None = None) -> metadata.EntryPoints:
-    """What is installed, by group; a start asks a dozen times, and each search goes through all packages (10 ms)."""
+    """Return entry points of a group; cached, since each search goes through all packages (10 ms)."""
     return (
         metadata.entry_points(group=group) if name is None else metadata.entry_points(group=group, name=name)
     )
@@ -39,10 +39,10 @@ class PluginTable(Generic[T]):
 
     Args:
         group: the entry points' group.
-        flag: the option or thing that a name is given for, as messages call it.
-        built_in: name -> object, or where it is ("module:Name") if it is to be imported when it is asked for.
-        expected: whether something that a plug-in offers is of the kind, and the kind's name.
-        words: what may stand where a name is given and is none; for messages.
+        flag: option or description of the name in messages.
+        built_in: name -> object, or its place ("module:Name") for lazy import.
+        expected: check of a plug-in's object, and the kind's name.
+        words: other accepted values; for messages.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class PluginTable(Generic[T]):
         self._accepts, self._kind = expected
 
     def names(self) -> list[str]:
-        """quire's own in their order, then those of plug-ins."""
+        """Return quire's own names in their order, then those of plug-ins."""
         return [*self._built_in, *(name for name in plugin_names(self.group) if name not in self._built_in)]
 
     def resolve(self, name: str) -> T:
-        """The object of a name; a built-in one cannot be replaced.
+        """Return the object of a name; a built-in one cannot be replaced.
 
         Raises:
             ConfigError: there is none of that name, two packages offer different ones, it cannot be imported, or it
@@ -79,36 +79,35 @@ class PluginTable(Generic[T]):
         return self._load(name)
 
     def resolve_all(self) -> list[T]:
-        """The objects of all `names`; raises as `resolve` does."""
+        """Return the objects of all `names`; raises as `resolve` does."""
         return [self.resolve(name) for name in self.names()]
 
     def _load(self, name: str) -> T:
         offered, source = _load(self.group, name)
         if not self._accepts(offered):
             raise ConfigError(
-                f"the plug-in {name!r} of {self.group} ({source}) is {offered!r} and no {self._kind}"
+                f"the plug-in {name!r} of {self.group} ({source}) is {offered!r}, expected: {self._kind}"
             )
         return cast(T, offered)
 
 
 def instance_of(kind: type) -> tuple[Callable[[object], bool], str]:
-    """For a table of instances of a class."""
+    """Return the check for a table of instances of a class."""
     return lambda found: isinstance(found, kind), kind.__name__
 
 
 def subclass_of(kind: type) -> tuple[Callable[[object], bool], str]:
-    """For a table of classes."""
+    """Return the check for a table of subclasses."""
     return lambda found: isinstance(found, type) and issubclass(found, kind), f"subclass of {kind.__name__}"
 
 
-FACTORY: tuple[Callable[[object], bool], str] = (callable, "callable")
-"""For a table of things that are called to make an object."""
+FACTORY: tuple[Callable[[object], bool], str] = (callable, "callable")  # Check for a table of factories.
 
 
 def plugin_names(group: str) -> list[str]:
-    """The names that packages offer in a group of entry points and `QUIRE_PLUGINS` lets in, sorted.
+    """Return the sorted names that packages offer in a group and `QUIRE_PLUGINS` allows.
 
-    The variable has names with commas between them; without it all are let in, and if it is empty, none.
+    The variable holds comma-separated names; unset allows all, and empty none.
     """
     allowed = os.environ.get("QUIRE_PLUGINS")
     names = {point.name for point in entry_points(group=group)}
@@ -119,10 +118,10 @@ def plugin_names(group: str) -> list[str]:
 
 @functools.cache
 def load_general_plugins() -> None:
-    """Call the plug-ins that every process calls; further calls do nothing.
+    """Call the general plug-ins once per process.
 
     Raises:
-        ConfigError: one cannot be imported, is not callable or raises; the message names it.
+        ConfigError: one cannot be imported, is not callable or raises; names it.
     """
     table: PluginTable[Callable[[], object]] = PluginTable(GENERAL, "a plug-in", {}, FACTORY)
     for name in table.names():
@@ -135,31 +134,31 @@ def load_general_plugins() -> None:
 
 
 def import_place(place: str) -> Any:
-    """The object at "module:Name"; the name may have dots."""
+    """Import the object at "module:Name"; the name may have dots."""
     module, _, name = place.partition(":")
     return attrgetter(name)(import_module(module))
 
 
 def import_subclass(place: str, kind: type, flag: str) -> Any:
-    """The class at "module:Class", as a flag names it.
+    """Import the class at "module:Class", as given to a flag.
 
     Raises:
-        ConfigError: it cannot be imported, or is no subclass of `kind`.
+        ConfigError: it cannot be imported, or is not a subclass of `kind`.
     """
     try:
         found = import_place(place)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{flag}: cannot import {place!r} as module:Class: {error}") from None
     if not (isinstance(found, type) and issubclass(found, kind)):
-        raise ConfigError(f"{flag}: {place!r} is no subclass of {kind.__module__}.{kind.__qualname__}")
+        raise ConfigError(f"{flag}: {place!r} is not a subclass of {kind.__module__}.{kind.__qualname__}")
     return found
 
 
 def place_of(found: Any, flag: str) -> str:
-    """Where a class can be imported from; a text is such a place already.
+    """Return the import place of a class; a string is returned as is.
 
     Raises:
-        ConfigError: it is neither, or stands in a function, where no import finds it.
+        ConfigError: it is neither, or is defined in a function, where it cannot be imported.
     """
     if isinstance(found, str):
         return found
@@ -169,7 +168,7 @@ def place_of(found: Any, flag: str) -> str:
 
 
 def _load(group: str, name: str) -> tuple[object, str]:
-    """What a package offers under a name of a group, and which package says so."""
+    """Return the object that a package offers under a name, and the package."""
     points = list({point.value: point for point in entry_points(group=group, name=name)}.values())
     if len(points) != 1:
         offers = ", ".join(sorted(map(_source, points)))

@@ -1,8 +1,7 @@
-"""`PoolingParams`: what one request wants of its prompt instead of tokens.
+"""Pooling parameters of one request.
 
-Invariant: an instance that exists is valid on its own, and stays so, because it is frozen; what depends on the model
-(its tasks, how long its vectors are) is checked where the model is known. It is a msgspec struct, so it crosses process
-borders as is.
+Invariant: an instance is valid by itself and frozen; model-dependent checks (tasks, vector sizes) are made elsewhere.
+It is a msgspec struct, so it crosses process borders as is.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ import msgspec
 from quire.errors import ValidationError
 
 EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY = "embed", "classify", "token_embed", "token_classify"
+# Numbers per text (vector; classes, score, reward) or per token.
 POOLING_TASKS = (EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY)
-"""Numbers of a whole text (a vector; classes, a score, a reward) or of each of its tokens."""
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
     """Pooling parameters of one request; names and defaults are vLLM's.
 
     Args:
-        use_activation: apply the model's last function (for an embedding the norm, for classes softmax or sigmoid);
+        use_activation: apply the model's activation (for an embedding the norm, for classes softmax or sigmoid);
             None leaves it to the model.
-        dimensions: keep so many numbers of an embedding, at least 1; None keeps all.
-        step_tag_id: the token that ends a step, for rewards of steps; None leaves it to the model.
-        returned_token_ids: the classes whose numbers are wanted, for rewards of steps; None: all.
-        task: of `POOLING_TASKS`; None is the one that the model is made for.
+        dimensions: truncate an embedding to this size, at least 1; None keeps all.
+        step_tag_id: token that ends a step, for step rewards; None leaves it to the model.
+        returned_token_ids: classes to return, for step rewards; None: all.
+        task: of `POOLING_TASKS`; None is the model's default.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.

@@ -1,8 +1,8 @@
 """Private directories in the temporary folder, in which processes of one engine find each other.
 
-Invariant: each is removed by whoever made it, or by a process that outlives that one and has it, too. If all of these
-were killed at once, whoever makes the next one removes it: its lock is free then. Nothing is removed so that has no
-lock of this host's, or another user's.
+Invariant: each is removed by its creator, or by another process that uses it and outlives the creator. If all were
+killed at once, the creator of the next one removes it, because its lock is free. A directory without a lock of this
+host, or of another user, is never removed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "quire-"
+# Locks of this process's directories, held until they are removed or it ends; not inherited.
 _locks: dict[Path, int] = {}
-"""Of this process's directories, held until these are removed or it ends; children do not inherit them."""
 
 
 def make(kind: str = "") -> Path:
-    """A new directory that only this user can read, and none is left of processes that are gone.
+    """Create a directory that only this user can read, and remove those of dead processes.
 
     Raises:
         OSError: the machine refuses it.
     """
-    _forget_removed()
+    _release_removed()
     _remove_left_over()
     directory = Path(tempfile.mkdtemp(prefix=PREFIX + kind))
     try:
@@ -38,7 +38,7 @@ def make(kind: str = "") -> Path:
 
 
 def remove(directory: Path) -> None:
-    """With all that is in it; twice is fine, and so is another process's."""
+    """Remove a directory with its content; may be called twice, and by other processes."""
     shutil.rmtree(directory, ignore_errors=True)
     fd = _locks.pop(directory, None)
     if fd is not None:
@@ -46,20 +46,20 @@ def remove(directory: Path) -> None:
 
 
 def _lock(directory: Path) -> None:
-    """On a file system without locks there is none, and nobody will take the directory for left over."""
+    """Lock a directory; on a file system without locks it is never removed as left over."""
     lock = directory / f"new {_lock_name()}"
     fd = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        lock.rename(directory / _lock_name())  # whoever sees it sees it locked
+        lock.rename(directory / _lock_name())  # visible only when locked
     except OSError:
         os.close(fd)
     else:
         _locks[directory] = fd
 
 
-def _forget_removed() -> None:
-    """Those that another process has removed."""
+def _release_removed() -> None:
+    """Release locks of directories that another process has removed."""
     for directory in list(_locks):
         if not directory.exists():
             remove(directory)
@@ -67,7 +67,7 @@ def _forget_removed() -> None:
 
 def _remove_left_over() -> None:
     for directory in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
-        with contextlib.suppress(OSError):  # it is another user's, in use, or gone by now
+        with contextlib.suppress(OSError):  # another user's, in use, or gone by now
             if directory.stat().st_uid != os.getuid():
                 continue
             fd = os.open(directory / _lock_name(), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -79,5 +79,5 @@ def _remove_left_over() -> None:
 
 
 def _lock_name() -> str:
-    """Locks may not reach other hosts that have the same folder."""
+    """Return the host's lock file name: locks may not reach other hosts that share the folder."""
     return f"lock of {socket.gethostname()}"

@@ -1,4 +1,4 @@
-"""Starts Python programs as child processes, and describes how processes end."""
+"""Starting of Python child processes, garbage collector settings, and descriptions of process ends."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+# Collector threshold; Python's default is 700. A request leaves few objects that only the collector can free.
 COLLECT_AFTER = 10_000
-"""Objects that can be in cycles, made and not yet freed; Python's own number is 700. A request leaves few that only
-the collector can free."""
 
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""They reach whole groups of processes (Ctrl-C, a closed terminal, a service manager). Children that end when their
-parent tells them to, or is gone, ignore them."""
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that reach whole process groups (Ctrl-C, a closed terminal, a service manager). Children that end with their
+parent ignore them.
+"""
 
 PATH_VARIABLES = (
     *("PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"),
     *("TRITON_CACHE_DIR", "QUIRE_CPU_LIBRARY"),
-)
-"""Variables of the environment with a path, or several, that may be relative to this process's working directory."""
+)  # Environment variables with paths that may be relative to the working directory.
 
 
 def start_python(
     program: Sequence[str], environment: Mapping[str, str] = os.environ, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start Python with these arguments in `/`, so that it does not depend on a directory that may be deleted.
+    """Start Python with these arguments in `/`, independent of a working directory that may be deleted.
 
     Args:
         options: of `Popen`.
@@ -45,8 +44,8 @@ def start_python(
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a child in another directory: with absolute paths, and with this process's imports."""
-    with suppress(FileNotFoundError):  # the directory was deleted, and all that is relative to it
+    """Return a child's environment for another directory, with absolute paths and this process's imports."""
+    with suppress(FileNotFoundError):  # the working directory was deleted
         here = os.getcwd()
         relative = {name: environment[name] for name in PATH_VARIABLES if environment.get(name)}
         absolute = {
@@ -61,7 +60,7 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _paths_of_the_program() -> list[str]:
-    """Return the paths of `sys.path` before the standard library's; those behind it a child has by itself."""
+    """Return the entries of `sys.path` before the standard library; a child has the later ones itself."""
     library = sysconfig.get_path("stdlib")
     names = {library, str(Path(library).parent / f"python{sys.version_info[0]}{sys.version_info[1]}.zip")}
     first = next((place for place, path in enumerate(sys.path) if path in names), len(sys.path))
@@ -70,7 +69,7 @@ def _paths_of_the_program() -> list[str]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import without the collector; for processes of our own alone, as all other garbage stays, too."""
+    """Import without the garbage collector; for quire's own processes only, since other garbage stays, too."""
     begin_imports()
     try:
         yield
@@ -79,46 +78,47 @@ def uncollected() -> Iterator[None]:
 
 
 def begin_imports() -> None:
-    """Stop the collector, which would walk over all modules again and again and find next to nothing."""
+    """Stop the collector, which would walk all modules repeatedly and free almost nothing."""
     gc.disable()
 
 
 def end_imports() -> None:
-    """Let the collector go on, without the objects that are there by now."""
+    """Start the collector again; it skips the objects that exist by now."""
     gc.freeze()
     gc.enable()
 
 
-def settle_garbage() -> None:
-    """What has been imported and made by now stays: the collector need not walk over it again and again, which takes
-    a tenth of a second that every stream would wait for. For processes of our own alone, once they are ready."""
+def freeze_garbage() -> None:
+    """Freeze existing objects so that the collector skips them.
+
+    A full collection of a tenth of a second would delay every stream. For quire's own processes only, once ready.
+    """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or libraries would tell of objects that outlive their modules
+    atexit.register(gc.unfreeze)  # or libraries would report objects that outlive their modules
     gc.set_threshold(COLLECT_AFTER, 10, 10)
 
 
 def collect_garbage() -> None:
-    """All of it, what has settled too: for when memory is to be given back."""
-    has_settled = gc.get_freeze_count() > 0
+    """Collect all garbage, including frozen objects, to free memory."""
+    was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
-    if has_settled:
+    if was_frozen:
         gc.freeze()
 
 
 def exit_reason(code: int) -> str:
-    """How a process ended, by the code that `Popen` gives."""
+    """Describe how a process ended, given its `Popen` exit code."""
     return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
 
 ENDED, STOPPED = "has ended", "is stopped"
-_SILENT = {"Z": ENDED, "X": ENDED, "T": STOPPED}
-"""What states of a process mean, by Linux's letters."""
+_SILENT = {"Z": ENDED, "X": ENDED, "T": STOPPED}  # Linux process states -> description
 
 
 def why_silent(pid: int) -> str | None:
-    """What keeps a process of this host from doing anything: a phrase for people; None: nothing that can be seen."""
+    """Return why a process of this host cannot run, as a phrase for people; None: no visible reason."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

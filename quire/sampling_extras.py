@@ -1,4 +1,4 @@
-"""Parts of `SamplingParams` that are structures of their own, and what they may hold."""
+"""Structured parts of `SamplingParams`, and their limits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import msgspec
 
 from quire.errors import ValidationError
 
-MAX_BAD_WORDS = 128
-"""Sequences of tokens, after every word has been tokenized with and without a leading space."""
+MAX_BAD_WORDS = 128  # Token sequences, after every word has been tokenized with and without a leading space.
 MAX_BAD_WORD_CHARS = 4096
-MAX_BAD_WORD_TOKENS = 512
-"""Of all sequences together: they are looked at for every token."""
+MAX_BAD_WORD_TOKENS = 512  # Of all sequences together: they are checked for every token.
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PATTERN_SIZE = 1024
 MAX_PATTERN_COUNT = 1024
@@ -22,17 +20,16 @@ DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")  # used where a request names none
 MAX_DRY_BREAKERS = 64
 MAX_DRY_BREAKER_CHARS = 40  # of one breaker
 MAX_DRY_CHARS = 1024  # of all breakers of a request
-_INT_RANGE = range(-(2**63), 2**64)
-"""What fits into the messages between processes."""
+_INT_RANGE = range(-(2**63), 2**64)  # Integers that fit into messages between processes.
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Ends a text that goes round in circles with finish_reason "repetition".
+    """Detection of repeating output, which ends a text with finish_reason "repetition".
 
     Args:
-        max_pattern_size: longest pattern, in tokens, that is looked for, up to 1,024; 0 turns the search off.
+        max_pattern_size: longest pattern in tokens, up to 1,024; 0 turns the search off.
         min_pattern_size: shortest pattern; 0 is 1.
-        min_count: how often in a row the pattern must stand at the end of the output, 2..1,024.
+        min_count: consecutive repetitions at the end of the output, 2..1,024.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range.
@@ -59,9 +56,9 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, forbid_unknown_fiel
 
 
 class ThinkingMarkers(msgspec.Struct, frozen=True, array_like=True):
-    """The token ids that open and close the section in which a model reasons.
+    """Token ids that open and close a reasoning section.
 
-    Whether the output begins in one is for `starts_open` to say, or if it is None, for the prompt.
+    `starts_open` says whether the output begins inside one; None: decided by the prompt.
     """
 
     start_ids: tuple[int, ...]
@@ -78,7 +75,7 @@ class ThinkingMarkers(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DryBreaker(msgspec.Struct, frozen=True, array_like=True):
-    """One way to write a DRY sequence breaker: any token of `heads`, followed by all of `tail`."""
+    """One tokenization of a DRY sequence breaker: any token of `heads`, followed by all of `tail`."""
 
     heads: tuple[int, ...]
     tail: tuple[int, ...] = ()
@@ -107,7 +104,7 @@ def check_dry_sequence_breakers(breakers: Sequence[str]) -> None:
 
 
 def checked_repetition_detection(value: Any) -> RepetitionDetectionParams | None:
-    """The structure, which may come as a mapping; None where it asks for nothing.
+    """Return the structure, which may be given as a mapping; None if it has no effect.
 
     Raises:
         ValidationError: it is neither, or a value is out of range.
@@ -128,7 +125,7 @@ def checked_repetition_detection(value: Any) -> RepetitionDetectionParams | None
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Bound the words themselves; how many token sequences they make, only a tokenizer knows.
+    """Check the words themselves; the number of token sequences is known only after tokenizing.
 
     Raises:
         ValidationError: one is empty, or there are too many.
@@ -145,7 +142,7 @@ def check_bad_words(words: Sequence[str]) -> None:
 
 
 def checked_bad_words_token_ids(sequences: Any) -> tuple[tuple[int, ...], ...]:
-    """Token sequences that must not be generated, as tuples without duplicates.
+    """Return forbidden token sequences as tuples without duplicates.
 
     Raises:
         ValidationError: one is empty or no list of ids, or there are too many.
@@ -173,10 +170,10 @@ def checked_bad_words_token_ids(sequences: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def check_extra_args(extra: Any) -> None:
-    """Hold arguments for custom code to what crosses process borders: plain data with string keys.
+    """Check that arguments for custom code are plain data with string keys, which can cross process borders.
 
     Raises:
-        ValidationError: there is something else in it.
+        ValidationError: they contain something else.
     """
     if not isinstance(extra, dict):
         raise ValidationError(f"extra_args must be a dict, got {extra!r:.200}", param="extra_args")

@@ -1,8 +1,7 @@
-"""`SamplingParams`: how one request's tokens are chosen and when it stops.
+"""Sampling parameters and beam search parameters of one request.
 
-Invariant: an instance that exists is valid on its own, and stays so, because it is frozen; what depends on the model
-(vocabulary, context length) is checked by the input processor. It is a msgspec struct, so it crosses process borders as
-is.
+Invariant: an instance is valid by itself and frozen; model-dependent checks (vocabulary, context length) are made by
+the input processor. They are msgspec structs, so they cross process borders as is.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from quire.beam_search_params import BeamSearchParams
 from quire.errors import ValidationError
 from quire.sampling_extras import (
     MAX_LOGPROB_TOKEN_IDS,
@@ -42,28 +40,101 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+MAX_BEAM_WIDTH = 64
+MAX_BEAM_LOGPROBS = 1024
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Beam search for the sequences of the highest score: the sum of their logprobs / length ** `length_penalty`.
+
+    Names and defaults are vLLM's; the stopping rule, and the length (of generated tokens alone), are those of
+    Transformers' `generate(num_beams=...)`.
+
+    Args:
+        beam_width: number of beams, and of returned sequences, 1..64.
+        max_tokens: most tokens to generate; capped by the context.
+        ignore_eos: an end-of-sequence token is a token like any other.
+        temperature: only 0, since nothing is sampled.
+        length_penalty: above 0 long sequences gain, below 0 short ones; [-10, 10].
+        include_stop_str_in_output: keep the text of the end-of-sequence token.
+        skip_special_tokens: leave special tokens out of the text.
+        shown_special_token_ids: special tokens that are kept all the same.
+        early_stopping: True ends the search as soon as `beam_width` sequences have ended; False when the best open
+            one, as it is, scores below all of these; "never" when no open one can reach a higher score.
+        logprobs: number of most likely tokens reported per position, if more than the search needs.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range; `param` names it.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    early_stopping: bool | str = False
+    logprobs: int = 0
+    shown_special_token_ids: tuple[int, ...] = ()
+
+    @property
+    def n(self) -> int:
+        """Number of returned sequences."""
+        return self.beam_width
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("beam_width", 1, MAX_BEAM_WIDTH),
+            ("max_tokens", 1, 2**63 - 1),
+            ("logprobs", 0, MAX_BEAM_LOGPROBS),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise ValidationError(
+                    f"{name} must be an integer in [{low}, {high}], got {value!r}", param=name
+                )
+        if self.temperature != 0.0:
+            raise ValidationError(
+                f"temperature must be 0 in a beam search, which does not sample, got {self.temperature!r}",
+                param="temperature",
+            )
+        penalty = self.length_penalty
+        is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
+        if not is_number or not math.isfinite(penalty) or abs(penalty) > 10.0:
+            raise ValidationError(
+                f"length_penalty must be a number in [-10, 10], got {penalty!r}", param="length_penalty"
+            )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValidationError(
+                f'early_stopping must be true, false or "never", got {self.early_stopping!r}',
+                param="early_stopping",
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValidationError(
+                    f"{name} must be true or false, got {getattr(self, name)!r}", param=name
+                )
+
+
 GREEDY_EPSILON = 1e-5
 MIN_TEMPERATURE = 0.01
 MAX_N = 128
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 4096
-"""Of all stop strings together: every one is looked for after every token."""
+MAX_STOP_CHARS = 4096  # Of all stop strings together: each is searched for after every token.
 INT64_MAX = 2**63 - 1
 
 
 class RequestOutputKind(enum.IntEnum):
-    """What each `RequestOutput` of a request carries."""
+    """Content of each `RequestOutput` of a request."""
 
-    CUMULATIVE = 0
-    """All text so far, at every step."""
-    DELTA = 1
-    """Only what is new since the last output."""
-    FINAL_ONLY = 2
-    """One output, at the end."""
+    CUMULATIVE = 0  # All text so far, at every step.
+    DELTA = 1  # Only what is new since the last output.
+    FINAL_ONLY = 2  # One output, at the end.
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
-    """Sampling parameters of one request; names, order and defaults are vLLM's. `clone` makes one that differs.
+    """Sampling parameters of one request; names, order and defaults are vLLM's. `clone` makes a modified copy.
 
     Args:
         n: completions per prompt, 1..128.
@@ -73,39 +144,38 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         temperature: divides the logits, [0, 2]; 0 is greedy.
         top_p: smallest set of tokens with this probability mass is kept, (0, 1].
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
-        min_p: tokens less likely than this share of the most likely one are dropped, [0, 1].
-        seed: makes the draw reproducible; None or -1 lets the engine choose.
+        min_p: tokens less likely than this fraction of the most likely one are dropped, [0, 1].
+        seed: makes sampling reproducible; None or -1 lets the engine choose.
         stop: strings that end generation, at most 64 of 4,096 characters in all; not part of the text unless
             `include_stop_str_in_output`.
         stop_token_ids: token ids that end generation.
-        ignore_eos: go on after the end-of-sequence token.
-        max_tokens: number of tokens to generate at most; None fills the context.
+        ignore_eos: continue after the end-of-sequence token.
+        max_tokens: most tokens to generate; None fills the context.
         min_tokens: no end-of-sequence or stop token before this many tokens.
-        logprobs: number of most likely tokens reported per position (plus the chosen one); -1 is all.
+        logprobs: number of most likely tokens reported per position (plus the sampled one); -1 is all.
         prompt_logprobs: the same for the prompt's positions.
         logprob_token_ids: report the logprobs of these tokens in place of the most likely ones, at most 128;
             `logprobs`, if given, must be their number.
-        flat_logprobs: give logprobs as `FlatLogprobs`, which are cheaper in large numbers than a dict per position.
+        flat_logprobs: return logprobs as `FlatLogprobs`, which are cheaper in large numbers than a dict per position.
         detokenize: produce text; without it only token ids are returned.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: only True, which is how the tokenizers here decode.
-        shown_special_token_ids: those that stay in it all the same, such as the markers of tool calls.
+        shown_special_token_ids: special tokens that are kept all the same, such as the markers of tool calls.
         include_stop_str_in_output: keep the stop string in the text.
         output_kind: cumulative, delta or final-only outputs.
-        stream_interval: tokens that are gathered before an output is passed on, after the first.
+        stream_interval: tokens collected per output, after the first.
         logit_bias: added to the logits of these token ids, each in [-100, 100].
         allowed_token_ids: only these tokens may be generated.
-        extra_args: for custom logits processors, who alone know what they mean; plain data.
+        extra_args: plain data for custom logits processors.
         bad_words: words that are not generated, with or without a leading space; at most 128 token sequences.
-        skip_reading_prefix_cache: compute the whole prompt; always so where `prompt_logprobs` are wanted.
-        thinking_token_budget: tokens that a section of reasoning may have before its end is forced; None or -1 is
-            any number.
+        skip_reading_prefix_cache: compute the whole prompt; implied by `prompt_logprobs`.
+        thinking_token_budget: most tokens of a reasoning section before its end is forced; None or -1: unlimited.
         repetition_detection: end a text that repeats itself, with finish_reason "repetition".
-        bad_words_token_ids: the same as `bad_words` in token ids, to which the engine adds those of the words.
-        thinking_markers: what opens and closes the reasoning; None is what the engine knows of the model.
+        bad_words_token_ids: `bad_words` as token ids, to which the engine adds those of the words.
+        thinking_markers: tokens that open and close the reasoning; None: the model's.
         logits_processors: callables (prompt_ids, output_ids, logits [V]) -> logits or None (changed in place), for an
             engine whose core is in the caller's process.
-        structured_outputs: what the text must be, as a schema, an expression or a grammar.
+        structured_outputs: constraint on the text: a schema, an expression or a grammar.
         repeat_last_n: tokens at the end of the context that the penalties count; -1 is the whole context, 0 none.
         dry_multiplier: DRY: a token that would extend a repetition of length L is lowered by
             `dry_multiplier * dry_base ** (L - dry_allowed_length)`, [0, 100]; 0 is off.
@@ -116,17 +186,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             quote and asterisk.
         top_n_sigma: keep tokens within so many standard deviations of the highest logit, [-1, 100]; 0 and -1 are off.
         typical_p: keep the most typical tokens that hold this probability mass, (0, 1]; 1 is off.
-        xtc_probability: chance per token that XTC applies, [0, 1].
+        xtc_probability: probability per token that XTC applies, [0, 1].
         xtc_threshold: XTC drops all tokens of at least this probability but the least likely of them, [0, 1]; above
             0.5 is off.
         dynatemp_range: the temperature lies within `temperature` +- this by the entropy of the candidates, [0, 10].
-        dynatemp_exponent: how the normalised entropy maps to that range, [0, 100].
+        dynatemp_exponent: exponent of the normalized entropy for that range, [0, 100].
         mirostat: 1 or 2 keeps the surprise of the text near `mirostat_tau`, in place of all other filters; 0 is off.
         mirostat_tau: target surprise in bits, [0, 100].
         mirostat_eta: learning rate, [0, 10].
-        temperature_last: filter candidates in llama.cpp's order, which ends with the temperature, also without a filter
-            of llama.cpp's own.
-        dry_breakers: `dry_sequence_breakers` in token ids, which the engine fills in.
+        temperature_last: filter candidates in llama.cpp's order, which ends with the temperature, even without a
+            filter specific to llama.cpp.
+        dry_breakers: `dry_sequence_breakers` as token ids, set by the engine.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range; `param` names it.
@@ -200,10 +270,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         self._check_lists()
         self._check_extras()
         self._check_relations()
-        self._settle_temperature()
+        self._normalize_temperature()
 
     def _set(self, name: str, value: Any) -> None:
-        """Bring a field into its one form, while the instance is being made."""
+        """Set a field during construction, to its canonical form."""
         msgspec.structs.force_setattr(self, name, value)
 
     def _normalize(self) -> None:
@@ -292,10 +362,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         if self.stop and not self.detokenize:
             raise ValidationError("stop strings need detokenize=True", param="stop")
 
-    def _settle_temperature(self) -> None:
+    def _normalize_temperature(self) -> None:
         if self.temperature < GREEDY_EPSILON:
             self._set("temperature", 0.0)
-            self._set("mirostat", 0)  # of one candidate there is nothing to choose
+            self._set("mirostat", 0)  # a single candidate leaves nothing to sample
             for name, value in () if self.has_sampler_chain else _GREEDY:
                 self._set(name, value)
         elif self.temperature < MIN_TEMPERATURE:
@@ -306,32 +376,32 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     @property
     def greedy(self) -> bool:
-        """True when the most likely token of those that are left is always taken."""
+        """True if the most likely remaining token is always taken."""
         return self.temperature == 0.0 and self.dynatemp_range == 0.0
 
     @property
     def uses_xtc(self) -> bool:
-        """Whether XTC can change anything."""
+        """True if XTC can have an effect."""
         return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5
 
     @property
     def needs_seed(self) -> bool:
-        """Whether anything is drawn."""
+        """True if anything is sampled at random."""
         return not self.greedy or self.uses_xtc
 
     @property
     def has_sampler_state(self) -> bool:
-        """Whether a choice depends on the logits of earlier choices, which a resumed request must compute again."""
+        """True if sampling depends on earlier logits, which a resumed request must compute again."""
         return self.mirostat > 0
 
     @property
     def uses_dry(self) -> bool:
-        """Whether DRY can change anything."""
+        """True if DRY can have an effect."""
         return self.dry_multiplier > 0.0 and self.dry_base >= 1.0 and self.dry_penalty_last_n != 0
 
     @property
     def has_sampler_chain(self) -> bool:
-        """Whether candidates are filtered in llama.cpp's order, because one of its own filters is on."""
+        """True if candidates are filtered in llama.cpp's order, because one of its own filters is on."""
         return (
             self.top_n_sigma > 0.0
             or self.typical_p < 1.0
@@ -342,11 +412,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         )
 
     def clone(self, **changes: Any) -> SamplingParams:
-        """A validated copy with some fields replaced."""
+        """Return a validated copy with some fields replaced."""
         return msgspec.structs.replace(self, **changes)
 
-    def settled(self, **values: Any) -> SamplingParams:
-        """A copy with values that are known to be valid: nothing is checked again, and the lists are shared."""
+    def replace_unchecked(self, **values: Any) -> SamplingParams:
+        """Return a copy with values known to be valid: nothing is validated again, and lists are shared."""
         copied = copy.copy(self)
         for name, value in values.items():
             copied._set(name, value)
@@ -354,17 +424,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether logprobs of what is generated are reported."""
+        """True if logprobs of generated tokens are reported."""
         return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
     def num_listed_ids(self) -> int:
-        """Token ids that are listed one by one, of which every sequence keeps its own table."""
+        """Number of individually listed token ids, of which every sequence keeps a table."""
         return len(self.stop_token_ids) + len(self.allowed_token_ids or ()) + len(self.logit_bias or ())
 
     @staticmethod
     def from_optional(**values: Any) -> SamplingParams:
-        """With the default in the place of each value that is None."""
+        """Build parameters with the default for each value that is None."""
         return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -412,8 +482,7 @@ _OPTIONAL_INTS = frozenset(
 )
 RANGES: dict[str, tuple[float, float]] = {
     name: (low, high) for name, low, high in (*_FLOAT_RANGES, *_INT_RANGES)
-}
-"""Least and greatest value of each number, for those who describe the fields."""
+}  # Field -> (least, greatest) value, for schemas.
 
 
 def _checked_float(name: str, value: object, low: float, high: float) -> float:

@@ -1,9 +1,9 @@
-"""Import of torch in less time, for processes that are quire's own.
+"""Faster import of torch, for quire's own processes.
 
-`import torch` runs code that inference never reaches, and maps a library of 400 MB while nothing else happens. Here the
-library is mapped by a thread, and modules in `DEFERRED` run later: when one is used, when something is imported that
-may rely on them, or at `import_deferred`.
-Invariant: torch-free. Whoever looks at a deferred module finds all that is in it.
+`import torch` runs code that inference never reaches, and maps a library of 400 MB while nothing else runs. Here a
+thread maps the library, and modules in `DEFERRED` run later: on use, on import of a module that may rely on them, or
+at `import_deferred`.
+Invariant: torch-free. An access to a deferred module finds all its attributes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-DEFERRED = ("torch._meta_registrations", "torch.export")
-"""A fifth of the import: meta kernels written in Python, with the decompositions behind them, and `torch.export`."""
+# Not among them are the Python meta kernels: `torch.Generator` needs a module that they import.
+DEFERRED = ("torch.export",)
 _AT_EASE = frozenset({"torch.utils._device"})
-"""Modules that torch imports by itself when it is used, and that need nothing of the deferred ones."""
+"""Modules that torch imports itself when used, without need of the deferred ones."""
 _USERS = frozenset({"torch", "torchvision", "transformers", "triton"})
 """Packages whose modules may trace, or compute with meta tensors."""
 _LIBRARY = "libtorch_cpu.so"
@@ -29,10 +29,10 @@ _OTHER_DEVICES = ("libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so")
 
 
 def preload_library() -> None:
-    """Begin to map torch's library in a thread; `import torch` waits for the rest of it.
+    """Start to map torch's library in a thread; `import torch` waits for the rest of it.
 
-    Only builds for CPUs: others load libraries of their own before, in an order that is theirs to say. The process
-    does not end before the thread does, as static objects must not be made and destroyed at the same time.
+    Applies to CPU builds only: others first load more libraries, in their own order. The process does not end before
+    the thread, as static objects must not be created and destroyed at the same time.
     """
     library = _library()
     if library is not None:
@@ -51,26 +51,26 @@ def _library() -> Path | None:
 
 
 def _map_library(path: Path) -> None:
-    """Call dlopen as a foreign function, during which other threads run Python; a failure is torch's to report."""
+    """Call dlopen as a foreign function, so that other threads run Python; torch reports a failure."""
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     dlopen(os.fsencode(path), os.RTLD_NOW)
 
 
 def defer_modules() -> None:
-    """Let the next `import torch` leave out the modules of `DEFERRED`; without effect if torch is imported."""
+    """Make the next `import torch` skip the modules of `DEFERRED`; no effect if torch is imported."""
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _Deferring())
 
 
 def import_deferred() -> None:
-    """Run what was deferred, if anything was."""
+    """Run the deferred modules, if any."""
     for finder in [finder for finder in sys.meta_path if isinstance(finder, _Deferring)]:
         finder.end()
 
 
 class _Deferring(MetaPathFinder):
-    """Finds deferred modules, until they run."""
+    """Finder of deferred modules, until they run."""
 
     def __init__(self) -> None:
         self._modules: list[ModuleType] = []
@@ -85,7 +85,7 @@ class _Deferring(MetaPathFinder):
         return None
 
     def end(self) -> None:
-        """Run the modules; this finder is gone before, as they import others."""
+        """Remove this finder, as the modules import others, and run them."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         while self._modules:
@@ -98,14 +98,14 @@ class _Deferring(MetaPathFinder):
 
 
 class _DeferredLoader(Loader):
-    """Makes a module and leaves it to be run later by its own loader."""
+    """Loader that creates a module, which its own loader runs later."""
 
     def __init__(self, own: Loader, modules: list[ModuleType]) -> None:
         self.own = own
         self._modules = modules
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave that to Python."""
+        """Use Python's default module."""
 
     def exec_module(self, module: ModuleType) -> None:
         module.__class__ = _DeferredModule
@@ -113,7 +113,7 @@ class _DeferredLoader(Loader):
 
 
 class _DeferredModule(ModuleType):
-    """A module that has not run: it does when something is asked of it."""
+    """Module that runs at the first access to a missing attribute."""
 
     def __getattr__(self, name: str) -> object:
         import_deferred()
@@ -130,7 +130,7 @@ def _run(module: ModuleType) -> None:
 
 
 def _relies_on_deferred(name: str) -> bool:
-    """Whether it is a module of a deferred package, or is imported after torch was and may trace."""
+    """Return whether a module is in a deferred package, or is imported after torch and may trace."""
     if name.rpartition(".")[0] in DEFERRED:
         return True
     torch = sys.modules.get("torch")

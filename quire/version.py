@@ -1,6 +1,6 @@
 """Version of the installed package, and the command that adds an optional dependency to it.
 
-The version number itself is kept in pyproject.toml alone.
+The version number itself is in pyproject.toml only.
 """
 
 from __future__ import annotations

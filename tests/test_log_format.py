@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.log_format import ACCESS, FORMATTERS, JsonFormatter, WithoutQuery, request_id
+from quire.logging_setup import ACCESS, FORMATTERS, JsonFormatter, QueryFilter, request_id
 
 NASTY = "a\nERROR 12:00:00 quire: forged\r\x1b[2J\x85\u2028b"
 
@@ -61,7 +61,7 @@ def test_a_line_of_access_has_fields_and_no_query() -> None:
     made = record(
         '%s - "%s %s HTTP/%s" %d', "1.2.3.4:5", "GET", "/v1/models?api_key=s", "1.1", 200, name=ACCESS
     )
-    assert WithoutQuery().filter(made)
+    assert QueryFilter().filter(made)
     line = json.loads(JsonFormatter().format(made))
     assert line["message"] == '1.2.3.4:5 - "GET /v1/models HTTP/1.1" 200'
     assert (line["client"], line["method"], line["path"], line["status"]) == (
@@ -74,7 +74,7 @@ def test_a_line_of_access_has_fields_and_no_query() -> None:
 
 def test_the_scope_of_a_request_loses_its_query() -> None:
     made = record("%s started scope=%s", "x", {"path": "/", "query_string": b"api_key=s"})
-    assert WithoutQuery().filter(made)
+    assert QueryFilter().filter(made)
     assert "api_key" not in made.getMessage()
 
 

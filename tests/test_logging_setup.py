@@ -17,7 +17,7 @@ from quire.logging_setup import (
     FLUSH_S,
     LOGGERS,
     LogHandler,
-    Scribe,
+    StreamWriter,
     configure_logging,
     num_lost_lines,
     say_error,
@@ -188,7 +188,7 @@ def test_lines_that_were_lost_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
     with open(writer, "w", encoding="utf-8") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setattr(sys, "__stderr__", stream)
-        scribe = Scribe("stderr")
+        writer = StreamWriter("stderr")
         fails = True
 
         def write(number: int, data: bytes) -> int:
@@ -198,12 +198,12 @@ def test_lines_that_were_lost_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
 
         monkeypatch.setattr("quire.logging_setup.os.write", write)
         for text in ("a\n", "b\n"):
-            scribe.write(text)
-        scribe.flush()
+            writer.write(text)
+        writer.flush()
         fails = False
         for text in ("c\n", "d\n"):
-            scribe.write(text)
-        scribe.flush()
+            writer.write(text)
+        writer.flush()
     with open(reader, encoding="utf-8") as lines:
         assert lines.read() == "2 lines before this one could not be written\nc\nd\n"
 
@@ -229,4 +229,4 @@ def test_lost_lines_are_counted_since_the_beginning(monkeypatch: pytest.MonkeyPa
 
 def test_a_bug_in_a_log_call_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     LogHandler().handle(logging.LogRecord("quire", logging.WARNING, "file.py", 7, "%d lines", ("no",), None))
-    assert "this line of the log cannot be made: TypeError" in capsys.readouterr().err
+    assert "this log line cannot be formatted: TypeError" in capsys.readouterr().err

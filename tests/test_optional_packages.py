@@ -31,7 +31,7 @@ assert len(LLM("quire-demo-embed", device="cpu").embed("Hello")[0].outputs.embed
 SERVES = (
     "import quire.entrypoints.cli.main, quire.entrypoints.openai.api_server, quire.entrypoints.openai.app"
 )
-RANKS = "import quire.engine.core_process, quire.executor.multiproc, quire.executor.rank_process"
+RANKS = "import quire.engine.core_process, quire.executor.ranks.multiproc, quire.executor.ranks.rank_process"
 
 
 @pytest.mark.parametrize("program", [GENERATES, EMBEDS, SERVES, RANKS])

@@ -16,10 +16,10 @@ from torch import Tensor
 from quire import LLM, plugins
 from quire.config import DeviceConfig, EngineConfig, ParallelConfig
 from quire.engine.startup import prepare
-from quire.entrypoints.chat.formats.choice import AnswerFormat, choose
-from quire.entrypoints.chat.formats.events import Reasoning, ToolCall
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.reasoning import REASONING_FORMATS
+from quire.entrypoints.chat.formats.scanning import Reasoning, ToolCall
+from quire.entrypoints.chat.formats.selection import AnswerFormat, choose
 from quire.entrypoints.chat.formats.syntax import HeadedJson
 from quire.entrypoints.chat.formats.tools import TOOL_FORMATS
 from quire.errors import ConfigError
@@ -101,7 +101,7 @@ def test_an_executor_needs_no_package() -> None:
 
 @pytest.mark.parametrize(
     ("given", "problem"),
-    [("nowhere:X", "cannot import"), (f"{__name__}:Toaster", "no subclass of quire.executor")],
+    [("nowhere:X", "cannot import"), (f"{__name__}:Toaster", "not a subclass of quire.executor")],
 )
 def test_a_place_without_an_executor_is_refused(given: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"--distributed-executor-backend: .*{problem}"):
@@ -110,7 +110,7 @@ def test_a_place_without_an_executor_is_refused(given: str, problem: str) -> Non
 
 def test_a_class_of_another_kind_is_refused(offer: Offer) -> None:
     offer(EXECUTORS.group, f"toaster={__name__}:Toaster")
-    with pytest.raises(ConfigError, match="and no subclass of Executor"):
+    with pytest.raises(ConfigError, match="expected: subclass of Executor"):
         resolve_executor("toaster")
 
 
@@ -263,7 +263,7 @@ def test_without_the_plug_in_the_model_is_unknown(package: Path) -> None:
 @pytest.mark.more
 def test_a_class_that_another_process_cannot_import_is_named(package: Path) -> None:
     done = run_program(package, "no_such_module:MyModel", QUIRE_PLUGINS="")
-    assert "what serves MyArch, 'no_such_module:MyModel', cannot be imported by this process" in done.stderr
+    assert "the class 'no_such_module:MyModel' of MyArch cannot be imported by this process" in done.stderr
 
 
 SHOUTED = ToolFormat(
@@ -291,5 +291,5 @@ def test_a_format_of_a_package_is_named_like_any_other_and_chosen_by_its_evidenc
 
 def test_a_format_of_another_kind_is_refused(offer: Offer) -> None:
     offer(TOOL_FORMATS.group, f"pondered={__name__}:PONDERED")
-    with pytest.raises(ConfigError, match="and no ToolFormat"):
+    with pytest.raises(ConfigError, match="expected: ToolFormat"):
         choose("pondered", "none", None)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from benchmarks.embeddings.shapes import LOADS, SHAPES, texts_of, write_model
 
 FIRST = 10
-IN_THE_BOX = "quire-demo-embed"
+BUNDLED_MODEL = "quire-demo-embed"
 
 
 class Likeness(NamedTuple):
@@ -68,7 +68,7 @@ def similarities(
 
 def made_set(model: str, num_texts: int) -> tuple[list[str], list[str]]:
     """Queries and documents."""
-    if model != IN_THE_BOX:
+    if model != BUNDLED_MODEL:
         load = LOADS["texts"]._replace(num_texts=num_texts)
         return texts_of(load._replace(num_texts=num_texts // 4), 1), texts_of(load, 2)
     from demo_model.train_embedder import all_facts, question, sentence
@@ -82,7 +82,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     embedders = [name for name, shape in SHAPES.items() if not shape.class_name.endswith("Classification")]
-    parser.add_argument("--model", choices=(IN_THE_BOX, *embedders), default=IN_THE_BOX)
+    parser.add_argument("--model", choices=(BUNDLED_MODEL, *embedders), default=BUNDLED_MODEL)
     parser.add_argument("--quantization", nargs="+", default=["int8", "int4"])
     parser.add_argument(
         "--num-texts", type=int, default=400, help="random documents; a fourth of it, queries"
@@ -92,7 +92,7 @@ def main() -> None:
     print(f"{args.model}: {len(queries)} queries, {len(documents)} documents")
     with tempfile.TemporaryDirectory() as folder:
         model = args.model
-        if model != IN_THE_BOX:
+        if model != BUNDLED_MODEL:
             write_model(SHAPES[model], Path(folder))
             model = folder
         exact = similarities(model, queries, documents, dtype="float32")

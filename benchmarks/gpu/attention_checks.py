@@ -15,7 +15,7 @@ from benchmarks.gpu.kernel_checks import LIMITS, WINDOWED, differs, name_of, ran
 from benchmarks.gpu.runner import Check
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_05B, TINY, Shape
 from benchmarks.gpu.target import Target
-from quire.kernels import ops, torch_sdpa
+from quire.kernels import attention_backends, ops
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.triton import attention
 from tests.kernels.op_cases import make_metadata, move
@@ -113,7 +113,7 @@ def _batches(target: Target) -> dict[str, Batch]:
 
 def _sdpa(target: Target, shape: Shape) -> float:
     call = make_call(target, shape, target.main_dtype, _batches(target)["mixed"])
-    return relative_error(call.by(torch_sdpa.paged_attention), call.by(ops.paged_attention.oracle))
+    return relative_error(call.by(attention_backends.paged_attention), call.by(ops.paged_attention.oracle))
 
 
 def _invariant(target: Target, shape: Shape) -> float:

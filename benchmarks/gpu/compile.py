@@ -124,23 +124,26 @@ def all_launches(*, every_shape: bool = True) -> Iterator[Launch]:
 
 
 def _rowwise(shape: Shape) -> Iterator[Launch]:
-    from quire.kernels.triton import activation, copies, embedding, norm
+    from quire.kernels.triton import copies, elementwise
 
     x, gated, weight = empty(5, shape.hidden), empty(5, 2 * shape.intermediate), empty(shape.hidden)
     ids = empty(5, dtype=torch.int64)
-    yield f"{shape.name}: rms_norm", lambda: norm.rms_norm(x, weight, 1e-6)
-    yield f"{shape.name}: fused_add_rms_norm", lambda: norm.fused_add_rms_norm(x, x, weight, 1e-6)
-    yield f"{shape.name}: layer_norm", lambda: norm.layer_norm(x, weight, weight, 1e-6)
-    yield f"{shape.name}: activate, relu", lambda: activation.activate(gated, "relu")
-    yield f"{shape.name}: silu_and_mul", lambda: activation.silu_and_mul(gated)
-    yield f"{shape.name}: gelu_and_mul", lambda: activation.gelu_and_mul(gated)
-    yield f"{shape.name}: gelu_and_mul, tanh", lambda: activation.gelu_and_mul(gated, "tanh")
-    yield f"{shape.name}: rms_norm_fp8", lambda: norm.rms_norm_fp8(x, weight, 1e-6)
-    yield f"{shape.name}: fused_add_rms_norm_fp8", lambda: norm.fused_add_rms_norm_fp8(x, x, weight, 1e-6)
-    yield f"{shape.name}: silu_and_mul_fp8", lambda: activation.silu_and_mul_fp8(gated)
-    yield f"{shape.name}: gelu_and_mul_fp8", lambda: activation.gelu_and_mul_fp8(gated)
-    yield f"{shape.name}: gelu_and_mul_fp8, tanh", lambda: activation.gelu_and_mul_fp8(gated, "tanh")
-    yield f"{shape.name}: embedding", lambda: embedding.embedding(ids, empty(shape.vocab, shape.hidden))
+    yield f"{shape.name}: rms_norm", lambda: elementwise.rms_norm(x, weight, 1e-6)
+    yield f"{shape.name}: fused_add_rms_norm", lambda: elementwise.fused_add_rms_norm(x, x, weight, 1e-6)
+    yield f"{shape.name}: layer_norm", lambda: elementwise.layer_norm(x, weight, weight, 1e-6)
+    yield f"{shape.name}: activate, relu", lambda: elementwise.activate(gated, "relu")
+    yield f"{shape.name}: silu_and_mul", lambda: elementwise.silu_and_mul(gated)
+    yield f"{shape.name}: gelu_and_mul", lambda: elementwise.gelu_and_mul(gated)
+    yield f"{shape.name}: gelu_and_mul, tanh", lambda: elementwise.gelu_and_mul(gated, "tanh")
+    yield f"{shape.name}: rms_norm_fp8", lambda: elementwise.rms_norm_fp8(x, weight, 1e-6)
+    yield (
+        f"{shape.name}: fused_add_rms_norm_fp8",
+        lambda: elementwise.fused_add_rms_norm_fp8(x, x, weight, 1e-6),
+    )
+    yield f"{shape.name}: silu_and_mul_fp8", lambda: elementwise.silu_and_mul_fp8(gated)
+    yield f"{shape.name}: gelu_and_mul_fp8", lambda: elementwise.gelu_and_mul_fp8(gated)
+    yield f"{shape.name}: gelu_and_mul_fp8, tanh", lambda: elementwise.gelu_and_mul_fp8(gated, "tanh")
+    yield f"{shape.name}: embedding", lambda: elementwise.embedding(ids, empty(shape.vocab, shape.hidden))
     pairs, blocks = empty(3, 2, dtype=torch.int64), empty(9, 2, 16, 64)
     yield f"{shape.name}: copy_blocks", lambda: copies.copy_blocks(blocks, blocks, pairs)
 
@@ -271,9 +274,9 @@ def _adapters(shape: Shape) -> Iterator[Launch]:
 
 
 def _sampling(shape: Shape) -> Iterator[Launch]:
-    from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
-    from quire.kernels.triton import logits as tail
-    from quire.kernels.triton import logprobs, penalties, sampling
+    from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS, SamplingLimits
+    from quire.kernels.triton import logprobs, sampling
+    from quire.kernels.triton import logprobs as tail
 
     logits, ids = empty(4, shape.vocab, dtype=torch.float32), empty(4, dtype=torch.int64)
     settings = empty(4, 4, dtype=torch.float64)
@@ -283,8 +286,8 @@ def _sampling(shape: Shape) -> Iterator[Launch]:
     yield "mask_logits", lambda: tail.mask_logits(logits, ids, words)
     places, factors = empty(4, 4, dtype=torch.int64), empty(4, 3, dtype=torch.float64)
     rows = empty(4, 900, dtype=torch.int32)
-    yield "penalise_rows", lambda: penalties.penalise_rows(logits, rows, places, factors, 900)
-    limits = {"none": NO_LIMITS, "min_p": Limits(top_k=False, top_p=False), "all": ANY_LIMITS}
+    yield "penalise_rows", lambda: logprobs.penalise_rows(logits, rows, places, factors, 900)
+    limits = {"none": NO_LIMITS, "min_p": SamplingLimits(top_k=False, top_p=False), "all": ANY_LIMITS}
     for name, used in limits.items():
         sample = partial(sampling.sample_tokens, logits, settings, empty(4, 2, dtype=torch.int64), used)
         yield f"sample_tokens, limits: {name}", sample

@@ -38,7 +38,7 @@ def launches() -> Iterator[Launch]:
 
 
 def _routing() -> Iterator[Launch]:
-    from quire.kernels.triton import route
+    from quire.kernels.triton import experts
 
     routings = {
         "softmax": (Routing(8, normalized=True), 128),
@@ -50,7 +50,7 @@ def _routing() -> Iterator[Launch]:
     }
     for name, (routing, count) in routings.items():
         bias = empty(count, dtype=torch.float32) if "groups" in name else None
-        yield f"route, {name}", partial(route.route, empty(5, count), bias, routing)
+        yield f"route, {name}", partial(experts.route, empty(5, count), bias, routing)
 
 
 def _experts() -> Iterator[Launch]:
@@ -93,14 +93,14 @@ def _latents() -> Iterator[Launch]:
 
 
 def _states(what: str, query_lens: list[int]) -> Iterator[Launch]:
-    from quire.kernels.triton import recurrence, rwkv7, scan, states
+    from quire.kernels.triton import recurrence, scan
 
     rows, step = sum(query_lens), state_metadata(query_lens)
     wide = partial(empty, dtype=torch.float32)
     x, of_channels = empty(rows, 5120), wide(5120)
     yield (
         f"causal_conv, {what}",
-        partial(states.causal_conv, x, wide(4, 5120), of_channels, wide(9, 3, 5120), step, True),
+        partial(scan.causal_conv, x, wide(4, 5120), of_channels, wide(9, 3, 5120), step, True),
     )
     b, dt, heads = empty(rows, 16), empty(rows, 80), wide(80)
     arguments = x, x, wide(16, 5120), b, b, of_channels, x, wide(9, 16, 5120), step
@@ -115,7 +115,7 @@ def _states(what: str, query_lens: list[int]) -> Iterator[Launch]:
     by_channel = partial(recurrence.gated_delta, qkv, ba, heads, wide(4096), kept, step)
     yield f"gated_delta by channels, {what}", by_channel
     parts, of_heads = [empty(rows, 2048) for _ in range(5)], wide(5, 2048)
-    yield f"rwkv7, {what}", partial(rwkv7.rwkv7, *parts, of_heads, wide(9, 32, 64, 64), step, 64e-5)
+    yield f"rwkv7, {what}", partial(recurrence.rwkv7, *parts, of_heads, wide(9, 32, 64, 64), step, 64e-5)
     gates, channels = wide(10, 256, 512), wide(2560)
     arguments = empty(rows, 2560), gates, wide(10, 512), channels, wide(9, 2560), step
     yield f"rg_lru, {what}", partial(recurrence.rg_lru, *arguments)

@@ -13,7 +13,7 @@ from benchmarks.gpu.runner import Check
 from benchmarks.gpu.shapes import GEMMA_2B, LLAMA_8B, QWEN_05B, TINY
 from benchmarks.gpu.target import Target
 from quire.kernels import ops
-from quire.kernels.limits import ANY_LIMITS, NO_LIMITS
+from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS
 from quire.kernels.reference_sampling import sample_by_gumbel
 from tests.kernels.op_cases import random_keys, settings
 

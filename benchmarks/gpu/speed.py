@@ -16,7 +16,7 @@ from benchmarks.gpu.engine import Engine, Generated, greedy
 from benchmarks.gpu.limits import best_of
 from benchmarks.gpu.target import Target
 from quire.kernels import ops
-from quire.kernels.limits import Limits
+from quire.kernels.attention_metadata import SamplingLimits
 
 WARM_UP_STEPS = 10
 """Steps before the clock starts: the overlapped loop fills, clocks rise."""
@@ -102,7 +102,7 @@ def sampling_step(target: Target, kind: str, batch: int, vocab: int) -> float:
     settings = asked.repeat(batch, 1).to(target.device)
     logits = 3 * torch.randn(batch, vocab, device=target.device)
     keys = None if temperature == 0.0 else torch.arange(2 * batch, device=target.device).view(batch, 2)
-    limits = Limits(min_p=False, top_k=top_k < vocab, top_p=top_p < 1.0)
+    limits = SamplingLimits(min_p=False, top_k=top_k < vocab, top_p=top_p < 1.0)
 
     def run() -> None:
         for _ in range(_REPEATS):

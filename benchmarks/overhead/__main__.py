@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from benchmarks.overhead.pace import FILE, STEP_S, Paced
 from benchmarks.served import QUIRE, free_port, wait_until_ready
 from quire.engine import core_process
-from quire.engine.progress import cpu_seconds
+from quire.supervision.progress import cpu_seconds
 
 WORD = "a"
 WARM_UP_TOKENS = 10

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 SO_TIMESTAMPNS = 35
-LOOK_S = 0.003
+POLL_S = 0.003
 """From look to look, where steps come without pause. A piece that waits for another one behind it gets that one's later
 time, so looks are many."""
 TIMESPEC = struct.Struct("qq")
@@ -81,7 +81,7 @@ class Looks:
         """The next is half a step behind this piece, or whole steps later; by the wall clock, as pieces are."""
         now = time.time()
         step_s = self._step_s
-        self._next_s = now + (step_s - (now - latest - step_s / 2) % step_s if step_s else LOOK_S)
+        self._next_s = now + (step_s - (now - latest - step_s / 2) % step_s if step_s else POLL_S)
 
 
 def run(

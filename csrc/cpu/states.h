@@ -1,6 +1,6 @@
 // States that layers keep of each request: where a step's rows start from, and where they leave a state.
 //
-// With quire/kernels/reference_states.py the only reader of a table of states; RecurrentStateSpec says what stands in it.
+// With quire/kernels/reference_scan.py the only reader of a table of states; RecurrentStateSpec says what stands in it.
 
 #pragma once
 

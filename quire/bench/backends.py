@@ -1,7 +1,7 @@
-"""The engines that `bench throughput` and `bench latency` can drive.
+"""Engines for `bench throughput` and `bench latency`.
 
-Invariant: every backend gets the same token-id prompts and generates exactly `output_len` tokens for each,
-greedily and past any end-of-sequence token, so their times compare the same work.
+Invariant: every backend gets the same token-id prompts and generates exactly `output_len` tokens for each, greedily
+and past any end-of-sequence token, so times compare the same work.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Prompts = Sequence[list[int]]
 
 
 class Backend(Protocol):
-    """An engine with its model loaded."""
+    """Engine with a loaded model."""
 
     name: str
     vocab_size: int
 
     def generate(self, prompts: Prompts, output_len: int) -> list[list[int]]:
-        """Continue all prompts; the tokens generated for each, in order."""
+        """Return the generated tokens of each prompt, in order."""
         ...
 
 
 class QuireBackend:
-    """quire's offline engine."""
+    """Offline engine of quire."""
 
     name = "quire"
 
@@ -55,7 +55,7 @@ class QuireBackend:
 
 
 class TransformersBackend:
-    """`generate` of Hugging Face transformers: one float32 batch of all prompts, equally long."""
+    """Hugging Face transformers: one float32 batch of equally long prompts."""
 
     name = "hf"
 

@@ -1,9 +1,9 @@
-"""Kernels against what the machine can do: each op at the shapes of a real model.
+"""Kernel benchmarks against the machine's limits: each op at the shapes of a real model.
 
-Invariant: the limits are measured in the same run, before the ops, with the same threads. An op's limit is the time
-that its arithmetic, or the memory it must read and write, needs at those rates, whichever is longer. Arithmetic counts
-as float32 multiply-adds, also that of integers, which may therefore exceed its limit.
-A new op is a function in `SUITES` that yields its cases.
+Invariant: limits are measured in the same run, before the ops, with the same threads. An op's limit is the time of its
+arithmetic or of its memory traffic at those rates, whichever is longer. Arithmetic counts as float32 multiply-adds,
+also that of integers, which may therefore exceed its limit. Attention blocks are scattered over a pool larger than the
+CPU caches. A new op is a function in `SUITES` that yields its cases.
 """
 
 from __future__ import annotations
@@ -14,26 +14,101 @@ from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 
 import torch
+from torch import Tensor
 
-from quire.bench.attention import attention_cases
-from quire.bench.case import Case
-from quire.bench.statistics import percentile
+from quire.bench.workload import Case, percentile
 from quire.errors import ConfigError
 from quire.kernels import cpu, ops
+from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.linear import FLOAT, PackedWeight, WeightScheme
+
+_POOL_BYTES = 96 * 2**20
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Attention heads of a model."""
+
+    q_heads: int
+    kv_heads: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.q_heads}/{self.kv_heads}x{self.size}"
+
+
+SHAPES = (AttentionShape(14, 2, 64), AttentionShape(32, 8, 128))  # Qwen 2 0.5B and Llama 3 8B
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+CONTEXTS = (512, 4096)
+BATCHES = (1, 16)
+PROMPTS = (512, 2048)
+
+
+def attention_cases() -> Iterator[Case]:
+    """Yield decode steps of some batches and contexts, then prefills, for all cache types."""
+    for shape in SHAPES:
+        for name, dtype in DTYPES.items():
+            for context in CONTEXTS:
+                for batch in BATCHES:
+                    yield attention_case(f"decode@{context} {shape} {name}", shape, dtype, batch, 1, context)
+            for prompt in PROMPTS:
+                yield attention_case(f"prefill {shape} {name}", shape, dtype, 1, prompt, prompt)
+
+
+def attention_case(
+    name: str, shape: AttentionShape, dtype: torch.dtype, batch: int, queries: int, context: int
+) -> Case:
+    """Return a case with equally many queries and cached tokens, queries included, for all requests."""
+    blocks_each = -(-context // _BLOCK_SIZE)
+    stored = shape.size + (4 if dtype == torch.int8 else 0)
+    block_bytes = 2 * shape.kv_heads * _BLOCK_SIZE * stored * dtype.itemsize
+    turns = max(1, _POOL_BYTES // (batch * blocks_each * block_bytes))
+    keys, values = _pool(turns * batch * blocks_each, shape.kv_heads, stored, dtype)
+    order = torch.randperm(len(keys), dtype=torch.int32)
+    turn = cycle([_metadata(table, queries, context) for table in order.view(turns, batch, blocks_each)])
+    q = torch.randn(batch * queries, shape.q_heads, shape.size)
+    pairs = batch * sum(range(context - queries + 1, context + 1))
+    return Case(
+        name=name,
+        rows=batch * queries,
+        run=lambda: ops.paged_attention(q, keys, values, next(turn), shape.size**-0.5),
+        flops=4.0 * pairs * shape.q_heads * shape.size,
+        num_bytes=batch * blocks_each * block_bytes + 2.0 * q.nbytes,
+    )
+
+
+def _pool(blocks: int, heads: int, stored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return constant keys and values. The bytes of an int8 cache also read as a scale of 0.01."""
+    fill = 0x3C if dtype == torch.int8 else 0.5
+    return (
+        torch.full((blocks, heads, stored, _BLOCK_SIZE), fill, dtype=dtype),
+        torch.full((blocks, heads, _BLOCK_SIZE, stored), fill, dtype=dtype),
+    )
+
+
+def _metadata(tables: Tensor, queries: int, context: int) -> AttentionMetadata:
+    batch = len(tables)
+    return AttentionMetadata(
+        query_start_loc=torch.arange(batch + 1, dtype=torch.int32) * queries,
+        seq_lens=torch.full((batch,), context, dtype=torch.int32),
+        block_tables=tables.contiguous(),
+        slot_mapping=torch.full((batch * queries,), -1),
+        max_query_len=queries,
+        max_seq_len=context,
+    )
+
 
 ROWS = (1, 4, 16, 64, 512)
 MIN_SECONDS = 0.2
-QUICK_CASES = 2
-"""Cases of a suite, each called a few times, that show that everything runs."""
-_COLD_BYTES = 96 * 2**20
-"""Weights are taken in turn from copies of this size together, so that none is still in a cache."""
+QUICK_CASES = 2  # cases per suite in a quick run
+_COLD_BYTES = 96 * 2**20  # total size of the weight copies used in turn, so that none is in a CPU cache
 _MAX_LOGIT_ROWS = 64
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model; the default is a Qwen 2 of half a billion parameters."""
+    """Sizes of a model; the default is Qwen 2 0.5B."""
 
     hidden: int = 896
     qkv: int = 1152
@@ -42,7 +117,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class Limits:
+class MachineLimits:
     """Rates of the machine, per second."""
 
     threads: int
@@ -52,7 +127,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """What one case reached: median seconds, rates per second, and the share of the limit."""
+    """Result of one case: median seconds, rates per second, and the fraction of the limit."""
 
     name: str
     rows: int
@@ -63,7 +138,7 @@ class KernelResult:
     bound: str
 
     def line(self) -> str:
-        """The result for people."""
+        """Return the result as text."""
         return (
             f"{self.name:26} {self.rows:5} {self.seconds * 1e6:11.1f} {self.flops / 1e9:9.1f} "
             f"{self.bandwidth / 1e9:8.1f}   {self.of_limit:4.0%} of {self.bound}"
@@ -72,13 +147,13 @@ class KernelResult:
 
 @dataclass(frozen=True)
 class KernelsResult:
-    """The limits and every case."""
+    """Limits and all results."""
 
-    limits: Limits
+    limits: MachineLimits
     results: Sequence[KernelResult]
 
     def lines(self) -> list[str]:
-        """The table for people."""
+        """Return the table as text."""
         limits = self.limits
         head = f"{'op':26} {'rows':>5} {'microsec.':>11} {'GFLOP/s':>9} {'GB/s':>8}   share of the limit"
         return [
@@ -91,13 +166,13 @@ class KernelsResult:
         ]
 
     def as_json(self) -> dict[str, object]:
-        """The result for programs, in SI units."""
+        """Return the result in SI units."""
         return {"limits": asdict(self.limits), "results": [asdict(result) for result in self.results]}
 
 
 def linear_cases(shape: ModelShape, rows: Sequence[int], weights: Sequence[str]) -> Iterator[Case]:
-    """All matrices of a layer, and the output head."""
-    matrices = {
+    """Yield all linear layers of a decoder layer, and the output head."""
+    layers = {
         "qkv": (shape.qkv, shape.hidden, 1),
         "o": (shape.hidden, shape.hidden, 1),
         "gate_up+silu": (2 * shape.intermediate, shape.hidden, 2),
@@ -105,7 +180,7 @@ def linear_cases(shape: ModelShape, rows: Sequence[int], weights: Sequence[str])
         "lm_head": (shape.vocab, shape.hidden, 1),
     }
     for kind in weights:
-        for name, (outputs, inputs, halves) in matrices.items():
+        for name, (outputs, inputs, halves) in layers.items():
             copies = _packed_copies(kind, outputs, inputs, halves)
             for count in rows:
                 if name != "lm_head" or count <= _MAX_LOGIT_ROWS:
@@ -150,23 +225,23 @@ SUITES: dict[str, Callable[[Sequence[int], Sequence[str]], Iterator[Case]]] = {
     "linear": lambda rows, weights: linear_cases(ModelShape(), rows, weights),
     "attention": lambda rows, weights: attention_cases(),
 }
-"""What can be measured: the cases for some numbers of rows and some weight formats, where these matter."""
+"""Suite -> cases for given numbers of rows and weight formats, where these matter."""
 
 
 def measure(
     suites: Sequence[str], rows: Sequence[int], weights: Sequence[str], *, quick: bool = False
 ) -> KernelsResult:
-    """Measure the machine and then every case, or quickly the first ones of each suite.
+    """Measure the machine and then every case, or the first ones of each suite in a quick run.
 
     Raises:
-        ConfigError: the kernels were not built.
+        ConfigError: the kernels are not built.
     """
     if not cpu.available():
-        raise ConfigError(f"there is nothing to measure: {cpu.status()}")
+        raise ConfigError(f"no kernels to measure: {cpu.status()}")
     from quire.kernels.cpu import machine
 
     buffer = machine.read_buffer()
-    limits = Limits(
+    limits = MachineLimits(
         threads=torch.get_num_threads(),
         flops=max(machine.peak_flops() for _ in range(5)),
         bandwidth=max(machine.read_bandwidth(buffer) for _ in range(5)),
@@ -178,9 +253,9 @@ def measure(
 
 
 def measure_case(
-    case: Case, limits: Limits, min_seconds: float, clock: Callable[[], float] = time.perf_counter
+    case: Case, limits: MachineLimits, min_seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> KernelResult:
-    """The median of as many calls as fit in `min_seconds`, at least five, after one that is not counted."""
+    """Return the median of as many calls as fit in `min_seconds`, at least five, after one warm-up call."""
     case.run()
     seconds: list[float] = []
     while len(seconds) < 5 or sum(seconds) < min_seconds:

@@ -1,4 +1,4 @@
-"""Offline latency: how long one batch takes from prompt to last token."""
+"""Offline latency: time of one batch from prompt to last token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.bench.backends import Backend, Prompts
-from quire.bench.statistics import mean, percentile
+from quire.bench.workload import mean, percentile
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -19,11 +19,11 @@ class LatencyResult:
     latencies: Sequence[float]
 
     def percentiles(self) -> dict[int, float]:
-        """Percent -> seconds."""
+        """Return percent -> seconds."""
         return {percent: percentile(self.latencies, percent) for percent in PERCENTILES}
 
     def lines(self) -> list[str]:
-        """The result for people."""
+        """Return the result as text."""
         rows = [
             f"{percent}% percentile latency: {value:.4f} seconds"
             for percent, value in self.percentiles().items()
@@ -31,7 +31,7 @@ class LatencyResult:
         return [f"Avg latency: {mean(self.latencies):.4f} seconds", *rows]
 
     def as_json(self) -> dict[str, object]:
-        """The result for programs; all values in seconds."""
+        """Return the result; all values in seconds."""
         return {
             "avg_latency": mean(self.latencies),
             "latencies": list(self.latencies),

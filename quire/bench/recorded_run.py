@@ -1,4 +1,4 @@
-"""What a recorded run tells: steps, tokens, step times, and what requests waited for.
+"""Summary of a recorded run: steps, tokens, step times and waiting times.
 
 Invariant: nothing is measured here; every number is a sum over frames.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from quire.bench.statistics import mean, percentile
+from quire.bench.workload import mean, percentile
 from quire.engine.trace import Added, Ended, Planned, Returned, Trace
 
 
@@ -32,7 +32,7 @@ class RunSummary:
     num_lost_bytes: int
 
     def lines(self) -> list[str]:
-        """The summary for people."""
+        """Return the summary as text."""
         times = [1e3 * seconds for seconds in self.step_times]
         spread = ", ".join(f"p{percent} {percentile(times, percent):.2f}" for percent in (50, 90, 99))
         ended = ", ".join(f"{count} {reason}" for reason, count in self.num_ended.most_common()) or "none"
@@ -56,7 +56,7 @@ class RunSummary:
 
 
 def summarize(trace: Trace) -> RunSummary:
-    """Sum up a recorded run."""
+    """Summarize a recorded run."""
     config = trace.header.config
     times = [frame.now for frame in trace.frames if isinstance(frame, Added | Planned | Returned)]
     added = [frame for frame in trace.frames if isinstance(frame, Added)]

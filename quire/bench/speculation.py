@@ -1,6 +1,6 @@
-"""What speculation gives when so many guesses are right: the same texts with and without, in turns.
+"""Speedup of speculative decoding at given acceptance rates: the same texts with and without drafts, alternating.
 
-The answers are generated once, written down, and guessed from there (`quire.spec_decode.recorded`).
+Outputs are generated once, recorded, and drafted from the record (`quire.spec_decode.recorded`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from quire.errors import EngineError
 from quire.spec_decode.recorded import RecordedOutput, write_recorded
 
 MakeBackend = Callable[[str, float], Backend]
-"""A file of recorded outputs and an acceptance rate -> an engine that guesses from it."""
+"""Makes an engine that drafts from a file of recorded outputs with an acceptance rate."""
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """Output tokens per second, by medians of several batches."""
+    """Output tokens per second, medians over several batches."""
 
     acceptance_rate: float
     without: float
@@ -34,29 +34,27 @@ class Speedup:
         return self.with_drafts / self.without
 
     def line(self) -> str:
-        """For people."""
+        """Return the result as text."""
         return (
             f"acceptance {self.acceptance_rate:4.2f}: {self.ratio:5.2f}x "
             f"({self.without:.2f} -> {self.with_drafts:.2f} output tokens/s)"
         )
 
     def as_json(self) -> dict[str, float]:
-        """For programs."""
         return dataclasses.asdict(self) | {"ratio": self.ratio}
 
 
 @dataclass(frozen=True)
 class SpeculationResult:
-    """A speed-up for each rate."""
+    """Speedup at each rate."""
 
     speedups: Sequence[Speedup]
 
     def lines(self) -> list[str]:
-        """The result for people."""
+        """Return the results as text."""
         return [speedup.line() for speedup in self.speedups]
 
     def as_json(self) -> dict[str, object]:
-        """The result for programs."""
         return {"speedups": [speedup.as_json() for speedup in self.speedups]}
 
 
@@ -68,12 +66,10 @@ def measure(
     rates: Sequence[float],
     clock: Callable[[], float] = time.perf_counter,
 ) -> SpeculationResult:
-    """Give every batch to the engine without drafts and to one with each rate.
-
-    Both have had all prompts before, and the first batch whole.
+    """Run every batch on the engine without drafts and on one per rate.
 
     Raises:
-        EngineError: an engine with drafts says something else, which is a bug of ours.
+        EngineError: outputs with drafts differ, an internal bug.
     """
     outputs = [plain.generate(prompts, output_len) for prompts in batches]
     recorded = [
@@ -88,7 +84,7 @@ def measure(
         for rate in rates:
             drafted = make(str(path), rate)
             for prompts in batches:
-                drafted.generate(prompts, 1)  # its cache has them then, as that of the engine without drafts
+                drafted.generate(prompts, 1)  # fills its prefix cache, as that of the engine without drafts
             drafted.generate(batches[0], output_len)
             times = [
                 _times(plain, drafted, *case, output_len, clock)
@@ -113,5 +109,5 @@ def _times(
         generated = backend.generate(prompts, output_len)
         seconds.append(clock() - started)
         if generated != expected:
-            raise EngineError("the engine generated other tokens with drafts than without")
+            raise EngineError("the engine generated different tokens with drafts")
     return seconds[0], seconds[1]

@@ -1,6 +1,6 @@
-"""From the command to the first token: fresh processes, and where their time goes.
+"""Start-up benchmark: time from the command to the first token of fresh processes, by phase.
 
-Invariant: phases follow one another without a gap, so their seconds add up to the whole.
+Invariant: phases follow one another without a gap, so their seconds add up to the total.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from subprocess import PIPE
 
 import msgspec
 
-from quire.bench.statistics import percentile
+from quire.bench.workload import percentile
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.processes import start_python
@@ -26,7 +26,7 @@ FirstToken = Callable[[EngineConfig], Run]
 
 @dataclass(frozen=True)
 class StartupResult:
-    """The phases of each measured start."""
+    """Phases of each measured start."""
 
     runs: Sequence[Run]
 
@@ -36,11 +36,11 @@ class StartupResult:
         return [sum(run.values()) for run in self.runs]
 
     def medians(self) -> Run:
-        """Phase -> its median over the starts."""
+        """Return the median seconds of each phase over the starts."""
         return {phase: percentile([run[phase] for run in self.runs], 50) for phase in self.runs[0]}
 
     def lines(self) -> list[str]:
-        """The result for people."""
+        """Return the result as a table for people."""
         totals = self.totals
         rows = [f"{phase:22} {seconds:7.2f}" for phase, seconds in self.medians().items()]
         whole = f"{'command to first token':22} {percentile(totals, 50):7.2f}"
@@ -48,7 +48,7 @@ class StartupResult:
         return [f"{'phase':22} seconds   (median of {len(totals)})", *rows, whole + spread]
 
     def as_json(self) -> dict[str, object]:
-        """The result for programs; all values in seconds."""
+        """Return the result for programs; all values in seconds."""
         return {
             "median_startup_time": percentile(self.totals, 50),
             "startup_times": self.totals,
@@ -58,12 +58,12 @@ class StartupResult:
 
 
 def first_token(config: EngineConfig) -> Run:
-    """Start an engine in a new process and have it make one token.
+    """Start an engine in a new process and generate one token.
 
     Raises:
-        StartupError: it could not; the message is the process's own.
+        StartupError: the process failed; the message is its own.
     """
-    from quire.engine.client import core_environment  # takes long, and `quire --help` imports this module
+    from quire.engine.client import core_environment  # a slow import, and `quire --help` imports this module
 
     program = ["-m", "quire.bench.startup_process", str(time.monotonic())]
     with start_python(program, core_environment(os.environ), stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
@@ -76,6 +76,6 @@ def first_token(config: EngineConfig) -> Run:
 def measure(
     config: EngineConfig, num_warmup: int, num_iters: int, start: FirstToken = first_token
 ) -> StartupResult:
-    """Start again and again; the first `num_warmup` times, which fill the system's caches of files, do not count."""
+    """Measure repeated starts; the first `num_warmup`, which fill the system's file caches, do not count."""
     runs = [start(config) for _ in range(num_warmup + num_iters)]
     return StartupResult(runs[num_warmup:])

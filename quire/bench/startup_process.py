@@ -1,6 +1,6 @@
-"""One start, timed from within: `python -m quire.bench.startup_process BEGIN < config.json`.
+"""One start, timed by its own process: `python -m quire.bench.startup_process BEGIN < config.json`.
 
-BEGIN is the monotonic time at which the process was asked for. Writes phase -> seconds, as JSON. Timed is the work of
+BEGIN is the monotonic time at which the process was requested. Writes phase -> seconds, as JSON. It times the work of
 `LLMEngine`, with imports as in a server's core process: a phase ends when a watched function returns.
 """
 
@@ -19,7 +19,7 @@ from quire.torch_import import defer_modules, preload_library
 
 
 class Stopwatch:
-    """Phases that end one after the other."""
+    """Durations of consecutive phases."""
 
     def __init__(self, begin: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._last = begin
@@ -27,12 +27,12 @@ class Stopwatch:
         self.phases: dict[str, float] = {}
 
     def end(self, phase: str) -> None:
-        """Everything since the phase before was this one."""
+        """Record the time since the previous phase as this one."""
         now = self._clock()
         self.phases[phase], self._last = now - self._last, now
 
     def watch(self, owner: Any, name: str, phase: str, then: Callable[[], None] = lambda: None) -> None:
-        """The phase ends when this function of a module or class returns."""
+        """End the phase when this function of a module or class returns."""
         function = getattr(owner, name)
 
         def watched(*args: Any, **options: Any) -> Any:
@@ -45,7 +45,7 @@ class Stopwatch:
 
 
 def time_first_token(stopwatch: Stopwatch, encoded: bytes) -> None:
-    """Start an engine and make one token."""
+    """Start an engine and generate one token."""
     stopwatch.end("interpreter")
     preload_library()
     defer_modules()
@@ -76,7 +76,7 @@ def _watch_worker(stopwatch: Stopwatch) -> None:
 
 
 def main() -> int:
-    """Time one start; returns the exit code."""
+    """Time one start and return the exit code."""
     stopwatch = Stopwatch(float(sys.argv[1]))
     try:
         time_first_token(stopwatch, sys.stdin.buffer.read())

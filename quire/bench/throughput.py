@@ -1,4 +1,4 @@
-"""Offline throughput: how fast a batch of requests is done, and two backends compared on the same batches."""
+"""Offline throughput of a batch of requests, and comparison of two backends on the same batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class ThroughputResult:
-    """One batch: its time in seconds and its numbers of tokens."""
+    """Result of one batch: seconds and numbers of tokens."""
 
     elapsed_time: float
     num_requests: int
@@ -34,7 +34,7 @@ class ThroughputResult:
         return self.num_output_tokens / self.elapsed_time
 
     def lines(self) -> list[str]:
-        """The result for people."""
+        """Return the result as text."""
         rates = [
             f"{self.requests_per_second:.2f} requests/s",
             f"{self.tokens_per_second:.2f} total tokens/s",
@@ -47,7 +47,7 @@ class ThroughputResult:
         ]
 
     def as_json(self) -> dict[str, float]:
-        """The result for programs; rates are per second."""
+        """Return the result; rates are per second."""
         return {
             "elapsed_time": self.elapsed_time,
             "num_requests": self.num_requests,
@@ -69,7 +69,7 @@ def measure(
 
 
 def warm_up(backend: Backend, prompts: Prompts) -> None:
-    """Touch code and memory once: two tokens for one prompt, backwards so that no prefix is cached."""
+    """Generate two tokens for one prompt, reversed so that no prefix is cached."""
     backend.generate([prompts[0][::-1]], 2)
 
 
@@ -81,7 +81,7 @@ class Comparison:
     results: tuple[Sequence[ThroughputResult], Sequence[ThroughputResult]]
 
     def medians(self) -> tuple[float, float]:
-        """Median output tokens per second of each backend."""
+        """Return the median output tokens per second of each backend."""
         first, second = (
             statistics.median(one.output_tokens_per_second for one in many) for many in self.results
         )
@@ -89,12 +89,12 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """How many times faster the first backend is, by medians."""
+        """Speedup of the first backend over the second, by medians."""
         first, second = self.medians()
         return first / second
 
     def lines(self) -> list[str]:
-        """The comparison for people."""
+        """Return the comparison as text."""
         medians = zip(self.names, self.results, self.medians(), strict=True)
         rows = [
             f"{name:6} {_rates(many)}, median {median:.2f} output tokens/s" for name, many, median in medians
@@ -102,7 +102,6 @@ class Comparison:
         return [*rows, f"Ratio of medians, {self.names[0]} to {self.names[1]}: {self.ratio:.3f}"]
 
     def as_json(self) -> dict[str, object]:
-        """The comparison for programs."""
         repeats = {
             name: [one.as_json() for one in many] for name, many in zip(self.names, self.results, strict=True)
         }
@@ -116,7 +115,7 @@ def compare(
     output_len: int,
     clock: Clock = time.perf_counter,
 ) -> Comparison:
-    """Give every batch to both; who goes first alternates, so that a drift of the machine hits both."""
+    """Run every batch on both backends; the first one alternates, so that drift of the machine affects both."""
     results: dict[str, list[ThroughputResult]] = {first.name: [], second.name: []}
     for number, prompts in enumerate(batches):
         for backend in (first, second) if number % 2 == 0 else (second, first):

@@ -1,6 +1,7 @@
-"""What a benchmark asks for: random prompts and arrival times.
+"""Workloads (random prompts, arrival times), kernel cases and summary statistics.
 
-Invariant: everything follows from the seed; no clock and no global randomness.
+Invariant: workloads depend only on the seed, not on clocks or global randomness. Percentiles interpolate linearly
+between order statistics (Hyndman & Fan 1996, type 7).
 """
 
 from __future__ import annotations
@@ -8,17 +9,51 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one shape; `flops` and `num_bytes` are the minimum of a call."""
+
+    name: str
+    rows: int
+    run: Callable[[], object]
+    flops: float
+    num_bytes: float
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the value below which `percent` % of `values` lie; 0.0 without values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; 0.0 without values."""
+    return statistics.fmean(values) if values else 0.0
+
+
+def standard_deviation(values: Sequence[float]) -> float:
+    """Return the population standard deviation; 0.0 without values."""
+    return statistics.pstdev(values) if values else 0.0
 
 
 def random_prompts(num_prompts: int, num_tokens: int, token_ids: Sequence[int], seed: int) -> list[list[int]]:
-    """`num_prompts` prompts of `num_tokens` ids, each drawn evenly from `token_ids`."""
+    """Return prompts of `num_tokens` ids, each drawn uniformly from `token_ids`."""
     generator = random.Random(seed)
     return [generator.choices(token_ids, k=num_tokens) for _ in range(num_prompts)]
 
 
 def arrival_times(num_requests: int, rate_per_s: float, seed: int) -> list[float]:
-    """Arrival times in seconds of a Poisson process that starts at 0; an infinite rate sends all at once."""
+    """Return arrival times in seconds of a Poisson process from 0; an infinite rate sends all at once."""
     if math.isinf(rate_per_s):
         return [0.0] * num_requests
     generator = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What the model runs on: device, executor, kernels."""
+"""Device, executor and kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True)
 class DeviceConfig(Config):
-    """Device, threads of a CPU, and CUDA graphs."""
+    """Device, CPU threads, and CUDA graphs."""
 
     device: str = option(
         "auto",
@@ -26,16 +26,16 @@ class DeviceConfig(Config):
     )
     cpu_numa: str = option(
         "auto",
-        "auto: each replica and rank has cores of its own, near each other; ranks, replicas: and each NUMA node has "
-        "one; off: no.",
+        "Core binding: auto: each replica and rank has its own, neighbouring cores; ranks, replicas: one per NUMA "
+        "node; off: none.",
         choices=("auto", "ranks", "replicas", "off"),
     )
     enforce_eager: bool = option(
-        False, "Run every step kernel by kernel from Python: no CUDA graphs, and no tapes on a CPU."
+        False, "Launch every kernel from Python: no CUDA graphs, and no recorded kernel graphs on a CPU."
     )
     cuda_graph_capture: str = option(
         "start",
-        "When CUDA graphs are captured: all at start, or each when it is first needed.",
+        "When CUDA graphs are captured: all at start, or each on first use.",
         choices=("start", "lazy"),
     )
     cudagraph_capture_sizes: tuple[int, ...] = option(
@@ -62,42 +62,41 @@ class DeviceConfig(Config):
 
 @dataclass(frozen=True)
 class ParallelConfig(Config):
-    """The executor, over how many ranks it spreads a model, and how many replicas of all that there are.
+    """Executor, model parallelism over ranks, and data parallel replicas.
 
-    Rank s * `tensor_parallel_size` + i has share i of the layers of stage s.
+    Rank s * `tensor_parallel_size` + i has tensor parallel shard i of stage s.
     """
 
     distributed_executor_backend: str = option(
         "auto",
-        "uni: in the engine's process; mp: one for each rank; ray: as mp, by Ray; external_launcher: torchrun's; "
-        "null: none; or module:Class.",
+        "uni: in the engine's process; mp: a process per rank; ray: as mp, by Ray; external_launcher: torchrun's; "
+        "null: no model; or module:Class.",
         choices=("auto", "uni", "mp", "ray", "external_launcher", "null"),
         plugins="quire.executors",
         places=True,
     )
     tensor_parallel_size: int = option(
-        1, "Ranks that share the heads and features of each layer.", ge=1, short="-tp"
+        1, "Ranks over which each layer is sharded (tensor parallelism).", ge=1, short="-tp"
     )
     pipeline_parallel_size: int = option(
-        1, "Stages of neighbouring layers, each with its ranks, that follow one another.", ge=1, short="-pp"
+        1, "Pipeline stages, each with consecutive layers and its own ranks.", ge=1, short="-pp"
     )
     pipeline_partition: str | None = option(
         None,
-        "Layers of each stage, such as 3,5. Default: as many as make the slowest one fastest, by measuring at start.",
+        "Layers per stage, such as 3,5. Default: the partition with the fastest slowest stage, measured at start.",
         metavar="N,N",
     )
     tp_invariant: bool = option(
         False,
-        "Form sums that cross ranks of the same four slices whatever --tensor-parallel-size is: 1, 2 and 4 give the "
-        "same bits.",
+        "All-reduce the same four slices whatever --tensor-parallel-size is, so that 1, 2 and 4 give the same bits.",
     )
     enable_expert_parallel: bool = option(
         False,
-        "Share out the experts of sparse layers whole, among the ranks of all replicas, instead of features of each.",
+        "Distribute whole experts over the ranks of all replicas, instead of sharding each expert.",
     )
     nnodes: int = option(
         1,
-        "Hosts that share the ranks of mp, all with the same options but --node-rank (see parallelism.md).",
+        "Hosts with the ranks of mp; all need the same options except --node-rank (see parallelism.md).",
         ge=1,
     )
     node_rank: int = option(0, "Number of this host; 0: the one that has the engine.", ge=0)
@@ -111,13 +110,13 @@ class ParallelConfig(Config):
     )
     routing_policy: str = option(
         "prefix",
-        "Which replica gets a request: prefix: where it is computed first, going by what is cached; least_loaded; or "
-        "round_robin.",
+        "Routing of requests to replicas: prefix: earliest expected prefill, given the cached prefixes; least_loaded; "
+        "or round_robin.",
         choices=("prefix", "least_loaded", "round_robin"),
     )
     data_parallel_size_local: int | None = option(
         None,
-        "Of the replicas, those that run here. Default: all; one with --data-parallel-rank, or with Ray.",
+        "Replicas that run here. Default: all; one with --data-parallel-rank, or with Ray.",
         ge=1,
     )
     data_parallel_start_rank: int | None = option(None, "Number of the first replica here. Default: 0.", ge=0)
@@ -126,14 +125,14 @@ class ParallelConfig(Config):
     )
     data_parallel_hybrid_lb: bool = option(
         False,
-        "Each host's server has a part of the replicas, and a load balancer of your own is before them.",
+        "Each host's server has some of the replicas, behind a load balancer of your own.",
     )
     data_parallel_external_lb: bool = option(
-        False, "Each replica has a server, and a load balancer of your own is before them."
+        False, "Each replica has a server, behind a load balancer of your own."
     )
     data_parallel_backend: str = option(
         "mp",
-        "Who starts replicas: mp: each host its own; ray: Ray those that do not run here, where it has room.",
+        "Launcher of replicas: mp: each host starts its own; ray: Ray places those that do not run here.",
         choices=("mp", "ray"),
     )
     data_parallel_address: str | None = option(
@@ -141,43 +140,43 @@ class ParallelConfig(Config):
         "Address of the host with the server, at which replicas of other hosts join it. Default: 127.0.0.1.",
     )
     data_parallel_rpc_port: int | None = option(
-        None, "Port of that host, at which they do. Default: 29550.", ge=1, le=65535
+        None, "Port of that host for joining replicas. Default: 29550.", ge=1, le=65535
     )
 
     @property
     def plans_on_each_rank(self) -> bool:
-        """Whether each rank has a scheduler of its own, which must plan what those of the others plan."""
+        """True if each rank has a scheduler of its own, which must make the same plans as the others."""
         return self.distributed_executor_backend == "external_launcher"
 
     @property
     def num_ranks(self) -> int:
-        """Of one replica."""
+        """Ranks of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_expert_ranks(self) -> int:
-        """Those among whom the experts of a layer are shared out, of all replicas."""
+        """Ranks of all replicas that share the experts of a layer."""
         return self.tensor_parallel_size * self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
     def shares_experts(self) -> bool:
-        """Whether replicas need each other, as each has some of the experts."""
+        """True if each replica has some of the experts, so that replicas depend on each other."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def stage_sizes(self) -> tuple[int, ...]:
-        """Layers of each stage, if it is said; a number that is none is 0."""
+        """Layers per stage, if configured; an invalid number is 0."""
         numbers = [] if self.pipeline_partition is None else self.pipeline_partition.split(",")
         return tuple(int(number) if number.strip().isdecimal() else 0 for number in numbers)
 
     def ranks_of(self, node: int) -> range:
-        """The ranks of one of the hosts."""
+        """Return the ranks of a host."""
         num = self.num_ranks // self.nnodes
         return range(node * num, (node + 1) * num)
 
     @property
     def num_replicas(self) -> int:
-        """Those that run here."""
+        """Replicas that run here."""
         if self.data_parallel_rank is not None:
             return 1
         by_default = 1 if self.data_parallel_backend == "ray" else self.data_parallel_size
@@ -185,49 +184,46 @@ class ParallelConfig(Config):
 
     @property
     def first_replica(self) -> int:
-        """The number of the first of them."""
+        """Number of the first replica here."""
         if self.data_parallel_rank is not None:
             return self.data_parallel_rank
         return self.data_parallel_start_rank or 0
 
     @property
     def replicas(self) -> range:
-        """The numbers of those that run here."""
+        """Numbers of the replicas here."""
         return range(self.first_replica, self.first_replica + self.num_replicas)
 
     @property
-    def guests(self) -> range:
-        """The numbers of those that other hosts bring to the server here."""
+    def remote_replicas(self) -> range:
+        """Numbers of the replicas that other hosts bring to the server here."""
         is_apart = self.data_parallel_rank is not None or self.data_parallel_hybrid_lb
         return range(self.data_parallel_size if is_apart else self.replicas.stop, self.data_parallel_size)
 
     @property
     def served(self) -> list[int]:
-        """The numbers of the replicas behind a server here, in the order of its cores."""
-        return [*self.replicas, *self.guests]
+        """Numbers of the replicas behind the server here, in the order of its cores."""
+        return [*self.replicas, *self.remote_replicas]
 
     @property
     def num_served(self) -> int:
-        """How many they are."""
-        return self.num_replicas + len(self.guests)
+        """Number of replicas behind the server here."""
+        return self.num_replicas + len(self.remote_replicas)
 
     @property
     def join_place(self) -> tuple[str, int]:
-        """Where replicas of other hosts join the server."""
+        """Address and port at which replicas of other hosts join the server."""
         return self.data_parallel_address or "127.0.0.1", self.data_parallel_rpc_port or 29550
 
 
 @dataclass(frozen=True)
 class HostShare:
-    """What one of several replicas may take of their host."""
+    """Share of the host's resources for one of several replicas."""
 
     num_replicas: int
-    memory_bytes: int
-    """Of what was free before the first of them started."""
-    processors: tuple[int, ...] = ()
-    """That it keeps to; none: it may run anywhere."""
-    index: int = 0
-    """Which of them it is, and so which devices it has."""
+    memory_bytes: int  # Part of the memory that was free before the first replica started.
+    processors: tuple[int, ...] = ()  # Processors it is bound to; empty: unbound.
+    index: int = 0  # Index among the replicas, which selects its devices.
 
 
 @dataclass(frozen=True)
@@ -241,11 +237,11 @@ class KernelConfig(Config):
     )
     batch_invariant: bool = option(
         False,
-        "Give a request the same bits in every batch on a GPU too, where that costs speed; on a CPU it is always so.",
+        "Batch-invariant results on a GPU, at some cost of speed; on a CPU they always are.",
     )
     matmul_precision: str = option(
         "auto",
-        "auto: medium where that is faster, else highest; medium: on a CPU activations that meet bfloat16 weights are "
-        "rounded to it.",
+        "auto: medium where that is faster, else highest; medium: on a CPU, activations are rounded to bfloat16 for "
+        "bfloat16 weights.",
         choices=("auto", "highest", "medium"),
     )

@@ -11,19 +11,15 @@ from typing import Any
 import msgspec
 
 from quire.config.arch import ModelArch
-from quire.config.cache import CacheConfig
+from quire.config.cache import CacheConfig, KVEventsConfig
 from quire.config.device import DeviceConfig, HostShare, KernelConfig, ParallelConfig
 from quire.config.fields import Config, field_types, flag_of, info_named, plain_type
-from quire.config.kv_events import KVEventsConfig
-from quire.config.lora import LoRAConfig
-from quire.config.model import LoadConfig, ModelConfig
+from quire.config.model import LoadConfig, LoRAConfig, ModelConfig, StructuredOutputsConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.pooling import PoolingSpec
 from quire.config.quantization import QuantizationConfig
-from quire.config.scheduler import SchedulerConfig
+from quire.config.scheduler import SchedulerConfig, SupervisionConfig
 from quire.config.speculative import SpeculativeConfig
-from quire.config.structured_outputs import StructuredOutputsConfig
-from quire.config.supervision import SupervisionConfig
 from quire.plugins import place_of
 
 
@@ -50,29 +46,23 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     model_dir: str = ""
+    # State of the checkpoint's files when first read (`quire.engine.file_states`); empty: unchecked.
     files: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
-    """The checkpoint's files when they were first read (`quire.engine.file_states`); empty: they may change."""
+    # Class that serves the model, as "module:Name", so that other processes find registered classes.
     model_class: str = ""
-    """The class that serves the model, as "module:Name", so that a process finds what was registered in another."""
     model_arch: ModelArch | None = None
-    pooling: PoolingSpec | None = None
-    """What the model makes of prompts; None: it generates."""
-    draft: EngineConfig | None = None
-    """The model that guesses what this one says, prepared as any other; None: no model does."""
+    pooling: PoolingSpec | None = None  # Pooling settings; None: the model generates.
+    draft: EngineConfig | None = None  # Prepared config of the draft model; None: there is none.
+    # `max_model_len` is an upper limit, lowered to what the KV cache can hold.
     fit_max_model_len: bool = False
-    """Whether `max_model_len` is a limit that is to be lowered to what the KV cache can hold."""
-    tells_cache: bool = False
-    """Whether somebody chooses among cores by what this one has in its prefix cache."""
-    share: HostShare | None = None
-    """Of the host, where this is one of several replicas; None: the only one."""
-    torch_device: str = ""
-    """Torch's name of the device type, which the worker fills in: the name of a plug-in is its own."""
-    meeting: str = ""
-    """The directory where replicas that share experts find each other; they have another each time that they start."""
+    tells_cache: bool = False  # Report prefix cache changes to a router.
+    share: HostShare | None = None  # Share of the host for one of several replicas; None: the only replica.
+    torch_device: str = ""  # torch's name of the device type, set by the worker; a plug-in's name may differ.
+    meeting: str = ""  # Directory where replicas that share experts meet; a new one for each start.
 
     @property
     def arch(self) -> ModelArch:
-        """The model's shape; only a prepared config has one."""
+        """Model architecture; only a prepared config has one."""
         assert self.model_arch is not None, "EngineConfig was used before prepare()"
         return self.model_arch
 
@@ -83,20 +73,18 @@ class EngineConfig:
 
     @property
     def max_added_tokens(self) -> int:
-        """Tokens behind the model's that an adapter may have: none for a model that guesses, too, to read."""
+        """Tokens that an adapter may add to the vocabulary; 0 with a draft model, which could not read them."""
         knows_all = self.draft is None and self.pooling is None
         return self.lora.lora_extra_vocab_size if self.lora.enable_lora and knows_all else 0
 
     @property
     def num_disjoint_steps(self) -> int:
-        """Steps in flight that are of different requests, as stages compute them at the same time; 1: all may be of the
-        same.
-        """
+        """Steps in flight that contain different requests, as pipeline stages need; 1: they may share requests."""
         return self.scheduler.max_steps_in_flight if self.parallel.pipeline_parallel_size > 1 else 1
 
     @property
     def num_tokens_ahead(self) -> int:
-        """Most tokens of a request with which steps are planned before anybody knows them."""
+        """Most tokens of a request that are planned before they are sampled."""
         return 0 if self.num_disjoint_steps > 1 else self.scheduler.max_steps_in_flight - 1
 
     @staticmethod
@@ -118,16 +106,16 @@ class EngineConfig:
         return EngineConfig(**children)
 
     def encoded(self) -> bytes:
-        """For another process: every number as it is, where JSON has no infinite ones."""
+        """Serialize for another process, as msgpack since JSON has no infinities."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decoded(encoded: bytes) -> EngineConfig:
-        """What `encoded` has made bytes of."""
+        """Deserialize the output of `encoded`."""
         return msgspec.msgpack.decode(encoded, type=EngineConfig)
 
     def evolve(self, **args: Any) -> EngineConfig:
-        """A copy with some fields, named flat, replaced."""
+        """Return a copy with some fields replaced, by flat names."""
         changed = self
         for name, value in args.items():
             child, _ = engine_fields()[name]
@@ -190,8 +178,7 @@ def _coerced(value: Any, owner: type[Config], name: str) -> Any:
 _CALLED_HERE = {
     "data_parallel_master_ip": "data_parallel_address",
     "data_parallel_master_port": "data_parallel_rpc_port",
-}
-"""Names in vLLM of what has another here: replicas meet at one place, which is the server's."""
+}  # vLLM's names of options with other names here: replicas meet at the server's address.
 
 
 def _unknown_field(name: str) -> str:
@@ -216,5 +203,5 @@ class EngineArgs:
         self._config = EngineConfig.from_args(model=model, **args)
 
     def create_engine_config(self) -> EngineConfig:
-        """The configuration these arguments stand for."""
+        """Return the configuration for these arguments."""
         return self._config

@@ -1,13 +1,14 @@
-"""The one way a configuration field is declared, documented and checked.
+"""Declaration, documentation and validation of configuration fields; hashing of API keys.
 
-Invariant: every field of every config class is declared with `option`, so it has a default and a sentence of
-documentation; flags, `--help` and the docs page are generated from these declarations.
+Invariant: every field of every config class is declared with `option`, so it has a default and a documentation
+sentence; flags, `--help` and the docs page are generated from these declarations. API keys are hashed when read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 import types
 import typing
@@ -17,13 +18,39 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.plugins import plugin_names
 
+HASHED = "sha256:"  # Prefix of a hashed key, followed by 64 hex digits.
+
+
+def hashed_key(key: str, of: str = "--api-key") -> str:
+    """Return the hash of a key; a hashed key is returned as is.
+
+    Args:
+        of: source of the key, for the error.
+
+    Raises:
+        ConfigError: it is no valid key. The message does not quote it.
+    """
+    if not key.startswith(HASHED):
+        if not key or key != key.strip():
+            raise ConfigError(f"{of}: a key is empty, or begins or ends with white space")
+        return HASHED + hashlib.sha256(key.encode()).hexdigest()
+    digits = key.removeprefix(HASHED).lower()
+    if len(digits) != 64 or not set(digits) <= set("0123456789abcdef"):
+        raise ConfigError(f"{of}: a key begins with {HASHED}, but 64 hex digits do not follow")
+    return HASHED + digits
+
+
+def digest_of(hashed: str) -> bytes:
+    """Return the SHA-256 digest of a hashed key."""
+    return bytes.fromhex(hashed.removeprefix(HASHED))
+
 
 @dataclass(frozen=True)
 class OptionInfo:
     """Documentation and limits of one field.
 
-    `metavar` is shown in `--help`, `words` stand for values, and names that packages offer in the group `plugins` of
-    entry points are choices, too. With `places` so are classes, each as "module:Class".
+    `metavar` is shown in `--help`; `words` are symbolic values. Names in the entry-point group `plugins` are choices,
+    too, and with `places` classes as "module:Class".
     """
 
     doc: str
@@ -38,16 +65,16 @@ class OptionInfo:
     places: bool = False
 
     def names(self) -> tuple[str, ...]:
-        """What may be chosen from on this machine; empty: whatever has the right type."""
+        """Return the choices on this machine; empty: any value of the right type."""
         return (*self.choices, *plugin_names(self.plugins)) if self.plugins else self.choices
 
     def admits(self, value: Any) -> bool:
-        """Whether it is one of the names, or a place, where they are all that there is."""
+        """Return whether a value is one of the choices, or a class where those are allowed."""
         return not self.choices or value in self.names() or (self.places and ":" in value)
 
 
 def option(default: Any, doc: str, **limits: Any) -> Any:
-    """A dataclass field with documentation and limits (see `OptionInfo`)."""
+    """Return a dataclass field with documentation and limits (see `OptionInfo`)."""
     metadata = {"option": OptionInfo(doc=doc, **limits)}
     if isinstance(default, dict | list):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -56,7 +83,7 @@ def option(default: Any, doc: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """Base of all config classes: checks its own fields when it is made.
+    """Base of all config classes, which validates its fields on construction.
 
     Raises:
         ConfigError: names the flag, the bad value and what is allowed.
@@ -70,19 +97,19 @@ class Config:
 
 
 def info_of(field: dataclasses.Field[Any]) -> OptionInfo:
-    """The declaration of one field."""
+    """Return the declaration of a field."""
     info = field.metadata["option"]
     assert isinstance(info, OptionInfo)
     return info
 
 
 def info_named(owner: type, name: str) -> OptionInfo:
-    """The declaration of a config class's field."""
+    """Return the declaration of a config class's field."""
     return next(info_of(field) for field in dataclasses.fields(owner) if field.name == name)
 
 
 def field_types(owner: type) -> dict[str, Any]:
-    """Field name -> resolved type of a config class."""
+    """Return field name -> resolved type of a config class."""
     return _resolved_types(owner)
 
 
@@ -92,7 +119,7 @@ def _resolved_types(owner: type) -> dict[str, Any]:
 
 
 def flag_of(name: str) -> str:
-    """The command-line flag of a field name."""
+    """Return the command-line flag of a field name."""
     return "--" + name.replace("_", "-")
 
 
@@ -125,7 +152,7 @@ def _is_optional(expected: Any) -> bool:
 
 
 def plain_type(expected: Any) -> Any:
-    """A field's type without `| None` and without type arguments: `tuple[str, ...] | None` -> `tuple`."""
+    """Return a field's type without `| None` and type arguments: `tuple[str, ...] | None` -> `tuple`."""
     if _is_optional(expected):
         expected = next(arg for arg in typing.get_args(expected) if arg is not type(None))
     return typing.get_origin(expected) or expected

@@ -1,15 +1,97 @@
-"""Which model, in which precision, and how its weights are read."""
+"""Model, precision and weight loading; LoRA (see lora.md); structured outputs (see structured_output.md)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quire.config.fields import Config, option
+from quire.errors import ConfigError
+from quire.structured_output.backends import check_backend
+from quire.structured_output.params import StructuredOutputsSettings
+
+
+@dataclass(frozen=True)
+class LoRAConfig(Config):
+    """LoRA adapters that requests may name (see lora.md)."""
+
+    enable_lora: bool = option(False, "Serve low-rank adapters (LoRA) beside the model.")
+    max_loras: int = option(
+        1, "Different adapters in one step; each takes memory of the device.", ge=1, le=256
+    )
+    max_lora_rank: int = option(16, "Largest rank of an adapter.", ge=1, le=512)
+    max_cpu_loras: int | None = option(
+        None, "Adapters kept in the host's memory, at least --max-loras. Default: as many as that.", ge=1
+    )
+
+    lora_dtype: str = option(
+        "auto",
+        "Dtype of adapters' weights; auto: as the model's; int8 takes half of bfloat16's memory.",
+        choices=("auto", "float32", "float16", "bfloat16", "int8"),
+    )
+    lora_extra_vocab_size: int = option(
+        256,
+        "Most tokens that an adapter may add to the embedding and the head; 0: none.",
+        ge=0,
+        le=4096,
+    )
+
+    @property
+    def num_kept(self) -> int:
+        """Adapters in host memory."""
+        return self.max_cpu_loras or self.max_loras
+
+    def check(self) -> None:
+        """Reject contradictory limits.
+
+        Raises:
+            ConfigError: names the flag and the limit.
+        """
+        if self.num_kept < self.max_loras:
+            raise ConfigError(
+                f"--max-cpu-loras is {self.num_kept}, but --max-loras {self.max_loras} needs at least as many"
+            )
+
+
+@dataclass(frozen=True)
+class StructuredOutputsConfig(Config):
+    """Constraints on generated text: JSON schemas, expressions, grammars (see structured_output.md)."""
+
+    structured_outputs_config: dict[str, Any] = option(
+        {}, 'JSON object such as {"disable_any_whitespace": true}; all keys are in structured_output.md.'
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _parse(self.structured_outputs_config)
+
+    @property
+    def settings(self) -> StructuredOutputsSettings:
+        """Parsed keys with their types and defaults."""
+        return _parse(self.structured_outputs_config)
+
+    def check(self) -> None:
+        """Reject an unavailable backend, without importing one.
+
+        Raises:
+            ConfigError: as of `check_backend`.
+        """
+        check_backend(self.settings.backend)
+
+
+def _parse(value: dict[str, Any]) -> StructuredOutputsSettings:
+    try:
+        return msgspec.convert(value, StructuredOutputsSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--structured-outputs-config: {error}") from None
+
 
 DEMO_MODEL, DEMO_EMBEDDER, DEMO_COMPANION = "quire-demo", "quire-demo-embed", "quire-demo-draft"
-IN_THE_BOX = (DEMO_MODEL, DEMO_EMBEDDER, DEMO_COMPANION)
-"""Models that come with quire."""
+ASSETS = Path(__file__).parents[1] / "assets"  # Directory of the bundled models.
+BUNDLED_MODELS = (DEMO_MODEL, DEMO_EMBEDDER, DEMO_COMPANION)  # Models bundled with quire.
 
 
 @dataclass(frozen=True)
@@ -26,16 +108,16 @@ class ModelConfig(Config):
     served_model_name: tuple[str, ...] = option((), "Names under which the server offers the model.")
     runner: str = option(
         "auto",
-        "What the model does: generate tokens, or make numbers of prompts (pooling); auto: what it was made for.",
+        "Use of the model: generate tokens, or pool prompts (embeddings, classes, ...); auto: what it was made for.",
         choices=("auto", "generate", "pooling"),
     )
     convert: str = option(
         "auto",
-        "What a pooling model is made into: embed, classify or reward; auto: what its checkpoint says; none: as it is.",
+        "Conversion of a pooling model: embed, classify or reward; auto: what its checkpoint says; none: as it is.",
         choices=("auto", "none", "embed", "classify", "reward"),
     )
     pooler_config: dict[str, Any] = option(
-        {}, 'JSON object over what the checkpoint says of its pooling, e.g. {"pooling_type": "MEAN"}.'
+        {}, 'JSON object merged over the pooling settings of the checkpoint, e.g. {"pooling_type": "MEAN"}.'
     )
     io_processor_plugin: str | None = option(
         None,
@@ -44,7 +126,7 @@ class ModelConfig(Config):
     )
     model_impl: str = option(
         "auto",
-        "Whose code computes the model: quire's, the installed transformers', or (auto) quire's where it has some.",
+        "Implementation of the model: quire's, the installed transformers', or (auto) quire's if there is one.",
         choices=("auto", "quire", "transformers"),
     )
     dtype: str = option(
@@ -63,7 +145,7 @@ class ModelConfig(Config):
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary.", ge=-1)
     logprobs_mode: str = option(
         "raw_logprobs",
-        "What logprobs are: the model's own (raw) or those that the choice is made from, as logprobs or logits.",
+        "Reported logprobs: the model's own (raw) or those that are sampled from (processed), as logprobs or logits.",
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )
     logits_processors: tuple[str, ...] = option(
@@ -72,10 +154,10 @@ class ModelConfig(Config):
         places=True,
     )
     reasoning_start_str: str = option(
-        "", "What opens a section of reasoning; empty: <think>, if that is a token of the model."
+        "", "Text that opens a reasoning section; empty: <think>, if that is a token of the model."
     )
     reasoning_end_str: str = option(
-        "", "What closes a section of reasoning; empty: </think>, if that is a token of the model."
+        "", "Text that closes a reasoning section; empty: </think>, if that is a token of the model."
     )
     skip_tokenizer_init: bool = option(False, "Work on token ids only: no tokenizer is loaded.")
     hf_overrides: dict[str, Any] = option({}, "JSON object merged over the model's config.json.")

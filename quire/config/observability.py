@@ -1,4 +1,4 @@
-"""What the engine tells about itself."""
+"""Logs, statistics and traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ObservabilityConfig(Config):
     enable_progress: bool = option(True, "Progress bars while loading (only on a terminal).")
 
     def check(self) -> None:
-        """Refuse an endpoint for traces that cannot be served.
+        """Reject a trace endpoint that cannot be used.
 
         Raises:
             ConfigError: it is no URL, or OpenTelemetry is not installed.
@@ -60,5 +60,5 @@ class ObservabilityConfig(Config):
 def _is_installed(*modules: str) -> bool:
     try:
         return all(find_spec(module) is not None for module in modules)
-    except ModuleNotFoundError:  # not even the package around one of them
+    except ModuleNotFoundError:  # a parent package is missing
         return False

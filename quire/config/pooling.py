@@ -1,6 +1,6 @@
-"""What a model that does not generate makes of its prompts: settled once at start, and read by both processes.
+"""Pooling specification of a model, resolved at startup and read by front end and worker.
 
-Invariant: torch-free data. Whoever serves requests checks them against it, and the worker's pooler is built from it.
+Invariant: torch-free data. The front end validates requests against it, and the worker builds its pooler from it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from quire.errors import ValidationError
 from quire.pooling_params import CLASSIFY, EMBED, TOKEN_CLASSIFY, TOKEN_EMBED, PoolingParams
 
 POOLINGS = ("cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_len", "all", "step")
-"""How a text's tokens become one vector: the first token's, the last one's, means (plain, by position, over the root of
-the length), the greatest of each number; or they do not ("all"; "step": those at a token that ends a step)."""
+"""Pooling types: first token, last token, means (plain, weighted by position, over the root of the length), maximum;
+no pooling ("all"; "step": tokens that end a step).
+"""
 
 TOKEN_TASKS = (TOKEN_EMBED, TOKEN_CLASSIFY)
 CLASS_TASKS = (CLASSIFY, TOKEN_CLASSIFY)
@@ -21,12 +22,12 @@ CLASS_TASKS = (CLASSIFY, TOKEN_CLASSIFY)
 
 @dataclass(frozen=True)
 class HeadLayer:
-    """A linear layer behind a model, and what follows it.
+    """Linear layer behind a model, with its activation.
 
     Attributes:
-        name: the checkpoint's module; one in a folder of its own has that before it, with a slash.
-        activation: a key of `quire.layers.pooling_head.ACTIVATIONS`.
-        rows: those of the module's outputs that are computed, in this order; empty: all.
+        name: the checkpoint's module; one in a subfolder is prefixed with that and a slash.
+        activation: a key of `quire.pooling.pooler.ACTIVATIONS`.
+        rows: outputs that are computed, in this order; empty: all.
     """
 
     name: str
@@ -35,43 +36,42 @@ class HeadLayer:
     bias: bool = True
     activation: str = "identity"
     rows: tuple[int, ...] = ()
-    num_stored: int = 0
-    """Outputs of the checkpoint's module, of which there are `rows`."""
+    num_stored: int = 0  # Outputs of the checkpoint's module, a superset of `rows`.
 
     @property
     def folder(self) -> str:
-        """The folder of the checkpoint in which its tensors are; empty: they are with the model's own."""
+        """Checkpoint folder of its tensors; empty: the model's own files."""
         return self.name.rpartition("/")[0]
 
 
 @dataclass(frozen=True)
 class PoolingSpec:
-    """Of one model.
+    """Pooling of one model.
 
     Attributes:
-        tasks: of `POOLING_TASKS`, what it is made for first.
-        pooling: of `POOLINGS`; several ways of making one vector, with + between, if their vectors are joined; of words
-            "max" or "sum".
+        tasks: of `POOLING_TASKS`; the first is the default.
+        pooling: of `POOLINGS`; several with + between if their vectors are concatenated; for token weights "max" or
+        "sum".
         size: numbers per embedding, or classes.
-        labels: names of the classes, if it has classes.
-        activation: what follows the head by default: "none", "normalize", "softmax", "sigmoid"; of words "log1p_relu"
-            or "log1p_log1p_relu".
-        matryoshka: sizes to which an embedding may be cut; empty: it may not be; (0,): to any.
+        labels: names of the classes, if any.
+        activation: default activation after the head: "none", "normalize", "softmax", "sigmoid"; for token weights
+            "log1p_relu" or "log1p_log1p_relu".
+        matryoshka: sizes to which an embedding may be truncated; empty: none; (0,): any.
         prompts: name -> text put before an input ("query", "document" ...).
-        default_prompt: the name of the one that is put before inputs that name none.
-        similarity: how two embeddings are compared: "cosine", "dot", "euclidean" or "manhattan"; those of tokens
-            "maxsim" or "meanmaxsim", and as "maxsim" if anything else is said.
-        skipped_words: tokens of documents with which no token of a query is matched.
-        side_lengths: tokens to which a query, and a document, is cut before they are compared.
-        step_token_id: the token that ends a step, for rewards of steps.
-        returned_token_ids: the classes that are given out, for rewards of steps; empty: all.
-        head: what comes between pooled vectors (or all tokens') and the activation, beside what the model has itself.
-        include_prompt: whether vectors are made of the tokens of those prompts, too.
+        default_prompt: name of the prompt for inputs that name none.
+        similarity: comparison of two embeddings: "cosine", "dot", "euclidean" or "manhattan"; of token embeddings
+            "maxsim" or "meanmaxsim" ("maxsim" for any other value).
+        skipped_words: document tokens that no query token is matched with.
+        side_lengths: tokens to which a query, and a document, is truncated before comparison.
+        step_token_id: token that ends a step, for step rewards.
+        returned_token_ids: classes that are returned, for step rewards; empty: all.
+        head: layers between pooled vectors (or all tokens') and the activation, beside the model's own.
+        include_prompt: whether the tokens of those prompts are pooled, too.
         head_of_adapters: whether the checkpoint has no head, and adapters bring one.
-        weighs_vocabulary: whether an embedding has a number for each token id: the greatest that the model's head gives
-            it over all tokens of a text, or the sum. Such a model computes texts whole.
-        template_options: what the chat template of the model is told that makes a prompt of two texts; None: none does.
-        own_heads: task -> what comes there for it instead (the words' weights and the vectors of tokens of BGE-M3).
+        weighs_vocabulary: whether an embedding has a number per token id: the maximum or the sum of the model's logits
+            over all tokens of a text. Such a model computes texts whole.
+        template_options: options of the chat template that formats a prompt of two texts; None: there is none.
+        own_heads: task -> its own head (token weights and token vectors of BGE-M3).
     """
 
     tasks: tuple[str, ...]
@@ -96,19 +96,19 @@ class PoolingSpec:
 
     @property
     def poolings(self) -> tuple[str, ...]:
-        """Of `POOLINGS`, more than one if vectors are joined."""
+        """Types of `POOLINGS`, more than one if vectors are concatenated."""
         return tuple(self.pooling.split("+"))
 
     def head_of(self, task: str) -> tuple[HeadLayer, ...]:
-        """The layers behind what is pooled for a task."""
+        """Return the head layers of a task."""
         return dict(self.own_heads).get(task, self.head)
 
     def size_of(self, task: str) -> int:
-        """Numbers for each text, or token, of a task."""
+        """Return the numbers per text, or per token, of a task."""
         return self.head_of(task)[-1].outputs if task in dict(self.own_heads) else self.size
 
     def num_numbers(self, params: PoolingParams, token_ids: list[int]) -> int:
-        """How many a prompt makes."""
+        """Return the total of numbers for a prompt."""
         size = len(params.returned_token_ids or self.returned_token_ids) or params.dimensions
         each = size or self.size_of(self.task_of(params))
         if self.task_of(params) not in TOKEN_TASKS:
@@ -119,36 +119,36 @@ class PoolingSpec:
 
     @property
     def is_cross_encoder(self) -> bool:
-        """Whether it says of two texts, read as one, how well they go together."""
+        """True if it scores how well two texts, read as one, match."""
         return CLASSIFY in self.tasks and self.size == 1
 
     @property
     def task_of_words(self) -> str | None:
-        """The task that gives weights of words: of those of a text's tokens, or of all; None: there is none."""
+        """Task that returns token weights, of a text's tokens or of the vocabulary; None: there is none."""
         if self.weighs_vocabulary:
             return EMBED
         weighs = TOKEN_CLASSIFY in dict(self.own_heads) and self.size_of(TOKEN_CLASSIFY) == 1
         return TOKEN_CLASSIFY if weighs else None
 
     def task_of(self, params: PoolingParams) -> str:
-        """What a request wants."""
+        """Return a request's task."""
         return params.task or self.tasks[0]
 
     def reads_every_token(self, params: PoolingParams) -> bool:
-        """Whether the hidden states of all tokens must be seen, so that none may come out of the cache."""
+        """Return whether the hidden states of all tokens are needed, so that no cached prefix can be used."""
         return self.pooling != "last" or self.task_of(params) in TOKEN_TASKS
 
     @property
     def always_reads_every_token(self) -> bool:
-        """Whether that is so whatever a request wants."""
+        """True if that holds for every task."""
         return all(self.reads_every_token(PoolingParams(task=task)) for task in self.tasks)
 
     def activation_of(self, params: PoolingParams) -> str:
-        """What is applied to a request's numbers; one that asks for a function gets one where the model has none."""
+        """Return the activation for a request; an explicit request gets one even if the model has no default."""
         if params.use_activation is False:
             return "none"
         if self.task_of(params) in CLASS_TASKS and self.tasks[0] not in CLASS_TASKS:
-            return "none"  # words' weights, whose head ends in its own function
+            return "none"  # token weights, whose head has its own activation
         if params.use_activation is None or self.activation != "none":
             return self.activation
         if self.task_of(params) not in CLASS_TASKS:
@@ -156,7 +156,7 @@ class PoolingSpec:
         return "sigmoid" if self.size == 1 else "softmax"
 
     def check(self, params: PoolingParams) -> None:
-        """Refuse what this model cannot do.
+        """Reject parameters that this model does not support.
 
         Raises:
             ValidationError: `param` names the field.
@@ -181,7 +181,7 @@ class PoolingSpec:
             )
         if params.step_tag_id is not None and self.pooling != "step":
             raise ValidationError(
-                "step_tag_id is for models that reward each step, which this one does not",
+                "step_tag_id is for step reward models, and this is none",
                 param="step_tag_id",
             )
 

@@ -1,4 +1,4 @@
-"""How weights are quantised while they are loaded."""
+"""Weight quantization at load time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """What a method that quantises while loading can be told, and where it can be used."""
+    """Options and requirements of a load-time quantization method."""
 
-    keys: tuple[str, ...]
-    """Of --quantization-config."""
-    needs: str | None = None
-    """What it needs that a CPU has not."""
+    keys: tuple[str, ...]  # Keys of --quantization-config.
+    needs: str | None = None  # Requirement that a CPU does not meet.
     for_head: bool = True
 
 
@@ -29,10 +27,12 @@ METHODS: Mapping[str, MethodOptions] = {
     "int4-plain": MethodOptions(("mode", "group_size", "symmetric")),
     "fp8": MethodOptions(("scale", "gemm"), needs="a GPU that multiplies fp8", for_head=False),
 }
-"""Methods by name. On a CPU int4 has scales and minimums in two levels; on a GPU it is int4-plain, symmetric."""
+"""Torch-free part of `quire.layers.quantization.METHODS`, by the same names.
 
-FOUR_BITS = ("int4", "int4-plain")
-"""Methods whose codes have 4 bits."""
+On a CPU int4 has scales and minimums in two levels; on a GPU it is int4-plain, symmetric.
+"""
+
+FOUR_BITS = ("int4", "int4-plain")  # Methods with codes of 4 bits.
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "group_size": (0, 32, 64, 128),
@@ -46,11 +46,11 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class QuantizationConfig(Config):
-    """Precision in which the weights of linear layers and of the output head are kept."""
+    """Precision of the weights of linear layers and of the output head."""
 
     quantization: str | None = option(
         None,
-        "Quantise weights while loading; default: not at all. fp8 needs a GPU.",
+        "Quantize weights while loading; default: not at all. fp8 needs a GPU.",
         choices=tuple(METHODS),
     )
     quantization_config: dict[str, Any] = option(
@@ -72,9 +72,9 @@ class QuantizationConfig(Config):
                 raise ConfigError(f"--quantization-config: {key} must be one of {choices}, got {value!r}")
 
     def check(self, device: str, *, encoded: bool = False) -> None:
-        """Refuse what this type of device cannot do, and keys that would do nothing.
+        """Reject options that the device type does not support, and keys without effect.
 
-        `encoded` says that the checkpoint's weights are quantised already.
+        `encoded`: the checkpoint's weights are quantized already.
 
         Raises:
             ConfigError: names them.
@@ -94,13 +94,13 @@ class QuantizationConfig(Config):
         if useless:
             scheme = self.quantization or "no --quantization"
             raise ConfigError(
-                f"--quantization-config: {', '.join(sorted(useless))} means nothing with {scheme} on {device}"
+                f"--quantization-config: {', '.join(sorted(useless))} has no effect with {scheme} on {device}"
             )
         if self.follows_checkpoint and (not encoded or self.quantization is not None):
             instead = "--quantization" if encoded else "a checkpoint in floats"
             raise ConfigError(
-                "--quantization-config: mode checkpoint rounds activations as a quantised checkpoint says, and "
-                f"means nothing with {instead}"
+                "--quantization-config: mode checkpoint quantizes activations as a quantized checkpoint says, and "
+                f"has no effect with {instead}"
             )
 
     def _used_keys(self, device: str, encoded: bool) -> set[str]:
@@ -113,50 +113,50 @@ class QuantizationConfig(Config):
 
     @property
     def rounds_head(self) -> bool:
-        """Whether the output head is kept in fewer bits: with everything else, or alone if it is named."""
+        """True if the output head is quantized: with everything else, or alone if it is named."""
         return self.quantization is not None or "head" in self.quantization_config
 
     def group_size(self, kind: str, device: str) -> int:
         """Return how many values of k share a scale of int4 or int8; 0: all of an output.
 
-        A GPU multiplies int8 with a scale per output unless it is asked for groups.
+        A GPU uses a scale per output for int8 unless groups are configured.
         """
         default = 0 if kind == "int8" and device != "cpu" else DEFAULT_GROUP
         return int(self.quantization_config.get("group_size", default))
 
     @property
     def symmetric(self) -> bool:
-        """Whether int4-plain has no zero points."""
+        """True if int4-plain has no zero points."""
         return bool(self.quantization_config.get("symmetric", True))
 
     @property
     def fast(self) -> bool:
-        """Whether activations are rounded to 8 bits so that integers can be multiplied."""
+        """True if activations are quantized to 8 bits for integer matmuls."""
         return bool(self.quantization_config.get("mode", "fast") == "fast")
 
     @property
     def follows_checkpoint(self) -> bool:
-        """Whether activations are rounded as a checkpoint says, and in no other way."""
+        """True if activations are quantized exactly as the checkpoint specifies."""
         return bool(self.quantization_config.get("mode") == "checkpoint")
 
     @property
     def per_tensor(self) -> bool:
-        """Whether an fp8 weight has one scale instead of one per output."""
+        """True if an fp8 weight has one scale instead of one per output."""
         return bool(self.quantization_config.get("scale", "row") == "tensor")
 
     @property
     def vendor(self) -> bool:
-        """Whether fp8 products are the vendor's library's where it takes them."""
+        """True if fp8 matmuls use the vendor's library where possible."""
         return bool(self.quantization_config.get("gemm", "vendor") == "vendor")
 
     @property
     def head(self) -> str:
-        """How the output head, and with it a table that is looked up as well, is kept: coarser costs accuracy."""
+        """Precision of the output head, and of an embedding table tied to it; coarser ones cost accuracy."""
         return str(self.quantization_config.get("head", "int8"))
 
     @property
     def ignore(self) -> tuple[str, ...]:
-        """Patterns of module names that are left alone: prefixes, in which * and ? are wildcards."""
+        """Patterns of module names that are not quantized: prefixes, in which * and ? are wildcards."""
         return tuple(self.quantization_config.get("ignore", ()))
 
 

@@ -1,4 +1,4 @@
-"""What one step may hold, and in what order requests are served."""
+"""Scheduling limits and policy; supervision of engine cores."""
 
 from __future__ import annotations
 
@@ -9,10 +9,36 @@ from typing import Any
 from quire.config.fields import Config, option
 from quire.errors import ConfigError
 
+# Timeouts that a core may compute without a step: first steps of large models take minutes on small machines.
+BUSY_FACTOR = 20
+
+
+@dataclass(frozen=True)
+class SupervisionConfig(Config):
+    """Supervision of core processes."""
+
+    on_core_death: str = option(
+        "resume",
+        "Handling of requests when a core dies: resume: they resume in a new one, with the same tokens as without the "
+        "death; error: they fail.",
+        choices=("resume", "error"),
+    )
+    core_heartbeat_timeout: float = option(
+        30.0,
+        "Seconds without a step and without computing after which a core counts as hung; longer while it computes. "
+        "0: no limit.",
+        ge=0.0,
+    )
+
+    @property
+    def longest_step_s(self) -> float | None:
+        """Longest duration of a step before any longer one is known; None: unlimited."""
+        return BUSY_FACTOR * self.core_heartbeat_timeout or None
+
 
 @dataclass(frozen=True)
 class SchedulerConfig(Config):
-    """Limits of a step, limits of the queue and the order of requests (see scheduling.md)."""
+    """Limits of a step, limits of the queue and the scheduling policy (see scheduling.md)."""
 
     max_num_seqs: int = option(
         0,
@@ -43,14 +69,14 @@ class SchedulerConfig(Config):
     )
     priority_ageing_s: float = option(
         30.0,
-        "Seconds of waiting that are worth one level of priority; 0: none are, and low priorities may starve.",
+        "Seconds of waiting that are worth one priority level; 0: no ageing, so low priorities may starve.",
         ge=0.0,
     )
     fair_weights: dict[str, Any] = option(
         {}, "JSON object: tenant -> its share relative to the others' 1 under the fair policy."
     )
-    fair_input_token_weight: float = option(1.0, "What a computed prompt token costs its tenant.", ge=0.0)
-    fair_output_token_weight: float = option(2.0, "What a generated token costs its tenant.", gt=0.0)
+    fair_input_token_weight: float = option(1.0, "Cost of a computed prompt token for its tenant.", ge=0.0)
+    fair_output_token_weight: float = option(2.0, "Cost of a generated token for its tenant.", gt=0.0)
     max_num_queued_reqs: int = option(
         16384,
         "Most sequences that may be tokenized or wait for their first token before a server answers 503; 0: no limit.",
@@ -66,7 +92,7 @@ class SchedulerConfig(Config):
         ge=0,
         metavar="MIB",
     )
-    stream_interval: int = option(1, "Tokens that a stream gathers before it sends a chunk.", ge=1)
+    stream_interval: int = option(1, "Tokens that a stream collects per chunk.", ge=1)
     async_scheduling: bool | None = option(
         None, "Plan and publish steps while others are computed; default: on a GPU, and with stages."
     )
@@ -78,21 +104,20 @@ class SchedulerConfig(Config):
     )
     num_scheduler_steps: int = option(
         0,
-        "Most tokens each request generates per plan while none waits, within --max-multi-step-s; 0: 16 on a CPU, "
-        "else 1.",
+        "Most decode steps per plan while no request waits, within --max-multi-step-s; 0: 16 on a CPU, else 1.",
         ge=0,
     )
     max_multi_step_s: float = option(
         0.0,
-        "Most seconds of a plan of several tokens; 0: 0.02 on a server, 0.5 offline or if --num-scheduler-steps is "
-        "given.",
+        "Most seconds of a plan of several decode steps; 0: 0.02 on a server, 0.5 offline or if "
+        "--num-scheduler-steps is given.",
         ge=0.0,
         metavar="SECONDS",
     )
     multi_step_streams: bool | None = option(
         None,
-        "Let requests whose output is streamed have several tokens per plan; default: not offline, unless "
-        "--num-scheduler-steps is given.",
+        "Use multi-step decode for streaming requests, too; default: not offline, unless --num-scheduler-steps is "
+        "given.",
     )
 
     def __post_init__(self) -> None:
@@ -102,7 +127,7 @@ class SchedulerConfig(Config):
                 raise ConfigError(f"--fair-weights must be numbers above 0, got {weight!r} for {tenant!r}")
 
     def check(self) -> None:
-        """Refuse limits that contradict each other, once those that say 0 for a default have a value.
+        """Reject contradictory limits, after automatic values are resolved.
 
         Raises:
             ConfigError: names them.

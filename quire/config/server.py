@@ -1,22 +1,21 @@
-"""The HTTP server; read by the API process alone."""
+"""HTTP server; read by the API process only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.fields import Config, option
-from quire.config.keys import hashed_key
+from quire.config.fields import Config, hashed_key, option
 
 
 @dataclass(frozen=True)
 class ServerConfig(Config):
-    """Address, access and limits of the HTTP server; of keys it has the hashes (`quire.config.keys`) alone."""
+    """Address, access and limits of the HTTP server; keys are stored as hashes (`quire.config.fields`)."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
     port: int = option(8000, "Port to listen on; 0: any free one.", ge=0, le=65535)
     headless: bool = option(
-        False, "Start no server: bring ranks to that of another host (--nnodes, --node-rank, --master-addr)."
+        False, "No server: run ranks for the server of another host (--nnodes, --node-rank, --master-addr)."
     )
     api_server_count: int = option(
         1,
@@ -52,7 +51,7 @@ class ServerConfig(Config):
     )
     lora_dir: str | None = option(
         None,
-        "Directory of adapters, each in one of its own: whoever names it as a model has it loaded (see lora.md).",
+        "Directory of adapters, each in a subdirectory: a request that names one as its model loads it (see lora.md).",
         metavar="DIRECTORY",
     )
     chat_template: str | None = option(
@@ -61,7 +60,7 @@ class ServerConfig(Config):
     )
     chat_template_content_format: str = option(
         "auto",
-        "What the template gets as a message's content: string, openai (a list of parts), or auto: what it shows.",
+        "Message content given to the template: string, openai (a list of parts), or auto: as the template expects.",
         choices=("auto", "string", "openai"),
     )
     default_chat_template_kwargs: dict[str, Any] = option(
@@ -73,12 +72,12 @@ class ServerConfig(Config):
     )
     tool_call_parser: str = option(
         "auto",
-        "Format of the model's tool calls (docs/tool_calling.md); auto: what its chat template speaks of; or none.",
+        "Format of the model's tool calls (docs/tool_calling.md); auto: detected from its chat template; or none.",
         metavar="NAME",
     )
     reasoning_parser: str = option(
         "auto",
-        "Format of the model's reasoning (docs/tool_calling.md); auto: what its chat template speaks of; or none.",
+        "Format of the model's reasoning (docs/tool_calling.md); auto: detected from its chat template; or none.",
         metavar="NAME",
     )
     max_tools: int = option(1024, "Most tools of one request.", ge=1)
@@ -90,16 +89,16 @@ class ServerConfig(Config):
     max_request_bytes: int = option(16 * 2**20, "Largest request body in bytes.", ge=1024)
     max_receiving_bytes: int = option(
         256 * 2**20,
-        "Most bytes of bodies that a process holds while they come in; more is answered 503 (two bodies always fit).",
+        "Most bytes of request bodies that a process receives at once; more is answered 503 (two bodies always fit).",
         ge=1024,
     )
     max_pooled_numbers: int = option(
         1 << 23,
-        "Most numbers of one reply of a model that pools: the default is 2,048 embeddings of 4,096.",
+        "Most numbers in one reply of a pooling model: the default is 2,048 embeddings of 4,096.",
         ge=1,
     )
     max_connections: int = option(
-        0, "Most open connections; one more is answered 503. 0: what the limit of open files leaves.", ge=0
+        0, "Most open connections; further ones are answered 503. 0: limited by open files.", ge=0
     )
     read_timeout: float = option(
         60.0,
@@ -111,11 +110,13 @@ class ServerConfig(Config):
     )
     sse_keep_alive_interval: float = option(
         5.0,
-        "Seconds of silence after which a stream has a sign of life (a comment; a ping in the Messages API); 0: never.",
+        "Seconds of silence after which a stream gets a keep-alive (a comment; a ping in the Messages API); 0: never.",
         ge=0.0,
     )
     request_timeout: float = option(
-        0.0, "Seconds after which a request ends with what it has, if it names no timeout; 0: never.", ge=0.0
+        0.0,
+        "Seconds after which a request ends with its output so far, if it sets no timeout; 0: never.",
+        ge=0.0,
     )
     shutdown_timeout: float = option(30.0, "Seconds that SIGTERM leaves running requests to finish.", ge=0.0)
     uvicorn_log_level: str = option(
@@ -137,7 +138,7 @@ class ServerConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A frozen dataclass offers no other way to keep something else than it was given.
+        # The only way to replace a given value in a frozen dataclass.
         object.__setattr__(self, "api_key", tuple(map(hashed_key, self.api_key)))
         if self.admin_api_key:
             object.__setattr__(self, "admin_api_key", hashed_key(self.admin_api_key, "--admin-api-key"))

@@ -1,4 +1,4 @@
-"""Whether and how tokens are guessed ahead (see speculative.md)."""
+"""Speculative decoding (see speculative.md)."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from quire.config.fields import Config, option
 from quire.errors import ConfigError
 
 Length = Annotated[int, msgspec.Meta(ge=1, le=64)]
-MOST_DRAFTS = 8
+DEFAULT_NUM_DRAFTS = 8
 DRAFT_MODEL = "draft_model"
 MEDUSA = "medusa"
 EAGLE, EAGLE3 = "eagle", "eagle3"
 MTP = "mtp"
-AHEAD_IN_CACHE = (DRAFT_MODEL, EAGLE, EAGLE3, MTP)
-"""Methods whose guesses take slots of the KV cache."""
+AHEAD_IN_CACHE = (DRAFT_MODEL, EAGLE, EAGLE3, MTP)  # Methods whose drafts take KV cache slots.
 SHORTEST_MATCH, LONGEST_MATCH = 2, 8
 
 
 class SpeculativeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The keys of `--speculative-config`, named as vLLM's where it has them.
+    """Keys of `--speculative-config`, named as vLLM's where it has them.
 
     Args:
-        method: who guesses: "auto" (ngram and suffix), or a drafter's name; None: nobody.
-        num_speculative_tokens: most tokens that are guessed at a time for a request; None: 8.
-        adaptive: guess as many as pay by what was accepted and what steps cost; false: always as many as can be had.
-        prompt_lookup_min: fewest tokens that must stand earlier in the text too, for ngram; None: 2.
+        method: "auto" (ngram and suffix), or a drafter's name; None: no drafts.
+        num_speculative_tokens: most draft tokens per request and step; None: 8.
+        adaptive: choose the number of drafts by acceptance and step costs; false: always the most.
+        prompt_lookup_min: fewest tokens of an earlier match, for ngram; None: 2.
         prompt_lookup_max: most tokens that are compared; None: 8.
-        suffix_decoding_max_cached_tokens: tokens of recent outputs that are kept for suffix.
-        model: file of recorded outputs, for recorded; for others, the model or the heads that guess.
-        quantization: precision of their weights, as --quantization; None: as the checkpoint has them.
-        synthetic_acceptance_rate: share of guesses that are made right on purpose, for recorded.
+        suffix_decoding_max_cached_tokens: tokens of recent outputs kept for suffix.
+        model: file of recorded outputs, for recorded; for other methods, the draft model or head.
+        quantization: precision of the draft model's weights, as --quantization; None: the checkpoint's.
+        synthetic_acceptance_rate: fraction of drafts that are made right on purpose, for recorded.
     """
 
     method: str | None = None
@@ -48,32 +47,31 @@ class SpeculativeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def most_drafts(self) -> int:
-        """Tokens that are guessed at a time for a request."""
-        return self.num_speculative_tokens or MOST_DRAFTS
+        """Most draft tokens per request and step."""
+        return self.num_speculative_tokens or DEFAULT_NUM_DRAFTS
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Tokens behind those of a step for which there should be cache, where a model guesses before the next step."""
+        """Tokens after those of a step that need cache slots because the draft model runs before the next step."""
         return self.most_drafts if self.method in AHEAD_IN_CACHE else 0
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:
-        """Fewest and most tokens that ngram compares; one that is given alone draws the other along."""
+        """Fewest and most tokens that ngram compares; if only one is given, the other is adjusted."""
         shortest = self.prompt_lookup_min or min(SHORTEST_MATCH, self.prompt_lookup_max or SHORTEST_MATCH)
         return shortest, self.prompt_lookup_max or max(LONGEST_MATCH, shortest)
 
 
-COMMON_KEYS = frozenset({"method", "num_speculative_tokens", "adaptive"})
-"""Those that every method understands."""
+COMMON_KEYS = frozenset({"method", "num_speculative_tokens", "adaptive"})  # Keys of every method.
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig(Config):
-    """Speculative decoding: guessed tokens, verified several in a step, with the same results (see speculative.md)."""
+    """Speculative decoding: drafts verified several per step, with unchanged results (see speculative.md)."""
 
     speculative_config: dict[str, Any] = option(
         {},
-        'JSON object such as {"method": "auto"}; all keys are in speculative.md. Default: nothing is guessed.',
+        'JSON object such as {"method": "auto"}; all keys are in speculative.md. Default: no drafts.',
     )
 
     def __post_init__(self) -> None:
@@ -89,7 +87,7 @@ class SpeculativeConfig(Config):
 
     @property
     def settings(self) -> SpeculativeSettings:
-        """The keys with their types and defaults."""
+        """Parsed keys with their types and defaults."""
         return _parse(self.speculative_config)
 
 

@@ -1,1 +1,1 @@
-"""How the ranks of one model talk to each other."""
+"""Collective communication between the ranks of one model."""

@@ -1,4 +1,4 @@
-"""What all ranks must have in common, compared before they begin, and before steps that each plans by itself."""
+"""Agreement checks between ranks, at startup and before steps that each rank plans by itself."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ _WORD_BYTES = 64
 
 
 def check_same(group: Group, facts: Mapping[str, bytes]) -> None:
-    """Every rank must have the same facts, which all name alike.
+    """Check that every rank has the same facts; all ranks use the same names.
 
     Raises:
-        StartupError: one differs; the message names it, and the ranks that have another than rank 0.
+        StartupError: a fact differs; names it, and the ranks that differ from rank 0.
     """
     for name, ranks in zip(facts, different_ranks(group, list(facts.values())), strict=True):
         if ranks:
             others = ", ".join(map(str, ranks))
-            raise StartupError(f"all ranks must have the same {name}, and rank 0 has another than {others}")
+            raise StartupError(
+                f"all ranks must have the same {name}, but rank 0's differs from that of {others}"
+            )
 
 
 def check_same_word(group: Group, name: str, word: str, advice: str) -> None:
-    """Every rank must say the same, which is short enough to be told to all.
+    """Check that every rank has the same short word.
 
     Raises:
-        StartupError: one says something else; the message has what each says, and the advice.
+        StartupError: the ranks differ; has every word, and the advice.
     """
     own = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
     said = word.encode()[:_WORD_BYTES]
@@ -42,7 +44,7 @@ def check_same_word(group: Group, name: str, word: str, advice: str) -> None:
 
 
 def different_ranks(group: Group, facts: list[bytes]) -> list[list[int]]:
-    """For each fact, of which every rank has one, the ranks that have another than rank 0."""
+    """Return, for each fact, the ranks whose value differs from rank 0's."""
     own = torch.frombuffer(bytearray(b"".join(sha256(fact).digest() for fact in facts)), dtype=torch.uint8)
     first, *others = (found.view(len(facts), -1) for found in group.all_gather(own))
     return [

@@ -1,7 +1,7 @@
-"""`Group`: the ranks that compute one model together, as one of them sees it.
+"""Group of ranks that compute one model together, as seen by one of them.
 
-Invariant: all ranks of a group make the same calls in the same order. A rank that is lost fails the call that waits for
-it, on every other rank, with its name; after that a group is of no more use.
+Invariant: all ranks of a group make the same calls in the same order. A lost rank fails the pending call on every
+other rank, which names it; after that the group is unusable.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from quire.errors import EngineError, RankLostError
 
-ANSWER_S = 30.0
-"""All ranks do the same work at the same time, so one that keeps the others waiting for so long has stopped."""
+# Ranks do the same work at the same time, so a rank that delays the others for so long has stopped.
+COLLECTIVE_TIMEOUT_S = 30.0
 
 
 class Group(ABC):
-    """Moves tensors between ranks, and computes nothing: what is made of them is the affair of ops.
+    """Movement of tensors between ranks; reductions are computed by ops.
 
-    Every call raises RankLostError where a rank it waits for is gone, or does not answer in time. It calls ranks by
-    `names`, their numbers if they are some of more.
+    Every call raises RankLostError if a rank it waits for is gone, or does not answer in time. Errors use the ranks'
+    `names`, their numbers in a larger group.
     """
 
     def __init__(self, rank: int, size: int, names: Sequence[int] | None = None) -> None:
@@ -31,47 +31,47 @@ class Group(ABC):
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Each rank's tensor, of the same shape and dtype, in the order of ranks; x itself is this rank's."""
+        """Return each rank's tensor, of the same shape and dtype, in rank order; x itself is this rank's."""
 
     @abstractmethod
     def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Give part i to rank i; returns what each rank gives this one.
+        """Send part i to rank i; returns what each rank sends to this one.
 
-        Parts are equal but for their first sizes, which may be 0.
+        Parts are equal except for their first dimension, which may be 0.
         """
 
     @abstractmethod
     def send(self, x: Tensor, to: int) -> None:
-        """Give a tensor to another rank, which takes it by `recv`, and wait for nobody; x may change afterwards."""
+        """Send a tensor to another rank's `recv` without waiting; x may change afterwards."""
 
     @abstractmethod
     def recv(self, out: Tensor, source: int) -> None:
-        """Write what another rank sends, of this shape and dtype, into a contiguous tensor."""
+        """Receive a tensor of this shape and dtype into contiguous `out`."""
 
     def close(self, reason: str = "it has ended") -> None:
-        """Leave; the others are told why if they wait for this rank, and the ways allow it. Twice is fine."""
+        """Leave the group; waiting ranks get the reason if possible. May be called twice."""
         return None
 
     def why_not_captured(self) -> str | None:
-        """Why what crosses ranks cannot be part of a graph or a tape: a phrase for people; None if it can."""
-        return "what crosses ranks goes by way of the system"
+        """Return why communication cannot be part of a CUDA graph or a recorded kernel graph; None if it can."""
+        return "communication between ranks uses system calls"
 
     def check_nobody_lost(self) -> None:
-        """Raises RankLostError: one was, and a device that went on without it has computed nothing of use."""
+        """Raise RankLostError if a rank was lost, which makes the device's later results invalid."""
         return None
 
-    def loss_of(self, ranks: Iterable[int], said: str) -> RankLostError:
-        """That one of these is lost."""
+    def lost_error(self, ranks: Iterable[int], said: str) -> RankLostError:
+        """Return the error for a loss among these ranks."""
         return RankLostError([self.names[rank] for rank in ranks], said)
 
     def check_peer(self, rank: int) -> None:
-        """Raises EngineError: it is none of the other ranks."""
+        """Raise EngineError if it is none of the other ranks."""
         if rank == self.rank or not 0 <= rank < self.size:
             raise EngineError(f"rank {self.rank} of {self.size} has no peer {rank}")
 
 
 class Alone(Group):
-    """The only rank: nothing moves."""
+    """Group of a single rank."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)

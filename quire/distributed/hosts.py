@@ -1,10 +1,9 @@
-"""Ranks of several hosts, equally many neighbours on each: within a host they share memory, and what crosses hosts does
-so once.
+"""Ranks of several hosts, equally many on each: they share memory within a host, and data crosses hosts once.
 
-Invariant: ranks are added in the tree of `ops.all_reduce`. Those of a host are a whole subtree of it, since they are a
-power of two; so sums have the bits that they would have in any other group.
+Invariant: ranks are reduced in the tree of `ops.all_reduce`. A host's ranks are a power of two and so a whole subtree;
+sums are bitwise equal to those of any other group.
 
-How: `quire.kernels.cpu.host_collectives`. L are the ranks of each host.
+Kernels: `quire.kernels.cpu.host_collectives`. L is the number of ranks per host.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from torch import Tensor
 from quire.distributed.group import Group
 
 
-class Hosts(Group):
-    """All ranks, as one of them sees them.
-
-    What has no way of its own here goes that of `world`.
+class HostGroups(Group):
+    """All ranks as seen by one of them; operations without a specialized path use `world`.
 
     Attributes:
         here: the ranks of this host.
-        across: those that have this one's place on each host.
+        across: the ranks with this rank's index on each host.
     """
 
     def __init__(self, world: Group, here: Group, across: Group) -> None:
@@ -53,8 +50,8 @@ class Hosts(Group):
         return self._world.why_not_captured()
 
 
-def size_of_hosts(hosts: Sequence[Hashable]) -> int | None:
-    """L, of ranks that are on such hosts; None: they are not shared out so that `Hosts` could have them."""
+def ranks_per_host(hosts: Sequence[Hashable]) -> int | None:
+    """Return L for ranks on these hosts; None if they are not divided as `HostGroups` requires."""
     sizes = [len([*ranks]) for _, ranks in groupby(hosts)]
     (size, *others), num = sizes, len(sizes)
     is_even = all(other == size for other in others) and len(set(hosts)) == num

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: for tests, and the oracle of every other way to move tensors."""
+"""Ranks that are threads of one process: for tests, and the oracle of every other transport."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor
 from quire.distributed.group import Group
 from quire.errors import RankLostError
 
-Mailbox = SimpleQueue[Tensor | str]
-"""From one rank to another: tensors, and, behind the last of them, why there will be no more."""
+Mailbox = SimpleQueue[Tensor | str]  # Tensors from one rank to another, and at last the reason of the end.
 
 
 class InProcess(Group):
-    """A rank with a mailbox from and to each other one; `InProcess.group` makes all that belong together."""
+    """Rank with a mailbox from and to each other one; `InProcess.group` makes a whole group."""
 
     def __init__(self, rank: int, mailboxes: Sequence[Sequence[Mailbox]], timeout_s: float) -> None:
         super().__init__(rank, len(mailboxes))
@@ -25,7 +24,7 @@ class InProcess(Group):
 
     @staticmethod
     def group(size: int, timeout_s: float = 60.0) -> list[InProcess]:
-        """All ranks of a group; each is for a thread of its own."""
+        """Return all ranks of a group, each for a thread of its own."""
         mailboxes: list[list[Mailbox]] = [[SimpleQueue() for _ in range(size)] for _ in range(size)]
         return [InProcess(rank, mailboxes, timeout_s) for rank in range(size)]
 

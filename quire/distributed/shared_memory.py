@@ -1,6 +1,6 @@
-"""Ranks of one host with memory in common, in which kernels cross ranks without the system's help.
+"""Ranks of one host with shared memory, through which kernels communicate without system calls.
 
-Invariant: the memory has no name (Linux: memfd), so it is gone with the last process that has it, however that ends.
+Invariant: the memory is anonymous (Linux: memfd), so it is gone with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,21 @@ from ctypes import c_char, c_int32, c_int64, c_uint32
 import torch
 from torch import Tensor
 
-from quire.distributed.group import ANSWER_S, Group
+from quire.distributed.group import COLLECTIVE_TIMEOUT_S, Group
 from quire.errors import RankLostError
 from quire.processes import why_silent
 
 logger = logging.getLogger(__name__)
 
-MOST_RANKS = 8
-PIECE_BYTES = 1 << 18
-"""What a rank shows the others at a time: two such pieces stay in its core's cache."""
+MAX_RANKS = 8
+PIECE_BYTES = 1 << 18  # Bytes that a rank publishes at a time: two such pieces stay in its core's cache.
 _NAME = "quire-ranks"
-_LOOK_S = 0.1
-"""Time between two looks at a rank that is waited for, as in csrc/cpu/segment.cpp."""
-_SLOTS = 4096
-"""Where the pieces begin."""
+_POLL_S = 0.1  # Poll interval while waiting for a rank, as in csrc/cpu/segment.cpp.
+_SLOTS = 4096  # Offset of the pieces.
 
 
 class _Rank(ctypes.Structure):
-    """As `Rank` in csrc/cpu/segment.cpp."""
+    """`Rank` in csrc/cpu/segment.cpp."""
 
     _fields_ = (
         ("shown", c_uint32),
@@ -47,7 +44,7 @@ class _Rank(ctypes.Structure):
 
 
 class _Segment(ctypes.Structure):
-    """As `Segment` in csrc/cpu/segment.cpp; from `_SLOTS` on there are two pieces of each rank."""
+    """`Segment` in csrc/cpu/segment.cpp; from `_SLOTS` on there are two pieces of each rank."""
 
     _fields_ = (
         ("num_ranks", c_int64),
@@ -55,14 +52,14 @@ class _Segment(ctypes.Structure):
         ("patience", c_int64),
         ("tag", c_int64),
         ("_line", c_int64 * 4),
-        ("ranks", _Rank * MOST_RANKS),
+        ("ranks", _Rank * MAX_RANKS),
     )
 
 
 class SharedMemory(Group):
-    """The ranks of another group, with memory for the kernels (`quire.kernels.cpu.collectives`).
+    """Group of ranks with shared memory for the kernels (`quire.kernels.cpu.collectives`).
 
-    What has no kernel goes the other group's way.
+    Operations without a kernel use the wrapped group.
 
     Attributes:
         memory: uint8, the same for all ranks.
@@ -97,28 +94,28 @@ class SharedMemory(Group):
         return None
 
     def loss(self, rank: int) -> RankLostError:
-        """Why a kernel has waited for a rank in vain."""
+        """Return the error for a rank that a kernel has waited for in vain."""
         other = self._header.ranks[rank]
         if other.has_left:
-            return self.loss_of([rank], other.reason.decode(errors="replace"))
-        trouble = why_silent(other.pid) or f"did not answer within {self._header.patience * _LOOK_S:g} s"
-        return self.loss_of([rank], f"process {other.pid} {trouble}")
+            return self.lost_error([rank], other.reason.decode(errors="replace"))
+        trouble = why_silent(other.pid) or f"did not answer within {self._header.patience * _POLL_S:g} s"
+        return self.lost_error([rank], f"process {other.pid} {trouble}")
 
 
 def share_memory(
-    group: Group, *, able: bool = True, piece_bytes: int = PIECE_BYTES, answer_s: float = ANSWER_S
+    group: Group, *, able: bool = True, piece_bytes: int = PIECE_BYTES, answer_s: float = COLLECTIVE_TIMEOUT_S
 ) -> Group:
-    """The ranks of a group with memory in common; the group itself if not all of them can have it.
+    """Give the ranks of a group shared memory; returns the group itself if not all ranks can have it.
 
     Args:
         able: whether this rank has kernels for it.
-        answer_s: how long to wait for a rank whose process runs.
+        answer_s: seconds to wait for a rank whose process runs.
     """
-    able = able and group.size <= MOST_RANKS and hasattr(os, "memfd_create")
+    able = able and group.size <= MAX_RANKS and hasattr(os, "memfd_create")
     num_bytes, tag = _SLOTS + 2 * group.size * piece_bytes, secrets.randbits(62)
     made = -1
     if able and group.rank == 0:
-        patience = max(1, round(answer_s / _LOOK_S))
+        patience = max(1, round(answer_s / _POLL_S))
         made = _made(
             num_bytes, _Segment(num_ranks=group.size, piece_bytes=piece_bytes, patience=patience, tag=tag)
         )
@@ -133,13 +130,13 @@ def share_memory(
         if made >= 0:
             os.close(made)
     if segment is None or not all(map(bool, have_it)):
-        logger.info("rank %d: the ranks have no memory in common", group.rank)
+        logger.info("rank %d: the ranks have no shared memory", group.rank)
         return group
     return SharedMemory(group, segment)
 
 
 def _made(num_bytes: int, header: _Segment) -> int:
-    """A file without a name, or -1 if the system gives none."""
+    """Create an anonymous file; -1 if the system refuses it."""
     file = -1
     try:
         file = os.memfd_create(_NAME)
@@ -154,7 +151,7 @@ def _made(num_bytes: int, header: _Segment) -> int:
 
 
 def _opened(pid: int, file: int, tag: int, num_bytes: int) -> mmap.mmap | None:
-    """What another process has made; None if it has not, or is none of this host."""
+    """Map another process's file; None if it has none, or is on another host."""
     path = f"/proc/{pid}/fd/{file}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME} "):

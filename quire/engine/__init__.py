@@ -1,1 +1,1 @@
-"""The engine: front end (input, output, clients) and core (the step loop)."""
+"""Engine: front end (input, output, clients) and core (the step loop)."""

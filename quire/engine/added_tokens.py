@@ -50,7 +50,7 @@ class TokenizerSettings:
 
     @property
     def literals(self) -> dict[str, str]:
-        """The named tokens as they are written."""
+        """Named tokens: name -> literal."""
         return {name: token.content for name, token in self.named.items()}
 
     def all_in(self, vocabulary: Collection[str]) -> bool:

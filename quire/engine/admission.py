@@ -1,7 +1,6 @@
-"""`Admission`: whether requests may come in now; asked before they cost anything.
+"""Admission control: checks queue and memory limits before a request costs anything.
 
-Invariant: of what is asked only places are kept, each for as long as it says, and every refusal for want of room is
-counted under its option.
+Invariant: reservations are the only state, each held for its context. Every refusal is counted under its option.
 """
 
 from __future__ import annotations
@@ -10,18 +9,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire.config import SchedulerConfig
-from quire.engine.free_memory import FreeMemory, bytes_to_keep
 from quire.engine.front_end import FrontEnd
-from quire.engine.queue_limits import Place, WaitingSequences, check_queue, check_tokens, crowding
+from quire.engine.queue_limits import (
+    FreeMemory,
+    QueueReservation,
+    WaitingSequences,
+    bytes_to_keep,
+    check_queue,
+    check_tokens,
+    crowding,
+)
 from quire.errors import NoRoomError
 from quire.platforms import Host
 
 
 class Admission:
-    """The door of one front end.
+    """Admission control of one front end.
 
     Args:
-        memory: None: of this machine or container, as `--min-free-memory` says.
+        memory: None: free memory of this machine or container, limited by `--min-free-memory`.
     """
 
     def __init__(self, front_end: FrontEnd, memory: FreeMemory | None = None) -> None:
@@ -29,40 +35,40 @@ class Admission:
         self._memory = memory or _memory_of(Host(), front_end.config.scheduler.min_free_memory)
 
     @contextmanager
-    def reserve(self, num_sequences: int) -> Iterator[Place]:
-        """A place for a request of so many sequences, until they have joined the queue, or the end of the context.
+    def reserve(self, num_sequences: int) -> Iterator[QueueReservation]:
+        """Reserve queue room for a request of `num_sequences` sequences, until they are queued or the context ends.
 
         Raises:
-            QueueFullError: not now; says what waits and which limit it meets.
+            QueueFullError: with the queue's size and the limit.
             UnavailableError: the engine sleeps.
         """
         self._front_end.check_awake()
         with self._counted():
             check_queue(self._limits, self._waiting, num_sequences)
-        place = Place(self._waiting, num_sequences)
+        place = QueueReservation(self._waiting, num_sequences)
         try:
             yield place
         finally:
-            place.give_up()
+            place.release()
 
-    def check_tokens(self, place: Place, num_tokens: int) -> None:
-        """Whether a prompt of so many tokens may have the place. Raises as `reserve`."""
+    def check_tokens(self, place: QueueReservation, num_tokens: int) -> None:
+        """Check that a prompt of `num_tokens` tokens fits, and add them to the reservation; raises as `reserve`."""
         self._front_end.check_awake()
         with self._counted():
             check_tokens(self._limits, self._waiting, num_tokens)
         place.hold(num_tokens)
 
     def crowding(self) -> str | None:
-        """Why others should be asked; None: no reason."""
+        """Return why clients should try other servers; None: no reason."""
         return crowding(self._limits, self._waiting)
 
     def check_memory(self) -> None:
-        """Whether there is memory for work of any kind.
+        """Check that there is memory for new work.
 
-        With nothing in flight there is, however little is left: then waiting would not make it more.
+        Passes while nothing is in flight, because waiting would then free nothing.
 
         Raises:
-            NoRoomError: not now; says how much is left.
+            NoRoomError: with the memory left.
         """
         if self._front_end.num_unfinished:
             with self._counted():

@@ -1,8 +1,8 @@
-"""`AsyncLLM`: many concurrent async generators over one engine.
+"""Asynchronous engine: many concurrent async generators over one engine.
 
-Invariant: torch-free (unless the cores are asked to run in this process). One pump thread per core (see `pumps`)
-hands its messages to the event loop; all other state belongs to the loop's thread. A core that dies after it was
-ready, in a process of its own, is replaced, and requests go on in the new one: see `quire.engine.cores`.
+Invariant: torch-free (unless the cores run in this process). One receiver thread per core (see `CoreReceivers`) hands
+its messages to the event loop; all other state belongs to the loop's thread. A core process that dies after it was
+ready is replaced, and its requests resume in the new one: see `quire.engine.cores`.
 """
 
 from __future__ import annotations
@@ -15,48 +15,46 @@ from typing import Any
 
 import msgspec
 
-from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.admission import Admission
-from quire.engine.bedtime import Bedtime, OtherFrontEnds
 from quire.engine.client import closed_on_error
-from quire.engine.constraint_checks import ConstraintChecks
 from quire.engine.cores import Cores, CoreWatcher, OwnCores
-from quire.engine.front_end import FrontEnd, Outgoing, explained
-from quire.engine.gathering import Gathering
-from quire.engine.ledger import Page
-from quire.engine.lexicons import Lexicon
+from quire.engine.front_end import FrontEnd, Outgoing, decode_explanations
 from quire.engine.messages import CoreMessage, Detach
-from quire.engine.output_stream import Offer, OutputStream
-from quire.engine.pooling_inputs import AS_THEY_ARE, TextOptions
+from quire.engine.output_stream import CoreReceivers, Offer, OutputStream
 from quire.engine.prompt_forms import TokenizedPrompt
-from quire.engine.pumps import Pumps
-from quire.engine.queue_limits import Place, SharedWaiting
-from quire.engine.sleep import Rest
+from quire.engine.queue_limits import QueueReservation, SharedWaiting
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import beside_loop
+from quire.engine.tokenizer_cache import TokenizerContext
 from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import StatLogger
 from quire.outputs import RequestOutput
-from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling.collector import PoolingCollector
+from quire.pooling.inputs import DEFAULT_TEXT_OPTIONS, TextOptions
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.routing.counters import CounterSlot
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import SchedulerStats
+from quire.sleep.controller import OtherFrontEnds, SleepController
+from quire.sleep.modes import EngineSleepState
+from quire.structured_output.request_constraints import ConstraintChecks
 
 logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """The asynchronous engine. Construction starts the cores and returns at once; `wait_ready` waits for them.
+    """Asynchronous engine. Construction starts the cores and returns at once; `wait_ready` waits for them.
 
     With `cores`, it is one of several front ends of these, and starts none of its own.
 
     Raises:
-        StartupError: from the constructor for what is seen at once (no such model, bad option, no tokenizer), from
-            `wait_ready` for what a core finds.
+        StartupError: from the constructor for errors detected immediately (no such model, bad option, no tokenizer),
+            from `wait_ready` for errors of a core.
     """
 
     def __init__(
@@ -82,13 +80,13 @@ class AsyncLLM:
         self.tokenizer = self._front_end.tokenizer
         self.input_processor = self._front_end.input_processor
         self.output_processor = self._front_end.output_processor
-        self._settled = asyncio.Event()
-        self._pumps = Pumps(self._clients, self._take_in, self._lose)
+        self._all_ready = asyncio.Event()
+        self._receivers = CoreReceivers(self._clients, self._take_in, self._lose)
         self._restarts: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
         self._checks = ConstraintChecks(self.input_processor.constraints)
-        self._bedtime = Bedtime(self._front_end, self._send)
+        self._bedtime = SleepController(self._front_end, self._send)
 
     @staticmethod
     def start(config: EngineConfig) -> AsyncLLM:
@@ -102,17 +100,19 @@ class AsyncLLM:
 
     @property
     def config(self) -> EngineConfig:
-        """With every automatic value settled; the context that is fitted to memory, once the engine is ready."""
+        """Configuration with all automatic values resolved; `max_model_len` is fitted to memory once the engine is
+        ready.
+        """
         return self._front_end.config
 
     @property
     def is_ready(self) -> bool:
-        """True once every core has loaded, while one is there and does not seem to hang: a request would begin now."""
-        return self._settled.is_set() and not self.errored and bool(self._front_end.cores_up)
+        """True once every core has loaded, while one is up and responsive: a request would start now."""
+        return self._all_ready.is_set() and not self.errored and bool(self._front_end.cores_up)
 
     @property
     def stalls(self) -> bool:
-        """Whether a core has loaded, and each that has seems to hang: nothing is heard of it, and it does nothing."""
+        """True if a core has loaded and every loaded core seems to hang."""
         return self._front_end.stalls
 
     @property
@@ -121,7 +121,7 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> QuireError | None:
-        """What ended the engine."""
+        """Error that ended the engine."""
         return self._front_end.dead_error
 
     async def wait_ready(self) -> None:
@@ -130,8 +130,8 @@ class AsyncLLM:
         Raises:
             QuireError: a core could not start (a StartupError with the reason) or died.
         """
-        self._pumps.ensure()
-        await self._settled.wait()
+        self._receivers.ensure()
+        await self._all_ready.wait()
         await self.check_health()
 
     async def check_health(self) -> None:
@@ -139,13 +139,13 @@ class AsyncLLM:
         self._front_end.check_health()
 
     async def check_constraint(self, params: SamplingParams) -> None:
-        """Find out whether the constraint of the parameters can be enforced; `generate` then knows it.
+        """Check that the constraint of the parameters can be enforced; the result is cached for `generate`.
 
         Raises:
             ValidationError: it cannot.
-            UnavailableError: others keep the checkers busy.
+            UnavailableError: all checkers are busy.
         """
-        await self._checks.settled(params)
+        await self._checks.validated(params)
 
     async def generate(
         self,
@@ -160,28 +160,27 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
         offer: Offer | None = None,
-        place: Place | None = None,
+        place: QueueReservation | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs until one is `finished`. Closing the generator aborts the request.
 
         `request_id` is a label: outputs carry it, `abort` takes it, and it need not be unique. `priority` (lower
-        first) needs the priority policy; `tenant` is whose share the request takes under the fair one. With
-        `lora_request` that adapter is added to the model; one that cannot be used ends the request with finish_reason
-        "error" and says why in `stop_reason`. `timeout_s` seconds after the request came, tokenizing included, it ends
-        with finish_reason "timeout" and what it has by then. With `otlp_traces_endpoint` its span goes on from
-        `trace_headers`: W3C `traceparent` and `tracestate`. `data_parallel_rank` names the replica that computes it, as
-        long as that is up. `offer` is called with each output but the last that comes
-        while the caller waits for one; what it takes is not yielded. `place` is what was reserved for it and perhaps
-        for others.
+        first) needs the priority policy; `tenant` is the account under the fair policy. `lora_request` names an
+        adapter; one that cannot be used finishes the request with finish_reason "error" and the reason in
+        `stop_reason`. `timeout_s` seconds after the call, tokenizing included, the request finishes with finish_reason
+        "timeout" and its output so far. With `otlp_traces_endpoint` its span continues `trace_headers`: W3C
+        `traceparent` and `tracestate`. `data_parallel_rank` selects the replica, as long as that is up. `offer` is
+        called with each output but the last that arrives while the caller waits for one; outputs that it accepts are
+        not yielded. `place` is a reservation for this and perhaps other requests.
 
         Raises:
-            ValidationError: before the first output, for a prompt or parameter that cannot be honoured.
+            ValidationError: before the first output, for an invalid prompt or parameter.
             UnavailableError: the queue is full, or the engine sleeps.
-            EngineDeadError: the engine died; UnavailableError, EngineError: a core did, and this request does not go on
-                in another.
+            EngineDeadError: the engine died; UnavailableError, EngineError: a core died and this request does not
+            resume.
         """
         arrived = self._front_end.clock()
-        self._pumps.ensure()
+        self._receivers.ensure()
         await self.check_health()
         # A beam search has one output, at the end.
         kind = None if isinstance(sampling_params, BeamSearchParams) else sampling_params.output_kind
@@ -191,7 +190,7 @@ class AsyncLLM:
             num_tokens = sampling_params.n * len(tokenized.token_ids)
             self._admission.check_tokens(place, num_tokens)
             if isinstance(sampling_params, SamplingParams):
-                sampling_params = await self._checks.settled(sampling_params, tenant)
+                sampling_params = await self._checks.validated(sampling_params, tenant)
             name, messages = self._front_end.submit(
                 request_id,
                 tokenized,
@@ -208,7 +207,7 @@ class AsyncLLM:
             place.join(sampling_params.n, num_tokens)
         try:
             self._send(messages)
-            self._expire()  # its time may be over already
+            self._expire()  # the deadline may have passed
             while True:
                 output = await stream.get()
                 yield output
@@ -220,9 +219,9 @@ class AsyncLLM:
     async def encode(
         self, prompt: PromptType, pooling_params: PoolingParams, request_id: str, **terms: Any
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """Yield what is pooled of a prompt; closing the generator before aborts the request.
+        """Yield the pooled output of a prompt; closing the generator before aborts the request.
 
-        `terms` are those of `encode_all`, which raises what this does.
+        `terms` are the keywords of `encode_all`, which documents the errors.
         """
         (output,) = await self.encode_all([prompt], pooling_params, [request_id], **terms)
         yield output
@@ -239,44 +238,44 @@ class AsyncLLM:
         timeout_s: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
-        options: TextOptions = AS_THEY_ARE,
+        options: TextOptions = DEFAULT_TEXT_OPTIONS,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What is pooled of each prompt, in order; each is a request of its own, with a label of its own.
+        """Return the pooled output of each prompt, in order; each is a request of its own, with a label of its own.
 
-        `options` say how texts become tokens, and `tokenization_kwargs` the same under vLLM's names, over them.
+        `options` control tokenization; `tokenization_kwargs` are the same under vLLM's names and override them.
 
-        Two batches of them are in the engine at a time, so that many prompts of one caller leave room for others
-        between them. Cancelling aborts what is left.
+        Two batches of prompts are in the engine at a time, so that many prompts of one caller leave room for others
+        between them. Cancelling aborts the rest.
 
         Raises:
-            ValidationError: a prompt or parameter cannot be honoured.
+            ValidationError: a prompt or parameter is invalid.
             UnavailableError: the queue is full, or the engine sleeps.
             DeadlineError: `timeout_s` is over; EngineError: a prompt failed, or was aborted, or the engine died.
         """
         terms: dict[str, Any] = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
         terms |= {"trace_headers": trace_headers, "arrived": self._front_end.clock()}
         terms |= {"lora_request": lora_request, "data_parallel_rank": data_parallel_rank}
-        self._pumps.ensure()
+        self._receivers.ensure()
         await self.check_health()
         window = 2 * self.config.scheduler.max_num_seqs
         options = options.with_kwargs(tokenization_kwargs)
-        gathering, names = Gathering(len(prompts)), list[str]()
+        collector, names = PoolingCollector(len(prompts)), list[str]()
         with self._admission.reserve(min(len(prompts), window)) as reserved:
             tokenized = [await self._tokenize(prompt, lora_request, options) for prompt in prompts]
             self._admission.check_tokens(reserved, sum(len(one.token_ids) for one in tokenized[:window]))
         try:
-            while gathering.num_missing:
-                num_open = gathering.num_missing - (len(prompts) - len(names))
+            while collector.num_missing:
+                num_open = collector.num_missing - (len(prompts) - len(names))
                 for place in range(len(names), min(len(names) + window - num_open, len(prompts))):
                     name, messages = self._front_end.submit(
-                        request_ids[place], tokenized[place], pooling_params, gathering.sink(place), **terms
+                        request_ids[place], tokenized[place], pooling_params, collector.sink(place), **terms
                     )
                     names.append(name)
                     self._send(messages)
-                self._expire()  # their time may be over already
-                await gathering.news()
-            return gathering.all()
+                self._expire()  # the deadlines may have passed
+                await collector.news()
+            return collector.all()
         finally:
             for name in names:
                 self._send(self._front_end.release(name))
@@ -286,48 +285,48 @@ class AsyncLLM:
         self._send(self._front_end.abort(request_ids))
 
     def labels(self) -> list[str]:
-        """Of the requests in flight, oldest first."""
+        """Return labels of the requests in flight, oldest first."""
         return self._front_end.labels()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
+        """Clear the prefix cache; False, and nothing done, on a core that is running requests."""
         return all(await self._call_each("reset_prefix_cache"))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter before a request wants it, beside the steps; true when every core has it.
+        """Load an adapter in advance, beside the steps; true when every core has it.
 
-        Of a core that takes another's place, the first request reads it again.
+        A restarted core loads it again with the first request that uses it.
 
         Raises:
-            ValidationError: it cannot be used; the message names the file, the tensor and the limit.
+            ValidationError: it cannot be used; names the file, the tensor and the limit.
         """
-        await self.lexicon_of(lora_request)
+        await self.get_tokenizer_context(lora_request)
         fields = msgspec.to_builtins(lora_request)
         return all(await self._call_each("add_lora", fields))
 
-    async def lexicon_of(self, adapter: LoRARequest | None) -> Lexicon:
-        """By what the texts of an adapter's requests, or of the model's, are token ids; its files are read in a thread.
+    async def get_tokenizer_context(self, adapter: LoRARequest | None) -> TokenizerContext:
+        """Return the tokenizer context of an adapter, or of the model for None; its files are read in a thread.
 
         Raises:
             ValidationError: its tokenizer does not fit the model's.
         """
-        lexicons = self.input_processor.lexicons
-        known = lexicons.known(adapter)
-        return await asyncio.to_thread(lexicons.of, adapter) if known is None else known
+        tokenizers = self.input_processor.tokenizers
+        known = tokenizers.known(adapter)
+        return await asyncio.to_thread(tokenizers.of, adapter) if known is None else known
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Let go of an adapter, by its `lora_int_id`, when no request has it any more; false if none is there."""
+        """Unload an adapter by its `lora_int_id` once no request uses it; false if there is none."""
         return any(await self._call_each("remove_lora", lora_id))
 
     async def list_loras(self) -> set[int]:
-        """The `lora_int_id`s of the adapters in the host's memory."""
+        """Return the `lora_int_id`s of the adapters in host memory."""
         return {number for numbers in await self._call_each("list_loras") for number in numbers}
 
     async def check_integrity(self) -> list[SchedulerStats]:
-        """Check the bookkeeping of every core; returns what each has in use.
+        """Check the bookkeeping of every core; returns each core's scheduler stats.
 
         Raises:
-            EngineError: a core's does not hold, which is a bug of ours; its log has the state.
+            EngineError: an invariant is broken, an internal bug; the core's log has the state.
         """
         stats: list[SchedulerStats] = []
         for core in range(len(self._clients)):
@@ -337,18 +336,18 @@ class AsyncLLM:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether anything of the engine sleeps, or is about to, so that it takes no requests."""
+        """True if anything of the engine sleeps, or is about to, so that it takes no requests."""
         return self._bedtime.is_sleeping
 
     @property
     def asleep(self) -> list[str]:
-        """The tags that sleep."""
+        """Tags of the parts that sleep."""
         return sorted(self._front_end.rest.asleep)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Stop until `wake_up`, and give memory back: at level 0 none, at 1 the KV cache's, at 2 the weights' too.
+        """Suspend until `wake_up` and free memory: level 0 none, level 1 the KV cache, level 2 also the weights.
 
-        Requests in flight end (`mode` "abort"), are waited for ("wait") or go on when the engine wakes ("keep").
+        Requests in flight are aborted (`mode` "abort"), waited for ("wait") or resume at `wake_up` ("keep").
         Calling it while asleep goes deeper, or does nothing.
 
         Raises:
@@ -356,59 +355,59 @@ class AsyncLLM:
             UnavailableError: a core is loading.
             ConflictError: the engine was woken while it waited for requests.
         """
-        self._pumps.ensure()
+        self._receivers.ensure()
         await self._bedtime.sleep(level, mode)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Have everything again, or of "weights", "kv_cache" and "scheduling" these; without effect while awake.
+        """Wake everything, or only the tags among "weights", "kv_cache" and "scheduling"; no effect while awake.
 
         Steps are planned again once nothing else sleeps.
 
         Raises:
             ValidationError: there is no such tag.
-            ConflictError: one of them needs what would still sleep.
-            EngineError: the weights cannot be loaded, or memory is short; what could not wake sleeps on.
+            ConflictError: a tag needs another one that would still sleep.
+            EngineError: the weights cannot be loaded, or memory is short; the affected parts stay asleep.
         """
-        self._pumps.ensure()
+        self._receivers.ensure()
         await self._bedtime.wake_up(tags)
 
     def sleep_with(self, others: OtherFrontEnds) -> None:
-        """The cores have other front ends, too, for which this one decides when they sleep."""
+        """Set the other front ends of the cores; this front end controls sleep for all of them."""
         self._bedtime.others = others
 
-    def rest(self, rest: Rest, *, dozes: bool) -> None:
-        """The front end that decides has put the cores to sleep, is about to, or has woken them."""
-        self._front_end.rest, self._front_end.dozes = rest, dozes
+    def rest(self, rest: EngineSleepState, *, is_falling_asleep: bool) -> None:
+        """Apply the sleep state decided by the controlling front end."""
+        self._front_end.rest, self._front_end.is_falling_asleep = rest, is_falling_asleep
 
     async def explain(self, request_id: str) -> list[Explanation]:
-        """Why the requests of this label wait or waited, for each of their sequences.
+        """Return the explanations of this label's requests, one per sequence.
 
         Raises:
-            NotFoundError: no core knows any, or they ended too long ago.
+            NotFoundError: all are unknown, or they ended too long ago.
         """
-        asked = self._front_end.whereabouts(request_id)
-        found = await asyncio.gather(*(self._call(core, "explain", name) for core, name in asked))
-        return explained(found, request_id)
+        sequences = self._front_end.locate_sequences(request_id)
+        found = await asyncio.gather(*(self._call(core, "explain", name) for core, name in sequences))
+        return decode_explanations(found, request_id)
 
-    def reserve(self, num_sequences: int = 1) -> AbstractContextManager[Place]:
-        """A place for a request that is to be made ready, before that costs anything; whatever of it was not handed to
-        `generate` by the end of the context is given up.
+    def reserve(self, num_sequences: int = 1) -> AbstractContextManager[QueueReservation]:
+        """Reserve queue room before a request is prepared; whatever is not passed to `generate` within the context is
+        released.
 
         Raises:
-            UnavailableError: the queue is full, memory short, or the engine sleeps; says which limit is met.
+            UnavailableError: the queue is full, memory short, or the engine sleeps; names the limit.
         """
         self._admission.check_memory()
         return self._admission.reserve(num_sequences)
 
     def crowding(self) -> str | None:
-        """Why new requests should rather go elsewhere, though there is some room yet; None: no reason."""
+        """Return why clients should prefer other servers although there is room left; None: no reason."""
         return self._admission.crowding()
 
     def check_memory(self) -> None:
-        """Whether there is memory for work that the engine has no part in, such as tokenizing.
+        """Check that there is memory for work outside the engine, such as tokenizing.
 
         Raises:
-            UnavailableError: not now; says how much is left, and how much is to be.
+            UnavailableError: with the memory left and the required reserve.
         """
         self._admission.check_memory()
 
@@ -421,32 +420,32 @@ class AsyncLLM:
         return await self._call(0, method, *args)
 
     def watch_cores(self, watcher: CoreWatcher) -> None:
-        """Tell somebody of the engine's cores, which it started in processes of their own, and of those after them."""
+        """Report the engine's own core processes, and their replacements, to a watcher."""
         self._cores.watch(watcher)
 
     def forget(self, front_end: int) -> None:
-        """Another front end of the cores is gone; what it has asked for ends."""
+        """Detach another front end that is gone; its requests are aborted."""
         self._send([(core, Detach(front_end)) for core in range(len(self._clients))])
 
-    def share(self, page: Page) -> None:
-        """Count what waits, and the cores' loads, with those of other front ends; before there are requests."""
+    def share(self, page: CounterSlot) -> None:
+        """Share queue counts and core loads with other front ends; call before there are requests."""
         self.output_processor.waiting = SharedWaiting(page)
         self._front_end.router.share(page)
 
     def end(self, reason: str) -> None:
-        """There is no core any more, and none will come."""
+        """Fail the engine because its cores are gone for good."""
         self._die(EngineDeadError(reason))
 
     def add_stat_logger(self, stat_logger: StatLogger) -> None:
-        """Tell `stat_logger` what the engine does from now on, and which cores are ready."""
+        """Notify `stat_logger` of engine events from now on, and of the cores that are ready."""
         self._front_end.stat_loggers.add(stat_logger)
 
     def num_unfinished_requests(self) -> int:
-        """Sequences in flight."""
+        """Return the number of sequences in flight."""
         return self._front_end.num_unfinished
 
     async def shutdown(self) -> None:
-        """End the cores; requests in flight end with EngineDeadError. Calling it twice is fine."""
+        """Stop the cores; requests in flight fail with EngineDeadError. May be called twice."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -456,20 +455,20 @@ class AsyncLLM:
         await asyncio.gather(*self._restarts)
         for client in self._clients:
             await asyncio.to_thread(client.close)
-        await self._pumps.join()
+        await self._receivers.join()
         await asyncio.to_thread(self._front_end.stat_loggers.close)
         self.input_processor.constraints.close()
 
     async def _tokenize(
-        self, prompt: PromptType, adapter: LoRARequest | None, options: TextOptions = AS_THEY_ARE
+        self, prompt: PromptType, adapter: LoRARequest | None, options: TextOptions = DEFAULT_TEXT_OPTIONS
     ) -> TokenizedPrompt:
-        await self.lexicon_of(adapter)
+        await self.get_tokenizer_context(adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
         return await beside_loop(num_chars, self.input_processor.tokenize, prompt, options, adapter=adapter)
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:
-        self._pumps.ensure()
+        self._receivers.ensure()
         answer, messages = self._front_end.call(core, method, *args)
         self._send(messages)
         return await asyncio.wrap_future(answer)
@@ -483,7 +482,7 @@ class AsyncLLM:
             self._clients[core].send(message)
 
     def _set_timer(self) -> None:
-        """One timer, for the deadline that comes first."""
+        """Schedule one timer for the earliest deadline."""
         deadline = self._front_end.next_deadline
         if self._timer is not None:
             self._timer.cancel()
@@ -500,42 +499,38 @@ class AsyncLLM:
         try:
             for message in messages:
                 self._send(self._front_end.take_in(core, message))
-        except (
-            Exception
-        ):  # a bug of ours: the loop would log it and go on, and every stream would wait for ever
+        except Exception:  # internal bug: the loop would only log it, and every stream would wait forever
             logger.exception("the front end failed")
             self._die(EngineDeadError("the engine's front end has failed"))
         if self._front_end.core_ready is not None:
-            self._settled.set()
+            self._all_ready.set()
 
     def _lose(self, core: int, error: QuireError) -> None:
-        """A core is dead: go on without it until there is another, or end."""
-        flights, elsewhere = self._front_end.in_flight(core), self._front_end.in_flight_elsewhere(core)
+        """Handle a dead core: continue without it until it is replaced, or fail the engine."""
+        in_flight, elsewhere = self._front_end.in_flight(core), self._front_end.in_flight_elsewhere(core)
         try:
             if self._closed.is_set():
                 raise error
-            verdict = self._cores.lost(core, flights, elsewhere, error, was_ready=self._settled.is_set())
+            verdict = self._cores.lost(core, in_flight, elsewhere, error, was_ready=self._all_ready.is_set())
         except QuireError as end:
             self._die(end)
             return
-        self._send(self._front_end.lose(core, verdict.failed, self._why_it_ends))
+        self._send(self._front_end.lose(core, verdict.failed, self._core_death_error))
         restart = asyncio.create_task(self._replace(core, verdict.restart_in_s or 0.0))
         self._restarts.add(restart)
         restart.add_done_callback(self._restarts.discard)
 
     @property
-    def _why_it_ends(self) -> QuireError:
-        """What a request is told that ends with its core."""
+    def _core_death_error(self) -> QuireError:
+        """Error for requests that end with their core."""
         if self.config.supervision.on_core_death == "error":
             return UnavailableError(
                 "the engine core died while it had this request; send it again", retry_after=2
             )
-        return EngineError(
-            "the engine core died twice while it worked on this request, which is not tried again"
-        )
+        return EngineError("the engine core died twice while it worked on this request; it is not retried")
 
     async def _replace(self, core: int, delay_s: float) -> None:
-        """Until the new client is there, what is sent to the core is lost, and all of it is in what is unfinished."""
+        """Replace a core; messages sent meanwhile are lost and resent with the unfinished requests."""
         try:
             is_there = await self._cores.replace(core, delay_s)
         except (QuireError, OSError) as error:
@@ -543,8 +538,8 @@ class AsyncLLM:
             return
         if is_there:
             self._send(self._front_end.unfinished(core))
-            self._pumps.start(core)
+            self._receivers.start(core)
 
     def _die(self, error: QuireError) -> None:
         self._front_end.die(error)
-        self._settled.set()
+        self._all_ready.set()

@@ -1,47 +1,379 @@
-"""The cores that a front end starts itself: in its own process, or in a child's.
+"""Clients of engine cores: in this process, in a child process, or in another process of the server.
 
-Invariant: what starts a core ends it. One in a child process that hangs is killed.
+Invariant of `CoreClient`: `send` never blocks; `receive` blocks and is called from one thread at a time; after `close`
+neither is called. A core that cannot start or dies surfaces as an exception from `receive`, and from each later one.
+
+The process that starts a core also ends it; a child that hangs is killed. `AttachedClient` neither starts nor
+ends its core; the owner reports its death (`leave`).
+
+`RemoteClient` uses ZeroMQ on a private directory of Unix sockets. Senders connect, receivers bind, so messages to a
+front end that is slow or gone block neither the core nor another front end. `send` and `receive` use a socket each, so
+that two threads may use them. Malformed frames are logged and dropped.
+
+`HeldInterrupts`: a plan that was made is executed and its result applied, or the engine is not used again; otherwise
+scheduler and worker would disagree on rows and blocks.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 
 from quire import private_directories
 from quire.config import EngineConfig
-from quire.engine.core_client import CoreClient
-from quire.engine.interrupts import HeldInterrupts
-from quire.engine.messages import CoreMessage, CoreRequest, Shutdown
-from quire.engine.progress import Progress
-from quire.engine.remote import CONFIG, PROGRESS, RemoteClient
-from quire.errors import StartupError
+from quire.engine.messages import (
+    NO_MESSAGE,
+    WIRE_VERSION,
+    Attach,
+    CoreFailed,
+    CoreMessage,
+    CoreReady,
+    CoreRequest,
+    Shutdown,
+)
+from quire.errors import EngineDeadError, StartupError
 from quire.processes import exit_reason, start_python
+from quire.supervision.progress import Heartbeat, Progress, cpu_seconds_with_children
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
+
+class CoreClient(ABC):
+    """Connection to one engine core."""
+
+    @property
+    def stalls(self) -> bool:
+        """True if the core seems to hang, as detected by `receive`."""
+        return False
+
+    def in_work(self, request_ids: Iterable[str]) -> set[str]:
+        """Return the requests among these that the core is working on, or was when it died, if known."""
+        return set()
+
+    @abstractmethod
+    def send(self, message: CoreRequest) -> None:
+        """Queue a message for the core."""
+
+    @abstractmethod
+    def receive(self) -> list[CoreMessage]:
+        """Wait for the core's next messages; the first ever is `CoreReady`. Empty when the client was closed.
+
+        Raises:
+            StartupError: the core could not start.
+            EngineDeadError: the core died.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the core and release everything; may be called twice."""
+
+
+class HeldInterrupts:
+    """Context that defers a KeyboardInterrupt to its end; a second one is raised at once.
+
+    No effect in other threads than the main one, inside another such context, and if the program handles SIGINT
+    itself.
+    """
+
+    _is_active = False  # main thread only, so one per process
+
+    def __init__(self) -> None:
+        self._came = False
+        self._holds = False
+
+    def __enter__(self) -> None:
+        if HeldInterrupts._is_active or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._holds = HeldInterrupts._is_active = True
+            signal.signal(signal.SIGINT, self._hold)
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if self._holds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            HeldInterrupts._is_active = False
+            if self._came and failure is None:
+                raise KeyboardInterrupt
+
+    def _hold(self, signum: int, frame: FrameType | None) -> None:
+        if self._came:
+            raise KeyboardInterrupt
+        self._came = True
+
+
+POLL_MS = 200
+RECONNECT_MS = 10
+REQUESTS = "requests"  # Socket that the core binds in the directory.
+PROGRESS = "progress"
+CONFIG = "config"
+
+
+def message_socket(front_end: int) -> str:
+    """Return the name of the socket that a front end binds in the directory."""
+    return f"messages.{front_end}"
+
+
+@dataclass(frozen=True)
+class CoreAddress:
+    """Private directory and process id of a core."""
+
+    directory: str
+    pid: int
+
+
+class RemoteClient(CoreClient):
+    """Core client over sockets, with a progress file written by the core.
+
+    Raises:
+        StartupError: TMPDIR is too long for sockets. Any failure here leaves nothing behind.
+    """
+
+    def __init__(self, config: EngineConfig, directory: Path, front_end: int) -> None:
+        self._decoder = msgspec.msgpack.Decoder(CoreMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
+        self._ready = False
+        self._closed = threading.Event()
+        self._heartbeat = Heartbeat(config.supervision.core_heartbeat_timeout)
+        self._failure: CoreFailed | None = None
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        # Garbage is collected in any order, and a context destroyed before its sockets would wait for them.
+        self._close_sockets = weakref.finalize(self, _close, self._sockets, self._context)
+        self._close_sockets.atexit = False  # the receiver thread may be using one
+        self._directory = directory
+        try:
+            self._outbox = self._socket(zmq.PUSH, REQUESTS)
+            self._inbox = self._socket(zmq.PULL, message_socket(front_end))
+            self._progress = self._open_progress(config)
+            # Last, so that no failure leaves a process behind.
+            self._pid = self._connect_core(config)
+        except BaseException:
+            self._release()
+            raise
+
+    @abstractmethod
+    def _open_progress(self, config: EngineConfig) -> Progress:
+        """Open the progress file or its equivalent."""
+
+    @abstractmethod
+    def _connect_core(self, config: EngineConfig) -> int:
+        """Start or attach to the core; returns its process id."""
+
+    @abstractmethod
+    def _is_gone(self) -> bool:
+        """Return whether the core has ended, so that no further messages will be sent."""
+
+    @abstractmethod
+    def _why_gone(self) -> str:
+        """Return the reason for the operator; called once the core is gone."""
+
+    @abstractmethod
+    def _on_hang(self, silent_s: float) -> None:
+        """Handle a core without progress for `silent_s` seconds."""
+
+    @property
+    def address(self) -> CoreAddress:
+        return CoreAddress(str(self._directory), self._pid)
+
+    def send(self, message: CoreRequest) -> None:
+        with self._send_lock:
+            if not self._closed.is_set():
+                self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def receive(self) -> list[CoreMessage]:
+        with self._receive_lock:
+            while not self._closed.is_set():
+                # Checked before polling, so that the last messages are read before the death is reported.
+                is_gone = self._is_gone()
+                if self._inbox.poll(0 if is_gone else POLL_MS):
+                    message = self._decoded(self._inbox.recv())
+                    if message is not None:
+                        return [self._accept(message)]
+                elif is_gone:
+                    raise self._death()
+                else:
+                    self._check_heartbeat()
+            return []
+
+    @property
+    def stalls(self) -> bool:
+        return self._heartbeat.stalls
+
+    def in_work(self, request_ids: Iterable[str]) -> set[str]:
+        """Return the requests among these that the core is working on, or was when it died; none after `close`."""
+        return set() if self._closed.is_set() else self._progress.in_work(request_ids)
+
+    def digests_in_work(self) -> set[bytes]:
+        """Return the digests of the requests being worked on (see `progress.requests_with_digests`)."""
+        return set() if self._closed.is_set() else self._progress.digests()
+
+    def _decoded(self, frame: bytes) -> CoreMessage | None:
+        """Decode a frame; None if it is malformed, which only a process of this user can have sent."""
+        try:
+            message: CoreMessage = self._decoder.decode(frame)
+            return message
+        except NO_MESSAGE as error:
+            logger.error("a frame of %d bytes is not a message of a core: %s", len(frame), error)
+            return None
+
+    def _accept(self, message: CoreMessage) -> CoreMessage:
+        if isinstance(message, CoreFailed):
+            self._failure = message
+            raise self._death()
+        if isinstance(message, CoreReady):
+            check_version(message)
+            self._ready = True
+        return message
+
+    def _check_heartbeat(self) -> None:
+        turns, used = self._progress.num_turns, cpu_seconds_with_children(self._pid)
+        if self._heartbeat.hangs(time.monotonic(), turns, used, self._progress.expected_s):
+            self._on_hang(self._heartbeat.silent_s)
+
+    def _death(self) -> StartupError | EngineDeadError:
+        """Return the reason of the core's end; a core that reported its failure is not waited for."""
+        if self._failure is not None:
+            message = self._failure.message
+        else:
+            how = "ended" if self._ready else "ended while starting"
+            message = f"the engine core {how}: {self._why_gone()}"
+        return EngineDeadError(message) if self._ready else StartupError(message)
+
+    def _socket(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        path = self._directory / name
+        check_length(path)
+        # A connecting socket queues messages until its peer is there, and after it is gone.
+        socket = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.set_hwm(0)
+        socket.linger = 0
+        socket.reconnect_ivl = RECONNECT_MS
+        reach = socket.connect if kind == zmq.PUSH else socket.bind
+        reach(f"ipc://{path}")
+        return socket
+
+    def _release(self) -> None:
+        with self._send_lock, self._receive_lock:
+            self._close_sockets()
+
+
+def _close(sockets: Iterable[zmq.Socket[bytes]], context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    for socket in sockets:
+        socket.close()
+    context.term()
+
+
+def check_length(path: Path) -> None:
+    """Raise StartupError if the path is too long for a socket."""
+    length, limit = len(os.fsencode(path)), zmq.IPC_PATH_MAX_LEN
+    if length > limit:
+        raise StartupError(
+            f"TMPDIR is too long: a socket's path may have {limit} bytes, and {path} has {length}; "
+            "set TMPDIR to a shorter directory"
+        )
+
+
+def check_version(ready: CoreReady) -> None:
+    """Check that both ends use the same version; they differ if an installation changed under a running program.
+
+    Raises:
+        StartupError: they do not; names both versions.
+    """
+    if ready.wire_version != WIRE_VERSION:
+        raise StartupError(
+            f"the engine core uses message version {ready.wire_version} and this process version {WIRE_VERSION}: "
+            "is quire installed twice, or was it changed while this program ran?"
+        )
+
+
+class AttachedClient(RemoteClient):
+    """Client of a core that another front end started.
+
+    Raises:
+        OSError, ZMQError: that core is gone already.
+    """
+
+    def __init__(self, config: EngineConfig, address: CoreAddress, front_end: int) -> None:
+        self._address = address
+        self._front_end = front_end
+        self._left = threading.Event()
+        super().__init__(config, Path(address.directory), front_end)
+
+    @property
+    def stalls(self) -> bool:
+        return self._left.is_set() or super().stalls
+
+    def leave(self) -> None:
+        """Mark the core as gone; `receive` reports it after the pending messages."""
+        self._left.set()
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            self._release()
+
+    def _open_progress(self, config: EngineConfig) -> Progress:
+        return Progress(self._directory / PROGRESS)
+
+    def _connect_core(self, config: EngineConfig) -> int:
+        self.send(Attach(self._front_end))
+        return self._address.pid
+
+    def _is_gone(self) -> bool:
+        return self._left.is_set()
+
+    def _why_gone(self) -> str:
+        return "its owner lost it"
+
+    def _on_hang(self, silent_s: float) -> None:
+        """No action; the owner detects the hang."""
+
+
+class PendingCoreClient(CoreClient):
+    """Placeholder for a core that is still to come: `receive` fails at once, so a replacement is awaited."""
+
+    def send(self, message: CoreRequest) -> None:
+        """Drop the message; unfinished work is sent to the next core."""
+
+    def receive(self) -> list[CoreMessage]:
+        raise EngineDeadError("there is no engine core yet")
+
+    def close(self) -> None:
+        pass
+
+
 CLOSE_TIMEOUT_S = 5.0
 SPIN_COUNT = 1000
-"""How often a thread of torch's looks for more work before it sleeps: some 20 microseconds. OpenMP's own milliseconds
-keep a core from everybody else for nothing, and from the threads of the kernels (docs/performance.md)."""
+"""Spins of an idle torch thread before it sleeps, some 20 microseconds. OpenMP's default of milliseconds wastes cores
+and slows the kernels' threads (docs/performance.md).
+"""
 
 
 class InProcessClient(CoreClient):
-    """Runs the core in the thread that calls `receive`: no spawn, easy to debug.
+    """Client that runs the core in the thread that calls `receive`: no spawn, easy to debug.
 
-    A KeyboardInterrupt out of `receive` loses no message: what was sent is acted on, and what the core said meanwhile
-    is handed out by the next `receive`.
+    A KeyboardInterrupt out of `receive` loses no message: sent messages have been handled, and the core's answers are
+    returned by the next `receive`.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -73,11 +405,11 @@ class InProcessClient(CoreClient):
     def _start(self) -> EngineCore:
         from quire.engine.core import EngineCore
 
-        with settled_spinning():
+        with openmp_spin_count():
             return EngineCore(self._config)
 
     def _turn(self, core: EngineCore) -> None:
-        """Act on what was sent, then take a step if there is work."""
+        """Handle all sent messages, then take a step if there is work."""
         self._sent.clear()
         while self._inbox and not self._closed:
             message = self._inbox.popleft()
@@ -87,7 +419,7 @@ class InProcessClient(CoreClient):
                 self._answers.append(answer)
         if core.has_work() and not self._closed:
             self._answers.append(core.step())
-            self._answers += core.take_answers()
+            self._answers += core.pop_answers()
 
     def close(self) -> None:
         self.send(Shutdown())
@@ -97,9 +429,9 @@ class InProcessClient(CoreClient):
 
 
 class ProcessClient(RemoteClient):
-    """Runs the core in a child process, over ZeroMQ on a private directory of Unix sockets.
+    """Client that runs the core in a child process, over ZeroMQ on a private directory of Unix sockets.
 
-    The child is started by its module name with the configuration as a file of msgpack, so nothing is pickled and no
+    The child is started by its module name with the configuration as a msgpack file, so nothing is pickled and no
     `__main__` guard is needed.
 
     Raises:
@@ -114,7 +446,7 @@ class ProcessClient(RemoteClient):
             super().__init__(config, private_directories.make(), front_end=0)
 
     def kill(self) -> None:
-        """End the core at once; whoever receives hears of it."""
+        """Kill the core; its receiver gets an EngineDeadError."""
         self.process.kill()
 
     def close(self) -> None:
@@ -132,7 +464,7 @@ class ProcessClient(RemoteClient):
     def _open_progress(self, config: EngineConfig) -> Progress:
         return Progress.create(self._directory / PROGRESS, config.scheduler.max_num_seqs)
 
-    def _reach_core(self, config: EngineConfig) -> int:
+    def _connect_core(self, config: EngineConfig) -> int:
         self.process = self._start_core(config)
         return self.process.pid
 
@@ -149,7 +481,7 @@ class ProcessClient(RemoteClient):
         return exit_reason(self.process.wait())
 
     def _on_hang(self, silent_s: float) -> None:
-        logger.error("the engine core has not gone on for %.0f s; it is killed", silent_s)
+        logger.error("the engine core made no progress for %.0f s; it is killed", silent_s)
         self.process.kill()
         self.process.wait()
 
@@ -160,27 +492,27 @@ class ProcessClient(RemoteClient):
 
 @contextmanager
 def startup_errors() -> Iterator[None]:
-    """What the machine refuses is a sentence for the operator."""
+    """Convert OS and ZeroMQ errors into a StartupError for the operator."""
     try:
         yield
     except (OSError, zmq.ZMQError) as error:
         raise StartupError(
-            f"the engine core cannot be started: {error}; look at TMPDIR, at the room there and at ulimit -a"
+            f"the engine core cannot be started: {error}; check TMPDIR, its free space and ulimit -a"
         ) from error
 
 
 def core_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """A core's environment: torch's threads spin for SPIN_COUNT rounds, unless the user has said how they wait."""
+    """Return a core's environment: torch's threads spin SPIN_COUNT times, unless the user has set how they wait."""
     if environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         return dict(environment)
     return {**environment, "GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
 
 @contextmanager
-def settled_spinning() -> Iterator[None]:
-    """A core's environment while OpenMP is loaded, which reads it then; what is the user's stays as it was.
+def openmp_spin_count() -> Iterator[None]:
+    """Set the spin count while OpenMP is loaded, which reads it then; the user's own settings are kept.
 
-    Without effect if the user's program has loaded OpenMP before, and so settled it.
+    No effect if the user's program has loaded OpenMP before.
     """
     added = core_environment(os.environ).items() - os.environ.items()
     os.environ.update(added)
@@ -192,12 +524,12 @@ def settled_spinning() -> Iterator[None]:
 
 
 def make_client(config: EngineConfig, *, in_process: bool) -> CoreClient:
-    """The client for one of the two transports."""
+    """Return a client for one of the two transports."""
     return InProcessClient(config) if in_process else ProcessClient(config)
 
 
 def make_clients(configs: Sequence[EngineConfig], *, in_process: bool) -> list[CoreClient]:
-    """A client for the core of each configuration; if one cannot be made, there are none."""
+    """Return a client for each configuration; if one fails, all are closed."""
     clients: list[CoreClient] = []
     with closed_on_error(clients):
         clients.extend(make_client(config, in_process=in_process) for config in configs)
@@ -206,7 +538,7 @@ def make_clients(configs: Sequence[EngineConfig], *, in_process: bool) -> list[C
 
 @contextmanager
 def closed_on_error(clients: Sequence[CoreClient]) -> Iterator[None]:
-    """While their owner is being made, whatever fails ends the cores."""
+    """Close the clients if the construction of their owner fails."""
     try:
         yield
     except BaseException:

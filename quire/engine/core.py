@@ -1,8 +1,8 @@
-"""`EngineCore`: one scheduler, one executor, and the loop that joins them.
+"""Engine core: one scheduler, one executor, and the loop that joins them.
 
-Invariant: only this module owns both columns of the system. It knows token ids and blocks, never text, HTTP or
-processes; whoever holds it calls `handle` for each message and `step` while there is work. A core in which one of these
-failed is dead: nothing is done after a step that was not carried out.
+Invariant: only this module owns both the scheduler and the executor. It handles token ids and blocks, never text, HTTP
+or processes. Its owner calls `handle` for each message and `step` while there is work. After a failure of either the
+core is dead: no step follows one that was not executed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,8 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
-from quire.engine.adapter_holds import AdapterHolds
-from quire.engine.cache_news import CacheNotes
 from quire.engine.file_states import check_files
-from quire.engine.grammar_holds import GrammarHolds
 from quire.engine.kv_events import create_publisher
-from quire.engine.lockstep import Lockstep, in_step
 from quire.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -32,38 +28,41 @@ from quire.engine.messages import (
     CoreRequest,
     EngineCoreOutputs,
     EngineCoreRequest,
-    StepBegun,
+    StepStarted,
     UtilityCall,
     UtilityResult,
     request_of,
 )
-from quire.engine.progress import Progress, followed
-from quire.engine.recorder import recorded
+from quire.engine.replicas.lockstep import Lockstep, in_step
 from quire.engine.sleeper import Sleeper
 from quire.engine.step_loop import Clock, make_loop
-from quire.engine.trace import create_trace
-from quire.engine.vocabulary import load_vocabulary
+from quire.engine.tokenizer_cache import load_vocabulary
+from quire.engine.trace import create_trace, recorded
 from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
-from quire.kv_cache.sizing import settle_max_model_len, size_kv_cache
+from quire.kv_cache.sizing import resolve_max_model_len, size_kv_cache
+from quire.lora.holds import AdapterHolds
 from quire.models.registry import is_own_class
 from quire.plugins import GENERAL, load_general_plugins, plugin_names
+from quire.routing.counters import CacheDeltaBuffer
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import resolve_scheduler
+from quire.structured_output.holds import GrammarHolds
+from quire.supervision.progress import Progress, with_progress
 from quire.torch_import import import_deferred
 
 logger = logging.getLogger(__name__)
 
+# Utilities that leave scheduler and worker inconsistent if they fail midway.
 VITAL = frozenset({"sleep", "wake_up"})
-"""Utilities that leave scheduler and worker apart when they fail in the middle."""
 
 
 class EngineCore:
-    """Loads the model, sizes the cache, then turns requests into updates step by step.
+    """Engine core: loads the model, sizes the cache, then turns requests into updates step by step.
 
-    Every time that it states is of `clock`, which requests' `arrival_time` must share. What it works on is written to
-    `progress`, if there is one. With `lockstep` it takes its steps together with other replicas.
+    All times are of `clock`, which the requests' `arrival_time` must share. Requests being worked on are recorded in
+    `progress`, if given. With `lockstep` it steps together with other replicas.
 
     Raises:
         StartupError: the model cannot be loaded or its files changed meanwhile, or memory does not suffice for one
@@ -89,11 +88,11 @@ class EngineCore:
             self.executor.load()
             check_files(config)
             kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
-            config = settle_max_model_len(config, kv_config)
+            config = resolve_max_model_len(config, kv_config)
             self.executor.initialize_kv_cache(kv_config)
         self.scheduler = scheduler_class(config, kv_config)
         self._publisher = create_publisher(config)
-        self._cache_notes = CacheNotes() if config.tells_cache else None
+        self._cache_deltas = CacheDeltaBuffer() if config.tells_cache else None
         self._trace = create_trace(config, kv_config)
         if self._trace is not None:
             self.scheduler = recorded(self.scheduler, self._trace)
@@ -103,7 +102,7 @@ class EngineCore:
         self._lockstep = lockstep
         executor = self.executor
         if progress is not None:
-            executor = followed(executor, progress, is_alone=lockstep is None)
+            executor = with_progress(executor, progress, is_alone=lockstep is None)
         executor = executor if lockstep is None else in_step(executor, lockstep)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
         sleeper = Sleeper(
@@ -111,7 +110,7 @@ class EngineCore:
             self.executor,
             self._loop,
             clock,
-            self._tell,
+            self._queue_updates,
             progress,
             partial(check_files, config),
         )
@@ -126,8 +125,8 @@ class EngineCore:
             "remove_lora": self._adapters.remove,
             "list_loras": self._adapters.numbers,
         }
-        self._late: list[tuple[UtilityCall, Future[Any]]] = []
-        self._untold: list[RequestUpdate] = []
+        self._pending_calls: list[tuple[UtilityCall, Future[Any]]] = []
+        self._pending_updates: list[RequestUpdate] = []
         self.ready = CoreReady(
             num_blocks=kv_config.num_blocks,
             block_size=kv_config.block_size,
@@ -137,46 +136,46 @@ class EngineCore:
         )
 
     def has_work(self) -> bool:
-        """True while a step would do something, be it to say that the core is dead."""
+        """Return whether a step would do something, including reporting that the core is dead."""
         is_provided = self._grammars.any_ready or self._adapters.any_ready
-        has_news = bool(self._untold) or is_provided or self._failure is not None
+        has_output = bool(self._pending_updates) or is_provided or self._failure is not None
         is_behind = self._lockstep is not None and self._lockstep.is_behind
-        return has_news or is_behind or self.scheduler.has_work()
+        return has_output or is_behind or self.scheduler.has_work()
 
     @property
     def patience_s(self) -> float | None:
-        """How long a core without work may be left alone; None: until there is a message for it."""
+        """Longest idle wait in seconds; None: until a message arrives."""
         return self._grammars.patience_s or self._adapters.patience_s
 
     def step(self) -> EngineCoreOutputs:
-        """One turn of the loop; returns every request's news.
+        """Run one iteration of the loop; returns the updates of all requests.
 
         Raises:
             EngineDeadError: the core failed before.
         """
-        with self._all_or_dead():
+        with self._fail_core_on_error():
             self._grammars.release_ready(self._clock())
-            self._tell(self._adapters.release_ready(self._clock()))
-            updates, self._untold = self._untold + self._take_step(), []
+            self._queue_updates(self._adapters.release_ready(self._clock()))
+            updates, self._pending_updates = self._pending_updates + self._take_step(), []
             self._publish_events()
-            news = None if self._cache_notes is None else self._cache_notes.take()
-            return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock(), cache=news)
+            delta = None if self._cache_deltas is None else self._cache_deltas.take()
+            return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock(), cache=delta)
 
-    def take_answers(self) -> list[UtilityResult]:
-        """The answers of utility calls that took their time; a step may bring some."""
-        done = [(call, future) for call, future in self._late if future.done()]
-        self._late = [(call, future) for call, future in self._late if not future.done()]
+    def pop_answers(self) -> list[UtilityResult]:
+        """Return results of utility calls that finished asynchronously; a step may complete some."""
+        done = [(call, future) for call, future in self._pending_calls if future.done()]
+        self._pending_calls = [(call, future) for call, future in self._pending_calls if not future.done()]
         answers = [self._answer(call, future.result) for call, future in done]
         return [answer for answer in answers if answer is not None]
 
     def handle(self, message: CoreRequest) -> CoreMessage | None:
-        """Act on one message. Utility calls have an answer, at once or by `take_answers`; of what is aborted is told
-        what it has cost.
+        """Handle one message. A utility call is answered at once or by `pop_answers`; an abort returns the prompt
+        tokens wasted per tenant.
 
         Raises:
             EngineDeadError: the core failed before.
         """
-        with self._all_or_dead():
+        with self._fail_core_on_error():
             if isinstance(message, AddRequest):
                 for request in message.requests():
                     self.add_request(request)
@@ -184,29 +183,32 @@ class EngineCore:
                 return self._abort(message)
             elif isinstance(message, UtilityCall):
                 return self._call_utility(message)
-            elif isinstance(message, StepBegun) and self._lockstep is not None:
-                self._lockstep.hear(message)
+            elif isinstance(message, StepStarted) and self._lockstep is not None:
+                self._lockstep.receive(message)
             return None
 
     def _abort(self, message: AbortRequests) -> EngineCoreOutputs | None:
         now = self._clock()
-        spent = self.scheduler.spent_in_vain(message.request_ids)
+        spent = self.scheduler.wasted_prompt_tokens(message.request_ids)
         self.scheduler.finish_requests(message.request_ids, message.reason, now)
         return EngineCoreOutputs([], None, now, spent) if spent else None
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request; one that can never run ends with an error at the next step, and costs only itself."""
+        """Queue a request; an invalid one fails with the next step and affects no other."""
         try:
-            holds = [*self._grammars.of(message.sampling_params), *self._adapters.of(message.lora_request)]
+            holds = [
+                *self._grammars.holds_for(message.sampling_params),
+                *self._adapters.holds_for(message.lora_request),
+            ]
             self.scheduler.add_request(request_of(message), self._clock(), holds)
         except ClientError as error:
             refusal = RequestUpdate(
                 message.request_id, [], finish_reason="error", error=str(error), refused=True
             )
-            self._tell([refusal])
+            self._queue_updates([refusal])
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why a request waits or waited; None if the core does not know it."""
+        """Explain why a request waits or waited; None if it is unknown."""
         return self.scheduler.explain(request_id, self._clock())
 
     def shutdown(self) -> None:
@@ -217,28 +219,28 @@ class EngineCore:
             self._trace.close()
 
     @contextmanager
-    def _all_or_dead(self) -> Iterator[None]:
-        """What ends in the middle leaves scheduler and worker apart, so it is the last that is done."""
+    def _fail_core_on_error(self) -> Iterator[None]:
+        """Mark the core as failed on any error, which may leave scheduler and worker inconsistent."""
         if self._failure is not None:
             name = type(self._failure).__name__
-            raise EngineDeadError(f"the engine failed before ({name}) and cannot go on") from self._failure
+            raise EngineDeadError(f"the engine failed before ({name}) and cannot continue") from self._failure
         try:
             yield
         except BaseException as failure:
             self._failure = failure
             raise
 
-    def _tell(self, updates: list[RequestUpdate]) -> None:
-        """Publish this with the next step."""
-        self._untold += updates
+    def _queue_updates(self, updates: list[RequestUpdate]) -> None:
+        """Queue updates for the next step's output."""
+        self._pending_updates += updates
 
     def _take_step(self) -> list[RequestUpdate]:
-        """A step of this core's requests, or else, if others have begun one, for theirs alone."""
+        """Step this core's requests; without any, take part in a step that another replica has started."""
         if self._lockstep is None:
             return self._loop.step()
-        before = self._lockstep.begun
+        before = self._lockstep.started
         updates = self._loop.step()
-        if self._lockstep.is_behind and self._lockstep.begun == before:
+        if self._lockstep.is_behind and self._lockstep.started == before:
             self._lockstep.begin()
             self.executor.take_part()
         return updates
@@ -249,11 +251,11 @@ class EngineCore:
         return self._answer(call, partial(self.utilities[call.method], *call.args))
 
     def _answer(self, call: UtilityCall, work: Callable[[], Any]) -> UtilityResult | None:
-        """What comes of a call, None while it is not done; one that fails costs only itself, unless it is vital."""
+        """Return the result of a call; None while pending. A failure affects only its call, unless it is vital."""
         try:
             result = work()
             if isinstance(result, Future) and not result.done():
-                self._late.append((call, result))
+                self._pending_calls.append((call, result))
                 return None
             result = msgspec.to_builtins(result.result() if isinstance(result, Future) else result)
         except ClientError as error:
@@ -264,29 +266,29 @@ class EngineCore:
             logger.exception("the utility %r failed", call.method)
             what = f"{type(error).__name__}; see the engine core's log for the traceback"
             return UtilityResult(call.call_id, error=f"the utility {call.method!r} failed: {what}")
-        self._publish_events()  # there may be no step for long
+        self._publish_events()  # the next step may be far off
         return UtilityResult(call.call_id, result=result)
 
     def _publish_events(self) -> None:
-        """Tell subscribers what happened to the prefix cache, and note it for those who choose among cores."""
-        if self._publisher is None and self._cache_notes is None:
+        """Publish KV cache events to subscribers, and record them for routers."""
+        if self._publisher is None and self._cache_deltas is None:
             return
-        events = self.scheduler.take_kv_events()
-        if events and self._cache_notes is not None:
-            self._cache_notes.note(events)
+        events = self.scheduler.pop_kv_events()
+        if events and self._cache_deltas is not None:
+            self._cache_deltas.note(events)
         if events and self._publisher is not None:
             self._publisher.publish(events, time.time())
 
 
 def _computes_by_itself(config: EngineConfig) -> bool:
-    """Whether only quire's own code computes, and on a CPU: it neither traces nor needs meta kernels in Python."""
+    """Return whether only quire's own code computes, on a CPU; it neither traces nor needs Python meta kernels."""
     is_own = is_own_class(config.model_class) and not plugin_names(GENERAL)
     return is_own and config.device.device == "cpu"
 
 
 @contextmanager
 def _shut_down_on_error(executor: Executor) -> Iterator[None]:
-    """What an executor has begun, such as processes, does not wait for a core that will not be."""
+    """Shut the executor down if the core's construction fails, so that no processes are left."""
     try:
         yield
     except BaseException:

@@ -1,7 +1,7 @@
-"""The engine core as a process of its own: `python -m quire.engine.core_process DIRECTORY PARENT_PID EXECUTOR`.
+"""Engine core process: `python -m quire.engine.core_process DIRECTORY PARENT_PID EXECUTOR`.
 
-Invariant: what takes long to import is imported by `main`, while a thread maps torch's library if the executor
-computes in this process.
+Invariant: `main` imports slow modules itself, while a thread maps torch's library if the executor computes in this
+process.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import signal
 import sys
 from pathlib import Path
 
-from quire.processes import PARENTS_SIGNALS, uncollected
+from quire.processes import GROUP_SIGNALS, uncollected
 from quire.torch_import import defer_modules, preload_library
 
 
 def main() -> int:
-    for number in PARENTS_SIGNALS:
+    for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     directory, parent_pid, executor = sys.argv[1:]
     if executor == "uni":

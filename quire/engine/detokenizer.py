@@ -15,8 +15,8 @@ from quire.engine.tokenizer import Tokenizer
 class IncrementalDetokenizer:
     """Text of a growing token sequence after its prompt.
 
-    The bytes of the tokens go through an incremental UTF-8 decoder, which holds back at most an unfinished character,
-    be it begun by the prompt; the text is what `Tokenizer.decode` makes of the same bytes.
+    The tokens' bytes go through an incremental UTF-8 decoder, which holds back at most one unfinished character, even
+    one begun by the prompt. The text equals `Tokenizer.decode` of the same bytes.
     """
 
     def __init__(
@@ -35,27 +35,27 @@ class IncrementalDetokenizer:
         self._utf8.decode(self._place.unfinished)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token would add to the text if it came next, special ones counted in."""
+        """Return what a token would add to the text if it came next, even if it is special."""
         return self._place.bytes_of(token_id)
 
     def hidden_text(self, token_id: int) -> str:
-        """Return the literal of a special token that `push` leaves out of the text; nothing for any other."""
+        """Return the literal of a special token that `push` leaves out of the text; empty for any other."""
         return self._tokenizer.literal(token_id) if self._place.skips(token_id) else ""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that became certain with these tokens."""
+        """Return the text that became certain with these tokens."""
         added = b"".join(map(self._place.advance, token_ids))
         if added.isascii() and not self._utf8.buffer:  # as nearly all are; the decoder is written in Python
             return added.decode()
         return self._utf8.decode(added)
 
     def flush(self) -> str:
-        """The held-back rest, when no more tokens follow."""
+        """Return the held-back rest, when no more tokens follow."""
         return self._utf8.decode(b"", True)
 
 
 class StopChecker:
-    """Finds stop strings in text that arrives in pieces.
+    """Search for stop strings in text that arrives in pieces.
 
     `push` returns text that may be given out: everything except the longest tail that could still become a stop
     string. After a match `matched` is the stop string, and no further text is returned.
@@ -86,15 +86,15 @@ class StopChecker:
         return released
 
     def flush(self) -> str:
-        """The held-back tail, when generation ended for another reason."""
+        """Return the held-back tail, when generation ended for another reason."""
         released, self._held = self._held, ""
         return released
 
 
 class SpecialStopChecker(StopChecker):
-    """Finds stop strings of which some contain special tokens that are left out of the text.
+    """Search for stop strings some of which contain special tokens that are left out of the text.
 
-    These are searched for in the text with its special tokens, and all others in the text that is given out.
+    These are searched for in the text with its special tokens, all others in the visible text.
 
     Args:
         special: the strings of `stop` that contain special tokens.
@@ -139,7 +139,7 @@ class SpecialStopChecker(StopChecker):
         return released
 
     def _size_of_shown_tail(self, count: int) -> int:
-        """Return the characters of the shortest tail of which so many are shown."""
+        """Return the length of the shortest tail with `count` shown characters."""
         size = 0
         while count > 0:
             size += 1
@@ -148,13 +148,13 @@ class SpecialStopChecker(StopChecker):
 
 
 def _find_first(text: str, stops: Sequence[str]) -> tuple[int, str]:
-    """Return the first place of a stop string, and of several there the longest; -1 without any."""
+    """Return the first position of a stop string, and the longest one there; -1 without any."""
     hits = [(index, stop) for stop in stops if (index := text.find(stop)) >= 0]
     return min(hits, key=lambda hit: (hit[0], -len(hit[1])), default=(-1, ""))
 
 
 def _longest_possible_tail(text: str, stops: Sequence[str]) -> int:
-    """Return the size of the longest tail of a text that a stop string begins with."""
+    """Return the size of the longest tail of a text that begins a stop string."""
     longest = min(max(map(len, stops), default=1) - 1, len(text))
     for size in range(longest, 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):
@@ -165,7 +165,7 @@ def _longest_possible_tail(text: str, stops: Sequence[str]) -> int:
 def make_stop_checker(
     tokenizer: Tokenizer | None, stop: Sequence[str], *, skip_special_tokens: bool, include_in_output: bool
 ) -> StopChecker:
-    """Return a checker of stop strings for a text that may leave special tokens out."""
+    """Return a stop string checker for text that may leave special tokens out."""
     if tokenizer is None or not skip_special_tokens or not stop:
         return StopChecker(stop, include_in_output=include_in_output)
     known: dict[str, bool] = tokenizer.cached("special_stops", lambda _: {})

@@ -1,7 +1,7 @@
-"""States of a checkpoint's files, by which a process that reads them again notices that they are others.
+"""States of a checkpoint's files, to detect that they changed between reads.
 
-Invariant: torch-free. A state has the inode and the time of the last status change, which a copy with the old size and
-modification time does not have.
+Invariant: torch-free. A state includes the inode and the time of the last status change, so that a replaced file with
+the old size and modification time is detected.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.errors import ModelLoadError, ValidationError
-from quire.lora.directory import TEMPLATES_NAME, adapter_fingerprint, directory_of
+from quire.lora.peft_config import TEMPLATES_NAME, adapter_fingerprint, directory_of
 from quire.lora_request import LoRARequest
 from quire.models.checkpoint import resolve_model_dir
 from quire.models.gguf.model import is_gguf, part_names
-from quire.models.pooling.sentence_transformers import MODULES
+from quire.pooling.models.sentence_transformers import MODULES
 
+# Path -> size, modification time and status change in ns, inode.
 FileStates = dict[str, tuple[int, int, int, int]]
-"""Path -> size, modification time and status change in ns, inode."""
 SUFFIXES = frozenset({".json", ".jsonl", ".safetensors", ".gguf", ".jinja", ".model", ".txt"})
 MOST_NAMED = 4  # changed files in one message
 
 
 def states_of(config: EngineConfig) -> FileStates:
-    """Return the state of every file that is read of a config's model and of its tokenizer."""
+    """Return the state of every file that is read for a config's model and tokenizer."""
     places = {Path(config.model_dir), tokenizer_dir(config)}
     return {str(path): state for place in places for path in _files(place) if (state := _state(path))}
 
 
 def tokenizer_dir(config: EngineConfig) -> Path:
-    """Return the directory (or GGUF file) that has the tokenizer.
+    """Return the directory (or GGUF file) with the tokenizer.
 
     Raises:
         ModelLoadError: there is none under the configured name.
@@ -41,7 +41,7 @@ def tokenizer_dir(config: EngineConfig) -> Path:
 
 
 def check_files(config: EngineConfig) -> None:
-    """Compare the files of a prepared config, and of its draft model, with their states of when it was prepared.
+    """Compare the files of a prepared config, and of its draft model, with their states at preparation.
 
     Raises:
         ModelLoadError: names the files that were changed, added or removed.
@@ -59,7 +59,7 @@ def adapter_request(name: str, number: int, path: str) -> LoRARequest:
     """Return the request for an adapter as it is on disk now: with an absolute path and a fingerprint of its files.
 
     Raises:
-        ValidationError: the path is relative, and the working directory was deleted; or the machine refuses to look.
+        ValidationError: the path is relative and the working directory was deleted, or the path cannot be read.
     """
     try:
         directory = directory_of(path).absolute()
@@ -96,7 +96,7 @@ def _files(place: Path) -> Iterator[Path]:
 
 
 def _state(path: Path) -> tuple[int, int, int, int] | None:
-    """Return what identifies a version of a file; None if it is gone or unreadable, which its reader reports."""
+    """Return a file's state; None if it is gone or unreadable, which its reader reports."""
     try:
         status = path.stat()
     except OSError:

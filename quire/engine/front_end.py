@@ -1,26 +1,34 @@
-"""`FrontEnd`: all of an engine's front but its transport; messages of the cores in, messages for them out.
+"""Transport-free front end of an engine: core messages in, messages for cores out.
 
-Invariant: no socket, no thread, no event loop, and time comes from the clock it is given. Every verb that changes
-something returns what is to be sent, each message with the index of its core, and the caller sends it in that order.
-Each request belongs to one core at a time, forks of a request to the same one, and a request is known until its last
+Invariant: no socket, no thread, no event loop, and time comes from the given clock. Every method that changes
+something returns the messages to send, each with its core's index, and the caller sends them in that order.
+A request belongs to one core at a time, its forks to the same one, and it is tracked until its last
 output (or the error that ended the engine) has gone to its sink.
+
+`CoreIds`: no id is given twice by any front end of a core, so a late message about a finished request is never
+attributed to the next request of the same label, and each message finds its front end.
+`InFlightRequests`: a request is added once, removed once, and counted on its core in between.
+`UtilityCalls`: a call is tracked until its answer, or the engine's end, has been put into its future.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import msgspec
 
-from quire.beam_search_params import BeamSearchParams
+from quire.beam_search.requests import BeamSearches
 from quire.config import EngineConfig
-from quire.engine.beam_searches import BeamSearches
 from quire.engine.file_states import check_files
-from quire.engine.flights import Flight, Flights
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import (
     AbortRequests,
@@ -29,35 +37,283 @@ from quire.engine.messages import (
     CoreRequest,
     EngineCoreOutputs,
     EngineCoreRequest,
+    UtilityCall,
     UtilityResult,
     add_message,
 )
-from quire.engine.output_processor import OutputProcessor
+from quire.engine.output_processor import OutputProcessor, Sink
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.rank_checks import LAUNCHED
-from quire.engine.request_groups import Sink
-from quire.engine.router import Router
-from quire.engine.routing_policies import RoutedRequest
-from quire.engine.sleep import Rest
 from quire.engine.startup import load_tokenizer
-from quire.engine.utility_calls import UtilityCalls
-from quire.errors import ConflictError, NotFoundError, QuireError, UnavailableError, ValidationError
+from quire.errors import (
+    ConflictError,
+    EngineError,
+    NotFoundError,
+    QuireError,
+    UnavailableError,
+    ValidationError,
+)
 from quire.kv_cache.hashing import ExtraKeys
 from quire.lora_request import LoRARequest
-from quire.metrics.stats import STAT_LOGGERS
-from quire.metrics.told import StatLoggers
+from quire.metrics.stats import STAT_LOGGERS, StatLoggerGroup
 from quire.metrics.tracing import make_tracers
 from quire.models.gguf.model import forget_files
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
+from quire.routing.router import RoutedRequest, Router
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.explain import Explanation
+from quire.scheduler.queues import NUM_REMEMBERED
+from quire.sleep.modes import EngineSleepState
 
-Outgoing = tuple[int, CoreRequest]
-"""The index of a core, and a message for it."""
+logger = logging.getLogger(__name__)
+
+NUMBERS = 1 << 32  # Requests, or calls, numbered by one front end; the next front end's numbers follow.
+
+
+def numbers_of(front_end: int) -> Iterator[int]:
+    """Return the numbers of this front end, in order; the first front end's begin at 0."""
+    return itertools.count(front_end * NUMBERS)
+
+
+def front_end_of_number(number: int) -> int:
+    """Return the front end that gave a number."""
+    return number // NUMBERS
+
+
+def front_end_of_request(core_request_id: str) -> int:
+    """Return the front end of a sequence: its number is at the end of the id, before a fork's index.
+
+    An id that no front end has given counts as the first one's.
+    """
+    try:
+        return front_end_of_number(int(core_request_id.rpartition("-")[2].partition(".")[0], 16))
+    except ValueError:
+        return 0
+
+
+class CoreIds:
+    """Label (the caller's request id) -> core ids of its sequences; several requests may share a label.
+
+    Finished labels are remembered for as long as the core can explain their requests.
+
+    Args:
+        front_end: number of this front end; ids of different front ends, concurrent or successive, are disjoint.
+    """
+
+    def __init__(self, front_end: int = 0) -> None:
+        self._numbers = numbers_of(front_end)
+        self._in_flight: dict[str, list[str]] = {}
+        self._ended: OrderedDict[str, list[str]] = OrderedDict()
+
+    def __contains__(self, label: str) -> bool:
+        return label in self._in_flight
+
+    def __len__(self) -> int:
+        """Return the number of labels in flight."""
+        return len(self._in_flight)
+
+    def labels(self) -> list[str]:
+        """Return the labels in flight, oldest first."""
+        return list(self._in_flight)
+
+    def new(self, label: str) -> str:
+        """Return a unique name for a request, from which the ids of its sequences are derived."""
+        return f"{label}-{next(self._numbers):x}"
+
+    def add(self, label: str, core_ids: Iterable[str]) -> None:
+        """Record that sequences of this label are in flight."""
+        self._in_flight.setdefault(label, []).extend(core_ids)
+
+    def in_flight(self, labels: str | Iterable[str]) -> list[str]:
+        """Return core ids of all sequences of one label or several; unknown labels have none."""
+        labels = [labels] if isinstance(labels, str) else labels
+        return [core_id for label in labels for core_id in self._in_flight.get(label, ())]
+
+    def known(self, label: str) -> list[str]:
+        """Return core ids in flight, else those of the label's last finished request, if it is remembered."""
+        return self.in_flight(label) or self._ended.get(label, [])
+
+    def finish(self, label: str, core_ids: Iterable[str]) -> None:
+        """Record that these sequences of a label have finished."""
+        ended = list(core_ids)
+        left = [core_id for core_id in self._in_flight.pop(label, ()) if core_id not in ended]
+        if left:
+            self._in_flight[label] = left
+        self._ended[label] = ended
+        self._ended.move_to_end(label)
+        if len(self._ended) > NUM_REMEMBERED:
+            self._ended.popitem(last=False)
+
+
+@dataclass(frozen=True)
+class InFlightRequest:
+    """Request in flight: caller's label, core index, core ids of its sequences."""
+
+    label: str
+    core: int
+    core_ids: list[str]
+
+
+class InFlightRequests:
+    """In-flight requests of one front end: label, core, core ids, deadline.
+
+    Args:
+        num_cores: cores among which they are distributed.
+        front_end: number from which names are derived.
+    """
+
+    def __init__(self, num_cores: int, front_end: int) -> None:
+        self._num_sequences = [0] * num_cores
+        self._core_ids = CoreIds(front_end)
+        self._by_name: dict[str, InFlightRequest] = {}
+        self._names: dict[str, str] = {}  # of the requests, by core id
+        self._deadlines: list[tuple[float, str]] = []
+
+    # Lifecycle
+
+    def new_name(self, label: str) -> str:
+        """Return a name that no other request has."""
+        return self._core_ids.new(label)
+
+    def add(self, name: str, request: InFlightRequest, deadline: float | None = None) -> None:
+        """Add a request that is sent to its core and must finish by `deadline` on the engine's clock."""
+        self._by_name[name] = request
+        self._names.update(dict.fromkeys(request.core_ids, name))
+        self._core_ids.add(request.label, request.core_ids)
+        self._num_sequences[request.core] += len(request.core_ids)
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (deadline, name))
+
+    def move(self, name: str, core: int) -> None:
+        """Move a request to another core."""
+        request = self._by_name[name]
+        self._num_sequences[request.core] -= len(request.core_ids)
+        self._num_sequences[core] += len(request.core_ids)
+        self._by_name[name] = replace(request, core=core)
+
+    def remove(self, name: str) -> None:
+        """Remove a finished request."""
+        request = self._by_name.pop(name)
+        for core_id in request.core_ids:
+            del self._names[core_id]
+        self._core_ids.finish(request.label, request.core_ids)
+        self._num_sequences[request.core] -= len(request.core_ids)
+
+    # Labels
+
+    def __contains__(self, label: str) -> bool:
+        """Return whether a request of this label is in flight."""
+        return label in self._core_ids
+
+    def __len__(self) -> int:
+        """Return the number of labels in flight."""
+        return len(self._core_ids)
+
+    def labels(self) -> list[str]:
+        """Return the labels in flight, oldest first."""
+        return self._core_ids.labels()
+
+    def known(self, label: str) -> list[str]:
+        """Return core ids of a label's requests in flight, else of its last finished one."""
+        return self._core_ids.known(label)
+
+    def names(self) -> set[str]:
+        """Return the names of the requests in flight."""
+        return set(self._by_name)
+
+    # Core ids in flight
+
+    def labelled(self, labels: str | Iterable[str]) -> list[str]:
+        """Return core ids of one label or several; unknown labels have none."""
+        return self._core_ids.in_flight(labels)
+
+    def named(self, name: str) -> list[str]:
+        """Return core ids of one request; none once it has finished."""
+        return self._by_name[name].core_ids if name in self._by_name else []
+
+    def on(self, core: int) -> dict[str, list[str]]:
+        """Return request name -> core ids, for the requests of a core."""
+        return {name: request.core_ids for name, request in self._by_name.items() if request.core == core}
+
+    def num_on(self, core: int) -> int:
+        """Return the number of sequences on a core."""
+        return self._num_sequences[core]
+
+    def by_core(self, core_ids: Sequence[str]) -> dict[int, list[str]]:
+        """Group core ids by owning core."""
+        found: dict[int, list[str]] = {}
+        for core_id in core_ids:
+            found.setdefault(self._by_name[self._names[core_id]].core, []).append(core_id)
+        return found
+
+    # Deadlines
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Earliest deadline in flight; None if no request has one."""
+        while self._deadlines and self._deadlines[0][1] not in self._by_name:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def pop_due(self, now: float) -> Iterator[list[str]]:
+        """Yield the core ids of each request whose deadline has passed; each request once."""
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            _, name = heapq.heappop(self._deadlines)
+            yield self._by_name[name].core_ids
+
+
+@dataclass(frozen=True)
+class _Call:
+    core: int
+    message: UtilityCall
+    answer: Future[Any]
+
+
+class UtilityCalls:
+    """Utility calls by number, each with the future of its answer; cancelled futures are ignored."""
+
+    def __init__(self, front_end: int = 0) -> None:
+        self._numbers = numbers_of(front_end)
+        self._calls: dict[int, _Call] = {}
+
+    def start(self, core: int, method: str, args: Sequence[Any]) -> tuple[Future[Any], UtilityCall]:
+        """Create a call; its future raises `ValidationError` if the core refuses, `EngineError` if it fails."""
+        message = UtilityCall(next(self._numbers), method, list(args))
+        self._calls[message.call_id] = call = _Call(core, message, Future())
+        return call.answer, message
+
+    def unanswered_by(self, core: int) -> list[UtilityCall]:
+        """Return the calls that a core has not answered, in order."""
+        return [call.message for call in self._calls.values() if call.core == core]
+
+    def answer(self, result: UtilityResult) -> None:
+        """Resolve a call's future with a core's answer; an unexpected answer is logged."""
+        call = self._calls.pop(result.call_id, None)
+        if call is None:
+            logger.error("an engine core answers call %d, which is not pending", result.call_id)
+            return
+        answer = call.answer
+        if not answer.set_running_or_notify_cancel():
+            return
+        if result.error is not None:
+            kind = ValidationError if result.refused else EngineError
+            answer.set_exception(kind(result.error))
+        else:
+            answer.set_result(result.result)
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail all pending calls."""
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if call.answer.set_running_or_notify_cancel():
+                call.answer.set_exception(error)
+
+
+Outgoing = tuple[int, CoreRequest]  # (core index, message)
 
 
 class Terms(TypedDict):
-    """On whose account, how urgently, and with which adapter."""
+    """Per-request settings: priority, tenant, adapter."""
 
     priority: int
     tenant: str
@@ -68,20 +324,21 @@ class FrontEnd:
     """Requests, updates and utility calls of one engine with `num_cores` cores.
 
     Args:
-        config: as `prepare` has settled it.
+        config: as resolved by `prepare`.
         takes_callables: see `InputProcessor`.
-        clock: monotonic seconds, as the cores count them.
-        number: which of its cores' front ends this is.
-        stalls: whether a core seems to hang, so that others are asked.
+        clock: monotonic seconds, the same clock as the cores'.
+        number: of this front end among its cores' front ends.
+        stalls: whether a core seems to hang, so that others are preferred.
 
     Attributes:
-        config: with the context length that the cores have settled, once all of them are ready.
-        dead_error: what ended the engine.
-        rest: what of the engine sleeps; only the first front end puts cores to sleep, and the others are told.
-        dozes: whether it takes no requests because it is about to sleep.
+        config: with the resolved context length, once all cores are ready.
+        dead_error: error that ended the engine.
+        rest: sleep state; only the first front end puts cores to sleep and informs the others.
+        is_falling_asleep: whether it takes no requests because it is about to sleep.
 
     Raises:
-        ModelLoadError: from the constructor; the tokenizer cannot be loaded, or its files have changed since `prepare`.
+        ModelLoadError: from the constructor; the tokenizer cannot be loaded, or its files have changed since
+        `prepare`.
     """
 
     def __init__(
@@ -109,70 +366,72 @@ class FrontEnd:
         self.output_processor = OutputProcessor(self.tokenizer)
         self._beam_searches = BeamSearches(self.tokenizer)
         plugged_in = [make(config) for make in STAT_LOGGERS.resolve_all()]
-        self.stat_loggers = StatLoggers([*make_tracers(config), *plugged_in])
+        self.stat_loggers = StatLoggerGroup([*make_tracers(config), *plugged_in])
         self.dead_error: QuireError | None = None
-        self._rest = Rest()
-        self.dozes = False
+        self._rest = EngineSleepState()
+        self.is_falling_asleep = False
         self._is_first = number == 0
         self._ready: list[CoreReady | None] = [None] * num_cores
-        self._flights = Flights(num_cores, number)
+        self._in_flight = InFlightRequests(num_cores, number)
         self.router = Router(config, num_cores)
         self._calls = UtilityCalls(number)
 
-    # Questions
+    # State
 
     def __contains__(self, label: str) -> bool:
-        """Whether a request of this label is unfinished."""
-        return label in self._flights
+        """Return whether a request of this label is unfinished."""
+        return label in self._in_flight
 
     def __len__(self) -> int:
-        """Labels of unfinished requests."""
-        return len(self._flights)
+        """Return the number of labels of unfinished requests."""
+        return len(self._in_flight)
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences whose end has not been published yet."""
+        """Sequences whose finish has not been published yet."""
         return self.output_processor.num_unfinished + self._beam_searches.num_unfinished
 
     @property
     def core_ready(self) -> CoreReady | None:
-        """What the first core said of itself, once all are ready."""
+        """Ready message of the first core, once all are ready."""
         return self._ready[0] if None not in self._ready else None
 
     @property
     def stalls(self) -> bool:
-        """Whether a core is ready, and each that is seems to hang."""
+        """True if a core is ready and every ready core seems to hang."""
         return not self.cores_up and any(ready is not None for ready in self._ready)
 
     @property
     def cores_up(self) -> list[int]:
-        """Those that have loaded, and do not seem to hang."""
+        """Cores that have loaded and do not seem to hang."""
         return [
             core for core, ready in enumerate(self._ready) if ready is not None and not self._stalls(core)
         ]
 
     @property
-    def cores_to_ask(self) -> Sequence[int]:
-        """Those that are up; all, if none is."""
+    def cores_to_query(self) -> Sequence[int]:
+        """Cores to query: those that are up, or all of them if none is."""
         return self.cores_up or range(len(self._ready))
 
     def expects(self, core: int) -> bool:
-        """Whether there must be more messages of this core: it is awake and has requests, or owes an answer."""
-        return bool((self._flights.num_on(core) and not self.rest) or self._calls.owed_by(core))
+        """Return whether a core must send more messages: it is awake and has requests, or owes an answer."""
+        return bool((self._in_flight.num_on(core) and not self.rest) or self._calls.unanswered_by(core))
 
     def labels(self) -> list[str]:
-        """Of unfinished requests, oldest first."""
-        return self._flights.labels()
+        """Return labels of unfinished requests, oldest first."""
+        return self._in_flight.labels()
 
-    def whereabouts(self, label: str) -> list[tuple[int, str]]:
-        """Core and core id of each sequence of a label's requests in flight, else of its last one that ended.
+    def locate_sequences(self, label: str) -> list[tuple[int, str]]:
+        """Return (core, core id) of each sequence of a label's requests in flight, else of its last finished one.
 
-        Which core had that one is forgotten, so all are named that are there.
+        The core of a finished request is not remembered, so all available cores are listed.
         """
-        names = self._flights.known(label)
-        if label in self._flights:
-            return [(core, name) for core, theirs in self._flights.by_core(names).items() for name in theirs]
-        return [(core, name) for core in self.cores_to_ask for name in names]
+        names = self._in_flight.known(label)
+        if label in self._in_flight:
+            return [
+                (core, name) for core, theirs in self._in_flight.by_core(names).items() for name in theirs
+            ]
+        return [(core, name) for core in self.cores_to_query for name in names]
 
     def check_health(self) -> None:
         """Raise the error that ended the engine, if it ended."""
@@ -180,18 +439,18 @@ class FrontEnd:
             raise self.dead_error
 
     @property
-    def rest(self) -> Rest:
-        """What of the engine sleeps."""
+    def rest(self) -> EngineSleepState:
+        """Sleep state of the engine."""
         return self._rest
 
     @rest.setter
-    def rest(self, rest: Rest) -> None:
+    def rest(self, rest: EngineSleepState) -> None:
         self._rest = rest
         self.stat_loggers.rested(rest.state)
 
     def check_awake(self) -> None:
-        """Raises UnavailableError: the engine sleeps."""
-        if self.rest or self.dozes:
+        """Raise UnavailableError if the engine sleeps."""
+        if self.rest or self.is_falling_asleep:
             raise UnavailableError("the engine sleeps and takes no requests until it is woken", retry_after=2)
 
     # Requests
@@ -211,42 +470,44 @@ class FrontEnd:
         data_parallel_rank: int | None = None,
         arrived: float | None = None,
     ) -> tuple[str, list[Outgoing]]:
-        """Check a request and give it to the core that the router names, or to that of the replica with this number.
+        """Validate a request and assign it to a core, by the router or to the replica `data_parallel_rank`.
 
-        It has `timeout_s` seconds from when it `arrived`, by the engine's clock; None: now. `trace_headers` come back
-        in the statistics of its end. Returns a name for `release`, which no other request has, and what to send.
+        The timeout of `timeout_s` seconds counts from `arrived` on the engine's clock; None: now. `trace_headers` are
+        returned in the final statistics. Returns a unique name for `release`, and the messages to send.
 
         Raises:
-            ValidationError: the prompt or a parameter cannot be honoured; nothing was queued.
+            ValidationError: the prompt or a parameter is invalid; nothing was queued.
             UnavailableError: the engine sleeps.
-            QuireError: the engine is dead; also if it died while the prompt was tokenized.
+            QuireError: the engine is dead, even if it died while the prompt was tokenized.
         """
         self.check_health()
         self.check_awake()
         _check_timeout(timeout_s, self.config)
         cores = self._cores_for(data_parallel_rank)
-        name = self._flights.new_name(label)
-        watched = self._watched(name, sink)
+        name = self._in_flight.new_name(label)
+        tracked_sink = self._with_removal(name, sink)
         terms = Terms(priority=priority, tenant=tenant, lora_request=lora_request)
         if isinstance(params, BeamSearchParams):
             first, params = self.input_processor.process_beam_search(name, prompt, params, **terms)
-            core_ids, messages = self._beam_searches.add(label, prompt, first, params, watched, trace_headers)
+            core_ids, messages = self._beam_searches.add(
+                label, prompt, first, params, tracked_sink, trace_headers
+            )
         else:
             requests = self._checked(name, prompt, params, terms)
-            self.output_processor.add_request(label, prompt, requests, watched, trace_headers)
+            self.output_processor.add_request(label, prompt, requests, tracked_sink, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
         keys = ExtraKeys(prompt.cache_salt, None if lora_request is None else lora_request.key)
         routed = RoutedRequest(prompt.token_ids, len(core_ids), keys)
         core = self.router.route(name, routed, core_ids[0], cores)
         came = self.clock() if arrived is None else arrived
         deadline = None if timeout_s is None else came + timeout_s
-        self._flights.take_off(name, Flight(label, core, core_ids), deadline)
+        self._in_flight.add(name, InFlightRequest(label, core, core_ids), deadline)
         return name, [(core, message) for message in messages]
 
     def _cores_for(self, replica: int | None) -> Sequence[int]:
-        """Those among which the router chooses; a replica that is down is as good as one that nobody asked for."""
+        """Return the cores among which the router chooses; a replica that is down is ignored."""
         if replica is None:
-            return self.cores_to_ask
+            return self.cores_to_query
         served = self.config.parallel.served
         if replica not in served:
             raise ValidationError(
@@ -254,7 +515,7 @@ class FrontEnd:
                 param="data_parallel_rank",
             )
         core = served.index(replica)
-        return [core] if core in self.cores_to_ask else self.cores_to_ask
+        return [core] if core in self.cores_to_query else self.cores_to_query
 
     def _checked(
         self, name: str, prompt: TokenizedPrompt, params: SamplingParams | PoolingParams, terms: Terms
@@ -265,35 +526,35 @@ class FrontEnd:
 
     def abort(self, labels: str | Iterable[str]) -> list[Outgoing]:
         """End all requests of these labels with finish_reason "abort"; unknown labels are ignored."""
-        return self._end(self._flights.labelled(labels), "abort")
+        return self._end(self._in_flight.labelled(labels), "abort")
 
     def release(self, name: str) -> list[Outgoing]:
-        """Nobody wants more of this request; one that has ended is fine."""
-        return self._end(self._flights.named(name), "abort")
+        """Abort a request that nobody reads any more; finished ones are ignored."""
+        return self._end(self._in_flight.named(name), "abort")
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do; None if no request has a deadline."""
-        return self._flights.next_deadline
+        """Time at which `expire` has something to do; None if no request has a deadline."""
+        return self._in_flight.next_deadline
 
     def expire(self, now: float) -> list[Outgoing]:
-        """End the requests whose deadline has come with finish_reason "timeout"."""
+        """Finish the requests whose deadline has passed with finish_reason "timeout"."""
         messages: list[Outgoing] = []
-        for core_ids in self._flights.take_due(now):
+        for core_ids in self._in_flight.pop_due(now):
             messages += self._end(core_ids, "timeout")
         return messages
 
     # Cores
 
     def take_in(self, core: int, message: CoreMessage) -> list[Outgoing]:
-        """Act on a core's message."""
+        """Handle a core's message."""
         if isinstance(message, EngineCoreOutputs):
             now = message.timestamp or self.clock()
             ends, stats = self.output_processor.process(message, now)
             messages = self._beam_searches.process(message.updates, now, stats)
-            stats.spent_in_vain = message.spent
+            stats.wasted_prompt_tokens = message.spent
             self.stat_loggers.record(stats, message.stats, core)
-            self.router.heard(update.request_id for update in message.updates)
+            self.router.mark_updated(update.request_id for update in message.updates)
             if message.stats is not None:
                 self.router.observe(core, message.stats)
             if message.cache is not None:
@@ -305,7 +566,7 @@ class FrontEnd:
         elif isinstance(message, CoreReady):
             self._ready[core] = message
             self.router.ready(core, message.num_blocks, message.block_size)
-            self._settle()
+            self._resolve_max_model_len()
             self.stat_loggers.core_ready(core, self.config, message.num_blocks)
         return []
 
@@ -320,7 +581,7 @@ class FrontEnd:
         return answer, [(core, message)]
 
     def check_can_sleep(self) -> None:
-        """Raises UnavailableError: a core is loading; ConflictError: cores need each other in every step."""
+        """Raise UnavailableError if a core is loading; ConflictError if cores need each other in every step."""
         self.check_health()
         if self.config.parallel.shares_experts:
             raise ConflictError("replicas that share experts (--enable-expert-parallel) cannot sleep")
@@ -328,7 +589,7 @@ class FrontEnd:
             raise UnavailableError("the engine cannot sleep before it is ready", retry_after=2)
 
     def sleep(self, level: int) -> tuple[list[Future[Any]], list[Outgoing]]:
-        """Put all cores to sleep, with the requests that they have; a core that takes another's place sleeps, too.
+        """Put all cores to sleep, with their requests; a replacement core sleeps, too.
 
         Raises:
             UnavailableError: a core is not ready.
@@ -337,14 +598,14 @@ class FrontEnd:
         self.rest = self.rest.deeper(level)
         return self._call_all("sleep", level)
 
-    def wake_up(self, tags: Sequence[str]) -> tuple[Rest, list[Future[Any]], list[Outgoing]]:
-        """Wake all cores; the `Rest` is to be kept as `rest` once they have answered.
+    def wake_up(self, tags: Sequence[str]) -> tuple[EngineSleepState, list[Future[Any]], list[Outgoing]]:
+        """Wake all cores; the returned sleep state is to be stored as `rest` once they have answered.
 
         Raises:
-            ConflictError: one of the tags needs what would still sleep.
+            ConflictError: a tag needs another one that would still sleep.
         """
         self.check_health()
-        self.dozes = False
+        self.is_falling_asleep = False
         return self.rest.without(tags), *self._call_all("wake_up", list(tags))
 
     def _call_all(self, method: str, *args: Any) -> tuple[list[Future[Any]], list[Outgoing]]:
@@ -352,34 +613,34 @@ class FrontEnd:
         return [call for call, _ in calls], [(core, message) for core, (_, message) in enumerate(calls)]
 
     def in_flight(self, core: int) -> dict[str, list[str]]:
-        """Name of each request that this core has -> core ids of its sequences."""
-        return self._flights.on(core)
+        """Return request name -> core ids, for the requests of this core."""
+        return self._in_flight.on(core)
 
     def in_flight_elsewhere(self, core: int) -> set[str]:
-        """Names of the requests that other cores have."""
-        return self._flights.names() - self.in_flight(core).keys()
+        """Return names of the requests on other cores."""
+        return self._in_flight.names() - self.in_flight(core).keys()
 
     def lose(self, core: int, failed: Iterable[str], error: QuireError) -> list[Outgoing]:
-        """A core is gone and another will take its place; these of its requests, by name, end with this error.
+        """Handle a core's loss: requests `failed`, by name, end with this error.
 
-        The others go on at once where there are cores that are awake, else in the core that is to come.
+        The others resume at once on awake cores, if there are any, else on the core's replacement.
         """
         self._ready[core] = None
         self.router.lost(core)
         failed = list(failed)
-        self._fail(core, [core_id for name in failed for core_id in self._flights.named(name)], error)
+        self._fail(core, [core_id for name in failed for core_id in self._in_flight.named(name)], error)
         left = self.in_flight(core)
         self.stat_loggers.core_died(core, len(left), len(failed))
         cores = [] if self.rest else self.cores_up
         return [one for name in left for one in self._move(name, cores)] if cores else []
 
     def unfinished(self, core: int) -> list[Outgoing]:
-        """What to send to a core that takes the place of this one: all that the old one has left undone.
+        """Return the messages that transfer all unfinished work to a core's replacement.
 
-        Each request goes on after the tokens that have come, and gets the same tokens, logprobs and text as if nothing
-        had happened. No message of the old core may be taken in any more.
+        Each request resumes after its tokens so far, and gets the same tokens, logprobs and text as without
+        interruption. No message of the old core may be handled any more.
         """
-        owed = self._calls.owed_by(core)
+        owed = self._calls.unanswered_by(core)
         verbs = self.rest.verbs() if self._is_first else []
         messages: list[CoreRequest] = [self._calls.start(core, method, args)[1] for method, args in verbs]
         messages += [one for core_ids in self.in_flight(core).values() for one in self._resumed(core_ids)]
@@ -387,7 +648,7 @@ class FrontEnd:
         return [(core, message) for message in messages]
 
     def die(self, error: QuireError) -> None:
-        """The engine has ended: every request and every call in flight ends with this error; only the first counts."""
+        """End the engine: every request and call in flight fails with this error; only the first counts."""
         if self.dead_error is not None:
             return
         self.dead_error = error
@@ -395,34 +656,34 @@ class FrontEnd:
             self._fail(core, [core_id for ids in self.in_flight(core).values() for core_id in ids], error)
         self._calls.fail_all(error)
 
-    # The rest
+    # Internals
 
-    def _watched(self, name: str, sink: Sink) -> Sink:
-        """The sink, and the request is forgotten with its last output."""
+    def _with_removal(self, name: str, sink: Sink) -> Sink:
+        """Wrap the sink so that the request is removed with its last output."""
 
         def deliver(output: Any) -> None:
             if isinstance(output, Exception) or output.finished:
-                self._flights.land(name)
-                self.router.end(name)
+                self._in_flight.remove(name)
+                self.router.finish(name)
             sink(output)
 
         return deliver
 
     def _move(self, name: str, cores: Sequence[int]) -> list[Outgoing]:
-        """A request goes on on one of these cores."""
+        """Move a request to one of these cores."""
         core = self.router.move(name, cores)
-        self._flights.move(name, core)
-        return [(core, message) for message in self._resumed(self._flights.named(name))]
+        self._in_flight.move(name, core)
+        return [(core, message) for message in self._resumed(self._in_flight.named(name))]
 
     def _resumed(self, core_ids: Sequence[str]) -> list[CoreRequest]:
-        """What a core must be asked for that is to go on with a request."""
+        """Return the messages that make a core resume a request."""
         found = [owner.resume(core_ids) for owner in (self.output_processor, self._beam_searches)]
         return [add_message(requests) for requests in found if requests]
 
     def _end(self, core_ids: Sequence[str], reason: str) -> list[Outgoing]:
-        """End these sequences, which are in flight, and tell their cores."""
+        """Finish these in-flight sequences and abort them on their cores."""
         messages: list[Outgoing] = []
-        for core, theirs in self._flights.by_core(core_ids).items():
+        for core, theirs in self._in_flight.by_core(core_ids).items():
             now = self.clock()
             ends, stats = self.output_processor.end(theirs, reason, now)
             if beams := self._beam_searches.end(theirs, reason, now, stats):
@@ -433,26 +694,26 @@ class FrontEnd:
         return messages
 
     def _fail(self, core: int, core_ids: list[str], error: QuireError) -> None:
-        """End the requests of these sequences of a core with an error."""
+        """Fail the requests of these sequences of a core."""
         if core_ids:
             now = self.clock()
             stats = self.output_processor.fail(core_ids, error, now)
             self._beam_searches.fail(core_ids, error, now, stats)
             self.stat_loggers.record(stats, None, core)
 
-    def _settle(self) -> None:
-        """Go on with the shortest context that a core has fitted to its memory."""
+    def _resolve_max_model_len(self) -> None:
+        """Adopt the shortest context that a core has fitted to its memory, once all are ready."""
         ready = [one for one in self._ready if one is not None]
         if len(ready) == len(self._ready):
             self.config = self.config.evolve(max_model_len=min(one.max_model_len for one in ready))
-            self.input_processor.settle(self.config)
+            self.input_processor.update_config(self.config)
 
 
-def explained(found: Iterable[Any], label: str) -> list[Explanation]:
-    """What the cores said about the sequences of a request, as it came over the wire, less those they do not know.
+def decode_explanations(found: Iterable[Any], label: str) -> list[Explanation]:
+    """Decode the cores' explanations of a request's sequences; None entries are dropped.
 
     Raises:
-        NotFoundError: none of them is known.
+        NotFoundError: the request is unknown.
     """
     known = [msgspec.convert(one, Explanation) for one in found if one is not None]
     if not known:

@@ -1,6 +1,6 @@
-"""From a caller's prompt and parameters to requests the core can run.
+"""Input processor: caller's prompt and parameters to core requests.
 
-Invariant: what leaves here has been checked against the model: every id is in the vocabulary, the prompt leaves
+Invariant: its requests have been checked against the model: every id is in the vocabulary, the prompt leaves
 room for at least one token, a random request has a seed. All entry points pass through `InputProcessor`.
 """
 
@@ -13,36 +13,38 @@ from typing import Any
 
 import msgspec
 
-from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineConfig
 from quire.config.arch import Multimodal
-from quire.engine.constraints import Constraints
-from quire.engine.dry_breakers import dry_breakers
-from quire.engine.lexicons import Lexicon, Lexicons
-from quire.engine.listed_tokens import bad_words_token_ids, indexed_ids
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
-from quire.engine.pooling_inputs import AS_THEY_ARE, PoolingInputs, TextOptions
 from quire.engine.prompt_forms import TokenizedPrompt, check_cut_text, check_length, parts_of
 from quire.engine.tokenizer import Tokenizer
+from quire.engine.tokenizer_cache import (
+    TokenizerCache,
+    TokenizerContext,
+    bad_words_token_ids,
+    dry_breakers,
+    indexed_ids,
+)
 from quire.errors import ValidationError
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
 from quire.plugins import plugin_names
+from quire.pooling.inputs import DEFAULT_TEXT_OPTIONS, PoolingInputs, TextOptions
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.structured_output.request_constraints import Constraints
 
 MAX_SALT_CHARS = 128
 MAX_TENANT_CHARS = 256
+# Token ids that all sequences of a request may list; each sequence has a table of them.
 MAX_LISTED_IDS = 2**20
-"""Token ids that all sequences of a request may list: a table of them is made for each sequence."""
 MAX_TOKENS = ("max_tokens", "max_new_tokens")
 INT64_RANGE = range(-(2**63), 2**63)
-NOTHING_SAMPLED = SamplingParams(max_tokens=None, detokenize=False)
-"""Of requests that are pooled."""
+NOTHING_SAMPLED = SamplingParams(max_tokens=None, detokenize=False)  # Parameters of pooling requests.
 
 
 class InputProcessor:
-    """Tokenizes and validates; owns the sequence of seeds for requests that bring none.
+    """Tokenizer and validator of requests; owns the seeds of requests that bring none.
 
     Args:
         takes_callables: the core is in this process, so that requests may bring code of their own.
@@ -61,46 +63,49 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.default_sampling_params = _default_params(config)
         self._takes_callables = takes_callables
-        # Asked once: finding the plug-ins reads files of every installed package, milliseconds that each request and
-        # every stream beside it would wait for.
+        # Once: plug-in discovery reads files of every installed package, milliseconds that would delay requests.
         self.reads_extra_args = bool(config.model.logits_processors or plugin_names("quire.logits_features"))
-        self.lexicons = Lexicons(config, tokenizer)
+        self.tokenizers = TokenizerCache(config, tokenizer)
         self._clock = clock
         self._seeds = random.Random(config.model.seed)
-        self.constraints = Constraints(config, tokenizer, self.lexicons.model.end_ids)
+        self.constraints = Constraints(config, tokenizer, self.tokenizers.model.end_ids)
         self.pooling = None if config.pooling is None else PoolingInputs(config, config.pooling, tokenizer)
 
     def tokenize(
         self,
         prompt: PromptType,
-        options: TextOptions = AS_THEY_ARE,
+        options: TextOptions = DEFAULT_TEXT_OPTIONS,
         *,
         adapter: LoRARequest | None = None,
     ) -> TokenizedPrompt:
-        """Bring any form of prompt to token ids; safe to call from several threads.
+        """Convert any form of prompt to token ids; safe to call from several threads.
 
         Args:
             options: for a pooling model.
-            adapter: what it is for.
+            adapter: the request's adapter.
 
         Raises:
             ValidationError: the prompt has no valid form, is empty, is text without a tokenizer, or text that is
                 too long however it is tokenized, or the adapter's tokenizer cannot be used.
         """
-        parts, lexicon = parts_of(prompt), self.lexicons.of(adapter)
+        parts, tokenizer_context = parts_of(prompt), self.tokenizers.of(adapter)
         if self.pooling is not None:
             return self.pooling.tokenize(parts, options)
         if parts.second_text is not None or parts.second_text_start is not None:
-            raise ValidationError("this model generates, and reads no pairs of texts", param="prompt")
+            raise ValidationError(
+                "pairs of texts are for pooling models, and this model generates", param="prompt"
+            )
         if parts.instruction_length is not None:
             raise ValidationError(
-                "this model generates; 'instruction_length' is of what is pooled", param="prompt"
+                "'instruction_length' is for pooling models, and this model generates", param="prompt"
             )
         token_ids = parts.token_ids
         token_ids = (
-            self._encode(parts.text or "", lexicon.tokenizer) if token_ids is None else list(token_ids)
+            self._encode(parts.text or "", tokenizer_context.tokenizer)
+            if token_ids is None
+            else list(token_ids)
         )
-        return TokenizedPrompt(token_ids, parts.text, parts.cache_salt, lexicon=lexicon)
+        return TokenizedPrompt(token_ids, parts.text, parts.cache_salt, tokenizer_context=tokenizer_context)
 
     def _encode(self, text: str, tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
@@ -111,20 +116,20 @@ class InputProcessor:
         return tokenizer.encode(text)
 
     def check_text(self, text: str, tokenizer: Tokenizer | None) -> None:
-        """Ask of the whole text of a prompt, before it is tokenized, whether it can fit at all.
+        """Check, before tokenizing, that a prompt's text can fit at all.
 
         Raises:
             ValidationError: it has too many characters, however it is tokenized.
         """
-        # A shorter one may have a token for each of its characters.
+        # A shorter text fits even with one token per character.
         if tokenizer is not None and len(text) >= self.config.model.max_model_len:
             check_length(self.config, tokenizer.min_num_tokens(text), "at least ")
 
     def check_cut_text(self, text: str, name: str = "prompt") -> None:
-        """The same of a text, of the field `name`, that is cut or only counted.
+        """Check a text, of the field `name`, that is truncated or only counted.
 
         Raises:
-            ValidationError: it has too many characters; says how many it may have.
+            ValidationError: it has too many characters; names the limit.
         """
         check_cut_text(self.config, text, name)
 
@@ -138,38 +143,41 @@ class InputProcessor:
         tenant: str = "",
         lora_request: LoRARequest | None = None,
     ) -> list[EngineCoreRequest]:
-        """One core request per completion, after all checks against the model; the first computes the prompt for all.
+        """Return one core request per completion, after all checks against the model; the first computes the shared
+        prompt.
 
-        Only the first reports logprobs of the prompt.
+        Only the first reports prompt logprobs.
 
         Raises:
             ValidationError: names the field, its value's problem and the limit.
         """
         if self.pooling is not None:
             raise ValidationError(
-                f"this model generates nothing: it is served for {', '.join(self.pooling.spec.tasks)}",
+                f"this model does not generate; its tasks are {', '.join(self.pooling.spec.tasks)}",
                 param="model",
             )
-        lexicon = prompt.lexicon or self.lexicons.model
-        self._check_prompt(prompt, lexicon.vocab_size)
+        tokenizer_context = prompt.tokenizer_context or self.tokenizers.model
+        self._check_prompt(prompt, tokenizer_context.vocab_size)
         self.check_terms(priority, tenant, lora_request)
-        params = self._settle(params, len(prompt.token_ids), lexicon)
-        self._check_params(params, lexicon)
+        params = self._resolve_params(params, len(prompt.token_ids), tokenizer_context)
+        self._check_params(params, tokenizer_context)
         if params.structured_outputs is not None:
-            self._check_constrained(lexicon)
+            self._check_constrained(tokenizer_context)
             self.constraints.check_prompt(prompt.token_ids)
         first = EngineCoreRequest(
             request_id=f"{request_id}.0" if params.n > 1 else request_id,
             prompt_token_ids=prompt.token_ids,
-            sampling_params=params if params.n == 1 else params.settled(n=1),
+            sampling_params=params if params.n == 1 else params.replace_unchecked(n=1),
             arrival_time=self._clock(),
-            eos_token_ids=lexicon.end_ids,
+            eos_token_ids=tokenizer_context.end_ids,
             priority=priority,
             cache_salt=prompt.cache_salt,
             tenant=tenant,
             lora_request=lora_request,
         )
-        forks = [Fork(f"{request_id}.{index}", _nth_seed(params, index)) for index in range(1, params.n)]
+        forks = [
+            Fork(f"{request_id}.{index}", _completion_seed(params, index)) for index in range(1, params.n)
+        ]
         return AddRequest(first, forks).requests()
 
     def process_beam_search(
@@ -182,7 +190,7 @@ class InputProcessor:
         tenant: str = "",
         lora_request: LoRARequest | None = None,
     ) -> tuple[EngineCoreRequest, BeamSearchParams]:
-        """What all beams of a search are made of, and its parameters, after all checks against the model.
+        """Return the template request of a search's beams, and its parameters, after all checks against the model.
 
         Raises:
             ValidationError: names the field, its value's problem and the limit.
@@ -211,21 +219,21 @@ class InputProcessor:
         tenant: str = "",
         lora_request: LoRARequest | None = None,
     ) -> EngineCoreRequest:
-        """The core request for what is to be pooled of a prompt, after all checks against the model.
+        """Return the core request for pooling a prompt, after all checks against the model.
 
         Raises:
             ValidationError: names the field, its value's problem and the limit.
         """
         if self.pooling is None:
             raise ValidationError(
-                "this model generates, and nothing is pooled; --runner pooling would serve it for that",
+                "this is a generating model without pooling; start it with --runner pooling to pool",
                 param="model",
             )
         self._check_prompt(prompt, self.config.arch.vocab_size)
         self.check_terms(priority, tenant, lora_request)
         if self.pooling.spec.head_of_adapters and lora_request is None:
             raise ValidationError(
-                "the model has no head of its own, and only adapters bring one: name one of them",
+                "the model has no head of its own, only its adapters have one: name an adapter",
                 param="model",
             )
         return EngineCoreRequest(
@@ -236,18 +244,18 @@ class InputProcessor:
             priority=priority,
             cache_salt=prompt.cache_salt,
             tenant=tenant,
-            pooling_params=self.pooling.settled(params),
+            pooling_params=self.pooling.validated(params),
             second_text_start=prompt.second_text_start,
             instruction_length=prompt.instruction_length,
             lora_request=lora_request,
         )
 
     def room(self, num_prompt_tokens: int) -> int:
-        """Tokens that can follow a prompt of this length: a larger `max_tokens` means so many."""
+        """Return the tokens that can follow a prompt of this length, which caps `max_tokens`."""
         return self.config.model.max_model_len - num_prompt_tokens
 
-    def settle(self, config: EngineConfig) -> None:
-        """Go on with the limits that the core has settled."""
+    def update_config(self, config: EngineConfig) -> None:
+        """Adopt the limits that the core has resolved."""
         self.config = config
         self.default_sampling_params = _default_params(config)
         if self.pooling is not None:
@@ -265,7 +273,7 @@ class InputProcessor:
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
     def check_terms(self, priority: int, tenant: str, lora_request: LoRARequest | None) -> None:
-        """Raises ValidationError: one of them cannot be honoured by this engine."""
+        """Raise ValidationError if this engine cannot honour one of them."""
         if lora_request is not None and not self.config.lora.enable_lora:
             raise ValidationError("adapters are not served here (--enable-lora)", param="lora_request")
         if len(tenant) > MAX_TENANT_CHARS:
@@ -279,23 +287,27 @@ class InputProcessor:
         if priority not in INT64_RANGE:
             raise ValidationError(f"priority must fit in 64 bits, got {priority}", param="priority")
 
-    def _settle(self, params: SamplingParams, num_prompt_tokens: int, lexicon: Lexicon) -> SamplingParams:
+    def _resolve_params(
+        self, params: SamplingParams, num_prompt_tokens: int, tokenizer_context: TokenizerContext
+    ) -> SamplingParams:
         max_tokens = params.max_tokens
         room = self.room(num_prompt_tokens)
         max_tokens = max(room if max_tokens is None else min(max_tokens, room), params.min_tokens)
         seed = params.seed
         if seed is None and params.needs_seed:
             seed = self._seeds.getrandbits(62)
-        params = params.settled(max_tokens=max_tokens, seed=seed)
+        params = params.replace_unchecked(max_tokens=max_tokens, seed=seed)
         if params.bad_words:
-            params = params.settled(bad_words_token_ids=bad_words_token_ids(params, lexicon.tokenizer))
+            params = params.replace_unchecked(
+                bad_words_token_ids=bad_words_token_ids(params, tokenizer_context.tokenizer)
+            )
         if params.uses_dry and not params.dry_breakers:
-            params = params.settled(dry_breakers=dry_breakers(params, lexicon))
+            params = params.replace_unchecked(dry_breakers=dry_breakers(params, tokenizer_context))
         if params.thinking_token_budget is not None and params.thinking_markers is None:
-            params = params.settled(thinking_markers=lexicon.thinking_markers)
+            params = params.replace_unchecked(thinking_markers=tokenizer_context.thinking_markers)
         return params
 
-    def _check_params(self, params: SamplingParams, lexicon: Lexicon) -> None:
+    def _check_params(self, params: SamplingParams, tokenizer_context: TokenizerContext) -> None:
         limit = self.config.model.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
@@ -307,10 +319,10 @@ class InputProcessor:
                 )
         if params.stop and self.tokenizer is None:
             raise ValidationError("stop strings need a tokenizer", param="stop")
-        check_listed_ids(params.num_listed_ids, params.n)
+        check_num_listed_ids(params.num_listed_ids, params.n)
         for name, ids in indexed_ids(params).items():
-            _check_ids(name, ids, lexicon.vocab_size)
-        _check_some_token_is_left(params, lexicon)
+            _check_ids(name, ids, tokenizer_context.vocab_size)
+        _check_stop_tokens_leave_some(params, tokenizer_context)
         self._check_custom(params)
         if params.thinking_token_budget is not None and params.thinking_markers is None:
             raise ValidationError(
@@ -320,7 +332,7 @@ class InputProcessor:
             )
 
     def _check_custom(self, params: SamplingParams) -> None:
-        """Refuse what no code is there to heed, and code that cannot get to where it would run."""
+        """Reject extra_args without a reader, and callables for a core in another process."""
         own = params.logits_processors
         if own and not self._takes_callables:
             raise ValidationError(
@@ -339,17 +351,17 @@ class InputProcessor:
                 param="extra_args",
             )
 
-    def _check_constrained(self, lexicon: Lexicon) -> None:
-        """Refuse what constrains a text of which some tokens are unknown to those who constrain it."""
-        if lexicon.vocab_size > self.config.arch.vocab_size:
+    def _check_constrained(self, tokenizer_context: TokenizerContext) -> None:
+        """Reject constraints with an adapter whose added tokens the grammar does not cover."""
+        if tokenizer_context.vocab_size > self.config.arch.vocab_size:
             raise ValidationError(
-                "structured_outputs is not possible with an adapter that has tokens behind the model's",
+                "structured_outputs does not support an adapter that adds tokens to the model's vocabulary",
                 param="structured_outputs",
             )
 
 
-def check_listed_ids(num_ids: int, num_sequences: int) -> None:
-    """Bound what `stop_token_ids`, `allowed_token_ids` and `logit_bias` cost, before anything is done for each of them.
+def check_num_listed_ids(num_ids: int, num_sequences: int) -> None:
+    """Limit the cost of `stop_token_ids`, `allowed_token_ids` and `logit_bias` before any work per id.
 
     Raises:
         ValidationError: with the number of ids, of sequences and the limit.
@@ -363,7 +375,7 @@ def check_listed_ids(num_ids: int, num_sequences: int) -> None:
 
 
 def _default_params(config: EngineConfig) -> dict[str, Any]:
-    """The model's generation config, in which a limit of tokens may be above the context as it is served."""
+    """Return the model's generation config, with its token limit capped at the served context."""
     limit, defaults = config.model.max_model_len, dict(config.arch.generation)
     asked = [int(defaults.pop(name)) for name in MAX_TOKENS if name in defaults]
     if asked:
@@ -371,19 +383,19 @@ def _default_params(config: EngineConfig) -> dict[str, Any]:
     return defaults
 
 
-def _nth_seed(params: SamplingParams, index: int) -> int | None:
-    """Completions of one prompt have consecutive seeds, and after the greatest comes the least."""
+def _completion_seed(params: SamplingParams, index: int) -> int | None:
+    """Return the seed of a completion; seeds are consecutive and wrap around from the greatest to the least."""
     if params.seed is None:
         return None
     seed = params.seed + index
     return seed if seed in INT64_RANGE else seed - 2**64
 
 
-def _check_some_token_is_left(params: SamplingParams, lexicon: Lexicon) -> None:
-    """`min_tokens` forbids the tokens that end a generation: without any other, nothing could be generated."""
+def _check_stop_tokens_leave_some(params: SamplingParams, tokenizer_context: TokenizerContext) -> None:
+    """Check that `min_tokens`, which forbids stop tokens, leaves a token to generate."""
     if not params.min_tokens:
         return
-    ends = {*lexicon.end_ids, *params.stop_token_ids}
+    ends = {*tokenizer_context.end_ids, *params.stop_token_ids}
     allowed = params.allowed_token_ids
     if allowed is not None and ends.issuperset(allowed):
         raise ValidationError(
@@ -391,14 +403,14 @@ def _check_some_token_is_left(params: SamplingParams, lexicon: Lexicon) -> None:
             "forbids these",
             param="allowed_token_ids",
         )
-    if allowed is None and len(ends) >= lexicon.vocab_size:
+    if allowed is None and len(ends) >= tokenizer_context.vocab_size:
         raise ValidationError(
             "stop_token_ids has every token, and min_tokens forbids these", param="stop_token_ids"
         )
 
 
 def _check_placeholders(ids: Sequence[int], part_of: Multimodal | None) -> None:
-    """Refuse the tokens that stand for images and sounds, of which the language model alone makes nothing."""
+    """Reject placeholder tokens of images and sounds: only the language model is served."""
     if part_of is None or part_of.placeholder_ids.isdisjoint(ids):
         return
     found = min(part_of.placeholder_ids.intersection(ids))

@@ -1,7 +1,7 @@
-"""`KVEventPublisher`: numbered batches of KV events on a ZeroMQ socket, and past ones on request.
+"""Publisher of numbered KV event batches on a ZeroMQ socket, with replay on request.
 
-Invariant: publishing never waits. Who is too slow, or comes late, misses batches, sees that by their numbers and asks
-for them again. Messages are vLLM's: (topic, number as 8 bytes big-endian, msgpack of a `KVEventBatch`).
+Invariant: publishing never blocks. A slow or late subscriber misses batches, detects that by their numbers and
+requests a replay. Messages are vLLM's: (topic, number as 8 bytes big-endian, msgpack of a `KVEventBatch`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import msgspec
 import zmq
 
 from quire.config import EngineConfig
-from quire.config.kv_events import KVEventsSettings
+from quire.config.cache import KVEventsSettings
 from quire.errors import ConfigError
 from quire.kv_cache.events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
 from quire.kv_cache.hashing import BlockHash
 
 logger = logging.getLogger(__name__)
 
-Batch = tuple[bytes, bytes]
-"""Number and payload, as they are sent."""
+Batch = tuple[bytes, bytes]  # (number, payload) as sent
 
 NUMBER_BYTES = 8
 END_OF_REPLAY: Batch = (b"\xff" * NUMBER_BYTES, b"")
-OUR_ADDRESSES = (
+BOUND_ADDRESSES = (
     "ipc://",
     "inproc://",
     "tcp://*",
@@ -37,15 +36,14 @@ OUR_ADDRESSES = (
     "tcp://[::",
 )
 LINGER_MS = 500
-REPLAY_PATIENCE_MS = 1000
-"""How long an answer waits for a client that does not read."""
+REPLAY_SEND_TIMEOUT_MS = 1000  # Send timeout for a replay client that does not read.
 
 
 class KVEventPublisher:
-    """Owns the PUB socket and the last batches; `publish` is called from one thread.
+    """Owner of the PUB socket and the last batches; `publish` is called from one thread.
 
-    The socket is bound if its address is a wildcard, of this host's loopback or no network address at all; any other
-    is a subscriber's, and is connected to.
+    The socket binds if its address is a wildcard, of this host's loopback or no network address at all; otherwise it
+    connects to a subscriber's address.
 
     Raises:
         ConfigError: an address cannot be used.
@@ -58,7 +56,7 @@ class KVEventPublisher:
         self._encoder = msgspec.msgpack.Encoder()
         self._num_batches = 0
         self._recent: deque[Batch] = deque(maxlen=settings.buffer_steps)
-        self._recent_in_use = threading.Lock()
+        self._recent_lock = threading.Lock()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.set_hwm(settings.hwm)
@@ -72,26 +70,26 @@ class KVEventPublisher:
             raise ConfigError(f"--kv-events-config: cannot open {address}: {error}") from error
 
     def publish(self, events: list[KVCacheEvent], ts: float) -> None:
-        """Send the events of one step and remember them; `ts` is in seconds since 1970."""
+        """Send the events of one step and buffer them for replay; `ts` is in seconds since 1970."""
         if self._uses_ints:
             for event in events:
                 _shorten(event)
         number = self._num_batches.to_bytes(NUMBER_BYTES, "big")
         batch = (number, self._encoder.encode(KVEventBatch(ts, events, self._replica)))
         self._num_batches += 1
-        with self._recent_in_use:
+        with self._recent_lock:
             self._recent.append(batch)
         self._socket.send_multipart((self._topic, *batch))  # a PUB socket drops what a subscriber cannot take
 
     def close(self) -> None:
-        """Send what is waiting, for a moment, and end."""
+        """Flush pending messages for LINGER_MS and close."""
         self._socket.close()
         self._context.term()
         if self._replay is not None:
             self._replay.join()
 
     def _open(self, settings: KVEventsSettings) -> None:
-        if settings.endpoint.startswith(OUR_ADDRESSES):
+        if settings.endpoint.startswith(BOUND_ADDRESSES):
             self._socket.bind(settings.endpoint)
         else:
             self._socket.connect(settings.endpoint)
@@ -99,43 +97,44 @@ class KVEventPublisher:
             router = self._context.socket(zmq.ROUTER)
             router.bind(settings.replay_endpoint)
             self._replay = threading.Thread(
-                target=answer_replays, args=(router, self._since), name="quire-kv-replay", daemon=True
+                target=serve_replays, args=(router, self._since), name="quire-kv-replay", daemon=True
             )
             self._replay.start()
         logger.info("KV events: published at %s, replay at %s", settings.endpoint, settings.replay_endpoint)
 
     def _since(self, first: int) -> list[Batch]:
-        """What is left of the batches from this number on."""
-        with self._recent_in_use:
+        """Return the buffered batches from this number on."""
+        with self._recent_lock:
             recent = list(self._recent)
         oldest = int.from_bytes(recent[0][0], "big") if recent else 0
         return recent[max(first - oldest, 0) :]
 
 
 def create_publisher(config: EngineConfig) -> KVEventPublisher | None:
-    """The publisher that `--kv-events-config` asks for, if any."""
+    """Return the publisher configured by `--kv-events-config`, if any."""
     if not config.kv_events.enabled:
         return None
     rank = config.parallel.first_replica
     return KVEventPublisher(config.kv_events.settings.of_replica(rank), rank)
 
 
-def answer_replays(router: zmq.Socket[bytes], since: Callable[[int], list[Batch]]) -> None:
-    """Answer requests until the socket's context ends.
+def serve_replays(router: zmq.Socket[bytes], since: Callable[[int], list[Batch]]) -> None:
+    """Serve replay requests until the socket's context ends.
 
-    A request is the number of the first batch that is wanted, 8 bytes big-endian, after an empty part (as a REQ
-    socket sends it). The answer is a message (empty, number, payload) for each batch, and at the end one with an empty
-    payload.
+    A request is the number of the first wanted batch, 8 bytes big-endian, after an empty part (as a REQ socket sends
+    it). The answer is a message (empty, number, payload) for each batch, and at the end one with an empty payload.
     """
     router.router_mandatory = True  # wait for a slow client, up to a limit, in place of dropping
-    router.sndtimeo = REPLAY_PATIENCE_MS
+    router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
     try:
         while True:
             client, *request = router.recv_multipart()
             if len(request) == 2 and len(request[1]) == NUMBER_BYTES:
                 _answer(router, client, since(int.from_bytes(request[1], "big")))
             else:
-                logger.warning("a replay request of the form %s", [len(part) for part in request])
+                logger.warning(
+                    "malformed replay request with parts of %s bytes", [len(part) for part in request]
+                )
     except zmq.ContextTerminated:
         router.close(linger=0)
 
@@ -147,7 +146,7 @@ def _answer(router: zmq.Socket[bytes], client: bytes, batches: list[Batch]) -> N
     except zmq.ContextTerminated:
         raise
     except zmq.ZMQError as error:  # the client is gone, or does not read
-        logger.warning("a replay was broken off: %s", error)
+        logger.warning("a replay was aborted: %s", error)
 
 
 def _shorten(event: KVCacheEvent) -> None:
@@ -158,6 +157,6 @@ def _shorten(event: KVCacheEvent) -> None:
 
 
 def low_64_bits(block_hash: BlockHash | int) -> int:
-    """The short name of a block."""
+    """Return the low 64 bits of a block hash."""
     assert isinstance(block_hash, bytes), "a block's name was shortened twice"
     return int.from_bytes(block_hash[-8:], "big")

@@ -1,7 +1,7 @@
-"""`LLMEngine`: the synchronous engine, one `step()` at a time.
+"""Synchronous engine, one `step()` at a time.
 
-Invariant: no thread and no event loop of its own; `step` is the only method in which the model runs. Ctrl-C is heeded
-between two methods of the engine, never within one, so what a core has said is never lost. One thread at a time.
+Invariant: no thread and no event loop of its own; the model runs in `step` only. Ctrl-C takes effect
+between two methods of the engine, never within one, so no core message is lost. One thread at a time.
 """
 
 from __future__ import annotations
@@ -13,26 +13,24 @@ from typing import Any
 
 import msgspec
 
-from quire.beam_search_params import BeamSearchParams
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.client import closed_on_error, make_clients
-from quire.engine.front_end import FrontEnd, Outgoing, explained
-from quire.engine.interrupts import HeldInterrupts
+from quire.engine.client import HeldInterrupts, closed_on_error, make_clients
+from quire.engine.front_end import FrontEnd, Outgoing, decode_explanations
 from quire.engine.messages import CoreReady
-from quire.engine.replicas import configs_of_replicas
-from quire.engine.sleep import check_level, check_mode, check_tags
+from quire.engine.replicas.configs import replica_configs
 from quire.engine.startup import prepare
 from quire.errors import ConflictError, EngineDeadError, QuireError, ValidationError
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import StatLogger
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.explain import Explanation
+from quire.sleep.modes import check_level, check_mode, check_tags
 
 
 class LLMEngine:
-    """Requests in, outputs out; the core runs in this process unless `in_process=False`, replicas in their own.
+    """Synchronous engine; the core runs in this process unless `in_process=False`, replicas in their own.
 
     Raises:
         StartupError: the engine cannot start; the message says why.
@@ -43,8 +41,8 @@ class LLMEngine:
         config = prepare(config, "offline")
         if in_process is None:
             in_process = config.parallel.num_replicas == 1
-        configs = configs_of_replicas(config, in_process=in_process)
-        self._one_thread = OneThread()
+        configs = replica_configs(config, in_process=in_process)
+        self._one_thread = SingleThreadGuard()
         self._outputs: list[Any] = []
         self._clients = make_clients(configs, in_process=in_process)
         with closed_on_error(self._clients):
@@ -62,12 +60,12 @@ class LLMEngine:
 
     @property
     def config(self) -> EngineConfig:
-        """With every automatic value settled."""
+        """Configuration with all automatic values resolved."""
         return self._front_end.config
 
     @property
     def core_ready(self) -> CoreReady:
-        """What the first core said of itself."""
+        """Ready message of the first core."""
         ready = self._front_end.core_ready
         assert ready is not None
         return ready
@@ -85,18 +83,18 @@ class LLMEngine:
     ) -> str:
         """Queue a request; its id must not belong to an unfinished one.
 
-        `priority` (lower first) needs the priority policy; `tenant` is whose share it takes under the fair one.
-        With `lora_request` that adapter is added to the model; one that cannot be used ends the request with
-        finish_reason "error" and says why in `stop_reason`. The
-        first `step` later than `timeout_s` seconds after this call ends it with finish_reason "timeout".
+        `priority` (lower first) needs the priority policy; `tenant` is the account under the fair policy.
+        `lora_request` names an adapter; one that cannot be used finishes the request with finish_reason "error" and
+        the reason in `stop_reason`. The first `step` later than `timeout_s` seconds after this call finishes it with
+        "timeout".
 
         Raises:
-            ValidationError: the prompt, a parameter or the id cannot be honoured; nothing was queued.
+            ValidationError: the prompt, a parameter or the id is invalid; nothing was queued.
         """
         arrived = self._front_end.clock()
         tokenized = self.input_processor.tokenize(prompt, adapter=lora_request)
         if isinstance(params, SamplingParams):
-            params = self.input_processor.constraints.settled(params, tenant)
+            params = self.input_processor.constraints.validated(params, tenant)
         with self._one_thread, HeldInterrupts():
             if request_id in self._front_end:
                 raise ValidationError(f"request id {request_id!r} is already in use", param="request_id")
@@ -115,13 +113,13 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[Any]:
-        """Run one step of each core that has work, and return what is new.
+        """Run one step of each core that has work, and return the new outputs.
 
-        That is a `RequestOutput`, or the `PoolingRequestOutput` of a request with `PoolingParams`.
+        These are `RequestOutput`s, or the `PoolingRequestOutput`s of requests with `PoolingParams`.
 
         Raises:
             EngineDeadError: a core died, or one of its steps failed before.
-            ConflictError: the engine sleeps, so that there is nothing to return and never will be.
+            ConflictError: the engine sleeps, so that there is nothing to return.
         """
         with self._one_thread, HeldInterrupts():
             self._send(self._front_end.expire(self._front_end.clock()))
@@ -132,7 +130,7 @@ class LLMEngine:
                     self._receive(core)
         outputs, self._outputs = self._outputs, []
         if self.is_sleeping and self._front_end.num_unfinished and not outputs:
-            raise ConflictError("the engine sleeps, and its requests stand still: wake_up() lets them go on")
+            raise ConflictError("the engine sleeps and its requests are suspended: wake_up() resumes them")
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -144,45 +142,45 @@ class LLMEngine:
             self._send(self._front_end.abort(request_ids))
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to do, or an output to return."""
+        """Return whether `step` has something to do, or an output to return."""
         return self._front_end.num_unfinished > 0 or bool(self._outputs)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._front_end)
 
     def add_stat_logger(self, logger: StatLogger) -> None:
-        """Tell `logger` what the engine does from now on, and which cores are ready."""
+        """Notify `logger` of engine events from now on, and of the cores that are ready."""
         self._front_end.stat_loggers.add(logger)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, on a core that is running requests."""
+        """Clear the prefix cache; False, and nothing done, on a core that is running requests."""
         return all(self._call_each("reset_prefix_cache"))
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter before a request wants it; see `AsyncLLM.add_lora`.
+        """Load an adapter in advance; see `AsyncLLM.add_lora`.
 
         Raises:
-            ValidationError: it cannot be used; the message names the file, the tensor and the limit.
+            ValidationError: it cannot be used; names the file, the tensor and the limit.
         """
-        self.input_processor.lexicons.of(lora_request)
+        self.input_processor.tokenizers.of(lora_request)
         fields = msgspec.to_builtins(lora_request)
         return all(self._call_each("add_lora", fields))
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Let go of an adapter when the requests that have it have ended; see `AsyncLLM.remove_lora`."""
+        """Unload an adapter once no request uses it; see `AsyncLLM.remove_lora`."""
         return any(self._call_each("remove_lora", lora_id))
 
     def list_loras(self) -> set[int]:
-        """The `lora_int_id`s of the adapters in the host's memory."""
+        """Return the `lora_int_id`s of the adapters in host memory."""
         return {number for numbers in self._call_each("list_loras") for number in numbers}
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether anything of the engine sleeps, so that it takes no requests."""
+        """True if anything of the engine sleeps, so that it takes no requests."""
         return bool(self._front_end.rest)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Stop, and give memory back until `wake_up`; see `AsyncLLM.sleep`. Outputs come with the next `step`.
+        """Suspend and free memory until `wake_up`; see `AsyncLLM.sleep`. Outputs come with the next `step`.
 
         Raises:
             ValidationError: there is no such level or mode.
@@ -200,7 +198,7 @@ class LLMEngine:
             self._await(answers)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Have everything again, or these tags; see `AsyncLLM.wake_up`, also for what it raises."""
+        """Wake everything, or these tags; see `AsyncLLM.wake_up`, also for errors."""
         wanted = check_tags(tags)
         with self._one_thread, HeldInterrupts():
             rest, answers, messages = self._front_end.wake_up(wanted)
@@ -209,20 +207,22 @@ class LLMEngine:
             self._front_end.rest = rest
 
     def explain(self, request_id: str) -> list[Explanation]:
-        """Why a request waits or waited, for each of its sequences; `print` one to read it.
+        """Return the explanations of a request's waiting, one per sequence; `print` one to read it.
 
         Raises:
-            NotFoundError: no core knows it, or it ended too long ago.
+            NotFoundError: it is unknown, or it ended too long ago.
         """
-        asked = self._front_end.whereabouts(request_id)
-        return explained([self._call(core, "explain", name) for core, name in asked], request_id)
+        sequences = self._front_end.locate_sequences(request_id)
+        return decode_explanations(
+            [self._call(core, "explain", name) for core, name in sequences], request_id
+        )
 
     def call_core(self, method: str, *args: Any) -> Any:
         """Call a utility of the first core and wait for its result."""
         return self._call(0, method, *args)
 
     def shutdown(self) -> None:
-        """End the cores, and with an error whatever is asked of the engine from now on; calling it twice is fine."""
+        """Stop the cores; later calls fail. May be called twice."""
         self._front_end.die(EngineDeadError("the engine was shut down"))
         for client in self._clients:
             client.close()
@@ -262,16 +262,16 @@ class LLMEngine:
             self._clients[core].send(message)
 
     def _deliver(self, output: Any) -> None:
-        """What ended the engine is raised by `step`."""
+        """Store an output; the error that ended the engine is raised by `step`."""
         if not isinstance(output, Exception):
             self._outputs.append(output)
 
 
-class OneThread:
-    """Around blocks: refuse a second thread at once instead of letting it wait, which would surprise its caller too.
+class SingleThreadGuard:
+    """Context that rejects a second thread at once instead of blocking it.
 
     Raises:
-        ConflictError: on entry, while another thread is in such a block.
+        ConflictError: on entry, while another thread is inside.
     """
 
     def __init__(self) -> None:

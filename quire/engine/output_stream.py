@@ -1,27 +1,88 @@
-"""`OutputStream`: one request's outputs on their way to one consumer.
+"""Streams from cores to consumers on the event loop.
 
-Invariant: holds at most one output: deltas that are not fetched in time are joined, cumulative outputs replace
+`OutputStream` holds at most one output: deltas that are not fetched in time are merged, cumulative outputs replace
 each other, so a slow client costs memory only for its own text. Outputs are offered and fetched in one order: none is
-offered before the consumer has dealt with all that it fetched, and waits for more.
+offered before the consumer has processed all that it fetched and waits for more.
+
+`CoreReceivers`: one thread per core waits for messages and touches nothing else. Its end is reported to the loop as
+its last message.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Sequence
 
+from quire.engine.client import CoreClient
+from quire.engine.messages import CoreMessage
+from quire.errors import EngineDeadError, QuireError
 from quire.outputs import RequestOutput
 
+logger = logging.getLogger(__name__)
+
+
+class CoreReceivers:
+    """Receiver threads of one engine, one per core.
+
+    Args:
+        clients: by core; the entry of a replaced core is updated by its owner.
+        take_in: called on the loop with a core and its messages.
+        lose: called on the loop with a dead core and the error.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[CoreClient],
+        take_in: Callable[[int, list[CoreMessage]], None],
+        lose: Callable[[int, QuireError], None],
+    ) -> None:
+        self._clients = clients
+        self._take_in = take_in
+        self._lose = lose
+        self._threads: dict[int, threading.Thread] = {}
+
+    def ensure(self) -> None:
+        """Start the threads unless they run; the running event loop becomes the engine's."""
+        if not self._threads:
+            for core in range(len(self._clients)):
+                self.start(core)
+
+    def start(self, core: int) -> None:
+        """Start the thread for this core's client."""
+        where = core, self._clients[core], asyncio.get_running_loop()
+        thread = threading.Thread(target=self._receive, args=where, name=f"quire-receive-{core}", daemon=True)
+        self._threads[core] = thread
+        thread.start()
+
+    async def join(self) -> None:
+        """Wait for the threads, whose clients have been closed."""
+        for thread in list(self._threads.values()):
+            await asyncio.to_thread(thread.join)
+
+    def _receive(self, core: int, client: CoreClient, loop: asyncio.AbstractEventLoop) -> None:
+        """Thread body: receive from the core, hand messages to the loop, and at last its death."""
+        try:
+            while messages := client.receive():
+                loop.call_soon_threadsafe(self._take_in, core, messages)
+        except QuireError as error:
+            loop.call_soon_threadsafe(self._lose, core, error)
+        except Exception:  # bug of an in-process core: the thread must not end silently
+            logger.exception("the engine core failed")
+            loop.call_soon_threadsafe(self._lose, core, EngineDeadError("the engine core has failed"))
+
+
+# Accepts an output at once, in the event loop's thread, or returns False.
 Offer = Callable[[RequestOutput], bool]
-"""Takes an output at once, in the event loop's thread, or does nothing and returns False."""
 
 
 class OutputStream:
-    """A one-place buffer; `put` and `get` are called in the event loop's thread.
+    """One-place buffer; `put` and `get` are called in the event loop's thread.
 
     Args:
-        offer: is shown what comes while `get` waits, but for the last output; `get` returns only what it does not
-            take. So what can be dealt with at once costs no task switch. An error of it ends the stream.
+        offer: gets each output but the last that arrives while `get` waits; `get` returns only what it rejects. This
+            saves a task switch per output. An error it raises ends the stream.
     """
 
     def __init__(self, *, delta: bool, offer: Offer | None = None) -> None:
@@ -33,7 +94,7 @@ class OutputStream:
         self._is_awaited = False  # whether `get` waits, and has nothing to return yet
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Add an output, or the error that ends the stream, behind which nothing comes."""
+        """Add an output, or the error that ends the stream."""
         if self._error is not None:
             return
         if isinstance(output, Exception):
@@ -51,7 +112,7 @@ class OutputStream:
             return False
         try:
             return self._offer(output)
-        except Exception as error:  # the consumer's own, who gets it where it waits
+        except Exception as error:  # raised to the consumer by `get`
             self._error = error
             self._fill()
             return True

@@ -1,4 +1,4 @@
-"""Where a start keeps the model's packed weights for the next one, if nobody says. Torch-free."""
+"""Default directory of packed weights, which later starts map. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quire.models.registry import is_own_class
 from quire.models.weight_files import weight_files
 
 MIN_BYTES = 64 * 2**20
-"""Of weights: packing fewer takes some 0.1 s, which is no reason to write a file that nobody asked for."""
+"""Minimum bytes of weights: packing fewer takes some 0.1 s, too little for a file that was not requested."""
 
 
 def default_packed_weights_cache(config: EngineConfig) -> tuple[str, str] | None:
-    """Return the directory for a config whose model and device are settled, with the reason; None: nothing is kept.
+    """Return the directory for a config with resolved model and device, and the reason; None: nothing is kept.
 
-    It is for models that quire's own code packs: what another package's makes of the same files may change with it.
+    Only models of quire's own code have one: another package's weights from the same files may change with the package.
     """
     load, cache = config.load, user_cache()
     if load.packed_weights_cache is not None or not load.enable_packed_weights_cache or cache is None:
@@ -34,7 +34,7 @@ def default_packed_weights_cache(config: EngineConfig) -> tuple[str, str] | None
 
 
 def user_cache() -> Path | None:
-    """Return the user's directory for what programs can make again, as the XDG specification has it; None: no home."""
+    """Return the user's cache directory, by the XDG specification; None: no home."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):
         return Path(named)
@@ -49,5 +49,5 @@ def _weight_bytes(config: EngineConfig) -> int:
         return 0
     try:
         return sum(path.stat().st_size for path in weight_files(Path(config.model_dir)))
-    except (ModelLoadError, OSError):  # the loader says it better
+    except (ModelLoadError, OSError):  # the loader reports it in full
         return 0

@@ -1,4 +1,4 @@
-"""What a caller may pass as a prompt, in its one internal form, and how long it may be."""
+"""Forms of prompts, their internal form, and length limits."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.lexicons import Lexicon
+from quire.engine.tokenizer_cache import TokenizerContext
 from quire.errors import ContextLengthError, ValidationError
 from quire.inputs import PromptType, TokensPrompt
 
+# Per token of context, for texts that are truncated or only counted: some sixteen contexts of prose.
 CUT_CHARS_PER_TOKEN = 64
-"""So many characters for each token of the context may a text have that is cut: some sixteen contexts of prose."""
-LEAST_CUT_CHARS = 2**18
-"""So many it may have however short the context is, which takes a fraction of a second."""
+LEAST_CUT_CHARS = 2**18  # Lower bound of that limit; tokenizing so much takes a fraction of a second.
 
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt in its one internal form, in a list of its own; `text` is only for the output."""
+    """Prompt in its internal form, with its own list of ids; `text` is only for the output."""
 
     token_ids: list[int]
     text: str | None
     cache_salt: str | None = None
     second_text_start: int | None = None
     instruction_length: int | None = None
-    lexicon: Lexicon | None = None
-    """Of the adapter that it was tokenized for; None: the model's."""
+    tokenizer_context: TokenizerContext | None = None  # Context it was tokenized with; None: the model's.
 
     def as_prompt(self) -> TokensPrompt:
-        """As callers pass it."""
+        """Return the prompt in the callers' form."""
         prompt = TokensPrompt(prompt_token_ids=self.token_ids)
         for name in ("cache_salt", "second_text_start", "instruction_length"):
             if (value := getattr(self, name)) is not None:
@@ -41,7 +39,7 @@ class TokenizedPrompt:
 
 @dataclass(frozen=True)
 class PromptParts:
-    """A prompt before it is tokenized: it has `token_ids`, or `text`, or `text` with a second one."""
+    """Prompt before tokenizing: `token_ids`, or `text`, or `text` with a second one."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -52,7 +50,7 @@ class PromptParts:
 
 
 def parts_of(prompt: PromptType) -> PromptParts:
-    """Take any form of prompt apart.
+    """Parse any form of prompt.
 
     Raises:
         ValidationError: it has none of the forms.
@@ -96,10 +94,10 @@ def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
 
 
 def check_cut_text(config: EngineConfig, text: str, name: str = "prompt") -> None:
-    """Refuse a text that is cut or only counted, and so may be longer than the context, but not of any length.
+    """Reject an overlong text that is truncated or only counted, and so may be longer than the context.
 
     Args:
-        name: of the field whose text it is.
+        name: of the text's field.
 
     Raises:
         ValidationError: with the limit.
@@ -114,16 +112,16 @@ def check_cut_text(config: EngineConfig, text: str, name: str = "prompt") -> Non
 
 
 def check_length(config: EngineConfig, num_tokens: int, how_exact: str = "") -> None:
-    """Refuse a prompt that the model cannot take; asked before anything walks over its tokens.
+    """Reject a prompt that is too long for the model; called before any work per token.
 
-    A model that generates must have room for one more.
+    A generating model must have room for one more token.
 
     Raises:
-        ContextLengthError: it is longer than the context; ValidationError: than a step that may not split it.
+        ContextLengthError: longer than the context; ValidationError: longer than a step that may not split it.
     """
     limit, pools = config.model.max_model_len, config.pooling is not None
     if num_tokens > limit - (0 if pools else 1):
-        # Clients know it by these words where they do not read its code: some by the first, some by the last.
+        # Clients match on these words, some on the first and some on the last.
         needs_room = "" if pools else ", which must leave room for one more"
         raise ContextLengthError(
             f"This model's maximum context length is {limit} tokens, but there are {how_exact}{num_tokens} tokens "

@@ -1,21 +1,85 @@
-"""How much may wait: counted by the front end, so that a full queue costs a refused request next to nothing.
+"""Limits on waiting requests and free memory, checked in the front end so that a refusal is cheap.
 
-Invariant: a sequence waits from when its place is reserved, before its prompt is tokenized, until the core's first news
+Invariant: a sequence waits from its reservation, before its prompt is tokenized, until the core's first update
 of it, or its end.
+
+`FreeMemory` refuses new work before the machine, or the container, runs out of memory. It decides from a reading and
+the time, both injected, and reads at most every `READ_EVERY_S`. Callers check it only while something is in flight, so
+refusals end.
 """
 
 from __future__ import annotations
 
-from quire.config import SchedulerConfig
-from quire.engine.ledger import Column, Page
-from quire.errors import QueueFullError
+import math
+import time
+from collections.abc import Callable
 
-HIGH_WATER = 0.9
-"""Of a limit; from there on a server says that others should be asked."""
+from quire.config import SchedulerConfig
+from quire.errors import MemoryShortError, QueueFullError
+from quire.routing.counters import CounterField, CounterSlot
+
+MIB = 2**20
+READ_EVERY_S = 0.25
+MAX_RESERVE_BYTES = 256 * MIB
+RESERVE_FRACTION = 0.03
+
+
+class FreeMemory:
+    """Check of a memory reserve.
+
+    Args:
+        kept_bytes: reserve; 0 disables the check.
+        read_bytes: returns the free bytes; on an OSError (no file descriptor, say) the last reading is kept.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, kept_bytes: int, read_bytes: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._kept_bytes = kept_bytes
+        self._read_bytes = read_bytes
+        self._clock = clock
+        self._left_bytes = kept_bytes
+        self._next_reading = -math.inf
+
+    def check(self) -> None:
+        """Check that memory suffices for new work.
+
+        Raises:
+            MemoryShortError: with the numbers.
+        """
+        if not self._kept_bytes:
+            return
+        self._refresh()
+        if self._left_bytes < self._kept_bytes:
+            raise MemoryShortError(
+                f"memory is short: {self._left_bytes / MIB:.0f} MiB are free while requests are in flight; "
+                f"new requests need {self._kept_bytes / MIB:.0f} MiB; try again later"
+            )
+
+    def _refresh(self) -> None:
+        now = self._clock()
+        if now < self._next_reading:
+            return
+        self._next_reading = now + READ_EVERY_S
+        try:
+            self._left_bytes = self._read_bytes()
+        except OSError:  # keep the last reading rather than refuse for lack of one
+            return
+
+
+def bytes_to_keep(asked_mib: int | None, total_bytes: int) -> int:
+    """Return the reserve: `--min-free-memory`, else a small fraction of all memory."""
+    return (
+        min(MAX_RESERVE_BYTES, int(RESERVE_FRACTION * total_bytes)) if asked_mib is None else asked_mib * MIB
+    )
+
+
+HIGH_WATER = 0.9  # Fraction of a limit from which a server reports that it is crowded.
 
 
 class WaitingSequences:
-    """Sequences without news so far, and places of some that are to come; `num_tokens` is the sum of their prompts."""
+    """Sequences without an update so far, and reservations; `num_tokens` is the sum of their prompts."""
 
     def __init__(self) -> None:
         self._num_tokens: dict[str, int] = {}
@@ -30,19 +94,19 @@ class WaitingSequences:
         return self._sum
 
     def add(self, core_request_id: str, num_prompt_tokens: int) -> None:
-        """One that waits already is fine, if its prompt is as long."""
+        """Add a sequence; a waiting one is ignored."""
         if core_request_id not in self._num_tokens:
             self._num_tokens[core_request_id] = num_prompt_tokens
             self._count(1, num_prompt_tokens)
 
     def remove(self, core_request_id: str) -> None:
-        """One that does not wait (any more) is fine."""
+        """Remove a sequence; unknown ones are ignored."""
         num_tokens = self._num_tokens.pop(core_request_id, None)
         if num_tokens is not None:
             self._count(-1, -num_tokens)
 
     def reserve(self, num_sequences: int, num_tokens: int) -> None:
-        """So many more are to come, or, below 0, so many fewer."""
+        """Change the reserved counts; negative numbers release."""
         self._num_reserved += num_sequences
         self._count(num_sequences, num_tokens)
 
@@ -50,8 +114,8 @@ class WaitingSequences:
         self._sum += num_tokens
 
 
-class Place:
-    """Room that is kept in the queue while a request is made ready: for what of it has not joined yet."""
+class QueueReservation:
+    """Reservation of queue room for the part of a request that has not joined the queue yet."""
 
     def __init__(self, waiting: WaitingSequences, num_sequences: int) -> None:
         self._waiting = waiting
@@ -60,19 +124,19 @@ class Place:
 
     @property
     def is_reserved(self) -> bool:
-        """Return whether a part of the request has yet to join the queue."""
+        """True if a part of the request has yet to join the queue."""
         return self._num_sequences > 0
 
     def hold(self, num_tokens: int) -> None:
-        """So many tokens of prompts are known of it."""
+        """Add prompt tokens to the reservation."""
         self._keep(0, num_tokens)
 
     def join(self, num_sequences: int, num_tokens: int) -> None:
-        """So much of it stands in the queue itself; more than was kept for it is fine."""
+        """Convert a part of the reservation into queued sequences; an excess is ignored."""
         self._keep(-min(num_sequences, self._num_sequences), -min(num_tokens, self._num_tokens))
 
-    def give_up(self) -> None:
-        """No more of it will come. Twice is fine."""
+    def release(self) -> None:
+        """Release the rest of the reservation; may be called twice."""
         self._keep(-self._num_sequences, -self._num_tokens)
 
     def _keep(self, num_sequences: int, num_tokens: int) -> None:
@@ -82,28 +146,28 @@ class Place:
 
 
 class SharedWaiting(WaitingSequences):
-    """Those of this front end, in a sum with those of the others: what `len` and `num_tokens` tell is of all."""
+    """Waiting sequences counted together with other front ends: `len` and `num_tokens` are totals."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: CounterSlot) -> None:
         super().__init__()
         self._page = page
 
     def __len__(self) -> int:
-        return int(self._page.total(Column.WAITING))
+        return int(self._page.total(CounterField.WAITING))
 
     @property
     def num_tokens(self) -> int:
-        return int(self._page.total(Column.WAITING_TOKENS))
+        return int(self._page.total(CounterField.WAITING_TOKENS))
 
     def _count(self, num_sequences: int, num_tokens: int) -> None:
-        self._page.add(Column.WAITING, num_sequences)
-        self._page.add(Column.WAITING_TOKENS, num_tokens)
+        self._page.add(CounterField.WAITING, num_sequences)
+        self._page.add(CounterField.WAITING_TOKENS, num_tokens)
 
 
 def check_queue(limits: SchedulerConfig, waiting: WaitingSequences, num_sequences: int) -> None:
-    """Whether so many sequences may join those that wait, of whose prompts nothing is known yet.
+    """Check that `num_sequences` sequences may join the queue before their prompts are tokenized.
 
-    When nobody waits, anything may: a request that is larger than a limit has its turn.
+    An empty queue accepts anything, so that a request larger than a limit gets its turn.
 
     Raises:
         QueueFullError: with the numbers.
@@ -119,7 +183,7 @@ def check_queue(limits: SchedulerConfig, waiting: WaitingSequences, num_sequence
 
 
 def check_tokens(limits: SchedulerConfig, waiting: WaitingSequences, num_tokens: int) -> None:
-    """Whether prompts of so many tokens may join those that wait; where none waits, any may.
+    """Check that prompts of `num_tokens` tokens may join the queue; an empty one accepts any.
 
     Raises:
         QueueFullError: with the numbers.
@@ -134,7 +198,7 @@ def check_tokens(limits: SchedulerConfig, waiting: WaitingSequences, num_tokens:
 
 
 def crowding(limits: SchedulerConfig, waiting: WaitingSequences) -> str | None:
-    """Why others should be asked, though there is some room yet; None: no reason."""
+    """Return why clients should try other servers although there is room left; None: no reason."""
     for cap, num, what in (
         (limits.max_num_queued_reqs, len(waiting), "sequences"),
         (limits.max_num_queued_tokens, waiting.num_tokens, "prompt tokens"),

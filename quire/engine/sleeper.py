@@ -1,7 +1,7 @@
-"""`Sleeper`: how an engine core falls asleep and wakes.
+"""`Sleeper`: sleep mode of an engine core.
 
-Invariant: before memory goes, no step is in flight, no row is left in the worker and no block is held; so what wakes is
-an empty cache, and requests that were kept are computed again, with the tokens that they would have had.
+Invariant: before memory is freed, no step is in flight, the worker has no row and no block is held. So the cache wakes
+empty, and retained requests are computed again, with the tokens that they would have had.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from quire.engine.progress import Progress
-from quire.engine.sleep import MEMORY_TAGS, WEIGHTS, Rest
 from quire.engine.step_loop import Clock, StepLoop
 from quire.executor.base import Executor
 from quire.processes import collect_garbage
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
+from quire.sleep.modes import MEMORY_TAGS, WEIGHTS, EngineSleepState
+from quire.supervision.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 
 class Sleeper:
-    """Puts scheduler and executor to sleep, and wakes them.
+    """Sleep mode of a scheduler and an executor.
 
     Args:
-        tell: takes the news of requests whose steps were in flight.
-        progress: told that the core does what may take long, as while it loads.
+        tell: receives the updates of requests whose steps were in flight.
+        progress: notified of work that may take as long as loading.
         check_files: raises StartupError if the model's files are no longer those of the start.
     """
 
@@ -46,16 +46,16 @@ class Sleeper:
         self._tell = tell
         self._progress = progress
         self._check_files = check_files
-        self.rest = Rest()
+        self.rest = EngineSleepState()
 
     def sleep(self, level: int) -> list[str]:
-        """Fall asleep, or deeper asleep; returns what sleeps."""
+        """Enter a sleep level, or a deeper one; return the tags that sleep."""
         self._begin()
         self._scheduler.pause(self._clock())
         self._drain()
         if level > 0:
             self._scheduler.forget(self._clock())
-            self._drain()  # the worker lets go of the rows
+            self._drain()  # the worker frees the rows
             self._executor.sleep(level)
             collect_garbage()
         self.rest = self.rest.deeper(level)
@@ -63,12 +63,12 @@ class Sleeper:
         return sorted(self.rest.asleep)
 
     def wake_up(self, tags: Iterable[str]) -> list[str]:
-        """Wake these; returns what still sleeps.
+        """Wake these tags; return those that still sleep.
 
         Raises:
-            ConflictError: one of them needs what would still sleep; nothing was done.
-            StartupError: the weights cannot be loaded, or have changed, or memory is short; this and what comes
-                behind sleeps on.
+            ConflictError: one of them needs a tag that would still sleep; nothing was done.
+            StartupError: the weights cannot be loaded, or have changed, or memory is short; this tag and later ones
+                still sleep.
         """
         wanted = list(tags)
         self.rest.without(wanted)
@@ -89,13 +89,13 @@ class Sleeper:
             self._check_files()
         self._executor.wake_up(tag)
         if rereads:
-            self._check_files()  # they may have changed while they were read
+            self._check_files()  # files may have changed while they were read
 
     def _begin(self) -> None:
         if self._progress is not None:
             self._progress.load()
 
     def _drain(self) -> None:
-        """Take in the results of steps in flight, and let the worker free what it must."""
+        """Process the results of steps in flight, and have the worker free removed requests."""
         while self._scheduler.has_work():
             self._tell(self._loop.step())

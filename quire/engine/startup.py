@@ -1,7 +1,7 @@
-"""`prepare`: from the configuration a user gave to one in which every automatic value is settled.
+"""`prepare`: resolution of every automatic value of a user's configuration.
 
-Invariant: every automatic choice is logged once, with its reason; nothing after this guesses. Torch-free, so the
-API process can do it while the core process is still importing.
+Invariant: every automatic choice is logged once, with its reason; later code resolves nothing. Torch-free, so the API
+process can run it while the core process is still importing.
 """
 
 from __future__ import annotations
@@ -15,45 +15,44 @@ from typing import Any, Literal
 
 from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
-from quire.engine.draft_heads import with_draft_heads
-from quire.engine.draft_model import check_draft_model, check_guessing, draft_model_config
-from quire.engine.expert_checks import check_experts
 from quire.engine.file_states import states_of, tokenizer_dir
 from quire.engine.packed_weights import default_packed_weights_cache
-from quire.engine.rank_checks import check_hosts, check_ranks
-from quire.engine.replicas import check_replicas
+from quire.engine.rank_checks import check_experts, check_hosts, check_ranks
+from quire.engine.replicas.configs import check_replicas
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, StartupError
 from quire.kernels import cpu
 from quire.models.checkpoint import read_model_config, resolve_model_dir
-from quire.models.draft_heads.reader import HEADS
 from quire.models.generation_config import read_generation_config
 from quire.models.gguf.model import is_gguf
-from quire.models.pooling.settle import Settled, settle_pooling
 from quire.models.registry import ModelRegistry
 from quire.platforms import Host, choose_device
 from quire.plugins import load_general_plugins
+from quire.pooling.models.resolve import ResolvedPooling, resolve_pooling
+from quire.spec_decode.draft_model import (
+    check_draft_model,
+    check_draft_source,
+    draft_model_config,
+    with_draft_heads,
+)
 from quire.spec_decode.drafter import MODEL_KEYS, check_speculation
+from quire.spec_decode.models.reader import HEADS
 
 logger = logging.getLogger(__name__)
 
 Usage = Literal["server", "offline", "headless"]
-"""Of this process: it serves, it is a program with an engine, or it brings ranks to the engine of another host."""
+"""Use of this process: a server, a program with an engine, or ranks for the engine of another host."""
 
 DEFAULT_MAX_NUM_SEQS = {"server": 128, "offline": 256, "headless": 128}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"server": 2048, "offline": 4096, "headless": 2048}
 MAX_ROUNDS = 16  # tokens of a request per plan, unless their number is given
-MAX_MULTI_STEP_S = (
-    0.5  # upper bound on the rounds of a plan where outputs are read as a whole, or rounds are asked for
-)
-MAX_SERVER_MULTI_STEP_S = (
-    0.02  # the same by default for streams, which look smooth, and for requests that come meanwhile
-)
+MAX_MULTI_STEP_S = 0.5  # bound on a plan's rounds if outputs are read whole or rounds requested
+MAX_SERVER_MULTI_STEP_S = 0.02  # default on a server: streams stay smooth, new requests start soon
 NATIVE_DTYPES = ("float32", "bfloat16", "float16")
 FIT_MEMORY = -1
-"""The `max_model_len` that asks for as much of the model's context as memory allows."""
+"""Value of `max_model_len` for as much of the model's context as memory allows."""
 MOST_POSITIONS = 2**25
-"""Three times the longest context that a model was made for; tables of positions take gigabytes then."""
+"""Three times the longest context of any model; tables of so many positions take gigabytes."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -67,7 +66,7 @@ class Choice:
 
 
 def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
-    """Find the model, read its config and settle every field that says 0 or "auto".
+    """Find the model, read its config and resolve every field that is 0 or "auto".
 
     Raises:
         StartupError: the model cannot be found or read, or a field does not fit it.
@@ -87,7 +86,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         model_class=ModelRegistry.place_of(arch.architecture, config.model.model_impl),
         fit_max_model_len=fit,
     )
-    pooling = settle_pooling(config, lambda token: _id_of(config, token))
+    pooling = resolve_pooling(config, lambda token: _id_of(config, token))
     if pooling.spec is not None:
         config = dataclasses.replace(config, pooling=pooling.spec, model_arch=pooling.arch)
         logger.info("pooling = %s: %s", pooling.spec.pooling, pooling.pooling_reason)
@@ -134,7 +133,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
 
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:
-    """Return the config with absolute paths in it: other processes work in another directory.
+    """Return the config with absolute paths, as other processes have another working directory.
 
     Raises:
         ConfigError: the working directory does not exist.
@@ -151,7 +150,7 @@ def with_absolute_paths(config: EngineConfig) -> EngineConfig:
 
 
 def working_directory() -> Path:
-    """Return it. Raises ConfigError: it was deleted."""
+    """Return the working directory. Raises ConfigError: it was deleted."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -161,11 +160,11 @@ def working_directory() -> Path:
 
 
 def _with_guessing_model(config: EngineConfig, usage: Usage) -> EngineConfig:
-    """With the model, or the heads, that guess for this one, if any do; a model is prepared as any other."""
+    """Return the config with its draft model, prepared as any other, or draft heads, if it has any."""
     settings = config.speculative.settings
     if settings.method not in MODEL_KEYS:
         return config
-    check_guessing(config)
+    check_draft_source(config)
     try:
         return with_draft_heads(config) if settings.method in HEADS else _with_draft_model(config, usage)
     except StartupError as error:
@@ -174,7 +173,7 @@ def _with_guessing_model(config: EngineConfig, usage: Usage) -> EngineConfig:
 
 
 def _with_draft_model(config: EngineConfig, usage: Usage) -> EngineConfig:
-    if config.parallel.nnodes > 1:  # a model that is whole on each rank is the same on all hosts
+    if config.parallel.nnodes > 1:  # a model not sharded is the same on all hosts
         usage = "server"
     found = prepare(draft_model_config(config), usage)
     check_draft_model(config, found, load_tokenizer(config), load_tokenizer(found))
@@ -193,7 +192,7 @@ def _settled(config: EngineConfig, choice: Choice) -> EngineConfig:
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer of a prepared config, or None if it says to skip it."""
+    """Return the tokenizer of a prepared config; None if `skip_tokenizer_init` is set."""
     if config.model.skip_tokenizer_init:
         return None
     return Tokenizer.from_dir(tokenizer_dir(config))
@@ -215,8 +214,8 @@ def _generation_defaults(config: EngineConfig, arch: ModelArch, model_dir: Path)
     return defaults | config.model.override_generation_config
 
 
-def _choose_runner(config: EngineConfig, found: Settled) -> list[Choice]:
-    """What the model does; and where every request must see all its tokens, no prefix is kept that nobody could use."""
+def _choose_runner(config: EngineConfig, found: ResolvedPooling) -> list[Choice]:
+    """Choose the runner; disable prefix caching where a pooling needs every token to be computed."""
     choices = []
     if config.model.runner == "auto":
         choices.append(Choice("runner", found.runner, found.runner_reason))
@@ -247,7 +246,7 @@ def _choose_dtype(config: EngineConfig) -> Choice | None:
 
 
 def _choose_max_model_len(config: EngineConfig, max_seq_length: int | None) -> Choice | None:
-    """`max_seq_length` is that of sentence-transformers, which may be less than the model has positions."""
+    """Choose the context length; sentence-transformers' `max_seq_length` may be below the model's positions."""
     asked, limit = config.model.max_model_len, context_limit(config.arch)
     if asked > limit:
         raise ConfigError(f"--max-model-len is {asked}, but the model was made for {limit} positions")
@@ -266,7 +265,7 @@ def _choose_max_model_len(config: EngineConfig, max_seq_length: int | None) -> C
 
 
 def context_limit(arch: ModelArch) -> int:
-    """Longest sequence the position embedding supports; scaled rotary embeddings stretch the trained length."""
+    """Return the longest sequence of the position embedding; scaled rotary ones extend the trained length."""
     rope = arch.rope
     if rope is None or rope.kind not in ("linear", "dynamic", "yarn"):
         return arch.max_position_embeddings
@@ -293,7 +292,7 @@ def _choose_batch(config: EngineConfig, usage: Usage) -> list[Choice]:
 
 
 def _choose_whole_texts(config: EngineConfig) -> list[Choice]:
-    """An encoder's tokens all see one another, so no step can compute a part of a text, or go on from one."""
+    """Disable partial texts for an encoder: all its tokens attend to one another."""
     if not config.arch.bidirectional:
         return []
     return [
@@ -312,7 +311,7 @@ def _check_whole_texts(config: EngineConfig) -> None:
 
 
 def choose_number_of_nodes(config: EngineConfig, host: Host | None = None) -> list[Choice]:
-    """A rank, or a replica, for each NUMA node of this host, where that is asked for and their number is not given."""
+    """Choose a rank, or a replica, for each NUMA node of this host, if requested without a number."""
     field = _FOR_EACH_NODE.get(config.device.cpu_numa)
     if field is None or config.device.device != "cpu" or getattr(config.parallel, field) > 1:
         return []
@@ -363,7 +362,7 @@ def _choose_loop(config: EngineConfig) -> list[Choice]:
 
 
 def _choose_rounds(config: EngineConfig, usage: Usage) -> list[Choice]:
-    """Choose the decode steps per plan, their time, and offline whether streams have several of them, too."""
+    """Choose the decode steps per plan, their time limit, and offline also their use for streams."""
     field, asked, reason = "num_scheduler_steps", config.scheduler.num_scheduler_steps, why_one_round(config)
     if reason is not None and asked > 1:
         raise ConfigError(f"--num-scheduler-steps is {asked}, and {reason}")
@@ -384,7 +383,7 @@ def _choose_rounds(config: EngineConfig, usage: Usage) -> list[Choice]:
 
 
 def why_one_round(config: EngineConfig) -> str | None:
-    """What keeps a step to one token of each request; None: nothing."""
+    """Return why a plan is limited to one token of each request; None if it is not."""
     if config.device.device != "cpu":
         return "a GPU works while the host plans"
     if config.scheduler.async_scheduling:
@@ -415,7 +414,7 @@ def _choose_name(config: EngineConfig) -> Choice | None:
 
 
 def _check_batch_invariant(config: EngineConfig) -> None:
-    """On a CPU the C++ kernels always keep that promise, and the torch reference, which stands in for them, never."""
+    """Require the C++ kernels on a CPU: they are always batch-invariant, the torch reference never is."""
     if not config.kernels.batch_invariant or config.device.device != "cpu":
         return
     if not cpu.available():
@@ -425,7 +424,7 @@ def _check_batch_invariant(config: EngineConfig) -> None:
 
 
 def without_effect(config: EngineConfig) -> Iterator[tuple[str, str]]:
-    """The fields of a prepared config that were set and do nothing in it, each with the reason."""
+    """Yield the fields of a prepared config that were set without effect, each with the reason."""
     for fields, why in _WITHOUT_EFFECT:
         reason = why(config)
         for field in fields if reason is not None else ():
@@ -462,7 +461,7 @@ def _why_one_process(config: EngineConfig) -> str | None:
 def _why_no_address(config: EngineConfig) -> str | None:
     parallel = config.parallel
     elsewhere = parallel.data_parallel_rank is not None or parallel.data_parallel_hybrid_lb
-    joins = parallel.guests or (parallel.first_replica and not elsewhere)
+    joins = parallel.remote_replicas or (parallel.first_replica and not elsewhere)
     return None if joins else "no replica has to find a server on another host"
 
 
@@ -516,4 +515,4 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[EngineConfig], str | Non
     (("packed_weights_cache", "packed_weights_cache_gib"), _why_not_kept),
     (("data_parallel_address", "data_parallel_rpc_port"), _why_no_address),
 )
-"""Fields, and why they would do nothing; None: they do what they say."""
+"""Fields, with a function that returns why they have no effect; None if they have."""

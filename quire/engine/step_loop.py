@@ -1,8 +1,7 @@
-"""The step loop, plain and overlapped: the same steps with the same results, side by side so that one can be
-checked against the other.
+"""Step loops, plain and overlapped, with the same steps and results, so that one can be checked against the other.
 
-Invariant: results are taken in in the order of their plans. Between two turns anything may happen to the scheduler
-(requests come, are aborted, the prefix cache is reset), whatever is in flight.
+Invariant: results are processed in the order of their plans. Between two iterations the scheduler may change in any way
+(requests arrive or are aborted, the prefix cache is reset), whatever is in flight.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from quire.scheduler.output import RequestUpdate, SchedulerOutput
 from quire.scheduler.scheduler import Scheduler
 
 Clock = Callable[[], float]
-"""Seconds, never going back; a simulator brings its own."""
+"""Monotonic seconds; a simulator supplies its own."""
 
 
 class StepLoop(Protocol):
-    """Joins a scheduler and an executor."""
+    """Loop over a scheduler and an executor."""
 
     def step(self) -> list[RequestUpdate]:
-        """Take in the result of one step, if there is work; returns what it meant for each request."""
+        """Process the result of one step, if there is work, and return the requests' updates."""
 
 
 class PlainLoop:
-    """schedule -> execute -> update."""
+    """Loop of schedule -> execute -> update."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, clock: Clock = time.monotonic) -> None:
         self._scheduler = scheduler
@@ -47,11 +46,11 @@ class PlainLoop:
 
 
 class OverlappedLoop:
-    """The same with up to `max_steps_in_flight` steps planned ahead of the results.
+    """Loop with up to `max_steps_in_flight` steps planned ahead of the results.
 
-    While the executor computes a step, the host takes in the one before it, publishes that, and plans the next.
-    A stop that only a result can tell (an end token) costs the steps that were planned meanwhile; a limit on the
-    number of tokens costs none.
+    While the executor computes a step, the host processes and publishes the previous one, and plans the next.
+    A stop known only from a result (an end token) wastes the steps planned meanwhile; a limit on the number of tokens
+    wastes none.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class OverlappedLoop:
 
 @contextmanager
 def named_in_errors(plan: SchedulerOutput) -> Iterator[None]:
-    """Say in the traceback of a step that fails which it was; the engine does not survive it."""
+    """Add the step to the traceback of its failure, which the engine does not survive."""
     try:
         yield
     except Exception as error:
@@ -100,7 +99,7 @@ def named_in_errors(plan: SchedulerOutput) -> Iterator[None]:
 
 
 def make_loop(config: SchedulerConfig, scheduler: Scheduler, executor: Executor, clock: Clock) -> StepLoop:
-    """The loop that `--async-scheduling` chooses."""
+    """Return the loop that `--async-scheduling` selects."""
     if config.async_scheduling:
         return OverlappedLoop(scheduler, executor, config.max_steps_in_flight, clock)
     return PlainLoop(scheduler, executor, clock)

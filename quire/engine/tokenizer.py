@@ -1,13 +1,26 @@
-"""`Tokenizer`: text to token ids and back, on the `tokenizers` library alone.
+"""Tokenizer: text to token ids and back, on the `tokenizers` library alone.
 
 Invariant: never imports torch. Instances hold no per-call state, so threads may share one. Text of tokens is always
 the UTF-8 of their bytes (`token_bytes`), decoded whole or step by step (`place_after`).
+
+`max_chars_per_token` bounds the tokens of a text from its length, so that a text that is much too long is never
+tokenized. Invariant: sound for any text, and `None` where that is uncertain. Every character must end up in some
+token, and a token then covers at most as many characters as its literal has. That holds
+
+- if the model is a BPE that has all 256 bytes, as letters (`ByteLevel`) or as `<0x00>` to `<0xFF>` (byte fallback):
+  one that lacks some drops characters, or makes one token of many;
+- if no step before it drops anything: `ByteLevel`, `Metaspace`, `Digits`, `Punctuation` and `Split` that keep
+  their separators, and as normalizers `Prepend`, `Replace` of a string by one that is no shorter, and Unicode's
+  forms. NFC and NFKC compose at most four characters (the longest canonical decomposition), and so a token covers
+  up to four times as many;
+- and if no added token strips adjacent white space.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,35 +30,79 @@ from typing import Any, ParamSpec, TypeVar
 import tokenizers
 
 from quire.engine.added_tokens import read_settings
-from quire.engine.special_tokens import Template, read_template
-from quire.engine.text_bound import max_chars_per_token
-from quire.engine.token_bytes import TextPlace, TokenBytes
 from quire.engine.tokenizer_files import (
     DEFAULT_TEMPLATE,
     TOKENIZER_NAME,
+    Template,
+    TextPlace,
+    TokenBytes,
     converted_backend,
     named_by_ids,
     read_backend,
     read_chat_templates,
+    read_template,
 )
 from quire.errors import ValidationError
 from quire.models.checkpoint_files import has_file
 from quire.models.gguf.model import is_gguf
 from quire.models.gguf.tokenizer import read_tokenizer
 
+MAX_COMPOSED = 4  # Most characters that Unicode composes into one.
+BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+
+def max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
+    """Return the most characters that one token covers; None if uncertain."""
+    parts = [*_parts(backend.normalizer), *_parts(backend.pre_tokenizer)]
+    added = backend.get_added_tokens_decoder().values()
+    if not all(map(_keeps_all, parts)) or any(token.lstrip or token.rstrip for token in added):
+        return None
+    vocab = backend.get_vocab(with_added_tokens=True)
+    if not _knows_all_bytes(backend, {part["type"] for part in parts}, vocab):
+        return None
+    composed = MAX_COMPOSED if any(part["type"] in ("NFC", "NFKC") for part in parts) else 1
+    return composed * max(map(len, vocab))
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """Return the settings of a normalizer or a pre-tokenizer, or of all parts of a sequence."""
+    if component is None:
+        return []
+    settings = json.loads(component.__getstate__())
+    parts: list[dict[str, Any]] = settings.get("normalizers") or settings.get("pretokenizers") or [settings]
+    return parts
+
+
+def _keeps_all(part: dict[str, Any]) -> bool:
+    kind = part["type"]
+    if kind == "Replace":
+        pattern = part["pattern"].get("String")
+        return pattern is not None and len(part["content"]) >= len(pattern)
+    if kind in ("Split", "Punctuation"):
+        return bool(part["behavior"] != "Removed")
+    return kind in {"ByteLevel", "Metaspace", "Digits", "Prepend", "NFC", "NFD", "NFKC", "NFKD"}
+
+
+def _knows_all_bytes(backend: tokenizers.Tokenizer, kinds: set[str], vocab: dict[str, int]) -> bool:
+    if not isinstance(backend.model, tokenizers.models.BPE):
+        return False
+    alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) if "ByteLevel" in kinds else BYTE_TOKENS
+    return ("ByteLevel" in kinds or backend.model.byte_fallback) and alphabet <= vocab.keys()
+
+
 REPLACEMENT = "\ufffd"
 P = ParamSpec("P")
 T = TypeVar("T")
+# Shorter texts are tokenized on the event loop (well under a millisecond), longer ones in a thread.
 INLINE_CHARS = 4096
-"""Shorter texts are tokenized on the event loop (well under a millisecond), longer ones in a thread."""
 _THREADS = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2)), thread_name_prefix="quire-tokenize")
-"""Few, and of their own: many long texts at once take neither all cores nor the threads that others wait for."""
+"""Few threads of their own: many long texts at once occupy neither all cores nor the default thread pool."""
 
 
 async def beside_loop(num_chars: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run what tokenizes so many characters, or makes them of tokens, so that the event loop hardly waits.
+    """Run work proportional to `num_chars`, such as tokenizing, without blocking the event loop for long.
 
-    Long texts wait for each other, in the order in which they came, and short ones for none.
+    Long texts queue in order of arrival, short ones run at once.
     """
     if num_chars <= INLINE_CHARS:
         return work(*args, **kwargs)
@@ -55,7 +112,7 @@ async def beside_loop(num_chars: int, work: Callable[P, T], *args: P.args, **kwa
 
 
 class Tokenizer:
-    """A model's tokenizer with its special tokens and chat template."""
+    """Model's tokenizer with its special tokens and chat templates."""
 
     def __init__(
         self,
@@ -69,10 +126,8 @@ class Tokenizer:
     ) -> None:
         """`named_tokens` are literals by name (`eos_token`); `splits_special`: special tokens in texts are text."""
         self._backend = backend
-        self.file = file
-        """Its tokenizer.json, if it is from one."""
-        self.chat_templates = dict(chat_templates or {})
-        """By name; most models have but one, the default."""
+        self.file = file  # Its tokenizer.json, if it has one.
+        self.chat_templates = dict(chat_templates or {})  # By name; most models have only the default.
         self.named_tokens = dict(named_tokens)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._derived: dict[str, Any] = {}
@@ -106,7 +161,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's default template."""
+        """Model's default template."""
         return self.chat_templates.get(DEFAULT_TEMPLATE)
 
     @property
@@ -126,28 +181,28 @@ class Tokenizer:
         return self._backend.token_to_id(self.bos_token) if self.bos_token else None
 
     def vocabulary(self) -> dict[str, int]:
-        """Each token by its name, and its id."""
+        """Return token name -> id."""
         names: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return names
 
     def spells_as(self, other: Tokenizer) -> bool:
-        """Whether tokens of the same names are the same text in both."""
+        """Return whether tokens of the same names have the same text in both."""
         mine, theirs = self._backend.decoder, other._backend.decoder
         states = [None if decoder is None else decoder.__getstate__() for decoder in (mine, theirs)]
         return states[0] == states[1]
 
     @property
     def num_ids(self) -> int:
-        """One more than the greatest id."""
+        """Greatest id + 1."""
         return max(self.vocabulary().values(), default=-1) + 1
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name in the vocabulary."""
+        """Return the id of a token by its name in the vocabulary."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
-        """Token ids of `text`; with `allow_special=False`, special tokens spelled out in it stay plain text.
+        """Return token ids of `text`; with `allow_special=False`, special tokens spelled out in it stay plain text.
 
         Raises:
             ValidationError: the text holds a lone surrogate, which no encoding has.
@@ -168,23 +223,23 @@ class Tokenizer:
 
     @functools.cached_property
     def text_template(self) -> Template:
-        """The special tokens that `encode` puts around a text."""
+        """Special tokens that `encode` puts around a text."""
         return read_template(self._backend, 1)
 
     @functools.cached_property
     def pair_template(self) -> Template:
-        """Those that belong around and between two texts which the model reads as one."""
+        """Special tokens around and between two texts that the model reads as one."""
         return read_template(self._backend, 2)
 
     def min_num_tokens(self, text: str) -> int:
-        """Tokens that `text` has at least, by its length alone; 0 where a tokenizer may leave some of it out."""
+        """Return a lower bound of the tokens of `text`, from its length alone; 0 if none is known."""
         return -(-len(text) // self._max_chars_per_token) if self._max_chars_per_token else 0
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids without a token become nothing.
+        """Return the text of `ids`; ids without a token are skipped.
 
-        Bytes that are no valid UTF-8 become U+FFFD, one for each maximal subpart (Unicode 15, 3.9), and never take
-        a valid character beside them along.
+        Bytes that are no valid UTF-8 become U+FFFD, one for each maximal subpart (Unicode 15, 3.9), and never consume
+        a valid neighbouring character.
         """
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         if REPLACEMENT not in text:
@@ -194,11 +249,11 @@ class Tokenizer:
         return b"".join(map(place.advance, ids)).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds in the middle of a text: with its leading space, and perhaps parts of characters."""
+        """Return what one token adds in the middle of a text: with its leading space, perhaps partial characters."""
         return self._table.inside(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, with U+FFFD for partial characters."""
+        """Return `token_bytes` as text, with U+FFFD for partial characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def texts_of_all(self) -> list[str]:
@@ -217,7 +272,7 @@ class Tokenizer:
     def place_after(
         self, ids: Sequence[int], *, skip_special_tokens: bool, shown: Sequence[int] = ()
     ) -> TextPlace:
-        """The end of `ids`, from where the bytes of further tokens can be had one by one.
+        """Return the position after `ids`, from which the bytes of further tokens are available one by one.
 
         Args:
             shown: special tokens that are not skipped.
@@ -227,26 +282,26 @@ class Tokenizer:
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of special tokens, which are in no text unless it is asked for them."""
+        """Ids of special tokens, which are left out of texts by default."""
         return self._table.special_ids
 
     def literal(self, token_id: int) -> str:
-        """How a token is written in the tokenizer's file; nothing for an id without a token."""
+        """Return a token as written in the tokenizer's file; empty for an id without a token."""
         return self._backend.id_to_token(token_id) or ""
 
     @property
     def is_bytewise(self) -> bool:
-        """Whether a token adds the same bytes wherever it stands behind other text."""
+        """True if a token adds the same bytes after any other text."""
         return self._table.ignores_neighbours
 
     @functools.cached_property
     def begins_bytewise(self) -> bool:
-        """Whether that holds at the start of a text, too."""
+        """True if that holds at the start of a text, too."""
         start = TextPlace(self._table, [], frozenset())
         return all(start.bytes_of(i) == self._table.inside(i) for i in range(self.vocab_size))
 
     def has_text(self, ids: Sequence[int]) -> bool:
-        """Whether any of these tokens is text."""
+        """Return whether any of these tokens has text."""
         return any(i not in self.special_ids and self._table.inside(i) for i in ids)
 
     @functools.cached_property
@@ -259,7 +314,7 @@ class Tokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> frozenset[str]:
-        """The literals of all special tokens."""
+        """Literals of all special tokens."""
         added = self._backend.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 

@@ -1,26 +1,47 @@
-"""The file of a recorded run: a magic line, then frames, each a length of four bytes and a msgpack message.
+"""Recorded runs: writing, reading and replaying scheduler traces.
 
-Invariant: a frame is on its way to the disk before the next event happens, so a run that crashed can be read up to its
-last whole frame. The first frame is a `Header`; `TRACE_VERSION` changes with any other.
+A file is a magic line, then frames, each a four-byte length and a msgpack message. A frame is flushed before the next
+event, so a crashed run is readable up to its last whole frame. The first frame is a `Header`; `TRACE_VERSION` changes
+with any other.
+
+`RecordedScheduler` is a proxy: callers see no difference, and every call that can change a plan is a frame. So any
+loop and any scheduler class is recorded alike; internal actions of a scheduler are not events.
+
+`replay` applies the recorded inputs to a new scheduler and records the outputs again; the two records are equal frame
+by frame. A null executor checks that the plans can be executed as well.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, cast
 
 import msgspec
 
-from quire.config import EngineConfig
-from quire.engine.messages import EngineCoreRequest
-from quire.errors import ConfigError
-from quire.kv_cache.plain import encode_kv_config
-from quire.kv_cache.spec import KVCacheConfig
-from quire.scheduler.output import WAIST_VERSION, BlockIds
+from quire.config import EngineConfig, KVEventsConfig
+from quire.engine.messages import EngineCoreRequest, message_of, request_of
+from quire.errors import ConfigError, EngineError
+from quire.executor.null import NullExecutor
+from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, decode_kv_config, encode_kv_config
+from quire.scheduler.explain import Cause
+from quire.scheduler.holds import Hold
+from quire.scheduler.output import (
+    STEP_PROTOCOL_VERSION,
+    BlockIds,
+    ModelRunnerOutput,
+    Pooled,
+    RequestUpdate,
+    SchedulerOutput,
+)
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler, resolve_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +51,21 @@ LENGTH_BYTES = 4
 
 
 class Header(msgspec.Struct, tag="header", frozen=True):
-    """All that a scheduler is made of."""
+    """Everything that a scheduler is constructed from."""
 
     config: EngineConfig
     kv_config: dict[str, Any]
     version: int = TRACE_VERSION
-    waist_version: int = WAIST_VERSION
+    step_protocol_version: int = msgspec.field(default=STEP_PROTOCOL_VERSION, name="waist_version")
 
 
-HoldData = tuple[str, str, str]
-"""A hold: its key, the name of its cause, its detail."""
+HoldData = tuple[str, str, str]  # (key, cause name, detail) of a hold
 
 
 class Added(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """A request was queued. Later frames call it by `number`, and times are monotonic seconds.
+    """Request was queued. Later frames refer to it by `number`; times are monotonic seconds.
 
-    A beam takes over the number of one that has ended.
+    A beam takes over the number of a finished one.
     """
 
     now: float
@@ -55,7 +75,7 @@ class Added(msgspec.Struct, tag="add", array_like=True, frozen=True):
 
 
 class Held(msgspec.Struct, tag="hold", array_like=True, frozen=True):
-    """A request came to wait for something more, or it was running or unknown."""
+    """Hold was added to a request, which may be running or unknown."""
 
     now: float
     request_id: str
@@ -63,14 +83,14 @@ class Held(msgspec.Struct, tag="hold", array_like=True, frozen=True):
 
 
 class Released(msgspec.Struct, tag="release", array_like=True, frozen=True):
-    """What holds with this key waited for was there."""
+    """Holds with this key were released."""
 
     now: float
     key: str
 
 
 class Finished(msgspec.Struct, tag="finish", array_like=True, frozen=True):
-    """Requests were ended from outside; unknown ones are among them, as the scheduler was told."""
+    """Requests were finished from outside; includes unknown ids."""
 
     now: float
     request_ids: list[str]
@@ -78,9 +98,9 @@ class Finished(msgspec.Struct, tag="finish", array_like=True, frozen=True):
 
 
 class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
-    """A plan: requests, in its order, and how many tokens of each; `digest` stands for all the rest of it.
+    """Plan: requests in order and their numbers of tokens; `digest` covers all the rest.
 
-    `starts` has the requests that came without a row, and how many of their tokens were computed already.
+    `starts` maps requests without a row to their computed tokens.
     """
 
     now: float
@@ -94,9 +114,9 @@ class Planned(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 
 class Returned(msgspec.Struct, tag="result", array_like=True, frozen=True):
-    """The result of a plan; `sampled` is in the plan's order, `failed` and `drafts` have positions in it.
+    """Result of a plan; `sampled` is in plan order, `failed` and `drafts` are keyed by position in the plan.
 
-    What was pooled is left out: it changes no plan.
+    Pooled output is omitted: it changes no plan.
     """
 
     now: float
@@ -109,7 +129,7 @@ class Returned(msgspec.Struct, tag="result", array_like=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag="end", array_like=True, frozen=True):
-    """A request is over; `waits` are causes and nanoseconds, as `explain` gives them."""
+    """Request finished; `waits` are causes and nanoseconds, as in `explain`."""
 
     number: int
     finish_reason: str
@@ -119,31 +139,31 @@ class Ended(msgspec.Struct, tag="end", array_like=True, frozen=True):
 
 
 class Reset(msgspec.Struct, tag="reset", array_like=True, frozen=True):
-    """Somebody wanted the prefix cache to be forgotten, and whether it was."""
+    """Reset of the prefix cache was requested; `done`: whether it happened."""
 
     done: bool
 
 
 class Paused(msgspec.Struct, tag="pause", array_like=True, frozen=True):
-    """The engine fell asleep, or deeper."""
+    """Engine was put to sleep, or into a deeper level."""
 
     now: float
 
 
 class Forgot(msgspec.Struct, tag="forget", array_like=True, frozen=True):
-    """The KV cache was given back."""
+    """KV cache was freed."""
 
     now: float
 
 
 class Resumed(msgspec.Struct, tag="resume", array_like=True, frozen=True):
-    """The engine woke."""
+    """Engine woke."""
 
     now: float
 
 
+# Frames after the header.
 Frame = Added | Held | Released | Finished | Planned | Returned | Ended | Reset | Paused | Forgot | Resumed
-"""What follows the header."""
 
 
 class _Version(msgspec.Struct):
@@ -151,9 +171,9 @@ class _Version(msgspec.Struct):
 
 
 def create_trace(config: EngineConfig, kv_config: KVCacheConfig) -> TraceWriter | None:
-    """Begin the recording that the config asks for.
+    """Start the configured recording.
 
-    A file that exists is kept, and the name gets a number: it may hold the run that crashed, or another replica's.
+    An existing file is kept, and the name gets a number: it may hold a crashed run, or another replica's.
 
     Raises:
         ConfigError: the file cannot be made.
@@ -167,7 +187,7 @@ def create_trace(config: EngineConfig, kv_config: KVCacheConfig) -> TraceWriter 
 
 
 def _open_first(paths: Iterator[str]) -> BinaryIO:
-    """The first of these that is not there yet, however many replicas open theirs at once."""
+    """Create the first of these files that does not exist, even if several replicas race."""
     for path in paths:
         try:
             return open(path, "xb", opener=_open_private)
@@ -175,7 +195,7 @@ def _open_first(paths: Iterator[str]) -> BinaryIO:
             continue
         except OSError as error:
             raise ConfigError(f"--record-trace: cannot write {path}: {error.strerror}") from None
-    raise AssertionError("there is always another name")
+    raise AssertionError("file names ran out")
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -183,7 +203,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 class TraceWriter:
-    """Appends frames. A disk that fails ends the recording, which is logged, and not the run."""
+    """Writer of frames. A failing disk ends the recording with a log line, not the run."""
 
     def __init__(self, file: BinaryIO, header: Header) -> None:
         self._file = file
@@ -192,7 +212,7 @@ class TraceWriter:
         self.write(header)
 
     def write(self, frame: Header | Frame) -> None:
-        """Append one frame; nothing once the file is closed."""
+        """Append one frame; no effect once the file is closed."""
         if self._file.closed:
             return
         message = self._encoder.encode(frame)
@@ -204,15 +224,15 @@ class TraceWriter:
             self.close()
 
     def close(self) -> None:
-        """End the recording; calling it twice is fine."""
+        """End the recording; may be called twice."""
         try:
             self._file.close()
-        except OSError as error:  # what could not be written before cannot be written now
+        except OSError as error:  # buffered data could not be written
             logger.error("the end of the recording is lost: %s", error)
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A recorded run; `num_lost_bytes` belong to a frame of which the end is missing."""
+    """Recorded run; `num_lost_bytes` belong to a truncated last frame."""
 
     header: Header
     frames: list[Frame]
@@ -246,7 +266,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _messages(data: bytes) -> Iterator[bytes]:
-    """The whole messages after the magic line."""
+    """Yield the whole messages after the magic line."""
     start = len(MAGIC)
     while start + LENGTH_BYTES <= len(data):
         begin = start + LENGTH_BYTES
@@ -254,3 +274,263 @@ def _messages(data: bytes) -> Iterator[bytes]:
         if start > len(data):
             return
         yield data[begin:start]
+
+
+DIGEST_BYTES = 16
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class FrameSink(Protocol):
+    """Receiver of frames."""
+
+    def write(self, frame: Frame) -> None: ...
+
+
+def recorded(scheduler: Scheduler, sink: FrameSink) -> Scheduler:
+    """Wrap a scheduler so that its events are recorded."""
+    return cast(Scheduler, RecordedScheduler(scheduler, sink))
+
+
+class RecordedScheduler:
+    """Scheduler proxy that writes events to a sink; queries go straight to the scheduler."""
+
+    def __init__(self, scheduler: Scheduler, sink: FrameSink) -> None:
+        self._scheduler = scheduler
+        self._write = sink.write
+        self._numbers: dict[str, int] = {}  # of unfinished requests
+        self._rows: dict[str, int] = {}  # of requests for which the worker has a row
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def add_request(self, request: Request, now: float, holds: Iterable[Hold] = ()) -> None:
+        holds = list(holds)
+        self._scheduler.add_request(request, now, holds)
+        self._numbers[request.request_id] = request.number
+        self._write(Added(now, request.number, message_of(request), [_data_of(hold) for hold in holds]))
+
+    def hold(self, request_id: str, hold: Hold, now: float) -> bool:
+        self._write(Held(now, request_id, _data_of(hold)))
+        return self._scheduler.hold(request_id, hold, now)
+
+    def release(self, key: str, now: float) -> None:
+        self._write(Released(now, key))
+        self._scheduler.release(key, now)
+
+    def finish_requests(self, request_ids: Iterable[str], reason: str, now: float) -> list[RequestUpdate]:
+        request_ids = list(request_ids)
+        self._write(Finished(now, request_ids, reason))
+        return self._with_ends(self._scheduler.finish_requests(request_ids, reason, now), now)
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        plan = self._scheduler.schedule(now)
+        self._write(self._planned(plan, now))
+        return plan
+
+    def update_from_output(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float
+    ) -> list[RequestUpdate]:
+        self._write(_returned(plan, output, now))
+        return self._with_ends(self._scheduler.update_from_output(plan, output, now), now)
+
+    def reset_prefix_cache(self) -> bool:
+        done = self._scheduler.reset_prefix_cache()
+        self._write(Reset(done))
+        return done
+
+    def pause(self, now: float) -> None:
+        self._write(Paused(now))
+        self._scheduler.pause(now)
+
+    def forget(self, now: float) -> None:
+        self._write(Forgot(now))
+        self._scheduler.forget(now)
+
+    def resume(self, now: float) -> None:
+        self._write(Resumed(now))
+        self._scheduler.resume(now)
+
+    def _planned(self, plan: SchedulerOutput, now: float) -> Planned:
+        removed = [self._rows.pop(name) for name in plan.removed_request_ids]
+        self._rows.update((data.request_id, self._numbers[data.request_id]) for data in plan.new_requests)
+        blocks = [(data.request_id, data.block_ids) for data in plan.new_requests]
+        blocks += [
+            (request.request_id, request.new_block_ids)
+            for request in plan.scheduled
+            if any(request.new_block_ids)
+        ]
+        return Planned(
+            now=now,
+            step_id=plan.step_id,
+            numbers=[self._rows[request.request_id] for request in plan.scheduled],
+            num_tokens=[request.num_tokens for request in plan.scheduled],
+            starts={self._rows[data.request_id]: data.num_computed_tokens for data in plan.new_requests},
+            new_block_ids={self._rows[name]: ids for name, ids in blocks},
+            removed=removed,
+            digest=hashlib.blake2b(_encoder.encode(plan), digest_size=DIGEST_BYTES).digest(),
+        )
+
+    def _with_ends(self, updates: list[RequestUpdate], now: float) -> list[RequestUpdate]:
+        """Record the requests that finish with these updates."""
+        for update in updates:
+            if update.finish_reason is not None:
+                self._write(self._ended(update, update.finish_reason, now))
+        return updates
+
+    def _ended(self, update: RequestUpdate, reason: str, now: float) -> Ended:
+        explanation = self._scheduler.explain(update.request_id, now)
+        return Ended(
+            number=self._numbers.pop(update.request_id),
+            finish_reason=reason,
+            num_cached_tokens=update.num_cached_tokens,
+            num_preemptions=update.num_preemptions,
+            waits=[(share.cause, share.duration_ns) for share in explanation.shares] if explanation else [],
+        )
+
+
+def _data_of(hold: Hold) -> HoldData:
+    assert isinstance(hold.key, str), "only the scheduler holds requests for other requests"
+    return hold.key, hold.cause.name, hold.detail
+
+
+def _returned(plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> Returned:
+    names = [request.request_id for request in plan.scheduled]
+    sampled = [output.sampled_token_ids.get(name, []) for name in names]
+    failed = {names.index(name): reason for name, reason in output.failed.items()}
+    drafts = {names.index(name): tokens for name, tokens in output.draft_token_ids.items()}
+    return Returned(now, plan.step_id, sampled, failed, output.forward_s, output.sample_s, drafts)
+
+
+class ReplayExecutor(NullExecutor):
+    """Null executor that samples the recorded tokens."""
+
+    def __init__(self, config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> None:
+        super().__init__(config, specs=specs)
+        self._sampled: dict[str, Iterator[int]] = {}
+        self._decode_steps = 1
+
+    def replay(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Execute a plan with its recorded output."""
+        self._sampled = {name: iter(ids) for name, ids in output.sampled_token_ids.items()}
+        self._decode_steps = max(map(len, output.sampled_token_ids.values()), default=1)
+        self.execute_model(plan)
+
+    def _num_decode_steps(self, plan: SchedulerOutput) -> int:
+        return self._decode_steps
+
+    def _next_token(self, row: Any) -> int:
+        return next(self._sampled.get(row.request_id, iter(())), 0)  # none for a failed request
+
+
+class Replay:
+    """Scheduler that replays a recorded one."""
+
+    def __init__(self, trace: Trace) -> None:
+        config = trace.header.config
+        config = dataclasses.replace(config, kv_events=KVEventsConfig(), tells_cache=False)  # no subscriber
+        kv_config = decode_kv_config(trace.header.kv_config)
+        scheduler = resolve_scheduler(config.scheduler.scheduler_cls)(config, kv_config)
+        self.made: deque[Frame] = deque()
+        self._scheduler = recorded(scheduler, self)
+        self._executor = ReplayExecutor(config, kv_config.layer_specs)
+        self._executor.initialize_kv_cache(kv_config)
+        self._in_flight: dict[int, SchedulerOutput] = {}
+
+    def write(self, frame: Frame) -> None:
+        """Record a frame; implements `FrameSink`."""
+        self.made.append(frame)
+
+    def add(self, frame: Added) -> None:
+        self._scheduler.add_request(request_of(frame.request), frame.now, map(_hold_of, frame.holds))
+
+    def hold(self, frame: Held) -> None:
+        self._scheduler.hold(frame.request_id, _hold_of(frame.hold), frame.now)
+
+    def release(self, frame: Released) -> None:
+        self._scheduler.release(frame.key, frame.now)
+
+    def finish(self, frame: Finished) -> None:
+        self._scheduler.finish_requests(frame.request_ids, frame.reason, frame.now)
+
+    def reset(self, _: Reset) -> None:
+        self._scheduler.reset_prefix_cache()
+
+    def pause(self, frame: Paused) -> None:
+        self._scheduler.pause(frame.now)
+
+    def forget(self, frame: Forgot) -> None:
+        self._scheduler.forget(frame.now)
+
+    def resume(self, frame: Resumed) -> None:
+        self._scheduler.resume(frame.now)
+
+    def plan(self, frame: Planned) -> SchedulerOutput:
+        plan = self._scheduler.schedule(frame.now)
+        self._in_flight[plan.step_id] = plan
+        return plan
+
+    def result(self, frame: Returned) -> None:
+        plan = self._in_flight.pop(frame.step_id)
+        output = _output(frame, plan)
+        self._executor.replay(plan, output)
+        self._scheduler.update_from_output(plan, output, frame.now)
+
+
+EVENTS: dict[type, Callable[[Replay, Any], SchedulerOutput | None]] = {
+    Added: Replay.add,
+    Held: Replay.hold,
+    Released: Replay.release,
+    Finished: Replay.finish,
+    Reset: Replay.reset,
+    Paused: Replay.pause,
+    Forgot: Replay.forget,
+    Resumed: Replay.resume,
+    Planned: Replay.plan,
+    Returned: Replay.result,
+}  # Frame type -> action; an `Ended` frame needs none.
+
+
+def replay(trace: Trace) -> Iterator[SchedulerOutput]:
+    """Re-execute a recorded run; yields its plans.
+
+    Raises:
+        ConfigError: it was recorded with another plan version, or with a scheduler that is not there.
+        EngineError: an output differs from the record; names the first difference.
+    """
+    if trace.header.step_protocol_version != STEP_PROTOCOL_VERSION:
+        raise ConfigError(
+            f"this run has plans of version {trace.header.step_protocol_version}, and of {STEP_PROTOCOL_VERSION} here"
+        )
+    run = Replay(trace)
+    for place, frame in enumerate(trace.frames):
+        plan = EVENTS[type(frame)](run, frame) if type(frame) in EVENTS else None
+        made = run.made.popleft() if run.made else None
+        if made != frame:
+            raise EngineError(f"frame {place} was {frame}, and the replay gives {made}")
+        if plan is not None:
+            yield plan
+
+
+def _hold_of(data: HoldData) -> Hold:
+    key, cause, detail = data
+    return Hold(key, Cause[cause], detail)
+
+
+def _output(frame: Returned, plan: SchedulerOutput) -> ModelRunnerOutput:
+    names = [request.request_id for request in plan.scheduled]
+    sampled = {name: ids for name, ids in zip(names, frame.sampled, strict=True) if ids}
+    failed = {names[place]: reason for place, reason in frame.failed.items()}
+    return ModelRunnerOutput(
+        frame.step_id,
+        sampled,
+        failed=failed,
+        draft_token_ids={names[place]: drafts for place, drafts in frame.drafts.items()},
+        forward_s=frame.forward_s,
+        sample_s=frame.sample_s,
+        pooled={
+            one.request_id: Pooled.from_array([])
+            for one in plan.scheduled
+            if one.pools and one.request_id not in failed
+        },
+    )

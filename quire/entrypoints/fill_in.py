@@ -1,6 +1,6 @@
-"""`suffix` of completions: a prompt that asks a model to fill in the middle.
+"""Fill-in-the-middle prompts for the `suffix` of completions.
 
-Invariant: only a model whose tokenizer has the marks of a known layout is asked; text that spells a mark is plain text.
+Invariant: the model's tokenizer has all markers of a known layout; text that spells a marker is encoded as plain text.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ PREFIX, SUFFIX = object(), object()
 
 
 class Layout(NamedTuple):
-    """What stands behind each other: marks, each one token, and the two texts."""
+    """Order of the single-token markers and of the two texts in a prompt."""
 
     parts: tuple[object, ...]
+    # Token with which the model ends the middle, if it is not its end-of-sequence token.
     end: str | None = None
-    """A token with which the model ends the middle, if it is not its end of sequence."""
 
 
 LAYOUTS = (
@@ -32,10 +32,10 @@ LAYOUTS = (
 
 
 class FillIn:
-    """Makes prompts of a prefix and a suffix.
+    """Encoder of fill-in-the-middle prompts.
 
     Raises:
-        ValidationError: the model has no layout for this.
+        ValidationError: the model has no known layout.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -44,13 +44,13 @@ class FillIn:
         if self._layout is None:
             known = ", ".join(str(one.parts[0]) for one in LAYOUTS)
             raise ValidationError(
-                f"suffix needs a model that was made to fill in the middle; this one's tokenizer has none of {known}",
+                f"suffix needs a fill-in-the-middle model; this model's tokenizer has none of {known}",
                 param="suffix",
             )
 
     @property
     def end_ids(self) -> list[int]:
-        """Tokens with which the model ends the middle."""
+        """Ids of tokens with which the model ends the middle."""
         end = (
             None
             if self._layout is None or self._layout.end is None
@@ -59,7 +59,7 @@ class FillIn:
         return [] if end is None else [end]
 
     def encode(self, prefix: str, suffix: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of the prompt."""
+        """Return the token ids of the prompt."""
         assert self._layout is not None
         texts = {PREFIX: prefix, SUFFIX: suffix}
         bos = self._tokenizer.bos_token_id

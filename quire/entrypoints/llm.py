@@ -1,6 +1,6 @@
-"""`LLM`: offline generation, or pooling, in one call.
+"""`LLM`: offline generation and pooling.
 
-Invariant: outputs come back in the order of the prompts; the engine core runs in this process.
+Invariant: outputs are in prompt order; the engine core runs in this process.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from typing import Any
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
-from quire.entrypoints.chat.formats.choice import choose
-from quire.entrypoints.chat.formats.events import Tools
 from quire.entrypoints.chat.formats.model import PromptEnd
+from quire.entrypoints.chat.formats.scanning import Tools
+from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.offline import as_prompts, per_prompt
-from quire.entrypoints.offline_pooling import OfflinePooling
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
 from quire.lora_request import LoRARequest
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.pooling.offline import OfflinePooling
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
+# One for all prompts, or one or None per prompt.
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
-"""One for all prompts, or one for each, in which None is none."""
 
 
 class LLM(OfflinePooling):
     """A model loaded for offline use.
 
     Args:
-        model: local directory, GGUF file, Hugging Face id (of GGUF owner/name:Q4_K_M), or the toy model in the box.
-        tool_call_parser, reasoning_parser: formats of the model's answers; "auto" goes by its chat template.
-        engine_args: any field of the engine's configuration, for example `max_model_len=2048` or `seed=1`;
-            what is given as "module:Class" may be the class, too.
+        model: local directory, GGUF file, Hugging Face id (for GGUF owner/name:Q4_K_M), or the bundled demo model.
+        tool_call_parser, reasoning_parser: answer formats; "auto" selects them by the chat template.
+        engine_args: any field of the engine's configuration, for example `max_model_len=2048` or `seed=1`; a value of
+            the form "module:Class" may also be the class itself.
 
     Raises:
-        TypeError: an argument is no configuration field.
-        StartupError: the engine cannot start; the message says why.
+        TypeError: an argument is not a configuration field.
+        StartupError: the engine cannot start; the message gives the reason.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LLM(OfflinePooling):
         reasoning_parser: str = "auto",
         **engine_args: Any,
     ) -> None:
-        choose(tool_call_parser, reasoning_parser, None)  # an unknown name is told before the model is loaded
+        choose(tool_call_parser, reasoning_parser, None)  # report an unknown name before the model is loaded
         super().__init__(LLMEngine(EngineConfig.from_args(model=model, **engine_args)))
         self._form_options = FormOptions(
             chat_template, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
@@ -68,16 +68,16 @@ class LLM(OfflinePooling):
         lora_request: Adapters = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; one output per prompt, in order.
+        """Complete each prompt; return one output per prompt, in order.
 
         Args:
             prompts: one prompt or a list; a prompt is text, a list of token ids, or a dict (see `quire.inputs`).
             sampling_params: one for all or one per prompt; None uses the model's own defaults.
-            lora_request: the adapter of all prompts, or of each one's its own or None (`enable_lora=True`).
+            lora_request: adapter of all prompts, or one or None per prompt (needs `enable_lora=True`).
 
         Raises:
-            ValidationError: a prompt or a parameter cannot be honoured; nothing was generated.
-            ConflictError: another thread is generating; `AsyncLLM` serves several callers.
+            ValidationError: a prompt or a parameter is invalid; nothing was generated.
+            ConflictError: another thread is generating; use `AsyncLLM` for several callers.
         """
         all_prompts = as_prompts(prompts)
         all_params = per_prompt(
@@ -110,10 +110,10 @@ class LLM(OfflinePooling):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; the model's chat template, or its adapter's, turns each into a prompt.
+        """Answer one or several conversations, rendered by the chat template of the model or its adapter.
 
-        `chat_template` goes before all others. Each completion has an `answer`: its text told apart into content,
-        reasoning and calls of the tools.
+        `chat_template` overrides all others. Each completion has an `answer`: its text parsed into content, reasoning
+        and tool calls.
 
         Raises:
             ValidationError: the model has no chat template, or a message cannot be rendered.
@@ -146,8 +146,10 @@ class LLM(OfflinePooling):
             for form, chat, one in zip(forms, chats, conversations, strict=True)
         ]
         formats = [form.answer_format for form in forms]
-        settled = [one.settled(own, end) for one, own, end in zip(formats, params, ends, strict=True)]
-        outputs = self.generate(prompts, settled, use_tqdm=use_tqdm, lora_request=adapters)
+        resolved = [
+            one.with_format_options(own, end) for one, own, end in zip(formats, params, ends, strict=True)
+        ]
+        outputs = self.generate(prompts, resolved, use_tqdm=use_tqdm, lora_request=adapters)
         for output, one, end in zip(outputs, formats, ends, strict=True):
             for completion in output.outputs:
                 completion.answer = one.read(completion.text, end, schemas, was_cut=completion.was_cut)
@@ -162,14 +164,14 @@ class LLM(OfflinePooling):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best sequences of each prompt, best first.
+        """Return the `beam_width` best sequences of each prompt, best first.
 
         Args:
-            concurrency_limit: most prompts that are searched at once; None is all.
+            concurrency_limit: maximum number of prompts searched at once; None: all.
 
         Raises:
-            ValidationError: a prompt or a parameter cannot be honoured; nothing was searched.
-            EngineError: a search cannot go on.
+            ValidationError: a prompt or a parameter is invalid; nothing was searched.
+            EngineError: a search failed.
         """
         all_prompts = as_prompts(prompts)
         size = concurrency_limit or max(len(all_prompts), 1)
@@ -180,9 +182,9 @@ class LLM(OfflinePooling):
         pairs = list(zip(all_prompts, per_prompt("lora_request", lora_request, all_prompts), strict=True))
         parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         outputs = [one for part in parts for one in self._search(part, params, use_tqdm)]
-        lexicons = self.llm_engine.input_processor.lexicons
+        tokenizers = self.llm_engine.input_processor.tokenizers
         return [
-            beam_search_output(output, lexicons.of(adapter).tokenizer, params)
+            beam_search_output(output, tokenizers.of(adapter).tokenizer, params)
             for output, (_, adapter) in zip(outputs, pairs, strict=True)
         ]
 
@@ -200,18 +202,18 @@ class LLM(OfflinePooling):
             return self._run(requests, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own sampling defaults (generation_config.json with overrides)."""
+        """Return the model's own sampling defaults (generation_config.json with overrides)."""
         return SamplingParams(**self.llm_engine.input_processor.default_sampling_params)
 
     def _form(self, adapter: LoRARequest | None, chat_template: str | None, tools: Tools | None) -> TextForm:
-        """What the texts of a chat look like; these tools can be called in it."""
+        """Return the text form of a chat in which these tools can be called."""
         self.get_tokenizer()
-        lexicons, options = self.llm_engine.input_processor.lexicons, self._form_options
+        tokenizers, options = self.llm_engine.input_processor.tokenizers, self._form_options
         if chat_template not in self._forms:
             if chat_template is not None:
                 options = dataclasses.replace(options, chat_template=chat_template, for_adapters=True)
-            self._forms[chat_template] = TextForms(lexicons.model, options)
-        form = self._forms[chat_template].of(lexicons.of(adapter))
+            self._forms[chat_template] = TextForms(tokenizers.model, options)
+        form = self._forms[chat_template].of(tokenizers.of(adapter))
         if tools and (tool_format := form.answer_format.formats.tools) is not None:
             check_names(tools, tool_format)
         return form
@@ -220,10 +222,10 @@ class LLM(OfflinePooling):
 def beam_search_output(
     output: RequestOutput, tokenizer: Tokenizer | None, params: BeamSearchParams
 ) -> BeamSearchOutput:
-    """The output of a search in vLLM's form.
+    """Convert a beam search's output to vLLM's form.
 
     Raises:
-        EngineError: it could not go on.
+        EngineError: the search failed.
     """
     sequences = []
     for one in output.outputs:

@@ -1,4 +1,4 @@
-"""`OfflineEngine`: an engine in this process, whose requests are run all together, and what is asked of it as a whole.
+"""`OfflineEngine`: base of `LLM`; runs requests to completion on an engine in this process.
 
 Invariant: one thread at a time; an error leaves no request behind.
 """
@@ -12,24 +12,24 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from quire.engine.llm_engine import LLMEngine, OneThread
+from quire.engine.llm_engine import LLMEngine, SingleThreadGuard
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.inputs import PromptType
 from quire.outputs import RequestOutput
-from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 
 
 class OfflineEngine:
-    """Base of `LLM`."""
+    """Base of `LLM`: the engine, its tokenizer, sleep and shutdown."""
 
     def __init__(self, llm_engine: LLMEngine) -> None:
         self.llm_engine = llm_engine
         self._request_numbers = itertools.count()
-        self._one_thread = OneThread()
+        self._one_thread = SingleThreadGuard()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
+        """Return the model's tokenizer.
 
         Raises:
             ValidationError: the engine was started without one.
@@ -39,25 +39,25 @@ class OfflineEngine:
         return self.llm_engine.tokenizer
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while requests are running."""
+        """Drop all cached prefixes; return False, without effect, while requests are running."""
         return self.llm_engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`: the KV cache's (level 1), the weights' too (2), or none (0).
+        """Release memory until `wake_up`: the KV cache (level 1), also the weights (2), or none (0).
 
         Raises:
-            ValidationError: there is no such level.
+            ValidationError: the level does not exist.
             ConflictError: another thread is generating.
         """
         with self._one_thread:
             self.llm_engine.sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Have everything again, or of "weights", "kv_cache" and "scheduling" these.
+        """Restore everything, or these of "weights", "kv_cache" and "scheduling".
 
         Raises:
-            ConflictError: one of them needs what would still sleep.
-            EngineError: the weights cannot be loaded, or memory is short; what could not wake sleeps on.
+            ConflictError: a tag depends on one that would stay asleep.
+            EngineError: the weights cannot be loaded, or memory is short; what was not restored stays asleep.
         """
         with self._one_thread:
             self.llm_engine.wake_up(tags)
@@ -68,7 +68,7 @@ class OfflineEngine:
 
     @contextmanager
     def _abort_on_error(self) -> Iterator[list[str]]:
-        """Around requests, whose ids go into the list: an error leaves none of them behind."""
+        """Collect the ids of requests, and abort all of them after an error."""
         requests: list[str] = []
         try:
             yield requests
@@ -81,7 +81,7 @@ class OfflineEngine:
         return str(next(self._request_numbers))
 
     def _run(self, request_ids: list[str], use_tqdm: bool) -> list[Any]:
-        """The last output of each request, in this order."""
+        """Run until all requests have finished; return the last output of each, in this order."""
         finished: dict[str, Any] = {}
         bar = tqdm(
             total=len(request_ids), desc="Processed prompts", unit="prompt", disable=not use_tqdm or None
@@ -96,7 +96,7 @@ class OfflineEngine:
 
 
 class SpeedMeter:
-    """Shows tokens per second behind a progress bar."""
+    """Tokens per second as the postfix of a progress bar."""
 
     def __init__(self, bar: tqdm[Any]) -> None:
         self._bar = bar
@@ -117,7 +117,7 @@ class SpeedMeter:
 
 
 def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """One prompt, or several, as a list."""
+    """Return one or several prompts as a list."""
     if isinstance(prompts, str | dict):
         return [cast(PromptType, prompts)]
     if prompts and all(isinstance(item, int) for item in prompts):
@@ -126,7 +126,7 @@ def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
 
 
 def per_prompt(name: str, value: Any, prompts: Sequence[Any]) -> list[Any]:
-    """A value for each prompt; raises ValidationError if there are several, but not so many."""
+    """Return a value for each prompt; raise ValidationError if there are several, but not one per prompt."""
     if not isinstance(value, Sequence):
         return [value] * len(prompts)
     if len(value) != len(prompts):

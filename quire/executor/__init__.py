@@ -1,1 +1,1 @@
-"""Executors: who runs the worker, and where."""
+"""Executors: they run the workers, in this process or in others."""

@@ -1,8 +1,8 @@
-"""The contract between the engine core and whatever computes.
+"""Interface between the engine core and an executor.
 
-Invariant: an executor knows nothing of requests beyond the plan it is given; the core calls, in this order,
-`load`, `kv_cache_specs`, `kv_memory`, `initialize_kv_cache`, then `submit` and `collect` once per step; with no step in
-flight and no row left it may call `sleep`, and then steps come after `wake_up` for all that sleeps.
+Invariant: an executor sees requests only through plans. The core calls, in this order, `load`, `kv_cache_specs`,
+`kv_memory`, `initialize_kv_cache`, then `submit` and `collect` once per step. Without steps in flight and rows it may
+call `sleep`; steps then follow `wake_up` of all sleeping parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.structured_output.vocabulary import Vocabulary
 
 
 class Executor(ABC):
-    """Owns one or more workers."""
+    """Owner of one or more workers."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -36,11 +36,11 @@ class Executor(ABC):
 
     @abstractmethod
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
-        """Layer name -> what it needs of the cache."""
+        """Return layer name -> its cache spec."""
 
     @abstractmethod
     def kv_memory(self) -> KVMemory:
-        """Memory that the KV cache may take, measured after loading and warm-up."""
+        """Return the memory available to the KV cache, measured after loading and warm-up."""
 
     @abstractmethod
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
@@ -48,77 +48,77 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, plan: SchedulerOutput) -> None:
-        """Hand over a step: forward pass and sampling. Steps are executed in the order in which they come.
+        """Submit a step: forward pass and sampling. Steps are executed in order.
 
-        Returns without waiting for it where the device can work while the host goes on.
+        Returns without waiting if the device works asynchronously.
         """
 
     @abstractmethod
     def collect(self) -> ModelRunnerOutput:
-        """Wait for the oldest step that was submitted and not collected yet.
+        """Wait for the oldest submitted step.
 
         Raises:
-            Exception: what went wrong in that step; no later step was executed, and none may be submitted.
+            Exception: error of that step; no later step was executed, and none may be submitted.
         """
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step, with none in flight, from beginning to end."""
+        """Run one step to completion, with none in flight."""
         self.submit(plan)
         return self.collect()
 
     def take_part(self) -> None:
-        """Compute, in a step in which this replica has nothing to compute, for others that share its experts.
+        """Take part in a step of other replicas that share experts, without tokens of this replica.
 
-        Called in the place of a step; returns when it is done.
+        Called in place of a step; returns when it is done.
         """
         raise NotImplementedError("replicas share no experts in this executor")
 
     @abstractmethod
     def sleep(self, level: int) -> None:
-        """Give memory back to the system: that of the KV cache, whose content is lost, and at level 2 the weights'.
+        """Free the memory of the KV cache, whose content is lost, and at level 2 also that of the weights.
 
-        At level 1 weights stay in the host's memory. What sleeps already, and as deep, is left as it is.
+        At level 1 weights are kept in host memory. Parts that sleep as deep already are left alone.
         """
 
     @abstractmethod
     def wake_up(self, tag: str) -> None:
-        """Have the "weights" or the "kv_cache" (of the same size, empty) again; a cache after the weights.
+        """Restore the "weights" or the "kv_cache" (of the same size, empty); the cache after the weights.
 
         Raises:
-            StartupError: they cannot be loaded, or memory does not suffice; they sleep on.
+            StartupError: they cannot be loaded, or memory does not suffice; they stay asleep.
         """
 
     def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
-        """Where to find the model's tokens, in case that a request is constrained to a grammar."""
+        """Set the source of the model's vocabulary, for requests with a grammar."""
         return None
 
     def prepare_grammar(self, params: StructuredOutputsParams) -> Future[None]:
-        """Compile a constraint in the background; done when a step with it would not wait. It may be done at once.
+        """Compile a constraint in the background; done when a step with it would not block, possibly at once.
 
-        A constraint that cannot be compiled is done as well, and fails the requests that have it.
+        An invalid constraint completes as well, and fails the requests that use it.
         """
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def prepare_adapter(self, request: LoRARequest) -> Future[None]:
-        """Read an adapter in the background; done when a step with it would not wait. It may be done at once.
+        """Load an adapter in the background; done when a step with it would not block, possibly at once.
 
-        One that cannot be used is done with a ValidationError.
+        An unusable adapter completes with a ValidationError.
         """
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def drop_adapter(self, key: str) -> None:
-        """Let go of an adapter that was prepared, wherever it is, once the steps that were submitted have run.
+        """Unload a prepared adapter everywhere, once the submitted steps have run.
 
-        One that cannot be used is dropped as well: some ranks may have it.
+        This includes an unusable one, which some ranks may have.
         """
         return None
 
     def shutdown(self) -> None:
-        """Release what the executor holds; calling it twice is fine."""
+        """Release all resources; may be called twice."""
         return None
 
 
@@ -128,21 +128,20 @@ EXECUTORS: PluginTable[type[Executor]] = PluginTable(
     FLAG,
     {
         "uni": "quire.executor.uniproc:UniprocExecutor",
-        "mp": "quire.executor.multiproc:MultiprocExecutor",
-        "ray": "quire.executor.ray_executor:RayExecutor",
-        "external_launcher": "quire.executor.external_launcher:ExternalLauncherExecutor",
+        "mp": "quire.executor.ranks.multiproc:MultiprocExecutor",
+        "ray": "quire.executor.ranks.ray_executor:RayExecutor",
+        "external_launcher": "quire.executor.ranks.external_launcher:ExternalLauncherExecutor",
         "null": "quire.executor.null:NullExecutor",
     },
     subclass_of(Executor),
-)
-"""An executor's module is imported when it is asked for, so the null executor runs without torch."""
+)  # Modules are imported on demand, so the null executor runs without torch.
 
 
 def resolve_executor(name: str) -> type[Executor]:
-    """The executor class of a name, as `--distributed-executor-backend` gives it.
+    """Return the executor class for a value of `--distributed-executor-backend`.
 
     Raises:
-        ConfigError: there is none of that name, or a class of others' does not fit.
+        ConfigError: there is none of that name, or the plug-in class does not fit.
     """
     if ":" in name:
         found: type[Executor] = import_subclass(name, Executor, FLAG)

@@ -1,4 +1,4 @@
-"""What each of several ranks takes of its host, whose processors and memory all of them there see as their own."""
+"""Partition of a host's processors and memory among its ranks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from quire.kv_cache.spec import KVMemory
 from quire.platforms import Host
 
 
-def config_of_rank(config: EngineConfig, num_ranks: int) -> EngineConfig:
-    """The configuration of each of so many ranks of a host, which has an equal part of the processors."""
+def rank_config(config: EngineConfig, num_ranks: int) -> EngineConfig:
+    """Return the configuration of each of a host's ranks, with an equal part of the processors."""
     if num_ranks == 1 or config.device.cpu_threads:
         return config
     return config.evolve(cpu_threads=max(Host().num_threads()[0] // num_ranks, 1))
 
 
-def num_sharing(config: EngineConfig, num_ranks: int) -> int:
-    """How many of so many ranks of a host take of the same memory; devices have memory of their own."""
+def num_ranks_sharing_memory(config: EngineConfig, num_ranks: int) -> int:
+    """Return how many of a host's ranks share memory; devices have their own."""
     return num_ranks if config.device.device == "cpu" else 1
 
 
-def memory_of_ranks(found: Sequence[KVMemory], num_beside: Sequence[int]) -> KVMemory:
-    """What each of all ranks may take for the cache, of what each has found free where so many take of it."""
-    parts = [_part(memory, num) for memory, num in zip(found, num_beside, strict=True)]
+def memory_per_rank(found: Sequence[KVMemory], num_sharing_memory: Sequence[int]) -> KVMemory:
+    """Return the memory per rank for the cache, given each rank's free memory and the number of ranks that share it."""
+    parts = [_part(memory, num) for memory, num in zip(found, num_sharing_memory, strict=True)]
     unasked = [memory.default_bytes for memory in parts if memory.default_bytes is not None]
     least = min(parts, key=lambda memory: memory.free_bytes)
     return replace(least, default_bytes=min(unasked) if unasked else None)

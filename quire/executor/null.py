@@ -1,12 +1,13 @@
-"""`NullExecutor`: computes nothing, and checks everything that a worker takes on trust.
+"""Null executor: computes nothing, and checks everything that a worker takes on trust.
 
-Its next token is a pure function of the tokens before it and the request's seed, so an output does not depend on
-its company. In place of keys, values and states, each slot of its cache holds a fingerprint of all tokens up to that
-position (`quire.executor.fingerprints`); a plan that would make a worker read wrong, stale or foreign cache content, or
-lose some while it is swapped or copied, therefore fails here.
+Its next token is a pure function of the preceding tokens and the request's seed, so an output does not depend on the
+batch. In place of keys, values and states, each slot of its cache holds a fingerprint of all tokens up to that
+position. A plan that would make a worker read wrong, stale or foreign cache content, or lose some while it is swapped
+or copied, therefore fails here.
 
-Invariant: a plan that breaks a promise of `quire.scheduler.output` raises AssertionError; the checks are
-explicit, so that `python -O` keeps them.
+Invariant: a plan that violates `quire.scheduler.output` raises AssertionError; the checks are explicit, so that
+`python -O` keeps them. A slot holds a fingerprint only if it was written, or copied with its block from one that was;
+invalid ids and moves whose outcome would depend on their order raise AssertionError.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from concurrent.futures import Future
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.executor.fingerprints import FingerprintCache, fingerprint
-from quire.executor.fingerprints import check as _check
 from quire.kv_cache.spec import (
     NULL_BLOCK_ID,
     EncoderOnlySpec,
@@ -32,7 +31,7 @@ from quire.kv_cache.spec import (
 )
 from quire.lora_request import LoRARequest
 from quire.scheduler.output import (
-    WAIST_VERSION,
+    STEP_PROTOCOL_VERSION,
     ModelRunnerOutput,
     NewRequestData,
     Pooled,
@@ -41,18 +40,74 @@ from quire.scheduler.output import (
     TokenLogprobs,
 )
 
+Moves = list[tuple[int, int]]
+
+
+def fingerprint(previous: int, token_id: int) -> int:
+    """Return the fingerprint of a sequence plus one token: a step of Knuth's MMIX linear congruential generator."""
+    return ((previous ^ (token_id + 1)) * 6364136223846793005 + 1442695040888963407) % 2**64
+
+
+class FingerprintTier:
+    """Blocks of one tier: block id -> offset -> fingerprint."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._ids = range(NULL_BLOCK_ID + 1, num_blocks)
+        self._blocks: dict[int, dict[int, int]] = {}
+
+    def read(self, block_id: int, offset: int) -> int | None:
+        """Return the fingerprint in a slot; None if there is none."""
+        return self._blocks.get(block_id, {}).get(offset)
+
+    def write(self, block_id: int, offset: int, value: int) -> None:
+        self._blocks.setdefault(block_id, {})[offset] = value
+
+    def check_ids(self, block_ids: list[int], who: str) -> None:
+        """Raise AssertionError unless all are blocks that may be held."""
+        check(all(block_id in self._ids for block_id in block_ids), f"{who}: no such blocks {block_ids}")
+
+    def copy_to(self, other: FingerprintTier, moves: Moves) -> None:
+        """Copy whole blocks, (source, target)."""
+        sources, targets = [source for source, _ in moves], [target for _, target in moves]
+        self.check_ids(sources, "copied from")
+        other.check_ids(targets, "copied to")
+        check(len(set(targets)) == len(targets), f"a block is written twice: {moves}")
+        if other is self:
+            check(set(sources).isdisjoint(targets), f"a block is read and written: {moves}")
+        for source, target in moves:
+            other._blocks[target] = dict(self._blocks.get(source, {}))
+
+
+class FingerprintCache:
+    """Fingerprints of the device and the host tier."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.device = FingerprintTier(num_blocks)
+        self.host = FingerprintTier(num_host_blocks + 1)
+
+    def move_blocks(self, plan: SchedulerOutput) -> None:
+        """Copy blocks as a worker does before its forward pass, in the same order."""
+        self.device.copy_to(self.host, plan.swap_outs)
+        self.host.copy_to(self.device, plan.swap_ins)
+        self.device.copy_to(self.device, plan.block_copies)
+
+
+def check(condition: bool, message: str) -> None:
+    """Assert, also under `python -O`."""
+    if not condition:
+        raise AssertionError(message)
+
+
 DEFAULT_NUM_BLOCKS = 16384
 DEFAULT_VOCAB_SIZE = 32000
-NUM_POOLED = 3
-"""Numbers of a pooled prompt."""
+NUM_POOLED = 3  # Size of a pooled output.
 
 
-Place = tuple[int, tuple[int, int]]
-"""A position, and where its fingerprint lies in a group's cache: (index in the block table, offset in the block)."""
+CacheSlot = tuple[int, tuple[int, int]]  # (token position, (index in the block table, offset in the block))
 
 
-def places_read(spec: KVCacheSpec, start: int, end: int) -> Iterator[Place]:
-    """What the token at position `end` reads of those from `start` on."""
+def slots_read(spec: KVCacheSpec, start: int, end: int) -> Iterator[CacheSlot]:
+    """Return the slots that the token at position `end` reads, from token `start` on."""
     if isinstance(spec, EncoderOnlySpec):
         return iter(())
     if isinstance(spec, RecurrentStateSpec):
@@ -61,10 +116,10 @@ def places_read(spec: KVCacheSpec, start: int, end: int) -> Iterator[Place]:
     return ((position, divmod(position, spec.block_size)) for position in range(first, end))
 
 
-def places_written(
+def slots_written(
     spec: KVCacheSpec, table: list[int], start: int, end: int, num_drafts: int = 0
-) -> Iterator[Place]:
-    """What computing the tokens `start` to `end` (exclusive) and the drafts behind them leaves behind."""
+) -> Iterator[CacheSlot]:
+    """Return the slots written by computing tokens `start` to `end` (exclusive) and the drafts behind them."""
     if isinstance(spec, EncoderOnlySpec):
         return iter(())
     if not isinstance(spec, RecurrentStateSpec):
@@ -75,7 +130,7 @@ def places_written(
 
 
 class _Row:
-    """One request as the worker knows it; `fingerprints[i]` stands for its adapter and tokens 0 to i."""
+    """Worker row of one request; `fingerprints[i]` covers its adapter and tokens 0 to i."""
 
     def __init__(self, data: NewRequestData) -> None:
         self.request_id = data.request_id
@@ -103,13 +158,12 @@ class _Row:
 
 
 class NullExecutor(Executor):
-    """An executor without a model, for tests of everything above it.
+    """Executor without a model, for tests of everything above it.
 
-    It honours `min_tokens`, `allowed_token_ids`, `logprobs` and `prompt_logprobs` (as of a uniform distribution); what
-    else shapes a distribution has nothing to act on here. `specs` and `vocab_size` are used where the config has no
-    model.
-    What it pools is a function of the prompt alone.
-    It proposes up to `max_drafts` drafts, of which the first ones are right; how many is a function of the tokens, too.
+    It honours `min_tokens`, `allowed_token_ids`, `logprobs` and `prompt_logprobs` (as of a uniform distribution);
+    other sampling parameters have no effect. `specs` and `vocab_size` are used if the config has no model. Pooled
+    output is a function of the prompt alone. It proposes up to `max_drafts` drafts, the first of which are right; how
+    many is a function of the tokens, too.
     """
 
     def __init__(
@@ -134,37 +188,37 @@ class NullExecutor(Executor):
         self._submitted: deque[SchedulerOutput] = deque()
 
     def load(self) -> None:
-        """Nothing to load."""
+        pass
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
         return self._specs
 
     def kv_memory(self) -> KVMemory:
-        """Room for `DEFAULT_NUM_BLOCKS` blocks of all layers together."""
+        """Return room for `DEFAULT_NUM_BLOCKS` blocks of all layers together."""
         block_bytes = sum(spec.block_bytes for spec in self._specs.values())
-        return KVMemory(DEFAULT_NUM_BLOCKS * block_bytes, "as much as a null executor has")
+        return KVMemory(DEFAULT_NUM_BLOCKS * block_bytes, "null executor")
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
-        _check(self._kv_config is None, "the cache is allocated once")
+        check(self._kv_config is None, "the cache is allocated once")
         self._kv_config = kv_config
         self._cache = FingerprintCache(kv_config.num_blocks, kv_config.num_host_blocks)
 
     def sleep(self, level: int) -> None:
-        """Forget the cache."""
-        _check(not self._submitted, "asleep while a step is in flight")
-        _check(not self._rows and not +self._holders, f"asleep with rows {[*self._rows]}")
+        """Discard the cache."""
+        check(not self._submitted, "sleep() while a step is in flight")
+        check(not self._rows and not +self._holders, f"sleep() with rows {[*self._rows]}")
         self._asleep |= {"weights", "kv_cache"}
         self._cache = FingerprintCache(0, 0)
 
     def wake_up(self, tag: str) -> None:
-        _check(tag == "weights" or "weights" not in self._asleep, "a cache wakes after the weights")
+        check(tag == "weights" or "weights" not in self._asleep, "a cache wakes after the weights")
         self._asleep.remove(tag)
         assert self._kv_config is not None
         if tag == "kv_cache":
             self._cache = FingerprintCache(self._kv_config.num_blocks, self._kv_config.num_host_blocks)
 
     def prepare_adapter(self, request: LoRARequest) -> Future[None]:
-        """Count it among those that plans may name."""
+        """Register the adapter for the checks of plans."""
         self._adapters.add(request.key)
         return super().prepare_adapter(request)
 
@@ -172,12 +226,12 @@ class NullExecutor(Executor):
         self._adapters.discard(key)
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Keep the plan until its result is asked for: the latest that a worker may begin."""
-        _check(not self._asleep, f"step {plan.step_id} came while {self._asleep} slept")
+        """Keep the plan until its result is requested, the latest time at which a worker may start it."""
+        check(not self._asleep, f"step {plan.step_id} came while {self._asleep} are asleep")
         self._submitted.append(plan)
 
     def collect(self) -> ModelRunnerOutput:
-        """Check the plan, then do what a worker does with it, less the computing.
+        """Check the plan, then apply it as a worker does, without the model.
 
         Raises:
             AssertionError: the plan is inconsistent with itself, with earlier plans or with the cache.
@@ -190,36 +244,36 @@ class NullExecutor(Executor):
         new = {data.request_id for data in plan.new_requests}
         for scheduled in plan.scheduled:
             if scheduled.request_id not in new:
-                self._let_go(scheduled.request_id)
+                self._drop_unread_blocks(scheduled.request_id)
         self._move_blocks(plan)
         for data in plan.new_requests:
             self._add_row(data)
         for scheduled in plan.scheduled:
             self._grow_row(scheduled)
-        _check(len(self._rows) <= self.config.scheduler.max_num_seqs, f"{len(self._rows)} rows are too many")
+        check(len(self._rows) <= self.config.scheduler.max_num_seqs, f"{len(self._rows)} rows are too many")
         adapters = {row.adapter for row in self._rows.values() if row.adapter}
-        _check(len(adapters) <= self.config.lora.max_loras, f"the rows have too many adapters: {adapters}")
+        check(len(adapters) <= self.config.lora.max_loras, f"the rows have too many adapters: {adapters}")
         output = ModelRunnerOutput(step_id=plan.step_id, sampled_token_ids={})
         for scheduled in plan.scheduled:
             self._run_row(self._rows[scheduled.request_id], scheduled, output)
-        if plan.max_rounds > 1:
+        if plan.max_decode_steps > 1:
             self._run_further(plan, output)
         return output
 
     def _run_further(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         for scheduled in plan.scheduled:
             good = scheduled.num_tokens == scheduled.num_samples == 1
-            _check(good, f"{scheduled} is to go on for {plan.max_rounds} rounds")
-        for _ in range(1, self._num_rounds(plan)):
+            check(good, f"{scheduled} is to run {plan.max_decode_steps} decode steps")
+        for _ in range(1, self._num_decode_steps(plan)):
             for scheduled in plan.scheduled:
-                self._go_on(self._rows[scheduled.request_id], output)
+                self._decode_again(self._rows[scheduled.request_id], output)
 
-    def _num_rounds(self, plan: SchedulerOutput) -> int:
-        """Any number that the plan allows: a function of the tokens of its first request."""
-        luck = self._rows[plan.scheduled[0].request_id].fingerprints[-1]
-        return 1 + (luck >> 11) % plan.max_rounds
+    def _num_decode_steps(self, plan: SchedulerOutput) -> int:
+        """Return a number of decode steps that the plan allows, a function of its first request's tokens."""
+        drawn = self._rows[plan.scheduled[0].request_id].fingerprints[-1]
+        return 1 + (drawn >> 11) % plan.max_decode_steps
 
-    def _go_on(self, row: _Row, output: ModelRunnerOutput) -> None:
+    def _decode_again(self, row: _Row, output: ModelRunnerOutput) -> None:
         """Compute the token that was sampled last, and sample the next."""
         start = row.num_computed_tokens
         more = ModelRunnerOutput(step_id=output.step_id, sampled_token_ids={})
@@ -229,7 +283,7 @@ class NullExecutor(Executor):
             output.logprobs[row.request_id] += more.logprobs[row.request_id]
 
     def _run_row(self, row: _Row, scheduled: ScheduledRequest, output: ModelRunnerOutput) -> None:
-        """Compute, sample and report as planned and asked for."""
+        """Compute, sample and report one planned chunk."""
         params, start = row.params, scheduled.start
         count = scheduled.num_tokens - len(scheduled.draft_token_ids)
         self._compute(row, count, scheduled)
@@ -246,10 +300,10 @@ class NullExecutor(Executor):
             elif params.logprobs is not None:
                 output.logprobs[row.request_id] = self._uniform(sampled, params.logprobs)
             if self.max_drafts:
-                output.draft_token_ids[row.request_id] = self._guess(row)
+                output.draft_token_ids[row.request_id] = self._propose(row)
 
     def _sample(self, row: _Row, drafts: list[int]) -> list[int]:
-        """The tokens that follow the row's, up to the first that was not guessed; they are the row's then."""
+        """Sample and append tokens, up to the first that differs from its draft."""
         sampled: list[int] = []
         for draft in [*drafts, None]:
             sampled.append(self._next_token(row))
@@ -264,58 +318,57 @@ class NullExecutor(Executor):
     def _pool(self, row: _Row) -> Pooled:
         spec = self.config.pooling
         size = NUM_POOLED if spec is None else spec.size
-        return Pooled.of([(fingerprint(row.fingerprints[-1], i) >> 33) / 2**31 for i in range(size)])
+        return Pooled.from_array([(fingerprint(row.fingerprints[-1], i) >> 33) / 2**31 for i in range(size)])
 
-    def _guess(self, row: _Row) -> list[int]:
-        """What may follow: how many tokens, and how many of them right, is a function of the row's tokens."""
-        num_known, luck = len(row.token_ids), row.fingerprints[-1] >> 7
-        for _ in range(luck % (self.max_drafts + 1)):
+    def _propose(self, row: _Row) -> list[int]:
+        """Propose drafts; their number, and how many are right, is a function of the row's tokens."""
+        num_known, drawn = len(row.token_ids), row.fingerprints[-1] >> 7
+        for _ in range(drawn % (self.max_drafts + 1)):
             row.append(self._next_token(row))
         drafts = row.token_ids[num_known:]
         row.truncate(num_known)
-        num_right = luck // 31 % (self.max_drafts + 1)
+        num_right = drawn // 31 % (self.max_drafts + 1)
         return [token if i < num_right else (token + i) % self.vocab_size for i, token in enumerate(drafts)]
 
     def _check_header(self, plan: SchedulerOutput) -> None:
-        _check(self._kv_config is not None, "a plan came before the cache was allocated")
-        _check(plan.version == WAIST_VERSION, f"waist version {plan.version}, not {WAIST_VERSION}")
-        _check(plan.step_id > self._last_step_id, f"step {plan.step_id} after step {self._last_step_id}")
+        check(self._kv_config is not None, "a plan came before the cache was allocated")
+        version = STEP_PROTOCOL_VERSION
+        check(plan.version == version, f"step protocol version {plan.version}, not {version}")
+        check(plan.step_id > self._last_step_id, f"step {plan.step_id} after step {self._last_step_id}")
         planned = [request.request_id for request in plan.scheduled]
-        _check(len(set(planned)) == len(planned), f"a request is planned twice: {planned}")
+        check(len(set(planned)) == len(planned), f"a request is planned twice: {planned}")
         new = [data.request_id for data in plan.new_requests]
-        _check(
-            len(set(new)) == len(new) and set(new) <= set(planned), f"{new} are new, and {planned} planned"
-        )
+        check(len(set(new)) == len(new) and set(new) <= set(planned), f"{new} are new, and {planned} planned")
         budget = self.config.scheduler.max_num_batched_tokens
-        _check(plan.total_num_scheduled_tokens <= budget, f"the plan exceeds the budget of {budget} tokens")
+        check(plan.total_num_scheduled_tokens <= budget, f"the plan exceeds the budget of {budget} tokens")
 
     def _remove_row(self, request_id: str) -> None:
-        _check(request_id in self._rows, f"{request_id} is removed and has no row")
+        check(request_id in self._rows, f"{request_id} is removed and has no row")
         for ids in self._rows.pop(request_id).block_ids:
             self._holders.subtract(block_id for block_id in ids if block_id != NULL_BLOCK_ID)
 
     def _move_blocks(self, plan: SchedulerOutput) -> None:
         written = {target for _, target in plan.swap_ins + plan.block_copies}
-        _check(len(written) == len(plan.swap_ins) + len(plan.block_copies), "a block is written twice")
+        check(len(written) == len(plan.swap_ins) + len(plan.block_copies), "a block is written twice")
         held = [block_id for block_id in written if self._holders[block_id]]
-        _check(not held, f"blocks {held} are written, and rows hold them")
+        check(not held, f"blocks {held} are written, and rows hold them")
         self._cache.move_blocks(plan)
 
     def _add_row(self, data: NewRequestData) -> None:
-        _check(data.request_id not in self._rows, f"{data.request_id} is new and has a row")
+        check(data.request_id not in self._rows, f"{data.request_id} is new and has a row")
         assert self._kv_config is not None
-        _check(
+        check(
             len(data.block_ids) == len(self._kv_config.groups), f"{data.request_id}: not one list per group"
         )
         row = self._rows[data.request_id] = _Row(data)
-        _check(row.adapter is None or row.adapter in self._adapters, f"{data.request_id}: no {row.adapter!r}")
+        check(row.adapter is None or row.adapter in self._adapters, f"{data.request_id}: no {row.adapter!r}")
         for spec, ids in self._tables(row):
             self._hold(row, spec, ids, ids)
         self._check_reads(row, 0)
 
-    def _let_go(self, request_id: str) -> None:
-        """Blocks that a row reads no more may serve others in this plan."""
-        _check(request_id in self._rows, f"{request_id} is not new and has no row")
+    def _drop_unread_blocks(self, request_id: str) -> None:
+        """Release blocks that a row reads no more, so that others may use them in this plan."""
+        check(request_id in self._rows, f"{request_id} is not new and has no row")
         row = self._rows[request_id]
         for spec, table in self._tables(row):
             for index in range(min(spec.first_block(row.num_computed_tokens), len(table))):
@@ -337,41 +390,41 @@ class NullExecutor(Executor):
         return zip(specs, row.block_ids, strict=True)
 
     def _hold(self, row: _Row, spec: KVCacheSpec, table: list[int], new_ids: list[int]) -> None:
-        """Blocks are left out where nothing is read, and may be where the spec says so."""
+        """Take new blocks; null entries are allowed where nothing is read and where the spec permits them."""
         if not new_ids:
             return
         assert self._kv_config is not None
         held = [block_id for block_id in table if block_id != NULL_BLOCK_ID]
-        _check(len(set(held)) == len(held), f"{row.request_id}: a block is twice in {table}")
+        check(len(set(held)) == len(held), f"{row.request_id}: a block is twice in {table}")
         num_old = len(table) - len(new_ids)
         num_unread = max(spec.first_block(row.num_computed_tokens) - num_old, 0)
         nulls = [index for index, block_id in enumerate(new_ids, num_old) if block_id == NULL_BLOCK_ID]
         missing = [i for i in nulls if spec.needs_block(i, row.num_computed_tokens, len(table))]
         good = all(block_id in range(self._kv_config.num_blocks) for block_id in new_ids) and not missing
-        _check(good and not any(new_ids[:num_unread]), f"{row.request_id}: no such blocks {new_ids}")
+        check(good and not any(new_ids[:num_unread]), f"{row.request_id}: no such blocks {new_ids}")
         self._holders.update(block_id for block_id in new_ids if block_id != NULL_BLOCK_ID)
 
     def _check_reads(self, row: _Row, start: int) -> None:
         for spec, table in self._tables(row):
-            for position, place in places_read(spec, start, row.num_computed_tokens):
+            for position, place in slots_read(spec, start, row.num_computed_tokens):
                 slot = self._slot(row, table, position, place)
                 found = self._cache.device.read(*slot) == row.fingerprints[position]
-                _check(found, f"{row.request_id}: {slot} does not hold the prefix to token {position}")
+                check(found, f"{row.request_id}: {slot} does not hold the prefix to token {position}")
 
     def _check_scheduled(self, row: _Row, end: int, scheduled: ScheduledRequest) -> None:
-        """`end` is that of the tokens that are no drafts."""
+        """Check a chunk; `end` is exclusive and without drafts."""
         who, num_known, num_drafts = row.request_id, len(row.token_ids), len(scheduled.draft_token_ids)
         expected = row.num_computed_tokens
-        _check(scheduled.start == expected, f"{scheduled}, but {expected} tokens are computed")
-        _check(scheduled.start < end, f"{who} is planned without tokens")
-        _check(end <= num_known, f"{who}: token {end} of {num_known} planned")
+        check(scheduled.start == expected, f"{scheduled}, but {expected} tokens are computed")
+        check(scheduled.start < end, f"{who} is planned without tokens")
+        check(end <= num_known, f"{who}: token {end} of {num_known} planned")
         is_last = end == num_known
         num_samples = 1 + num_drafts if is_last and not row.pools else 0
-        _check(scheduled.num_samples == num_samples, f"{scheduled}, which is to have {num_samples} samples")
-        _check(scheduled.pools == (is_last and row.pools), f"{scheduled}, which pools at its end, or never")
-        _check(num_drafts == 0 or num_samples > 0, f"{who}: drafts behind token {end} of {num_known}")
+        check(scheduled.num_samples == num_samples, f"{scheduled}, which is to have {num_samples} samples")
+        check(scheduled.pools == (is_last and row.pools), f"{scheduled}, which pools at its end, or never")
+        check(num_drafts == 0 or num_samples > 0, f"{who}: drafts behind token {end} of {num_known}")
         limit, last = self.config.model.max_model_len - (not row.pools), end + num_drafts
-        _check(last <= limit, f"{who}: token {last} planned, and only {limit} are ever computed")
+        check(last <= limit, f"{who}: token {last} planned, and only {limit} are ever computed")
 
     def _compute(self, row: _Row, count: int, scheduled: ScheduledRequest) -> None:
         """Write the fingerprints of the next `count` tokens, and of drafts behind them, to their slots."""
@@ -383,23 +436,23 @@ class NullExecutor(Executor):
             row.append(token_id)
         for spec, table in self._tables(row):
             is_part = (start, end) != (0, num_known) and isinstance(spec, EncoderOnlySpec)
-            _check(not is_part, f"{scheduled}, of {num_known} tokens, which an encoder computes whole")
-            for position, place in places_written(spec, table, start, end, len(drafts)):
+            check(not is_part, f"{scheduled}, of {num_known} tokens, which an encoder computes whole")
+            for position, place in slots_written(spec, table, start, end, len(drafts)):
                 slot = self._slot(row, table, position, place)
-                _check(self._holders[slot[0]] == 1, f"{row.request_id} writes to a shared block: {slot}")
+                check(self._holders[slot[0]] == 1, f"{row.request_id} writes to a shared block: {slot}")
                 self._cache.device.write(*slot, row.fingerprints[position])
         row.truncate(num_known)
         row.num_computed_tokens = end
 
     def _slot(self, row: _Row, table: list[int], position: int, place: tuple[int, int]) -> tuple[int, int]:
-        """(block id, offset) of a place."""
+        """Return (block id, offset) of a slot."""
         index, offset = place
         covered = index < len(table) and table[index] != NULL_BLOCK_ID
-        _check(covered, f"{row.request_id}: no block covers token {position}")
+        check(covered, f"{row.request_id}: no block covers token {position}")
         return table[index], offset
 
     def _next_token(self, row: _Row) -> int:
-        """A function of the row's tokens and seed alone: one of the allowed, and no end token before `min_tokens`."""
+        """Return an allowed token, a function of tokens and seed alone; no stop token before `min_tokens`."""
         drawn = (
             row.fingerprints[-1]
             if row.params.greedy
@@ -414,19 +467,19 @@ class NullExecutor(Executor):
         return next(i for i in candidates if i not in masked)
 
     def _listed(self, token_ids: list[int], listed: Sequence[int]) -> list[TokenLogprobs]:
-        """The same of given tokens, each of which has its id for a rank."""
+        """Return uniform logprobs of listed tokens, each with its id + 1 as rank."""
         logprobs, ranks = [-math.log(self.vocab_size)] * (len(listed) + 1), [i + 1 for i in listed]
         return [TokenLogprobs([token_id, *listed], logprobs, 1, ranks) for token_id in token_ids]
 
     def _uniform(self, token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:
-        """Logprobs at positions where every token was equally likely; -1 lists all tokens."""
+        """Return logprobs of a uniform distribution; -1 lists all tokens."""
         top = list(range(self.vocab_size if num_logprobs < 0 else min(num_logprobs, self.vocab_size)))
         logprobs = [-math.log(self.vocab_size)] * (len(top) + 1)
         return [TokenLogprobs([token_id, *top], logprobs, rank=1) for token_id in token_ids]
 
 
 def _default_specs(config: EngineConfig) -> dict[str, KVCacheSpec]:
-    """The model's layers in float32, or one small layer where no model is configured."""
+    """Return specs of the model's layers in float32, or of one small layer without a model."""
     arch, block_size = config.model_arch, config.cache.block_size
     if arch is None:
         return {"layers.0": FullAttentionSpec(block_size, num_kv_heads=1, head_size=8, dtype_bytes=4)}

@@ -1,6 +1,6 @@
-"""Which processors each rank of a host keeps to, and so which memory it has, which the system gives beside them.
+"""Placement of a host's ranks on processors, and so on the memory of their NUMA nodes.
 
-Invariant: a rank is on its processors before it is a program, so nothing of it was ever elsewhere.
+Invariant: affinity is set before the rank's program starts, so no thread of it ever ran elsewhere.
 """
 
 from __future__ import annotations
@@ -11,38 +11,37 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from quire.config import EngineConfig
-from quire.placement import divided, nodes_of, shown
-from quire.platforms import Host
+from quire.platforms import Host, divide_cores, format_processors, nodes_of
 
 logger = logging.getLogger(__name__)
 
 Processors = tuple[int, ...]
 
 
-def places_of_ranks(
+def rank_processors(
     config: EngineConfig, ranks: Sequence[int], host: Host | None = None
 ) -> dict[int, Processors]:
-    """Those of each of the ranks that this host has, where they have cores apart; else nothing: they run anywhere."""
+    """Return the processors of each of this host's ranks if they get cores of their own; else an empty dict."""
     host = host or Host()
-    if not are_apart(config, len(ranks), host):
+    if not have_own_cores(config, len(ranks), host):
         return {}
     nodes, places = host.nodes(), {}
-    for rank, cores in zip(ranks, divided(nodes, len(ranks)), strict=True):
+    for rank, cores in zip(ranks, divide_cores(nodes, len(ranks)), strict=True):
         places[rank] = tuple(sorted(cpu for core in cores for cpu in core))
         numbers = ", ".join(map(str, nodes_of(cores, nodes)))
-        logger.info("rank %d: processors %s of NUMA node %s", rank, shown(places[rank]), numbers)
+        logger.info("rank %d: processors %s of NUMA node %s", rank, format_processors(places[rank]), numbers)
     return places
 
 
-def are_apart(config: EngineConfig, num_ranks: int, host: Host) -> bool:
-    """Whether so many ranks of a host keep to cores of their own."""
+def have_own_cores(config: EngineConfig, num_ranks: int, host: Host) -> bool:
+    """Return whether a host's ranks get cores of their own."""
     wanted = config.device.cpu_numa != "off" and config.device.device == "cpu"
     return wanted and 1 < num_ranks <= len(host.cores())
 
 
 @contextmanager
-def on(processors: Processors) -> Iterator[None]:
-    """What this thread starts meanwhile keeps to them; none: to what this thread does."""
+def affinity(processors: Processors) -> Iterator[None]:
+    """Set this thread's affinity, inherited by processes it starts; no effect for an empty set."""
     if not processors:
         yield
         return

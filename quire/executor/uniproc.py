@@ -1,37 +1,142 @@
-"""The executor with one worker in the engine core's own process."""
+"""Executor with one worker in the engine core's own process.
+
+`Lane`: executor calls in the caller's thread, or in order on a thread of their own. Invariant: calls run one at a
+time in the order in which they were started, and none runs after one has failed.
+
+`select_own_device`: a rank's device has its number among all ranks of all replicas on the host, and is the only one
+visible to its process. Invariant: it is set before any device is used.
+"""
 
 from __future__ import annotations
 
+import os
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 from quire.config import EngineConfig
-from quire.errors import StartupError
+from quire.errors import ConfigError, StartupError
 from quire.executor.base import Executor
-from quire.executor.lane import CallerLane, EagerLane, Lane, ThreadLane
-from quire.executor.own_device import take_own_device
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.layers.shard import WHOLE, Shard
 from quire.lora_request import LoRARequest
+from quire.platforms import GPUS
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
 from quire.worker.devices import make_device
 from quire.worker.worker import Worker
 
+Result = TypeVar("Result")
+
+
+class Lane(ABC):
+    """Queue that runs calls in order, until one fails."""
+
+    def __init__(self) -> None:
+        self._failure: BaseException | None = None
+
+    @abstractmethod
+    def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
+        """Start a call; returns a function that waits for its result, or raises the first error."""
+
+    def close(self) -> None:
+        """Wait for the started calls; may be called twice."""
+        return None
+
+    def _run(self, call: Callable[[], Result]) -> Result:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return call()
+        except BaseException as failure:
+            self._failure = failure
+            raise
+
+
+class CallerLane(Lane):
+    """Lane that runs a call in the caller's thread when its result is requested."""
+
+    def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
+        return partial(self._run, call)
+
+
+class EagerLane(Lane):
+    """Lane that runs a call at once in the caller's thread, for calls that only enqueue device work."""
+
+    def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
+        future: Future[Result] = Future()
+        try:
+            future.set_result(self._run(call))
+        except Exception as failure:
+            future.set_exception(failure)
+        return future.result
+
+
+class ThreadLane(Lane):
+    """Lane that runs calls on a thread while the caller continues.
+
+    All computation must use the same thread: torch keeps its thread pool, and its size, per thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-worker")
+
+    def start(self, call: Callable[[], Result]) -> Callable[[], Result]:
+        return self._thread.submit(self._run, call).result
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+def select_own_device(
+    config: EngineConfig, rank: int, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Restrict this process, a rank of its replica, to its own device; no effect on CPUs and for a single rank.
+
+    Raises:
+        ConfigError: there are fewer devices than ranks (all ranks raise this alike), or a device is in use already.
+    """
+    device, parallel, share = config.device.device, config.parallel, config.share
+    num_here = parallel.num_ranks // parallel.nnodes
+    num_replicas, index = (1, 0) if share is None else (share.num_replicas, share.index)
+    num = num_here * num_replicas
+    if device == "cpu" or num == 1:
+        return
+    import torch
+
+    module = torch.get_device_module(device)
+    count: int = module.device_count()
+    if num > count:
+        raise ConfigError(
+            f"tensor x pipeline x data parallel size is {num} on this host, but it has {count} {device} devices: "
+            f"--tensor-parallel-size x --pipeline-parallel-size x --data-parallel-size may be at most {max(count, 1)}"
+        )
+    if module.is_initialized():
+        raise ConfigError(
+            f"rank {rank} cannot select its own {device} device because the program has already used one: "
+            "create the engine first"
+        )
+    names = next(platform.visibility for platform in GPUS if platform.name == device)
+    name = next((name for name in names if environ.get(name)), names[0])
+    shown = environ.get(name) or ",".join(map(str, range(count)))
+    environ[name] = shown.split(",")[index * num_here + rank % num_here].strip()
+
 
 class UniprocExecutor(Executor):
-    """Hands every call to its worker.
+    """Executor that passes every call to its worker.
 
-    If steps are to overlap with the core's work, and the device does not go on by itself, that has a thread of its own.
+    If steps are to overlap with the core's work on a synchronous device, the worker runs on a thread of its own.
     """
 
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         super().__init__(config)
         if config.parallel.num_ranks == 1:
-            take_own_device(config, 0)
+            select_own_device(config, 0)
         device = make_device(config.device.device)
         self._worker = Worker(config, device, shard)
         overlapping = EagerLane if device.is_asynchronous else ThreadLane
@@ -82,12 +187,12 @@ class UniprocExecutor(Executor):
         self._worker.shutdown()
 
     def _execute(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Run a step, on the lane; returns what waits for the result."""
+        """Run a step on the lane; returns a function that waits for the result."""
         return self._worker.submit(plan)
 
 
 def _startup_error(call: Callable[[], None]) -> StartupError | None:
-    """What a call raises that has done nothing then: it must not end the lane."""
+    """Return the StartupError of a call that had no effect, so that it does not end the lane."""
     try:
         call()
     except StartupError as error:

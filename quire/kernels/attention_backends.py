@@ -1,8 +1,12 @@
-"""Attention backends by name: which function computes `ops.paged_attention` for a model's layers.
+"""Attention backends by name: implementations of `ops.paged_attention` for a model's layers.
 
-Invariant: a backend is chosen once for each kind of layer, when the model is built, and never by what is in a batch.
-All read one cache, that of `ops.write_kv`. An installed package adds a backend by an entry point of the group
-`quire.attention_backends` that names an `AttentionBackend`.
+Invariant: a backend is chosen once for each kind of layer, when the model is built, never by the batch. All read the
+cache of `ops.write_kv`. An installed package adds a backend by an entry point of the group `quire.attention_backends`
+that names an `AttentionBackend`.
+
+`paged_attention` here is the "torch_sdpa" backend: torch's `scaled_dot_product_attention`, request by request. It needs
+only torch. It gathers keys and values for every call, which costs memory and time; it is for comparison, and for
+devices without other kernels.
 """
 
 from __future__ import annotations
@@ -12,63 +16,130 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels import ops
+from quire.kernels.attention_metadata import AttentionMetadata, check_features
+from quire.kernels.reference import gather_blocks, seen_keys
 from quire.plugins import PluginTable, instance_of
 
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    attention_chunk: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See `ops.paged_attention`.
+
+    Raises:
+        NotImplementedError: with a soft cap or sinks, which torch's attention does not have.
+    """
+    check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
+    if soft_cap is not None:
+        raise NotImplementedError("scaled_dot_product_attention has no soft cap")
+    if sinks is not None:
+        raise NotImplementedError("scaled_dot_product_attention has no sinks")
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    # Distances times slopes are added to the scores, for which 16 bits are too coarse.
+    dtype = q.dtype if alibi_slopes is None else torch.float32
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    for request, seq_len in enumerate(lengths):
+        rows = slice(starts[request], starts[request + 1])
+        if rows.start == rows.stop:
+            continue
+        keys, values = gather_blocks(k_cache, v_cache, metadata.block_tables[request : request + 1], seq_len)
+        distance = _distance(rows.stop - rows.start, seq_len, q.device)
+        seen = seen_keys(distance, seq_len, sliding_window, attention_chunk)
+        # Unwritten slots can hold NaN, which a weight of 0 would not cancel.
+        unseen = ~seen.any(0)[:, None]
+        mixed = F.scaled_dot_product_attention(
+            q[rows].transpose(0, 1).unsqueeze(0).to(dtype),
+            keys.masked_fill(unseen, 0.0).to(dtype),
+            values.masked_fill(unseen, 0.0).to(dtype),
+            attn_mask=seen if alibi_slopes is None else _bias(seen, distance, alibi_slopes),
+            scale=scale,
+            enable_gqa=True,
+        )
+        out[rows] = mixed[0].transpose(0, 1)
+    return out
+
+
+def _distance(query_len: int, seq_len: int, device: torch.device) -> Tensor:
+    """Return query position minus key position, [query_len, seq_len]; negative = a future key."""
+    positions = torch.arange(seq_len, device=device)
+    return positions[seq_len - query_len :, None] - positions
+
+
+def _bias(seen: Tensor, distance: Tensor, slopes: Tensor) -> Tensor:
+    """Return the bias added to scores: float32 [Hq, query_len, seq_len]."""
+    return (-slopes.float()[:, None, None] * distance).masked_fill(~seen, -torch.inf)
+
+
 PagedAttention = Callable[..., Tensor]
-"""A function with the signature and the contract of `ops.paged_attention`."""
+"""Function with the signature and the contract of `ops.paged_attention`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a layer asks of its backend."""
+    """Features that a layer requires of its backend."""
 
     device_type: str
-    """As torch names it: "cpu", "cuda", "xpu"."""
+    """Device type as in torch: "cpu", "cuda", "xpu"."""
     dtype: torch.dtype
-    """Of queries, keys and values."""
+    """Dtype of queries, keys and values."""
     cache_dtype: torch.dtype
     head_size: int
     has_soft_cap: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
     batch_invariant: bool = False
-    """Whether a row must have the same bits in every batch and however a prompt is cut into chunks."""
+    """True if a row must have the same bits in every batch and chunking of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """One way to compute attention over the paged cache."""
+    """Implementation of attention over the paged cache."""
 
     why_not: Callable[[AttentionNeeds], str | None]
-    """Why it cannot do that here: a phrase for people; None if it can."""
+    """Returns why it is unusable here, as a phrase for users; None if it is usable."""
     load: Callable[[AttentionNeeds], PagedAttention]
-    """Imports and returns the function; asked only where `why_not` has nothing to say."""
+    """Imports and returns the function; called only if `why_not` returned None."""
     capturable: bool = False
-    """Whether its calls can be part of a graph that a GPU replays, or of a tape that a CPU plays: the same launches for
-    every batch of a size, and nothing that the recorder does not see."""
+    """True if its calls can be captured in a CUDA graph or recorded kernel graph: the same launches for every batch of
+    a
+    size, all visible to the recorder.
+    """
 
 
 def known_backends() -> list[str]:
-    """Names that `resolve_backend` takes, but for auto."""
+    """Return the names that `resolve_backend` accepts, except auto."""
     return BACKENDS.names()
 
 
 def resolve_backend(name: str, needs: AttentionNeeds) -> tuple[str, AttentionBackend]:
-    """The backend of a name, as `--attention-backend` gives it, with its name; for auto, the best that can do it.
+    """Return name and backend for a value of `--attention-backend`; for auto, the best usable one.
 
     Raises:
-        ConfigError: there is none of that name, or it cannot do what is needed; the message says why.
+        ConfigError: there is none of that name, or it lacks a feature; the message says why.
     """
     if name == "auto":
         return _best(needs)
     backend = BACKENDS.resolve(name)
     reason = backend.why_not(needs)
     if reason is not None:
-        raise ConfigError(f"--attention-backend {name} cannot be used here: {reason}. {_say_usable(needs)}")
+        raise ConfigError(
+            f"--attention-backend {name} cannot be used here: {reason}. {_usable_message(needs)}"
+        )
     return name, backend
 
 
@@ -81,13 +152,13 @@ def _best(needs: AttentionNeeds) -> tuple[str, AttentionBackend]:
     return usable[0], _BUILT_IN[usable[0]]
 
 
-def _say_usable(needs: AttentionNeeds) -> str:
+def _usable_message(needs: AttentionNeeds) -> str:
     usable = [name for name, backend in _BUILT_IN.items() if backend.why_not(needs) is None]
     return f"Of the built-in ones, {', '.join(usable)} can" if usable else "No built-in one can"
 
 
 def _needs_row(name: str) -> Callable[[AttentionNeeds], str | None]:
-    """Whether the row of that name in the table of ops computes on the device and dtype."""
+    """Return a `why_not` that checks the op table's row of that name for device and dtype."""
 
     def why_not(needs: AttentionNeeds) -> str | None:
         rows = ops.paged_attention.supporting(needs.device_type, needs.dtype)
@@ -141,8 +212,7 @@ def _load_triton(needs: AttentionNeeds) -> PagedAttention:
 
 
 def _load_torch_sdpa(_needs: AttentionNeeds) -> PagedAttention:
-    function: PagedAttention = import_module("quire.kernels.torch_sdpa").paged_attention
-    return function
+    return paged_attention
 
 
 _DEVICES = {"cpu": ("cpu",), "triton": ("cuda", "xpu")}

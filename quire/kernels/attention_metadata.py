@@ -1,65 +1,88 @@
-"""The descriptions of one step's batch that kernels read: one for each KV cache group, of the group's kind.
+"""Batch metadata that kernels read: one for each KV cache group, of the group's kind; and sampling limits of a batch.
 
-Invariant: it says everything about who owns which rows and blocks, so one op serves prefill, decode and mixed
-batches. What a model may ask of attention beyond softmax(q k) v is checked here, for every implementation alike.
+Invariant: it completely describes which rows and blocks belong to which request, so one op serves prefill, decode and
+mixed batches. Attention features beyond softmax(q k) v are validated here, for all implementations alike.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class SamplingLimits(NamedTuple):
+    """Sampling limits in use: whether any row of the settings of `ops.sample_tokens` has one.
+
+    The host computes it when it stages a step, so that the device's settings need not be read back. True is always
+    right;
+    False for all rows saves a GPU the search.
+    """
+
+    min_p: bool = True
+    top_k: bool = True
+    top_p: bool = True
+
+
+NO_LIMITS = SamplingLimits(min_p=False, top_k=False, top_p=False)
+ANY_LIMITS = SamplingLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class GroupMetadata:
-    """Which of T query rows, and which blocks of a group, belong to each of R requests.
+    """Assignment of T query rows, and of a group's blocks, to R requests.
 
-    Request r owns query rows `query_start_loc[r]:query_start_loc[r + 1]`, which are the last of its
-    `seq_lens[r]` tokens. Rows past `query_start_loc[R]` are padding. Logical block i of request r is
-    `block_tables[r, i]`; entries past the last block a request needs, and those that no layer of the group reads any
-    more, are never read, so any value may stand there.
+    Request r owns query rows `query_start_loc[r]:query_start_loc[r + 1]`, which are the last of its `seq_lens[r]`
+    tokens.
+    Rows past `query_start_loc[R]` are padding. Logical block i of request r is `block_tables[r, i]`; entries past the
+    last
+    required block, and those that no layer of the group reads any more, are never read and may hold anything.
 
-    All tensors live on the device of the KV cache.
+    All tensors are on the device of the KV cache.
     """
 
     query_start_loc: Tensor
     """[R + 1] int32, non-decreasing, starts at 0."""
     seq_lens: Tensor
-    """[R] int32: tokens of the request of which the cache has something after this step."""
+    """[R] int32: tokens of the request that are in the cache after this step."""
     block_tables: Tensor
     """[R, max_blocks] int32: physical block ids in logical order."""
     max_query_len: int
     """Upper bound of the query lengths; exactly 1, with as many rows as requests, means a pure decode batch: row r is
-    that of request r, and a request of length 0 is padding."""
+    request r's, and a request of length 0 is padding.
+    """
     max_seq_len: int
-    """Upper bound of `seq_lens`, so that no kernel needs to read them back to size its work."""
+    """Upper bound of `seq_lens`, so that no kernel needs to read them back to size its grid."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata(GroupMetadata):
-    """A group whose blocks hold something for each token, such as keys and values."""
+    """Metadata of a group whose blocks hold something for each token, such as keys and values."""
 
     slot_mapping: Tensor
-    """[T] int64: slot (block_id * block_size + offset) where each row's key and value go; negative = none."""
+    """[T] int64: destination slot (block_id * block_size + offset) of each row's key and value; negative = none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata(GroupMetadata):
-    """A group whose blocks hold states, each that of all tokens up to the end of its block.
+    """Metadata of a group whose blocks hold states, each after all tokens up to the end of its block.
 
-    `RecurrentStateSpec` says which entry of its table a request's tokens [c, e) start from, and in which they leave a
-    state; e is what `kept` says of the request, and its query rows are [c, e) and drafts behind them, which leave none.
-    Block 0 is no place for a state.
+    `RecurrentStateSpec` says which table entries a request's tokens [c, e) read a state from and write states to. e is
+    the
+    request's `kept`; its query rows are [c, e) followed by draft tokens, which write no state. Block 0 never holds a
+    state.
     """
 
     block_size: int
-    """Tokens of a block."""
+    """Tokens per block."""
     kept_lens: Tensor | None = None
-    """[R] int32: tokens of each request that are no drafts; None: nobody has drafts."""
+    """[R] int32: tokens of each request without drafts; None: there are no drafts."""
 
     @property
     def kept(self) -> Tensor:
-        """[R] int32: how many tokens the last state is left behind."""
+        """[R] int32: number of tokens before the last written state."""
         return self.seq_lens if self.kept_lens is None else self.kept_lens
 
 
@@ -71,11 +94,11 @@ def check_features(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Refuse options that mean nothing for queries [T, Hq, D].
+    """Check options for queries [T, Hq, D].
 
     Raises:
         ValueError: a window or chunk below 1, both of them, a soft cap that is not above 0, or slopes or sinks that are
-            not [Hq] floats beside q.
+            not [Hq] floats on q's device.
     """
     for name, size in (("sliding_window", sliding_window), ("attention_chunk", attention_chunk)):
         if size is not None and size < 1:
@@ -92,11 +115,11 @@ def check_features(
 def check_bidirectional(
     q: Tensor, window: int | None, alibi_slopes: Tensor | None, relative_bias: Tensor | None
 ) -> None:
-    """As `check_features`, for attention in both directions.
+    """Check options of bidirectional attention, as `check_features`.
 
     Raises:
-        ValueError: a window below 1, slopes that are not [Hq] floats beside q, or biases that are no float32 [Hq, odd]
-            there.
+        ValueError: a window below 1, slopes that are not [Hq] floats on q's device, or biases that are not float32
+            [Hq, odd] there.
     """
     op = "bidirectional_attention"
     if window is not None and window < 1:

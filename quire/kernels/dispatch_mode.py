@@ -1,4 +1,4 @@
-"""`DispatchMode`: torch's dispatch mode without torch's compiler."""
+"""`DispatchMode`: torch's dispatch mode without importing torch's compiler."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Base of modes that look at torch's operations.
+    """Base of modes that intercept torch's operations.
 
-    torch tells its compiler to keep out of a mode, and imports it for that with the first operation: about a second of
-    every start. We compile nothing, so it need not be told.
+    torch imports its compiler on the first operation to exclude the mode from compilation, which takes about a second
+    of
+    every start. quire compiles nothing, so this is skipped.
     """
 
     @classmethod

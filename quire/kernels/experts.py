@@ -1,78 +1,89 @@
-"""The weights of a layer's experts, as the kernels read them.
+"""Expert weights and adapters as the kernels read them, and reductions of a text's tokens.
 
-Invariant: each expert's matrices are packed by themselves, wherever they lie; what all have in common is checked once.
+Invariant: each expert's weights are packed separately, at any address; their common properties are checked once.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from quire.kernels.linear import GATED, Ending, PackedWeight
+from quire.kernels.formats.two_level import narrowed
+from quire.kernels.linear import GATED, FusedActivation, PackedWeight
 from quire.kernels.lora import LoraStacks
+
+TokenReduction = Literal["sum", "weighted", "max"]
+"""Reductions of a text's tokens: sum, sum with the n-th token weighted by n, and elementwise maximum."""
+
+SUM_DTYPE: dict[TokenReduction, torch.dtype] = {
+    "sum": torch.float64,
+    "weighted": torch.float64,
+    "max": torch.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """E MLPs: `gate_up` [2 I, H], gate above up and packed in halves, and `down` [H, I], of each expert.
+    """Weights of E MLPs: `gate_up` [2 I, H], gate above up and packed in halves, and `down` [H, I], of each expert.
 
-    Where the activation, which all share, wants no gate, `gate_up` is up alone, [I, H]. Biases are float32, of as many
-    numbers as a matrix has rows; empty where there are none. They are those from number `first` on, of `total` in the
-    layer if other ranks have others.
+    If the common activation has no gate, `gate_up` is up alone, [I, H]. Biases are float32, one number per output, and
+    empty if there are none. Experts are numbered from `first`, of `total` in the layer if other ranks have some.
     """
 
     gate_up: tuple[PackedWeight, ...]
     down: tuple[PackedWeight, ...]
     gate_up_bias: tuple[Tensor, ...] = ()
     down_bias: tuple[Tensor, ...] = ()
-    activation: Ending = "silu_and_mul"
+    activation: FusedActivation = "silu_and_mul"
     first: int = 0
     total: int = 0
-    """0: these are all."""
+    """0: all experts are here."""
     native: Any = field(default=None, init=False, repr=False, compare=False)
-    """Set by the kernels of a device once they have checked it."""
+    """Kernels' own form, set by a device's kernels once they have checked the weights."""
 
     def __len__(self) -> int:
         return len(self.gate_up)
 
     @property
     def halves(self) -> int:
-        """Parts that `gate_up` has."""
+        """Number of parts of `gate_up`."""
         return 2 if self.activation in GATED else 1
 
     @property
     def numbers(self) -> range:
-        """Those of the experts that are here."""
+        """Numbers of the experts on this rank."""
         return range(self.first, self.first + len(self))
 
     @property
     def num_in_layer(self) -> int:
-        """What choices are among."""
+        """Number of experts in the layer."""
         return self.total or len(self)
 
     @property
     def layout(self) -> str:
-        """That of all matrices."""
+        """Layout of all weights."""
         return self.gate_up[0].layout
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertAdapters:
-    """Slots for low-rank additions to the matrices of E experts; those of an expert are neighbours, S of each.
+    """LoRA slots for the weights of E experts; an expert's S slots are adjacent.
 
-    So adapter s adds to a product of expert e what slot e * S + s of its stacks says. Gate and up are two parts.
+    So adapter s of expert e uses slot e * S + s of its stacks. Gate and up are two parts.
     """
 
     gate_up: LoraStacks
     down: LoraStacks
     native: Any = field(default=None, init=False, repr=False, compare=False)
-    """As that of `ExpertWeights`."""
+    """See `ExpertWeights.native`."""
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape as one [E, ...]: where they lie one behind the other a view of them, else a copy."""
+    """Return tensors of one shape as one [E, ...]: a view if they are contiguous in memory, else a copy."""
     first, size = parts[0], parts[0].nbytes
     memory, begin = first.untyped_storage(), first.data_ptr()
     together = all(
@@ -90,17 +101,17 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def with_scales_alike(weights: Sequence[PackedWeight]) -> tuple[PackedWeight, ...]:
-    """The same matrices, all with scales in float32 where some have them in float16: kernels read one type."""
-    if {None if each.scales is None else each.scales.dtype for each in weights} == {
-        torch.float16,
-        torch.float32,
-    }:
+    """Return the weights with float32 scales if their scale types differ: kernels read one type."""
+    dtypes = {None if each.scales is None else each.scales.dtype for each in weights}
+    if dtypes == {torch.float16, torch.float32}:
         return tuple(each.with_float32_scales() for each in weights)
+    if dtypes == {torch.int8, torch.float32}:
+        return tuple(narrowed(each, slice(0, each.inputs)) for each in weights)
     return tuple(weights)
 
 
-def lay_together(parts: Sequence[Tensor]) -> None:
-    """Move tensors of one shape into one memory, one behind the other; each stays the tensor that it is."""
+def make_contiguous(parts: Sequence[Tensor]) -> None:
+    """Move tensors of one shape into contiguous memory; each stays the same tensor object."""
     with torch.inference_mode(False), torch.no_grad():
         for part, place in zip(parts, torch.stack([*parts]), strict=True):
             part.data = place

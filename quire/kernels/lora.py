@@ -1,7 +1,7 @@
-"""The adapters of a layer, as the kernels read them.
+"""LoRA adapters of a layer as the kernels read them.
 
-Invariant: memory is taken once, for as many adapters as may be in a step; loading one writes into its slot and moves
-nothing, so what was recorded of a step goes on reading the right addresses.
+Invariant: memory is allocated once, for the maximum number of adapters in a step; loading one writes into its slot and
+moves nothing, so recorded steps keep valid addresses.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.huge_pages import prefer_huge_pages
+from quire.kernels.cpu.arena import prefer_huge_pages
 
 RANK_UNIT = 16
-"""Ranks that C++ kernels make together: a slot has room for a multiple of them."""
+"""Ranks computed together by the C++ kernels: a slot is padded to a multiple of them."""
 
 
 _BLOCK_BYTES = 64 << 20
@@ -24,9 +24,11 @@ _LINE = 64
 
 
 class SlotMemory:
-    """Zeroed memory for the slots of many layers, side by side, so that pages of a CPU's memory are large and few.
+    """Zeroed memory for the slots of many layers, packed together so that a CPU uses few, huge pages.
 
-    What nobody writes to is not taken, but for what shares such a page. A tensor larger than a block is alone.
+    Unwritten memory is not committed, except on huge pages that are partly written. A tensor larger than a block gets
+    its
+    own memory.
     """
 
     def __init__(self, device: torch.device, block_bytes: int = _BLOCK_BYTES) -> None:
@@ -35,7 +37,7 @@ class SlotMemory:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros that is nobody's."""
+        """Return a new tensor of zeros."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes > self._block_bytes:
             return _on_huge_pages(torch.zeros(*shape, dtype=dtype, device=self.device))
@@ -55,21 +57,22 @@ def _on_huge_pages(memory: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LoraStacks:
-    """S slots for low-rank additions to a matrix [N, K] that is made of P parts, one above the other.
+    """S LoRA slots of a weight [N, K] that merges P parts, stacked by rows.
 
     `a` [S, P, K, R] and `b` [S, R, N], of one float dtype or int8: part p of slot s adds
-    (x @ a[s, p] * scales[s, p]) @ b[s] in the columns of that part. Of the R ranks the first ranks[s, p] count; what
-    lies behind them means nothing. Where affine[s, p] is not 0, what stands in these columns is multiplied by
-    factors[s] and has offsets[s] added before.
-    `ends` [P + 1] int64 on the host: where in N each part begins, and N.
+    (x @ a[s, p] * scales[s, p]) @ b[s] in the columns of that part. Of the R ranks the first ranks[s, p] are used; the
+    rest
+    is undefined. If affine[s, p] is not 0, the base output in these columns is first multiplied by factors[s], and
+    offsets[s] are added.
+    `ends` [P + 1] int64 on the host: the start of each part in N, and N.
     """
 
     a: Tensor
     b: Tensor
     scales: Tensor
-    """float32 [S, P, R]: what the adapter scales its product by, and what undoes the rounding of a's and b's ranks."""
+    """float32 [S, P, R]: the adapter's scale times the dequantization scales of a's and b's ranks."""
     ranks: Tensor
-    """int32 [S, P]; 0: the adapter adds no product to this part."""
+    """int32 [S, P]; 0: the adapter adds nothing to this part."""
     affine: Tensor
     """int32 [S, P]."""
     factors: Tensor
@@ -78,9 +81,9 @@ class LoraStacks:
     """float32 [S, N]."""
     ends: Tensor
     input_factors: Tensor | None = None
-    """float32 [S, K]: what inputs are to be multiplied by before, by whoever calls; None: by nothing."""
+    """float32 [S, K]: factors of the input, applied by the caller; None: none."""
     native: Any = field(default=None, init=False, repr=False, compare=False)
-    """Set by the kernels of a device once they have checked it."""
+    """Kernels' own form, set by a device's kernels once they have checked the stacks."""
 
     @staticmethod
     def empty(
@@ -91,7 +94,7 @@ class LoraStacks:
         dtype: torch.dtype,
         where: torch.device | SlotMemory,
     ) -> "LoraStacks":
-        """Slots without adapters, for a matrix whose parts have so many outputs."""
+        """Return empty slots for a weight whose parts have these output counts."""
         max_rank = -(-max_rank // RANK_UNIT) * RANK_UNIT
         ends = torch.tensor([0, *parts]).cumsum(0)
         memory = where if isinstance(where, SlotMemory) else SlotMemory(where, 0)
@@ -108,11 +111,11 @@ class LoraStacks:
         )
 
     def columns(self) -> list[slice]:
-        """Of N, those of each part."""
+        """Return the columns of N of each part."""
         return [slice(start, end) for start, end in pairwise(self.ends.tolist())]
 
     def part(self, slots: slice) -> "LoraStacks":
-        """Some of the slots, in the same memory."""
+        """Return some of the slots, in the same memory."""
         return LoraStacks(
             a=self.a[slots],
             b=self.b[slots],
@@ -127,22 +130,22 @@ class LoraStacks:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all slots."""
+        """Bytes of all slots."""
         parts = (self.a, self.b, self.scales, self.factors, self.offsets, self.input_factors)
         return sum(part.nbytes for part in parts if part is not None)
 
 
 class SharedStacks:
-    """Slots of several layers that are alike, in one memory, where a kernel finds those of a layer by its number."""
+    """Slots of several similar layers in one memory, where a kernel indexes a layer by number."""
 
     def __init__(self, numbers: range) -> None:
         self.numbers = numbers
-        """Those of the layers."""
+        """Numbers of the layers."""
         self.all: LoraStacks | None = None
-        """Those of the first layer, then those of the next; None: the engine serves no adapters."""
+        """Slots of all layers, in order; None: the engine serves no adapters."""
 
     def of_layer(self, index: int, num_slots: int, make: Callable[[int], LoraStacks]) -> LoraStacks:
-        """Slots of a layer, by its number; `make` makes so many, for all, when the first layer asks."""
+        """Return a layer's slots, by its number; `make(count)` allocates those of all layers on the first call."""
         place = self.numbers.index(index)
         if place == 0:
             self.all = make(len(self.numbers) * num_slots)

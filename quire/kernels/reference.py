@@ -1,9 +1,13 @@
-"""The plain-torch oracle of every op: obviously right, and used where no faster implementation applies.
+"""Plain-torch oracle of every op: obviously right, and used if no faster implementation applies.
 
-Invariant: arithmetic is float32 whatever the input dtype, rounded once at the end.
+Invariant: arithmetic is float32 whatever the input dtype, rounded once at the end. In latent attention (MLA;
+DeepSeek-V2, 2024, arXiv:2405.04434) a latent is the key of all heads and, without its last dimensions, their value.
+`accumulate` relies on torch's `segment_reduce` processing each column of a segment from its first row to its last.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -12,19 +16,163 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.attention_metadata import AttentionMetadata, check_features
+from quire.distributed.group import Group
+from quire.kernels.attention_metadata import (
+    AttentionMetadata,
+    GroupMetadata,
+    check_bidirectional,
+    check_features,
+)
+from quire.kernels.experts import SUM_DTYPE, TokenReduction
 from quire.kernels.formats import FP8_MAX, format_of, whole_chunks
-from quire.kernels.linear import CHUNK, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
-from quire.kernels.rounding import RowRounding
+from quire.kernels.linear import (
+    CHUNK,
+    Function,
+    FusedActivation,
+    PackedWeight,
+    QuantizedRows,
+    RowQuantization,
+    WeightScheme,
+)
+from quire.kernels.lora import LoraStacks
 
-# Bounds the float32 copy of gathered keys that batched decode attention makes (elements, 128 MiB).
+
+def bidirectional_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    metadata: GroupMetadata,
+    scale: float,
+    *,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+) -> Tensor:
+    check_bidirectional(q, window, alibi_slopes, relative_bias)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    group = q.shape[1] // k.shape[1]
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    for request, length in enumerate(lengths):
+        start, end = starts[request], starts[request + 1]
+        _check_whole(request, end - start, length, relative_bias)
+        queries, keys, values = (x[start:end].float().transpose(0, 1) for x in (q, k, v))
+        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+        distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+        scores = queries @ keys.transpose(1, 2) * scale
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes.float()[:, None, None] * distance.abs()
+        if relative_bias is not None:
+            scores = scores + relative_bias[:, relative_bias.shape[1] // 2 - distance]
+        if window is not None:
+            scores = scores.masked_fill(distance.abs() >= window, -torch.inf)
+        out[start:end] = (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
+    return out
+
+
+def _check_whole(request: int, rows: int, length: int, relative_bias: Tensor | None) -> None:
+    if rows != length:
+        raise IndexError(f"bidirectional_attention: request {request} has {rows} rows of {length} tokens")
+    most = length if relative_bias is None else relative_bias.shape[1] // 2 + 1
+    if length > most:
+        raise IndexError(
+            f"bidirectional_attention: request {request} has {length} tokens, and there are biases for {most}"
+        )
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Add neighbours, then the sums of neighbours, and so on; an odd one out moves up to the next level.
+
+    So the tree over 2n parts contains that over each half, if n is a power of two.
+    """
+    level = list(parts)
+    while len(level) > 1:
+        sums = [left + right for left, right in zip(level[::2], level[1::2], strict=False)]
+        level = sums + level[2 * len(sums) :]
+    return level[0]
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    return tree_sum(group.all_gather(x))
+
+
+def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    return torch.cat(group.all_gather(x), dim)
+
+
+def all_to_all(x: Tensor, counts: Sequence[int], group: Group) -> tuple[Tensor, list[int]]:
+    parts = group.all_to_all(torch.split(x, list(counts)))
+    return torch.cat(parts), [len(part) for part in parts]
+
+
+def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks) -> None:
+    slots = sorted({slot for slot in adapter_rows.tolist() if slot >= 0})
+    count = len(adapters.a)
+    if slots and slots[-1] >= count:
+        raise IndexError(f"lora_linear: adapter {slots[-1]} is outside the {count} slots")
+    for slot in slots:
+        rows = (adapter_rows == slot).nonzero()[:, 0]
+        for part, columns in enumerate(adapters.columns()):
+            rank = int(adapters.ranks[slot, part])
+            shrunk = x[rows].float() @ adapters.a[slot, part, :, :rank].float()
+            shrunk = shrunk * adapters.scales[slot, part, :rank]
+            added = shrunk @ adapters.b[slot, :rank, columns].float()
+            base = out[rows, columns].float()
+            if adapters.affine[slot, part]:
+                base = base * adapters.factors[slot, columns] + adapters.offsets[slot, columns]
+            out[rows, columns] = (base + added).to(out.dtype)
+
+
+_COLUMNS = 128
+"""Columns reduced at once, so that those of all tokens stay in the processor's cache."""
+
+
+def accumulate(vectors: Tensor, x: Tensor, chunks: Tensor, reduction: TokenReduction) -> None:
+    rows, firsts, starts, counts = chunks
+    if not len(rows):
+        return
+    empty = float("-inf") if reduction == "max" else 0.0
+    vectors[rows[starts == 0]] = empty
+    places, positions = _tokens(firsts, starts, counts)
+    order = _with_what_was(places, counts)
+    for begin in range(0, x.shape[1], _COLUMNS):
+        columns = slice(begin, begin + _COLUMNS)
+        tokens = x[places, columns].to(SUM_DTYPE[reduction])
+        if reduction == "weighted":
+            tokens = tokens * (positions + 1)[:, None]
+        found = torch.cat((vectors[rows, columns], tokens)).index_select(0, order)
+        vectors[rows, columns] = torch.segment_reduce(
+            found, "max" if reduction == "max" else "sum", lengths=counts + 1, axis=0, unsafe=True
+        )
+
+
+def _tokens(firsts: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index in the step and the position in the text of each token of the chunks, in order."""
+    ends = counts.cumsum(0)
+    offsets = torch.arange(int(ends[-1]), device=counts.device) - (ends - counts).repeat_interleave(counts)
+    return firsts.repeat_interleave(counts) + offsets, starts.repeat_interleave(counts) + offsets
+
+
+def _with_what_was(places: Tensor, counts: Tensor) -> Tensor:
+    """Return indices into [previous vectors; tokens]: for each chunk its previous vector, if any, then its tokens."""
+    num_chunks = len(counts)
+    order = torch.empty(num_chunks + len(places), dtype=torch.int64, device=counts.device)
+    ends = counts.cumsum(0)
+    at = ends - counts + torch.arange(num_chunks, device=counts.device)
+    is_token = torch.ones(len(order), dtype=torch.bool, device=counts.device)
+    is_token[at] = False
+    order[at] = torch.arange(num_chunks, device=counts.device)
+    order[is_token] = torch.arange(len(places), device=counts.device) + num_chunks
+    return order
+
+
+# Bounds the float32 copy of gathered keys in batched decode attention (elements, 128 MiB).
 _GATHER_ELEMENTS = 1 << 25
 
-# Of activations that are rounded to 8 bits: the largest step, and the magnitude below which they are 0.
+# For activations quantized to 8 bits: largest code, number of steps, and the magnitude below which they are 0.
 _ACTIVATION_MAX, _RANGE_STEPS, _ACTIVATION_MIN = 127.0, 254.0, 1e-30
 
 FP8_MIN_SCALE = 1e-12
-"""Of activations: keeps the inverse of a row of zeros finite."""
+"""Least scale of activations: keeps the inverse for a row of zeros finite."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -88,13 +236,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(x: Tensor) -> Tensor:
-    """The SwiGLU of gpt-oss (arXiv:2508.10925): bounded, with a steeper sigmoid, and one added to `up`."""
+    """Return gpt-oss's SwiGLU (arXiv:2508.10925): clamped, with a steeper sigmoid, and one added to `up`."""
     gate, up = x.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(x.dtype)
 
 
-ENDINGS: dict[Ending, Callable[[Tensor], Tensor]] = {
+FUSED_ACTIVATIONS: dict[FusedActivation, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": silu_and_mul,
     "clamped_swiglu": clamped_swiglu,
     **{function: partial(activate, function=function) for function in _FUNCTIONS},
@@ -181,7 +329,7 @@ def rotary_and_write_kv(
 
 
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In E4M3 what is too large becomes the largest number; by itself torch would make it NaN."""
+    """Convert to the cache's dtype; E4M3 saturates, where torch alone would give NaN."""
     return (x.clamp(-FP8_MAX, FP8_MAX) if dtype == torch.float8_e4m3fn else x).to(dtype)
 
 
@@ -230,7 +378,7 @@ def paged_attention(
             scores = torch.cat((scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
         # A padding request of length 0 hides every key; its row is 0 and not NaN.
         weights = scores.softmax(-1)[..., :seq_len].nan_to_num(0.0)
-        # Memory no query may see can hold NaN, which a weight of 0 would not cancel.
+        # Unwritten slots can hold NaN, which a weight of 0 would not cancel.
         unseen = hidden.all(dim=2).unsqueeze(-1)
         mixed = weights @ _repeat_heads(values.masked_fill(unseen, 0.0), q.shape[1])
         out[rows] = mixed.transpose(1, 2).reshape(-1, *q.shape[1:]).to(q.dtype)
@@ -238,9 +386,9 @@ def paged_attention(
 
 
 def _groups(metadata: AttentionMetadata, k_cache: Tensor) -> list[tuple[slice, slice, int, int]]:
-    """The batch as (query rows, requests, query length, padded sequence length) of equal query lengths.
+    """Split the batch into (query rows, requests, query length, padded sequence length) of equal query lengths.
 
-    Decode requests are taken many at a time, others one by one.
+    Decode requests are processed many at a time, others one by one.
     """
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     count = len(lengths)
@@ -259,10 +407,10 @@ def _groups(metadata: AttentionMetadata, k_cache: Tensor) -> list[tuple[slice, s
 def gather_blocks(
     k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_len: int
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values of the first `seq_len` tokens of each request as float32 [R, Hkv, seq_len, D]."""
+    """Return the keys and values of each request's first `seq_len` tokens as float32 [R, Hkv, seq_len, D]."""
     num_blocks = -(-seq_len // k_cache.shape[3])
-    # Entries past a shorter request's last block may hold anything: keep them in range, the mask hides what
-    # they say.
+    # Entries past a shorter request's last block may hold anything: clamp them to the valid range, the mask hides their
+    # keys.
     table = block_tables[:, :num_blocks].long().clamp(0, k_cache.shape[0] - 1)
     if k_cache.dtype == torch.int8:
         (keys, key_scales), (values, value_scales) = _int8_parts(k_cache, v_cache)
@@ -287,7 +435,7 @@ def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _distance(seq_lens: Tensor, query_len: int, padded_len: int) -> Tensor:
-    """Query position minus key position, [R, 1, query_len, padded_len]; negative = a future key."""
+    """Return query position minus key position, [R, 1, query_len, padded_len]; negative = a future key."""
     device = seq_lens.device
     positions = seq_lens[:, None] - query_len + torch.arange(query_len, device=device)
     return (positions[:, :, None] - torch.arange(padded_len, device=device)).unsqueeze(1)
@@ -296,7 +444,9 @@ def _distance(seq_lens: Tensor, query_len: int, padded_len: int) -> Tensor:
 def seen_keys(
     distance: Tensor, padded_len: int, sliding_window: int | None, attention_chunk: int | None
 ) -> Tensor:
-    """Which keys are seen at such distances [..., query_len, padded_len] from the queries; keys are at 0, 1, 2 ..."""
+    """Return which keys are visible at distances [..., query_len, padded_len] from the queries; keys are at 0, 1, 2
+    ...
+    """
     seen = distance >= 0
     if sliding_window is not None:
         seen &= distance < sliding_window
@@ -319,7 +469,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.d
 
 
 def _vendor_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Sums leave the product as they are where torch offers that, and rounded to x's dtype elsewhere."""
+    """Multiply with the vendor's library; sums are converted directly to `dtype` if torch supports it, else through
+    x's.
+    """
     if dtype == x.dtype or x.device.type != "cuda" or torch.version.hip:
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype)).to(dtype)
     out: Tensor = torch.ops.aten.mm.dtype(x.flatten(0, -2), weight.t(), dtype).view(*x.shape[:-1], -1)
@@ -331,7 +483,7 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
 
 
 def unpack_weight(weight: PackedWeight) -> Tensor:
-    """The matrix [N, K] that a packed one stands for: its own dtype, float32 where it was quantised."""
+    """Return the dequantized weight [N, K]: in its own dtype, float32 if it was quantized."""
     return format_of(weight.scheme).unpack(weight)
 
 
@@ -339,14 +491,14 @@ def packed_linear(
     x: Tensor | QuantizedRows,
     weight: PackedWeight,
     bias: Tensor | None = None,
-    activation: Ending | None = None,
+    activation: FusedActivation | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    out = linear(seen_by(weight, x), format_of(weight.scheme).multiplied(weight).float(), bias)
-    return (out if activation is None else ENDINGS[activation](out)).to(dtype or x.dtype)
+    out = linear(quantized_input(weight, x), format_of(weight.scheme).multiplied(weight).float(), bias)
+    return (out if activation is None else FUSED_ACTIVATIONS[activation](out)).to(dtype or x.dtype)
 
 
-def round_rows(x: Tensor, rounding: RowRounding) -> Tensor:
+def round_rows(x: Tensor, rounding: RowQuantization) -> Tensor:
     size = x.shape[-1]
     group = max(min(rounding.group or size, size), 1)
     groups = F.pad(x.float(), (0, -size % group)).unflatten(-1, (-1, group))
@@ -364,14 +516,14 @@ def round_rows(x: Tensor, rounding: RowRounding) -> Tensor:
 
 
 def rounded_linear(
-    x: Tensor, weight: PackedWeight, rounding: RowRounding, bias: Tensor | None = None
+    x: Tensor, weight: PackedWeight, rounding: RowQuantization, bias: Tensor | None = None
 ) -> Tensor:
     precise = replace(weight, scheme=replace(weight.scheme, fast=False))
     return packed_linear(round_rows(x, rounding), precise, bias)
 
 
-def _step_of(groups: Tensor, rounding: RowRounding, top: float) -> tuple[Tensor, Tensor]:
-    """Scales and zero points that groups [..., G, group] find, [..., G, 1]."""
+def _step_of(groups: Tensor, rounding: RowQuantization, top: float) -> tuple[Tensor, Tensor]:
+    """Return the scales and zero points computed for groups [..., G, group], [..., G, 1]."""
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
     is_finite = groups.isfinite().all(-1, keepdim=True)
     lowest = -top if rounding.codes == "e4m3" else rounding.lowest
@@ -388,8 +540,8 @@ def _step_of(groups: Tensor, rounding: RowRounding, top: float) -> tuple[Tensor,
     return torch.where(is_finite, divisor, torch.nan), torch.where(is_finite, zero, 0.0)
 
 
-def seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
-    """Activations as a weight sees them, in float32."""
+def quantized_input(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
+    """Return activations as quantized for this weight, in float32."""
     scheme = weight.scheme
     if isinstance(x, QuantizedRows):
         return x.float()
@@ -407,7 +559,7 @@ def seen_by(weight: PackedWeight, x: Tensor | QuantizedRows) -> Tensor:
 
 
 def _rounded_in_range(x: Tensor) -> Tensor:
-    """Each row in steps of a 254th of the range of its values and 0; NaN if a value is not finite."""
+    """Quantize each row in steps of 1/254 of the range of its values and 0; NaN if a value is not finite."""
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     scale = high / _RANGE_STEPS - low / _RANGE_STEPS
     steps = (x * (1 / scale)).round() * scale
@@ -415,10 +567,11 @@ def _rounded_in_range(x: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, together: int) -> Tensor:
-    """Each row in steps of a 127th of what the magnitudes of so many neighbours come to at most; NaN if a value is not
-    finite."""
+    """Quantize each row in steps of 1/127 of the largest magnitude sum of `together` neighbours; NaN if a value is not
+    finite.
+    """
     largest = x.abs().unflatten(-1, (-1, together)).sum(-1).amax(-1, keepdim=True)
-    # A number divided by a tensor would be its product with the reciprocal, which rounds differently.
+    # torch computes a Python number / tensor as a product with the reciprocal, which rounds differently.
     inverse = torch.full_like(largest, _ACTIVATION_MAX) / largest
     steps = (x * inverse).round() * (largest / _ACTIVATION_MAX)
     return torch.where(largest >= _ACTIVATION_MIN, steps, 0.0 * x)
@@ -426,3 +579,35 @@ def _rounded(x: Tensor, together: int) -> Tensor:
 
 def packed_embedding(ids: Tensor, weight: PackedWeight) -> Tensor:
     return unpack_weight(weight).float()[ids]
+
+
+def per_head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    matrices = torch.unflatten(format_of(weight.scheme).multiplied(weight).float(), 0, (x.shape[1], -1))
+    return torch.einsum("thk,hnk->thn", quantized_input(weight, x), matrices).to(x.dtype)
+
+
+def write_latents(
+    positions: Tensor,
+    q: Tensor,
+    rows: Tensor,
+    norm: Tensor,
+    cos_sin_cache: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved: bool = False,
+) -> None:
+    latents, keys = rms_norm(rows[:, : len(norm)], norm, eps), rows[:, None, len(norm) :].clone()
+    rotary_embedding(positions, q, keys, cos_sin_cache, interleaved)
+    kept = slot_mapping >= 0
+    stored = torch.cat([latents, keys.squeeze(1)], 1)[kept].to(cache.dtype)
+    cache.view(-1, cache.shape[2])[slot_mapping[kept]] = stored
+
+
+def latent_attention(
+    q: Tensor, q_rope: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float
+) -> Tensor:
+    values = cache.unsqueeze(1)
+    keys = values.transpose(2, 3)
+    out = paged_attention(torch.cat([q, q_rope], 2), keys, values, metadata, scale)
+    return out[..., : q.shape[2]].contiguous()

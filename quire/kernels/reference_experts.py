@@ -1,6 +1,6 @@
-"""The torch oracles of routing and of experts.
+"""Torch oracles of routing and of experts.
 
-Invariant: as in `reference`; a token's experts are added up in the order of their numbers.
+Invariant: as in `reference`; a token's experts are added in the order of their numbers.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from quire.config.arch import Routing
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
-from quire.kernels.reference import ENDINGS, packed_linear
-from quire.kernels.reference_lora import lora_linear
+from quire.kernels.reference import FUSED_ACTIVATIONS, lora_linear, packed_linear
 
 _LEAST_SUM = 1e-20
-"""Added to the sum that weights are divided by: scores of sigmoids may all be 0."""
+"""Added to the divisor of normalized weights: sigmoid scores may all be 0."""
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -33,7 +32,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 
 def _mixed(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """One expert after the other, each weighted against those left that are nearly as good."""
+    """Choose experts one by one, each weighted against the remaining ones that are nearly as good."""
     left, chosen, weights = logits, [], []
     for _ in range(routing.top_k):
         best = _first(left, 1)
@@ -46,7 +45,7 @@ def _mixed(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def _of_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
-    """-inf in all groups but the best."""
+    """Set the scores of all groups but the best to -inf."""
     groups = torch.unflatten(ranks, 1, (routing.groups, -1))
     judged = groups.sort(-1, descending=True).values[..., : routing.group_members].sum(-1)
     best = torch.zeros_like(judged, dtype=torch.bool).scatter(1, _first(judged, routing.top_groups), True)
@@ -54,7 +53,7 @@ def _of_best_groups(ranks: Tensor, routing: Routing) -> Tensor:
 
 
 def _first(values: Tensor, count: int) -> Tensor:
-    """Places of the largest, the first one of equals first."""
+    """Return the indices of the largest values, ties by lower index."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
@@ -102,7 +101,7 @@ def _made(
     adapter_rows: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each expert that was chosen and is here, in their order: tokens, their places in `chosen`, what it makes."""
+    """Yield, for each chosen expert on this rank, in order: tokens, their places in `chosen`, and its output."""
     outside = (chosen < 0) | (chosen >= of.num_in_layer)
     if outside.any():
         raise IndexError(f"{op}: {int(outside.sum())} choices are outside the {of.num_in_layer} experts")
@@ -133,7 +132,7 @@ def _adapted_expert(
     up_bias, down_bias = _biases(of, index)
     both = packed_linear(x, of.gate_up[index], up_bias)
     lora_linear(both, x, slots, adapters.gate_up)
-    inner = ENDINGS[of.activation](both)
+    inner = FUSED_ACTIVATIONS[of.activation](both)
     out = packed_linear(inner, of.down[index], down_bias)
     lora_linear(out, inner, slots, adapters.down)
     return out

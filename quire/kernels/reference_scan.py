@@ -1,16 +1,196 @@
-"""The torch oracles of the ops of layers with a state: a causal convolution, and the recurrences of Mamba and Mamba 2.
+"""Torch oracles of recurrent layers: causal convolution, Mamba, Mamba 2, delta rule, RG-LRU and RWKV-7.
 
-Invariant: as in `reference`; rows of no request come out as 0.
+Invariant: as in `reference`; padding rows are 0; a token's result is computed from the previous state in the same way
+in
+any chunking. This module and `csrc/cpu/states.h` are the only readers of a table of states, whose contents
+`RecurrentStateSpec` defines.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.attention_metadata import StateMetadata
-from quire.kernels.reference_states import leave_state, state_before, state_pieces
+
+
+class StatePiece(NamedTuple):
+    """Rows [first, last) of a step, all of one request: from the state in one block to that in another.
+
+    Pieces of a request are in order, and each starts from the state that the previous one wrote.
+    """
+
+    first: int
+    last: int
+    source: int
+    """Block of the state before the first row; 0: the request starts here, from zeros."""
+    target: int
+    """Block of the state after the last row; it may be the source. 0: none, for the rows are drafts."""
+
+
+def state_pieces(metadata: StateMetadata, num_blocks: int) -> Iterator[StatePiece]:
+    """Yield the pieces of a step, request by request, skipping padding rows and requests of length 0.
+
+    Raises:
+        IndexError: a state's block is outside the cache of `num_blocks`.
+    """
+    parts = (metadata.query_start_loc, metadata.seq_lens, metadata.kept, metadata.block_tables)
+    bounds, ends, kept, tables = (part.tolist() for part in parts)
+    for first, last, end, num_kept, table in zip(bounds[:-1], bounds[1:], ends, kept, tables, strict=True):
+        if first < last and end > 0:
+            behind = last - (end - num_kept)
+            if not first < behind <= last:
+                raise IndexError(
+                    f"rows [{first}, {last}) of {end} tokens cannot write a state after {num_kept}"
+                )
+            pieces = [*_pieces(first, behind, num_kept, table, metadata.block_size, num_blocks)]
+            yield from pieces
+            if behind < last:
+                yield StatePiece(behind, last, pieces[-1].target, 0)
+
+
+def _pieces(
+    first: int, last: int, end: int, table: list[int], block_size: int, num_blocks: int
+) -> Iterator[StatePiece]:
+    start, source, offset = end - (last - first), 0, last - end
+    if start > 0:
+        source = _checked(table[(start - 1) // block_size], num_blocks)
+    for index in range(start // block_size, (end - 1) // block_size + 1):
+        behind = min((index + 1) * block_size, end)
+        if table[index] or behind == end:
+            target = _checked(table[index], num_blocks)
+            yield StatePiece(first, behind + offset, source, target)
+            first, source = behind + offset, target
+
+
+def _checked(block: int, num_blocks: int) -> int:
+    if not 0 < block < num_blocks:
+        raise IndexError(f"block {block} is no place for a state in a cache of {num_blocks} blocks")
+    return block
+
+
+def state_before(states: Tensor, piece: StatePiece) -> Tensor:
+    """Return a copy of the state, of `states` [blocks, ...], from which a piece starts."""
+    source = states[piece.source]
+    return source.clone() if piece.source else source.new_zeros(source.shape)
+
+
+def leave_state(states: Tensor, piece: StatePiece, state: Tensor) -> None:
+    """Write the state after a piece to its block in `states` [blocks, ...], if it has one."""
+    if piece.target:
+        states[piece.target] = state
+
+
+_LEAST_SQUARE = 1e-6
+"""Added to the squared length of a key or a query."""
+
+
+def gated_delta(
+    qkv: Tensor,
+    ba: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    strongest: float,
+    least: float | None,
+) -> Tensor:
+    q, k, v = _parts(qkv, states)
+    strength, steps = torch.split_with_sizes(ba.float(), (len(rates), len(dt_bias)), 1)
+    steps, rate = torch.unflatten(steps + dt_bias, 1, (len(rates), -1)), rates.unsqueeze(1)
+    decay = (rate * F.softplus(steps) if least is None else least * (-rate * steps).sigmoid()).exp()
+    strength = strongest * strength.sigmoid()
+    out = torch.zeros_like(v)
+    for piece in state_pieces(metadata, len(states)):
+        state = state_before(states, piece)
+        for row in range(piece.first, piece.last):
+            state = state * decay[row].unsqueeze(-1)
+            known = (k[row].unsqueeze(-1) * state).sum(1)
+            change = (v[row] - known) * strength[row].unsqueeze(-1)
+            state = state + k[row].unsqueeze(-1) * change.unsqueeze(1)
+            out[row] = (q[row].unsqueeze(-1) * state).sum(1)
+        leave_state(states, piece, state)
+    return out.to(qkv.dtype)
+
+
+def _parts(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q and k of unit length [T, Hv, Dk], q divided by the root of Dk, and v [T, Hv, Dv]."""
+    _, heads, keys, values = states.shape
+    of_keys = (qkv.shape[1] - heads * values) // 2
+    q, k, v = torch.split_with_sizes(qkv.float(), (of_keys, of_keys, heads * values), 1)
+    q, k = (_unit(torch.unflatten(part, 1, (-1, keys))) for part in (q, k))
+    repeats = heads * keys // of_keys
+    q, k = (part.repeat_interleave(repeats, 1) for part in (q * keys**-0.5, k))
+    return q, k, torch.unflatten(v, 1, (heads, values))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + _LEAST_SQUARE).rsqrt()
+
+
+def rg_lru(
+    x: Tensor, weights: Tensor, bias: Tensor, rates: Tensor, states: Tensor, metadata: StateMetadata
+) -> Tensor:
+    heads, size, _ = weights.shape
+    gates = torch.einsum("thd,hde->the", torch.unflatten(x.float(), 1, (heads, size)), weights) + bias
+    into, decaying = (gate.flatten(1).sigmoid() for gate in gates.chunk(2, -1))
+    inputs, log_decay = into * x.float(), rates * decaying
+    decay, scale = log_decay.exp(), (1 - (2 * log_decay).exp()).sqrt()
+    out = torch.zeros_like(inputs)
+    for piece in state_pieces(metadata, len(states)):
+        state = state_before(states, piece)
+        for row in range(piece.first, piece.last):
+            begins = piece.source == 0 and row == piece.first
+            state = inputs[row] if begins else decay[row] * state + scale[row] * inputs[row]
+            out[row] = state
+        leave_state(states, piece, state)
+    return out.to(x.dtype)
+
+
+_SLOWEST = -0.6065306597126334
+"""-exp(-1/2): the logarithm of a decay is this, times a number in (0, 1)."""
+
+
+def rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    of_heads: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    eps: float,
+) -> Tensor:
+    _, heads, size, _ = states.shape
+
+    def by_heads(x: Tensor) -> Tensor:
+        return torch.unflatten(x.float(), -1, (heads, size))
+
+    asked, keys, values, rate = by_heads(r), by_heads(k), by_heads(v), by_heads(a).sigmoid()
+    unit_of, rate_of, bonus_of, weight, bias = by_heads(of_heads)
+    decay = (_SLOWEST * by_heads(w).sigmoid()).exp()
+    unit = F.normalize(keys * unit_of, dim=-1)
+    keys = keys * (1 + (rate - 1) * rate_of)
+    out = torch.zeros_like(values)
+    for piece in state_pieces(metadata, len(states)):
+        state = state_before(states, piece)
+        for row in range(piece.first, piece.last):
+            known = (unit[row].unsqueeze(-1) * state).sum(1, keepdim=True)
+            state = (
+                state * decay[row].unsqueeze(-1)
+                - (unit[row] * rate[row]).unsqueeze(-1) * known
+                + keys[row].unsqueeze(-1) * values[row].unsqueeze(1)
+            )
+            said = (asked[row].unsqueeze(-1) * state).sum(1)
+            bonus = (asked[row] * keys[row] * bonus_of).sum(-1, keepdim=True) * values[row]
+            out[row] = F.layer_norm(said, (size,), eps=eps) * weight + bias + bonus
+        leave_state(states, piece, state)
+    return out.flatten(1).to(r.dtype)
 
 
 def causal_conv(

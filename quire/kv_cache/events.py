@@ -1,11 +1,11 @@
-"""KV events: what happened to the prefix cache, as data, for whoever wants to follow it.
+"""KV events: changes of the prefix cache as data for subscribers.
 
-Invariant: who applies all events in order to an empty set of (medium, group, block hash) has at any time exactly the
-blocks that a request can find. The order of fields is that of vLLM's events, so that its subscribers understand them.
+Invariant: applying all events in order to an empty set of (medium, group, block hash) yields exactly the
+blocks that a request can find. Fields have vLLM's order, so that its subscribers can decode them.
 
-A medium is a place where blocks lie. The host tier reports as the device does, with its own medium and without the
-tokens: content that is evicted to the host is stored there and then removed from the device, and content that comes
-back is stored on the device again, by the request that uses it.
+A medium is a tier. The host tier reports as the device does, with its own medium and without the tokens. Content that
+is evicted to the host is stored there and then removed from the device. Content that comes back is stored on the
+device again, by the request that uses it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ import msgspec
 from quire.kv_cache.hashing import HASH_BYTES, BlockHash, ExtraKeys
 from quire.lora_request import name_in
 
-DEVICE = "GPU"
-"""The medium of the blocks that are computed with, on whatever device; subscribers know it by this name."""
-HOST = "CPU"
-"""The medium of the host tier."""
+DEVICE = "GPU"  # Medium of the blocks used for computing, on any device; vLLM's name.
+HOST = "CPU"  # Medium of the host tier.
 
 
 class BlockStored(msgspec.Struct, tag=True, array_like=True):
-    """Consecutive blocks of one sequence can be found from now on.
+    """Consecutive blocks of one sequence that were added to the prefix cache.
 
     Args:
-        block_hashes: of these blocks, in the order of the sequence; integers if subscribers want short ones.
-        parent_block_hash: of the block before them; None at the start of a sequence, or if `token_ids` is empty.
-        token_ids: what they hold; empty if it was told when they were stored on another medium.
+        block_hashes: in sequence order; integers if subscribers want short ones.
+        parent_block_hash: hash of the block before them; None at the start of a sequence, or if `token_ids` is empty.
+        token_ids: their content; empty if it was reported when they were stored on another medium.
         block_size: tokens per block.
         lora_id: always None; older subscribers expect the field.
-        medium: where they are.
+        medium: tier of the blocks.
         lora_name: name of the adapter.
-        extra_keys: of each block; None if none has any.
-        group_idx: whose layers' keys and values they hold; the groups of a hybrid model share the hashes.
+        extra_keys: per block; None if no block has any.
+        group_idx: KV cache group; the groups of a hybrid model share the hashes.
     """
 
     block_hashes: list[BlockHash | int]
@@ -50,7 +48,7 @@ class BlockStored(msgspec.Struct, tag=True, array_like=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, array_like=True):
-    """Blocks of a medium and a group can be found no more."""
+    """Blocks of a medium and a group that were removed from the prefix cache."""
 
     block_hashes: list[BlockHash | int]
     medium: str
@@ -58,14 +56,14 @@ class BlockRemoved(msgspec.Struct, tag=True, array_like=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, array_like=True):
-    """No block can be found any more, on any medium."""
+    """Removal of all blocks on all media."""
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True):
-    """The events of one step; `ts` is in seconds since 1970."""
+    """Events of one step; `ts` is in seconds since 1970."""
 
     ts: float
     events: list[KVCacheEvent]
@@ -73,7 +71,7 @@ class KVEventBatch(msgspec.Struct, array_like=True):
 
 
 class HashedSequence(Protocol):
-    """What a log needs to know of the sequence whose blocks were stored."""
+    """Fields of a sequence that the event log reads."""
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -84,7 +82,7 @@ class HashedSequence(Protocol):
 
 
 class KVEventLog:
-    """Collects events until they are taken; block pools report to it, and it exists only if somebody listens."""
+    """Collector of events from the block pools; exists only if events are enabled."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -92,7 +90,7 @@ class KVEventLog:
         self._undescribed: list[tuple[BlockHash, int]] = []
 
     def stored(self, key: BlockHash, medium: str = DEVICE) -> None:
-        """A block can be found by this key from now on; of one on the device, `describe` says what is in it."""
+        """Record that a block can be found by this key; for a device block, `describe` adds the content."""
         block_hash, group_id = _split(key)
         if medium == DEVICE:
             self._undescribed.append((block_hash, group_id))
@@ -100,7 +98,7 @@ class KVEventLog:
             self._events.append(self._stored(medium, group_id, block_hashes=[block_hash]))
 
     def describe(self, sequence: HashedSequence) -> None:
-        """The blocks stored on the device since the last call are of this sequence, group by group in its order."""
+        """Describe the blocks stored on the device since the last call; all belong to this sequence, group by group."""
         new, self._undescribed = self._undescribed, []
         places = _places({block_hash for block_hash, _ in new}, sequence.block_hashes)
         stored: BlockStored | None = None
@@ -113,7 +111,7 @@ class KVEventLog:
             before = (group_id, place)
 
     def removed(self, key: BlockHash, medium: str = DEVICE) -> None:
-        """A block can no longer be found by this key."""
+        """Record that a block can no longer be found by this key."""
         block_hash, group_id = _split(key)
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (medium, group_id):
@@ -122,12 +120,11 @@ class KVEventLog:
             self._events.append(BlockRemoved([block_hash], medium, group_id))
 
     def cleared(self) -> None:
-        """All is forgotten."""
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KVCacheEvent]:
-        """All events since the last call, in order."""
-        assert not self._undescribed, "blocks were stored and nobody said of what"
+        """Return all events since the last call, in order."""
+        assert not self._undescribed, "stored blocks were not described"
         events, self._events = self._events, []
         return events
 
@@ -140,7 +137,7 @@ class KVEventLog:
         return stored
 
     def _stored(self, medium: str, group_id: int, block_hashes: list[BlockHash | int]) -> BlockStored:
-        """Without a word of the content."""
+        """Build an event without the content."""
         return BlockStored(block_hashes, None, [], self._block_size, None, medium, None, None, group_id)
 
     def _add_block(self, stored: BlockStored, sequence: HashedSequence, place: int) -> None:
@@ -152,12 +149,12 @@ class KVEventLog:
 
 
 def _split(key: BlockHash) -> tuple[BlockHash, int]:
-    """The content's hash and the group's number of a key of the block pool."""
+    """Split a block pool key into content hash and group id."""
     return key[:HASH_BYTES], int.from_bytes(key[HASH_BYTES:], "big")
 
 
 def _places(wanted: set[BlockHash], hashes: list[BlockHash]) -> dict[BlockHash, int]:
-    """Hash -> index; searched from the end, where the blocks are that were stored last."""
+    """Return hash -> index; searched from the end, because the newest blocks are there."""
     places: dict[BlockHash, int] = {}
     place = len(hashes)
     while len(places) < len(wanted):

@@ -1,7 +1,7 @@
-"""Names of the prefix cache's blocks: a block's hash stands for all tokens from the start to its end.
+"""Hashes of prefix cache blocks: each covers all tokens from the start of the sequence to the block's end.
 
-Invariant: two blocks have the same hash only if their tokens, all tokens before them and their extra keys are
-the same. SHA-256 makes that hold against people who choose their prompts to break it.
+Invariant: two blocks have the same hash only if their tokens, all tokens before them and their extra keys are the
+same. SHA-256 makes that hold against crafted prompts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import msgspec
 
 BlockHash = bytes
-"""SHA-256 digest, `HASH_BYTES` long; in the block pool the number of the group follows, 4 bytes big-endian."""
+"""SHA-256 digest of `HASH_BYTES`; block pool keys append the group id, 4 bytes big-endian."""
 
 HASH_BYTES = 32
 _ROOT: BlockHash = b""
@@ -19,7 +19,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class MediaKey(msgspec.Struct, frozen=True, array_like=True):
-    """Content that stands behind placeholder tokens: its digest, and the positions [start, end) that it fills."""
+    """Content behind placeholder tokens: its digest, and the positions [start, end) that it fills."""
 
     digest: bytes
     start: int
@@ -27,12 +27,12 @@ class MediaKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExtraKeys(msgspec.Struct, frozen=True, array_like=True):
-    """What, beside the tokens, the content of a block or the right to read it depends on.
+    """Inputs to a block's hash besides the tokens: they determine its content or the right to read it.
 
     Args:
-        cache_salt: who may share; no default, because who hashes must say whose cache it is (None: everybody's).
-        adapter: name of the weights that are added to the model's, which change every key and value.
-        media: in the order of their positions, without overlaps.
+        cache_salt: scope of sharing; no default, so that callers must decide (None: shared by all).
+        adapter: key of the LoRA adapter, which changes every key and value.
+        media: in order of position, without overlaps.
     """
 
     cache_salt: str | None
@@ -40,7 +40,7 @@ class ExtraKeys(msgspec.Struct, frozen=True, array_like=True):
     media: tuple[MediaKey, ...] = ()
 
     def of_block(self, start: int, end: int) -> ExtraKeys:
-        """The keys of a block of positions [start, end): of the media, those of which it holds a part."""
+        """Return the keys of a block of positions [start, end), with the media that overlap it."""
         if not self.media:
             return self
         media = tuple(item for item in self.media if item.start < end and start < item.end)

@@ -1,15 +1,15 @@
-"""The invariants of the KV cache, in code.
+"""Checks of the KV cache's invariants.
 
-On each tier, where the tables are those of running requests on the device and of swapped ones on the host:
+On each tier, with the tables of running requests on the device and of swapped requests on the host:
 
-    1. A block is in the free queue exactly if nobody holds it; the null block is in neither place.
+    1. A block is in the free queue exactly if it has no holder; the null block is neither free nor held.
     2. `ref_cnt` is the number of tables that hold the block and of planned moves that read it; a table holds a block
-       once. The null block is held by none: it stands in a table where blocks were dropped, and where a recurrent state
+       once. The null block has no holder: it stands in a table where blocks were dropped, and where a recurrent state
        has none.
     3. A block in two tables is full (so it is computed) and has the same position in both.
     4. Hash -> block is a bijection between the cached hashes and the blocks that have one.
 
-That free + used = total follows from 1. No request is on both tiers.
+It follows from 1 that free + used = total. No request is on both tiers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from quire.kv_cache.block_pool import BlockPool, KVCacheBlock
-from quire.kv_cache.device_pool import DevicePool
+from quire.kv_cache.block_pool import BlockPool, DevicePool, KVCacheBlock
 from quire.kv_cache.single_type_manager import SingleTypeManager
 from quire.kv_cache.spec import NULL_BLOCK_ID
 
-Tables = Mapping[str, Sequence[KVCacheBlock]]
-"""Request id -> its blocks in one group, by position."""
+Tables = Mapping[str, Sequence[KVCacheBlock]]  # Request id -> its blocks in one group, by position.
 
 
 class IntegrityError(AssertionError):
-    """Our own bookkeeping is broken; `state` is what is needed to find out how."""
+    """Broken internal bookkeeping; `state` holds what is needed to debug it."""
 
     def __init__(self, message: str, state: Mapping[str, object]) -> None:
         super().__init__(f"{message}\n" + "\n".join(f"  {name}: {value}" for name, value in state.items()))
@@ -68,11 +66,11 @@ def _check_tier(pool: BlockPool, tables: Sequence[Tables]) -> None:
 
 
 class _BrokenError(Exception):
-    """An invariant does not hold."""
+    pass
 
 
 def _require(condition: bool, message: str, *about: object) -> None:
-    """`about` is formatted only on failure: a check of a large pool is cheap."""
+    """Raise if the condition is false; `about` is formatted only on failure, so checks of large pools are cheap."""
     if not condition:
         raise _BrokenError(message + "".join(f", {item!r}" for item in about))
 
@@ -141,7 +139,7 @@ def _dump(pool: BlockPool, tables: Sequence[Tables]) -> dict[str, object]:
 
 
 def _free_ids(pool: BlockPool) -> list[int]:
-    """Ids in queue order; bounded, because the queue itself may be what is broken."""
+    """Return ids in queue order; bounded, because the queue itself may be broken."""
     return [block.block_id for block, _ in zip(pool.free_queue, pool.blocks, strict=False)]
 
 

@@ -1,30 +1,161 @@
-"""`KVCacheManager`: all that the scheduler sees of the KV cache.
+"""KV cache manager: the scheduler's interface to the KV cache.
 
-Invariant: a block enters the prefix cache only after the step that filled it has come back, so a hit never
-depends on work that is still to be done. Two requests that start in one step therefore compute a common
-prefix twice; that is at most one step's work, and it keeps a failed step out of the cache.
+Invariant: a block enters the prefix cache only after the step that filled it has come back, so a hit never depends on
+unfinished work. Two requests that start in one step therefore compute a common prefix twice; that is at most one
+step's work, and it keeps a failed step out of the cache.
+
+`KVCacheCoordinator` makes the groups of a model act as one: a prefix hit must hold in all of them, an allocation
+covers all. Invariant: all groups cover the same tokens of a request, so their tables have equally many entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from quire.kv_cache.coordinator import KVCacheCoordinator, PrefixHit
-from quire.kv_cache.device_pool import DevicePool
+from quire.kv_cache.block_pool import DevicePool, KVCacheBlock, PlannedMoves
 from quire.kv_cache.events import KVCacheEvent, KVEventLog
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.kv_cache.integrity import IntegrityError, check_integrity
-from quire.kv_cache.moves import PlannedMoves
-from quire.kv_cache.spec import KVCacheConfig, SwapCosts
+from quire.kv_cache.single_type_manager import MANAGERS
+from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, SwapCosts
 
 __all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PlannedMoves", "PrefixHit"]
 
 
-class CachedSequence(Protocol):
-    """What the manager needs to know of a request; it alone extends `block_hashes`.
+class PrefixHit(NamedTuple):
+    """First `num_tokens` tokens of a request in these blocks (one list per group), on either tier.
 
-    Others computed the first `num_cached_tokens` tokens, as of when it first started.
+    A list has an entry for each block of the prefix; the null block stands where a group needs none. All blocks are
+    full, unless the hit is of a swapped or forked request. `from_cache`: found by a prefix cache lookup, even if of
+    zero tokens.
+    """
+
+    num_tokens: int
+    blocks: tuple[list[KVCacheBlock], ...]
+    from_cache: bool = False
+
+
+class KVCacheCoordinator:
+    """One manager per group, in group order; `max_chunk` is the most tokens of a request in a step."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup], pool: DevicePool, max_chunk: int) -> None:
+        self._pool = pool
+        self.managers = [
+            MANAGERS[type(group.spec)](group.spec, pool, i, max_chunk) for i, group in enumerate(groups)
+        ]
+        self._dropping = [manager for manager in self.managers if manager.drops_blocks]
+        self.block_size = self.managers[0].block_size
+        assert all(m.block_size == self.block_size for m in self.managers), "groups differ in block size"
+        self.no_hit = PrefixHit(0, tuple([] for _ in self.managers))
+
+    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> PrefixHit:
+        """Return the longest prefix that every group has cached.
+
+        Each group in turn shortens the candidate to what it can serve, until a whole pass agrees; a group that needs
+        less of the prefix than another (a sliding window) may have to be queried again.
+        """
+        num_tokens, agreed = max_num_tokens // self.block_size * self.block_size, -1
+        blocks: tuple[list[KVCacheBlock], ...] = ()
+        while num_tokens != agreed:
+            agreed, blocks = num_tokens, ()
+            for manager in self.managers:
+                hit = manager.find_longest_cache_hit(hashes, num_tokens)
+                num_tokens = len(hit) * self.block_size
+                blocks += (hit,)
+        return PrefixHit(num_tokens, blocks, from_cache=True)
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks over all groups that a sequence of this length holds."""
+        return sum(manager.max_blocks(num_tokens) for manager in self.managers)
+
+    def num_blocks_to_start(self, num_tokens: int, hit: PrefixHit) -> int:
+        """Return the free blocks over all groups that a new request needs for `num_tokens` tokens, given a hit."""
+        pairs = zip(self.managers, hit.blocks, strict=True)
+        return sum(
+            manager.num_blocks_to_start(num_tokens, blocks, hit.num_tokens) for manager, blocks in pairs
+        )
+
+    def covers(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether the request's tables cover `num_tokens` tokens already."""
+        return self.managers[0].num_entries(request_id) * self.block_size >= num_tokens
+
+    def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
+        """Return the free blocks over all groups that a request needs to cover `num_tokens` tokens."""
+        return sum([manager.num_blocks_to_grow(request_id, num_tokens) for manager in self.managers])
+
+    def num_held_blocks(self, request_id: str) -> int:
+        """Return the number of blocks in the request's tables."""
+        return sum([manager.num_held_blocks(request_id) for manager in self.managers])
+
+    def num_blocks_to_finish(self, request_id: str, num_tokens: int) -> int:
+        """Like `num_blocks_to_grow`, but in steps, between which blocks are dropped."""
+        return sum([manager.num_blocks_to_finish(request_id, num_tokens) for manager in self.managers])
+
+    def adopt(self, request_id: str, hit: PrefixHit) -> None:
+        """Start a request's tables with a hit (possibly an empty one)."""
+        tables = self._pool.take(hit.blocks, hit.num_tokens // self.block_size)
+        for manager, blocks, table in zip(self.managers, hit.blocks, tables, strict=True):
+            manager.adopt(request_id, hit.num_tokens, blocks, table)
+
+    def find_fork(self, request_id: str, num_tokens: int) -> PrefixHit:
+        """Return the first `num_tokens` computed tokens of a running request as a hit for a fork.
+
+        The hit has zero tokens if one group no longer holds them.
+        """
+        tables = [manager.find_fork(request_id, num_tokens) for manager in self.managers]
+        found = tuple([table for table in tables if table is not None])
+        return PrefixHit(num_tokens, found) if len(found) == len(tables) else self.no_hit
+
+    def tables(self, request_id: str) -> list[Sequence[KVCacheBlock]]:
+        """Return the blocks of a started request, one table per group."""
+        return [manager.tables[request_id] for manager in self.managers]
+
+    def allocate(self, request_id: str, num_tokens: int) -> list[list[int]]:
+        """Grow the tables to cover `num_tokens` tokens; returns the new block ids per group."""
+        return [manager.allocate(request_id, num_tokens) for manager in self.managers]
+
+    def num_blocks_for_drafts(self, request_id: str, num_tokens: int) -> int:
+        """Return the free blocks that `allocate_for_drafts` takes."""
+        return sum([manager.num_blocks_for_drafts(request_id, num_tokens) for manager in self.managers])
+
+    def allocate_for_drafts(self, request_id: str, num_tokens: int) -> list[list[int]]:
+        """Like `allocate`, where the new tokens are drafts; see `SingleTypeManager.allocate_for_drafts`."""
+        return [manager.allocate_for_drafts(request_id, num_tokens) for manager in self.managers]
+
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Free the blocks behind the first `num_tokens` tokens, which were for drafts."""
+        for manager in self.managers:
+            manager.truncate(request_id, num_tokens)
+
+    def drop(self, request_id: str, num_computed_tokens: int, *, cached_only: bool) -> None:
+        """Free blocks that are not read any more; see `SingleTypeManager.drop`."""
+        for manager in self._dropping:
+            manager.drop(request_id, num_computed_tokens, cached_only=cached_only)
+
+    def cache_blocks(self, request_id: str, hashes: Sequence[BlockHash], num_full: int) -> None:
+        """Offer the first `num_full` blocks of every group to the prefix cache."""
+        for manager in self.managers:
+            manager.cache_blocks(request_id, hashes, num_full)
+
+    def forget(self, hashes: Sequence[BlockHash]) -> None:
+        """Remove content from the prefix cache, in all groups and on both tiers."""
+        for manager in self.managers:
+            manager.forget_hashes(hashes)
+
+    def free(self, request_id: str) -> None:
+        """Free the request's blocks in all groups."""
+        self._pool.free_tables([manager.forget(request_id) for manager in self.managers])
+
+    def block_ids(self, request_id: str) -> list[list[int]]:
+        """Return the request's block ids per group, in order of position."""
+        return [[block.block_id for block in m.tables.get(request_id, ())] for m in self.managers]
+
+
+class CachedSequence(Protocol):
+    """Fields of a request that the manager reads; only the manager extends `block_hashes`.
+
+    The first `num_cached_tokens` tokens were computed by others, as of its first start.
     """
 
     @property
@@ -42,13 +173,12 @@ class CachedSequence(Protocol):
 
 
 class KVCacheManager:
-    """Gives blocks to requests and finds prefixes that are computed already.
+    """Allocator of blocks to requests, with prefix lookup.
 
-    `prefix_queries` and `prefix_hits` count tokens: of requests that were looked up in the prefix cache for their first
-    start, and of these the ones found, on either tier. What starts as a fork is looked up nowhere, and a request that
-    resumes was counted before. `num_swaps` counts requests that were swapped out. `rolls_back` is the config's.
-    `max_chunk` is the most tokens of a request in a step. With `enable_events`, what `take_events` gives must be taken
-    now and then.
+    `prefix_queries` and `prefix_hits` count tokens: of requests looked up in the prefix cache for their first start,
+    and the found ones on either tier. Forks are not looked up, and resumed requests were counted before. `num_swaps`
+    counts requests that were swapped out. `rolls_back` is the config's. `max_chunk` is the most tokens of a request in
+    a step. With `enable_events`, `pop_events` must be called now and then.
     """
 
     def __init__(
@@ -71,7 +201,8 @@ class KVCacheManager:
         self._events = KVEventLog(kv_config.block_size) if enable_events else None
         self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks, self._events)
         self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
-        self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]  # in most plans, so made once
+        # Returned by most plans, so shared.
+        self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]
 
     @property
     def block_size(self) -> int:
@@ -80,17 +211,17 @@ class KVCacheManager:
 
     @property
     def no_hit(self) -> PrefixHit:
-        """The hit of zero tokens."""
+        """Hit of zero tokens."""
         return self._coordinator.no_hit
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that is held, 0 to 1."""
+        """Fraction of the blocks that is held, 0 to 1."""
         return self._pool.usage
 
     @property
     def host_usage(self) -> float:
-        """Share of the host blocks that swapped requests hold, 0 to 1."""
+        """Fraction of the host blocks that swapped requests hold, 0 to 1."""
         return self._pool.host.pool.usage
 
     @property
@@ -104,14 +235,14 @@ class KVCacheManager:
         return self._pool.num_free_blocks
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of `num_tokens` cached tokens holds at most."""
+        """Return the most blocks that a sequence of `num_tokens` cached tokens holds."""
         return self._coordinator.max_blocks(num_tokens)
 
     def get_computed_blocks(self, request: CachedSequence, most: int | None = None) -> PrefixHit:
         """Return the longest cached prefix that leaves the last known token, from which to sample, uncomputed.
 
         Args:
-            most: tokens that it may have.
+            most: limit in tokens.
         """
         if not self._enable_prefix_caching:
             return self.no_hit
@@ -121,9 +252,9 @@ class KVCacheManager:
         return self._coordinator.find_longest_cache_hit(request.block_hashes, limit)
 
     def get_swapped_blocks(self, request: CachedSequence) -> PrefixHit | None:
-        """All that a swapped-out request had computed; None if it is not swapped out.
+        """Return all that a swapped-out request had computed; None if it is not swapped out.
 
-        What of it is still, or again, on the device is shared there and not copied back.
+        Content that is on the device is shared there and not copied back.
         """
         swapped = self._pool.host.swapped.get(request.request_id)
         if swapped is None:
@@ -133,16 +264,16 @@ class KVCacheManager:
         )
 
     def get_forked_blocks(self, parent: CachedSequence, num_tokens: int) -> PrefixHit:
-        """The first `num_tokens` tokens of a running request, to start another from that begins with them.
+        """Return the first `num_tokens` tokens of a running request as a hit for a fork that begins with them.
 
-        They must be computed before the plan that starts the other runs. Full blocks are shared, with or
-        without prefix caching; a last, partly filled one is copied. Where a group has given back what the other
-        would read, or has replaced a state, the hit is of zero tokens.
+        They must be computed before the fork's first plan runs. Full blocks are shared, with or without prefix
+        caching; a last, partly filled one is copied. If a group has freed blocks that the fork would read, or has
+        replaced a state, the hit has zero tokens.
         """
         return self._coordinator.find_fork(parent.request_id, num_tokens)
 
     def num_blocks_short(self, request: CachedSequence, hit: PrefixHit) -> int:
-        """How many more blocks must be free for all known tokens of a request without blocks, given a hit.
+        """Return the missing free blocks for all known tokens of a request without blocks, given a hit.
 
         It fits now if this is 0 or less.
         """
@@ -150,15 +281,15 @@ class KVCacheManager:
         return needed - self._pool.num_free_blocks
 
     def num_blocks_to_finish(self, request: CachedSequence) -> int:
-        """Blocks that a started request needs for all its known tokens beyond those it has."""
+        """Return the blocks that a started request needs for all its known tokens beyond those it has."""
         return self._coordinator.num_blocks_to_finish(request.request_id, len(request.token_ids))
 
     def num_held_blocks(self, request: CachedSequence) -> int:
-        """Blocks that a started request holds, alone or with others."""
+        """Return the blocks that a started request holds, exclusively or shared."""
         return self._coordinator.num_held_blocks(request.request_id)
 
     def start(self, request: CachedSequence, hit: PrefixHit, *, is_resumed: bool = False) -> None:
-        """Hold the blocks of a hit (possibly of zero tokens) for a request that has none and is to run."""
+        """Start a request's tables with the blocks of a hit (possibly of zero tokens)."""
         self._coordinator.adopt(request.request_id, hit)
         self._pool.host.release(request.request_id)
         if hit.from_cache and not is_resumed:
@@ -168,8 +299,8 @@ class KVCacheManager:
     def allocate_slots(self, request: CachedSequence, num_new_tokens: int) -> list[list[int]] | None:
         """Cover `num_new_tokens` more tokens of a started request; all or nothing.
 
-        Returns the new block ids, one list per group (empty where the last block had room) and not to be changed,
-        or None if blocks are short. Blocks that the request reads no more are given back first.
+        Returns the new block ids, one read-only list per group (empty where the last block had room), or None if
+        blocks are short. Blocks that the request reads no more are freed first.
         """
         request_id, num_computed_tokens = request.request_id, request.num_computed_tokens
         num_tokens = num_computed_tokens + num_new_tokens
@@ -177,7 +308,7 @@ class KVCacheManager:
             return self._no_block_ids
         self._coordinator.drop(request_id, num_computed_tokens, cached_only=self._enable_prefix_caching)
         needed = self._coordinator.num_blocks_to_grow(request_id, num_tokens)
-        if needed > self._pool.num_free_blocks:  # then also give back what no step has come back with yet
+        if needed > self._pool.num_free_blocks:  # also free blocks of steps in flight
             self._coordinator.drop(request_id, num_computed_tokens, cached_only=False)
         if needed > self._pool.num_free_blocks:
             return None
@@ -186,9 +317,10 @@ class KVCacheManager:
     def allocate_drafts(
         self, request: CachedSequence, num_tokens: int, num_kept_free: int
     ) -> list[list[int]] | None:
-        """Cover `num_tokens` tokens, of which the last are drafts, or of further rounds, and all others are covered.
+        """Cover `num_tokens` tokens, the last of which are drafts or of further decode steps; the others are covered.
 
-        Returns the new block ids as `allocate_slots` does, or None if less than `num_kept_free` blocks stayed free.
+        Returns the new block ids as `allocate_slots` does, or None if fewer than `num_kept_free` blocks would stay
+        free.
         """
         if self._coordinator.covers(request.request_id, num_tokens):
             return self._no_block_ids
@@ -198,7 +330,7 @@ class KVCacheManager:
         return self._coordinator.allocate_for_drafts(request.request_id, num_tokens)
 
     def cache_blocks(self, request: CachedSequence, num_computed_tokens: int) -> None:
-        """Let others reuse the full blocks of the first `num_computed_tokens` tokens, which are computed."""
+        """Offer the full blocks of the first `num_computed_tokens` computed tokens to the prefix cache."""
         num_full = num_computed_tokens // self._coordinator.block_size
         if not self._enable_prefix_caching or num_full == 0:
             return
@@ -209,17 +341,17 @@ class KVCacheManager:
             self._events.describe(request)
 
     def disown(self, request: CachedSequence) -> None:
-        """Take what a failed request has computed out of the prefix cache, in this life and those before a preemption.
+        """Remove what a failed request has computed from the prefix cache, including before a preemption.
 
-        It goes by content: a copy on the host, or one that another request has swapped in, may be as bad. A request
-        that holds such blocks keeps them, and answers for what it computes from them itself. What the request found
-        when it first started was computed by others, and stays.
+        Removal is by content: a copy on the host, or one swapped in by another request, may be as bad. A request that
+        holds such blocks keeps them and reports errors of its own. What the request found in the cache when it first
+        started was computed by others and stays.
         """
         first = request.num_cached_tokens // self.block_size
         self._coordinator.forget(request.block_hashes[first:])
 
     def preempt(self, request: CachedSequence) -> None:
-        """Take a started request's device blocks; its content goes to the host if that is worth it."""
+        """Free a started request's device blocks; swap their content to the host if that is faster than recomputing."""
         request_id, num_tokens = request.request_id, request.num_computed_tokens
         self._coordinator.drop(request_id, num_tokens, cached_only=False)
         self._coordinator.truncate(request_id, num_tokens)
@@ -230,48 +362,47 @@ class KVCacheManager:
         self._coordinator.free(request_id)
 
     def free(self, request: CachedSequence) -> None:
-        """Give back all blocks of a request, on both tiers; one without blocks is fine."""
+        """Free all blocks of a request on both tiers; a request without blocks is ignored."""
         self._coordinator.free(request.request_id)
         self._pool.host.release(request.request_id)
 
-    def take_moves(self) -> PlannedMoves:
-        """What the plan must copy before its forward pass; to be called once for each plan."""
-        return self._pool.take_moves()
+    def pop_moves(self) -> PlannedMoves:
+        """Return the copies that the plan must make before its forward pass; call once per plan."""
+        return self._pool.pop_moves()
 
     def get_block_ids(self, request: CachedSequence) -> list[list[int]]:
-        """All block ids of a request, one list per group."""
+        """Return all block ids of a request, one list per group."""
         return self._coordinator.block_ids(request.request_id)
 
     def holders(self) -> set[str]:
-        """Ids of the requests that hold block tables."""
+        """Return ids of the requests that hold block tables."""
         return set(self._coordinator.managers[0].tables)
 
     def swapped(self) -> set[str]:
-        """Ids of the requests that are swapped out."""
+        """Return ids of the requests that are swapped out."""
         return set(self._pool.host.swapped)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes on both tiers; False, and nothing done, while a request holds blocks."""
+        """Clear the prefix cache on both tiers; False, and nothing done, while a request holds blocks."""
         return self._pool.reset_prefix_cache()
 
-    def take_events(self) -> list[KVCacheEvent]:
-        """What happened to the prefix cache since the last call, in order; nothing without `enable_events`."""
+    def pop_events(self) -> list[KVCacheEvent]:
+        """Return prefix cache events since the last call, in order; empty without `enable_events`."""
         return [] if self._events is None else self._events.take()
 
     def check_integrity(self) -> None:
         """Check every invariant of `quire.kv_cache.integrity`.
 
         Raises:
-            IntegrityError: a bug of ours; holds the state.
+            IntegrityError: internal bug; holds the state.
         """
         check_integrity(self._pool, self._coordinator.managers)
 
 
 def is_swap_faster(costs: SwapCosts, num_bytes: int, num_tokens: int) -> bool:
-    """Whether copying `num_bytes` out and in again takes less time than computing `num_tokens` again.
+    """Return whether copying `num_bytes` out and in takes less time than computing `num_tokens` again.
 
-    That the prefix cache may still have some of them is left out: what it has when the request returns is not
-    copied either.
+    Tokens that the prefix cache may still have are ignored: when the request returns, those are not copied either.
     """
     return 2 * num_bytes / costs.copied_bytes_per_s < num_tokens / costs.computed_tokens_per_s
 
@@ -288,5 +419,4 @@ PREEMPTION_MODES: dict[str, Callable[[SwapCosts, int, int], bool]] = {
     "auto": is_swap_faster,
     "swap": _always,
     "recompute": _never,
-}
-"""`--preemption-mode` -> whether to swap, if the host has room."""
+}  # --preemption-mode -> whether to swap, if the host has room

@@ -1,7 +1,7 @@
-"""Block tables of one group of layers; one class per way of using a table.
+"""Block tables of one KV cache group; one class per attention type.
 
-Invariant: a running request's table grows at its end only; its first `num_dropped` entries are the null block, because
-no later token reads them, and its first `num_cached` have been offered to the prefix cache.
+Invariant: a running request's table grows at its end only. Its first `num_dropped` entries are the null block, because
+no later token reads them, and its first `num_cached` entries have been offered to the prefix cache.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from quire.kv_cache.block_pool import KVCacheBlock
-from quire.kv_cache.device_pool import DevicePool
+from quire.kv_cache.block_pool import DevicePool, KVCacheBlock
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.spec import (
     NULL_BLOCK_ID,
@@ -26,16 +25,14 @@ from quire.kv_cache.spec import (
 
 
 class SingleTypeManager(ABC):
-    """Gives the blocks of one group to requests; all groups draw on one pool.
+    """Block allocation of one group; all groups draw on one pool.
 
     Args:
         max_chunk: most tokens of a request that one step computes.
     """
 
-    drops_blocks = True
-    """Whether blocks are given back while their request runs."""
-    leaves_gaps = False
-    """Whether a table has entries without a block behind those that were dropped."""
+    drops_blocks = True  # Blocks may be freed while their request runs.
+    leaves_gaps = False  # A table may have null entries behind the dropped ones.
 
     def __init__(self, spec: KVCacheSpec, pool: DevicePool, group_id: int, max_chunk: int) -> None:
         self.block_size = spec.block_size
@@ -60,19 +57,19 @@ class SingleTypeManager(ABC):
 
     @abstractmethod
     def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> list[KVCacheBlock]:
-        """Entries of a table for the longest prefix of at most `max_num_tokens` tokens that is cached.
+        """Return table entries for the longest cached prefix of at most `max_num_tokens` tokens.
 
         Nothing is held yet. Blocks that no later token reads need not be cached; the null block stands for them.
         """
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of this length holds at most."""
+        """Return the most blocks that a sequence of this length holds."""
         return self._spec.max_blocks(num_tokens, self._max_chunk)
 
     def num_blocks_to_start(self, num_tokens: int, hit: Sequence[KVCacheBlock], num_hit_tokens: int) -> int:
-        """Free blocks that a request without a table needs for `num_tokens` tokens, given a hit.
+        """Return the free blocks that a request without a table needs for `num_tokens` tokens, given a hit.
 
-        Blocks of the hit that nobody holds are among the free ones, and are taken too.
+        Unheld blocks of the hit are among the free ones, and are taken too.
         """
         num_skipped = self._spec.first_block(num_hit_tokens)
         num_held = self._pool.num_held(hit, num_hit_tokens // self.block_size)
@@ -80,25 +77,25 @@ class SingleTypeManager(ABC):
         return min(without_dropping, self.max_blocks(num_tokens))
 
     def num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
-        """Free blocks that a request needs to cover `num_tokens` tokens beyond those it has."""
+        """Return the free blocks that a request needs to cover `num_tokens` tokens beyond those it has."""
         return self._num_new(len(self._tables[request_id]), self._spec.num_blocks(num_tokens))
 
     def num_blocks_to_finish(self, request_id: str, num_tokens: int) -> int:
-        """Free blocks that a request needs at most to get to `num_tokens` tokens in steps, dropping what it can."""
+        """Return the most free blocks a request needs to reach `num_tokens` tokens in steps, dropping what it can."""
         return min(self.num_blocks_to_grow(request_id, num_tokens), self.max_blocks(num_tokens))
 
     def num_held_blocks(self, request_id: str) -> int:
-        """Blocks in a request's table."""
+        """Return the number of blocks in a request's table."""
         return sum(block is not self._null_block for block in self._tables[request_id])
 
     def num_entries(self, request_id: str) -> int:
-        """Entries of the request's table."""
+        """Return the number of entries of the request's table."""
         return len(self._tables[request_id])
 
     def find_fork(self, request_id: str, num_tokens: int) -> list[KVCacheBlock] | None:
-        """Entries of a table for the first `num_tokens` tokens of a running request, which are computed.
+        """Return table entries for the first `num_tokens` computed tokens of a running request.
 
-        None if it has given back what the next token reads.
+        None if it has freed blocks that the next token reads.
         """
         start, end = self._spec.first_block(num_tokens), self._spec.num_blocks(num_tokens)
         needed = self._tables[request_id][start:end]
@@ -107,7 +104,7 @@ class SingleTypeManager(ABC):
     def adopt(
         self, request_id: str, num_hit_tokens: int, hit: Sequence[KVCacheBlock], table: list[KVCacheBlock]
     ) -> None:
-        """Start a request's table with what the entries of a hit became; new blocks are not offered yet."""
+        """Start a request's table with the resolved entries of a hit; new blocks are not offered yet."""
         assert request_id not in self._tables, f"request {request_id} has blocks already"
         pairs = enumerate(zip(hit, table, strict=True))
         self._num_cached[request_id] = next((i for i, (old, new) in pairs if new is not old), len(hit))
@@ -120,24 +117,24 @@ class SingleTypeManager(ABC):
         return self._extend(request_id, self._new_blocks(start, end))
 
     def num_blocks_for_drafts(self, request_id: str, num_tokens: int) -> int:
-        """Free blocks that `allocate_for_drafts` takes."""
+        """Return the free blocks that `allocate_for_drafts` takes."""
         return max(self._spec.num_blocks(num_tokens) - len(self._tables[request_id]), 0)
 
     def allocate_for_drafts(self, request_id: str, num_tokens: int) -> list[int]:
-        """Grow the table to cover `num_tokens` tokens, each of the new ones perhaps the last: no entry is left out."""
+        """Grow the table to cover `num_tokens` tokens; every entry gets a block, as any new token may be the last."""
         num_new = self.num_blocks_for_drafts(request_id, num_tokens)
         return self._extend(request_id, self._pool.get_new_blocks(num_new))
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
-        """Give back the blocks behind the first `num_tokens` tokens, in which nothing is computed for good."""
+        """Free the blocks behind the first `num_tokens` tokens, which hold only rejected tokens."""
         table, end = self._tables[request_id], self._spec.num_blocks(num_tokens)
         self._pool.free([block for block in table[end:] if block is not self._null_block])
         del table[end:]
 
     def drop(self, request_id: str, num_computed_tokens: int, *, cached_only: bool) -> None:
-        """Give back the blocks that are not read once `num_computed_tokens` tokens are computed.
+        """Free the blocks that are not read once `num_computed_tokens` tokens are computed.
 
-        `cached_only` spares those that were not offered to the prefix cache yet, since they would be lost to it.
+        `cached_only` spares blocks that were not offered to the prefix cache yet, since they would be lost to it.
         """
         start, end = self._num_dropped[request_id], self._spec.first_block(num_computed_tokens)
         if cached_only:
@@ -160,12 +157,12 @@ class SingleTypeManager(ABC):
         self._num_cached[request_id] = num_full
 
     def forget_hashes(self, hashes: Sequence[BlockHash]) -> None:
-        """Take content of this group out of the prefix cache; what is not in it is fine."""
+        """Remove content of this group from the prefix cache; unknown hashes are ignored."""
         for name in hashes:
             self._pool.forget(self._key(name))
 
     def forget(self, request_id: str) -> list[KVCacheBlock]:
-        """Take a request's table away and return it, for the caller to free; a request without one is fine."""
+        """Remove a request's table and return it for the caller to free; empty for an unknown request."""
         self._num_cached.pop(request_id, None)
         self._num_dropped.pop(request_id, None)
         return self._tables.pop(request_id, [])
@@ -175,20 +172,20 @@ class SingleTypeManager(ABC):
         return [block.block_id for block in blocks]
 
     def _num_new(self, start: int, end: int) -> int:
-        """Blocks that entries `start` to `end` (exclusive) take."""
+        """Return the blocks that entries `start` to `end` (exclusive) take."""
         return max(end - start, 0)
 
     def _new_blocks(self, start: int, end: int) -> list[KVCacheBlock]:
-        """New entries `start` to `end` (exclusive)."""
+        """Allocate entries `start` to `end` (exclusive)."""
         return self._pool.get_new_blocks(max(end - start, 0))
 
     def _key(self, block_hash: BlockHash) -> BlockHash:
-        """One pool serves all groups, and each group has its own keys and values for the same tokens."""
+        """Return the pool key: one pool serves all groups, which hold different content for the same tokens."""
         return block_hash + self._group_tag
 
 
 class FullAttentionManager(SingleTypeManager):
-    """Every block is kept until the request ends, so a hit is an unbroken run of blocks from the start."""
+    """Manager that keeps every block until the request finishes; a hit is an unbroken run of blocks from the start."""
 
     drops_blocks = False
 
@@ -203,10 +200,10 @@ class FullAttentionManager(SingleTypeManager):
 
 
 class LocalAttentionManager(SingleTypeManager):
-    """Blocks that no later token reads are dropped, and a hit needs only those that the next token reads.
+    """Manager that drops blocks no later token reads; a hit needs only the blocks that the next token reads.
 
-    So any prefix can be a hit whose last blocks are cached, and the longest is searched from its end: where a block is
-    missing that a prefix needs, all prefixes that end behind that block need it too, down to the one that ends there.
+    Any prefix whose last blocks are cached is a hit, and the longest is searched from its end. A missing block rules
+    out all prefixes that end behind it and need it, down to the prefix that ends there.
     """
 
     def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> list[KVCacheBlock]:
@@ -223,13 +220,13 @@ class LocalAttentionManager(SingleTypeManager):
 
 
 class RecurrentStateManager(LocalAttentionManager):
-    """A block is a state. Only the latest is read, so few entries of a table have a block; see `RecurrentStateSpec`."""
+    """Manager of recurrent states. Only the latest is read, so few entries have a block; see `RecurrentStateSpec`."""
 
     leaves_gaps = True
     _spec: RecurrentStateSpec
 
     def find_fork(self, request_id: str, num_tokens: int) -> list[KVCacheBlock] | None:
-        """A state in the middle of a block is replaced as its request goes on."""
+        """Return None in the middle of a block, whose state is replaced as its request proceeds."""
         return None if num_tokens % self.block_size else super().find_fork(request_id, num_tokens)
 
     def _num_new(self, start: int, end: int) -> int:
@@ -244,7 +241,7 @@ class RecurrentStateManager(LocalAttentionManager):
 
 
 class EncoderOnlyManager(SingleTypeManager):
-    """No request holds a block, and no prefix is found: nothing is kept of a text."""
+    """Manager that caches nothing: no request holds a block, and no prefix is found."""
 
     drops_blocks = False
     leaves_gaps = True

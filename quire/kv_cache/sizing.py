@@ -1,6 +1,6 @@
-"""How many blocks the KV cache gets, and how long a request it can hold.
+"""Sizing of the KV cache: number of blocks and longest request.
 
-Invariant: pure arithmetic on what was measured. Whatever is chosen or refused is said with its numbers.
+Invariant: pure arithmetic on measured values. Every choice or refusal is logged with its numbers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from quire.config import EngineConfig
 from quire.config.pooling import TOKEN_TASKS
 from quire.errors import ConfigError
-from quire.kv_cache.grouping import Groups, group_layers
 from quire.kv_cache.spec import (
+    Groups,
     KVCacheConfig,
     KVCacheSpec,
     KVMemory,
     fit_states,
+    group_layers,
     of_layers,
     tensor_block_bytes,
 )
@@ -26,14 +27,15 @@ logger = logging.getLogger(__name__)
 
 MIB = 2**20
 NULL_BLOCK = 1
-MIN_MODEL_LEN = 2
-"""A token of prompt and one of output."""
+MIN_MODEL_LEN = 2  # One prompt token and one output token.
 
 
 def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory: KVMemory) -> KVCacheConfig:
-    """Group the layers and choose the number of blocks: as configured, or the least of what is free, what is
-    useful and what the device's owner would give unasked; on the host, as many as --swap-space holds. Of several
-    pipeline stages the one that needs most for a block decides. Where nothing is kept there is the null block alone.
+    """Group the layers and choose the number of blocks.
+
+    The number is as configured, or the least of free memory, useful memory and the device's default limit; on the
+    host, what --swap-space holds. With pipeline stages the one with the largest block decides. Without any cache there
+    is the null block alone.
 
     Raises:
         ConfigError: the layers cannot share a cache.
@@ -42,11 +44,11 @@ def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory
     specs = fit_states(specs)
     groups = group_layers(specs, config.model.max_model_len, hybrid=hybrid)
     if not any(spec.block_bytes for spec in specs.values()):
-        logger.info("KV cache: none, an encoder keeps nothing of a text")
+        logger.info("KV cache: none, an encoder caches nothing")
         return KVCacheConfig(NULL_BLOCK, groups, specs, swap_costs=memory.swap_costs)
     block_size = groups[0].spec.block_size
     if block_size != config.cache.block_size:
-        logger.info("KV block size = %d tokens, so that a block holds a state", block_size)
+        logger.info("KV block size = %d tokens, so that a block holds a recurrent state", block_size)
     block_bytes = max(
         sum(tensor_block_bytes(of_layers(groups, names), specs)) for names in memory.stages or (specs,)
     )
@@ -58,8 +60,8 @@ def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory
     return KVCacheConfig(num_blocks, groups, specs, num_host_blocks, memory.swap_costs)
 
 
-def settle_max_model_len(config: EngineConfig, kv_config: KVCacheConfig) -> EngineConfig:
-    """Lower `max_model_len` to what the cache can hold if it was to be fitted, else insist on it; log what fits.
+def resolve_max_model_len(config: EngineConfig, kv_config: KVCacheConfig) -> EngineConfig:
+    """Lower `max_model_len` to what the cache can hold if it is "auto", else check it; log the capacity.
 
     Raises:
         ConfigError: not even one request of `max_model_len` tokens fits.
@@ -79,12 +81,12 @@ def settle_max_model_len(config: EngineConfig, kv_config: KVCacheConfig) -> Engi
 
 
 def blocks_per_request(groups: Groups, num_tokens: int, max_chunk: int) -> int:
-    """Blocks over all groups that a request of `num_tokens` tokens holds at most."""
+    """Return the most blocks over all groups that a request of `num_tokens` tokens holds."""
     return sum(group.spec.max_blocks(num_tokens, max_chunk) for group in groups)
 
 
 def largest_model_len(groups: Groups, num_usable_blocks: int, max_chunk: int, limit: int) -> int:
-    """Tokens of the longest request, `limit` at most, that this many blocks can hold."""
+    """Return the tokens of the longest request, `limit` at most, that `num_usable_blocks` blocks can hold."""
     lengths = range(limit + 1)
     fitting = bisect.bisect_right(
         lengths, num_usable_blocks, key=lambda n: blocks_per_request(groups, n, max_chunk)
@@ -102,10 +104,10 @@ def _choose_num_blocks(
         return cache.kv_cache_memory_bytes // block_bytes, "as --kv-cache-memory-bytes says"
     max_model_len, max_num_seqs = config.model.max_model_len, config.scheduler.max_num_seqs
     per_request = blocks_per_request(groups, max_model_len, config.scheduler.max_num_batched_tokens)
-    beside = _pooled_bytes_of_block(config, per_request)
-    if beside:
-        logger.info("beside a block, %d bytes are kept for what is pooled of its tokens", beside)
-        block_bytes += beside
+    pooled_bytes = _pooled_bytes_of_block(config, per_request)
+    if pooled_bytes:
+        logger.info("%d bytes per block are reserved for pooled output of its tokens", pooled_bytes)
+        block_bytes += pooled_bytes
     bounds = [
         (memory.free_bytes // block_bytes, memory.reason),
         (
@@ -120,10 +122,11 @@ def _choose_num_blocks(
 
 
 def _pooled_bytes_of_block(config: EngineConfig, per_request: int) -> int:
-    """What the host keeps of the tokens in a block until their text ends, where the host has the cache, too.
+    """Return the host bytes per block for token-wise pooled output kept until the text ends, if the cache is on the
+    host.
 
-    Numbers of tokens, float32, come with each chunk of a text. Of the longest text, which needs `per_request` blocks,
-    there are most to a block.
+    Each chunk of a text adds float32 values per token. The longest text, of `per_request` blocks, has the most values
+    per block.
     """
     spec = config.pooling
     if spec is None or config.device.device != "cpu" or not config.scheduler.enable_chunked_prefill:
@@ -138,7 +141,7 @@ def _log_capacity(config: EngineConfig, kv_config: KVCacheConfig) -> None:
     max_model_len, chunk = config.model.max_model_len, config.scheduler.max_num_batched_tokens
     usable = kv_config.num_blocks - NULL_BLOCK
     requests = usable / blocks_per_request(kv_config.groups, max_model_len, chunk)
-    # What requests of full length can cache between them; of all blocks if there is one group.
+    # Tokens that full-length requests can cache together; all blocks if there is one group.
     tokens = int(requests * kv_config.groups[0].spec.num_blocks(max_model_len)) * kv_config.block_size
     logger.info(
         "KV cache: %d blocks, %.1f MiB, %d tokens: %.1f requests of %d tokens at once",

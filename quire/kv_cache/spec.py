@@ -1,18 +1,26 @@
-"""What a layer needs of the KV cache, and how layers share blocks.
+"""KV cache specs of layers, their grouping, and their serialization.
 
-Invariant: plain frozen data. Layers declare specs, the core groups them, the worker allocates by them; nothing
-is inferred from a layer's name.
+Invariant: plain frozen data. Layers declare specs, the core groups them, the worker allocates by them; nothing is
+inferred from a layer's name. Every layer is in exactly one group, and the layers of a group are of one kind. Decoding
+a spec restores its class.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-NULL_BLOCK_ID = 0
-"""Stands in a block table where a sequence has no block; it is never given out."""
+import msgspec
+
+from quire.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NULL_BLOCK_ID = 0  # Stands in a block table where a sequence has no block; never given out.
 
 
 @dataclass(frozen=True)
@@ -21,12 +29,12 @@ class KVCacheSpec:
 
     block_size: int
     kernel_blocks: int = field(default=1, kw_only=True)
-    """Equal parts of a block, one behind the other, that are blocks to the layer's kernels: see `grown`."""
+    """Consecutive equal parts of a block that the layer's kernels treat as blocks: see `grown`."""
 
     planes: ClassVar[int] = 1
-    """Equal parts of a kernel's block, one behind the other, each of which is a tensor of its own to the kernels."""
+    """Consecutive equal parts of a kernel block, each a tensor of its own to the kernels."""
     rolls_back: ClassVar[bool] = True
-    """Whether each token has a place of its own, so that it may be computed, found wrong and left behind."""
+    """True if each token has a slot of its own, so that rejected drafts can be discarded."""
 
     @property
     def block_bytes(self) -> int:
@@ -35,7 +43,7 @@ class KVCacheSpec:
 
     @property
     def kernel_block_size(self) -> int:
-        """Tokens of what the layer's kernels know as a block."""
+        """Tokens per block as the layer's kernels see it."""
         return self.block_size // self.kernel_blocks
 
     @property
@@ -44,42 +52,42 @@ class KVCacheSpec:
         return self.block_bytes // (self.planes * self.kernel_blocks)
 
     def grown(self, factor: int) -> Self:
-        """The same with blocks of so many times the tokens; the layer's kernels see no difference."""
+        """Return the spec with `factor` times the tokens per block; the layer's kernels see no difference."""
         return replace(self, block_size=self.block_size * factor, kernel_blocks=self.kernel_blocks * factor)
 
     @property
     def kind(self) -> Hashable:
-        """Layers of one kind need the same blocks of a sequence, and may share a block table."""
+        """Grouping key: layers of one kind need the same blocks of a sequence and may share a block table."""
         return (type(self),)
 
     def first_block(self, position: int) -> int:
-        """Index of the first block that the token at `position`, or any later one, still reads."""
+        """Return the index of the first block that the token at `position`, or any later one, still reads."""
         raise NotImplementedError
 
     def needs_block(self, index: int, num_computed_tokens: int, num_blocks: int) -> bool:
-        """Whether entry `index` of a table of `num_blocks` entries must have a block; else it may be null.
+        """Return whether entry `index` of a table of `num_blocks` entries must have a block; else it may be null.
 
         The table's request is to be computed from `num_computed_tokens` on.
         """
         return index >= self.first_block(num_computed_tokens)
 
     def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        """Blocks that a sequence of `num_tokens` holds at most, if no step computes more than `max_chunk` tokens.
+        """Return the most blocks a sequence of `num_tokens` holds, if no step computes more than `max_chunk` tokens.
 
-        Blocks for drafts may come on top of them for a while, and are only taken where they are free.
+        Blocks for drafts may temporarily be added, but only where they are free.
         """
         raise NotImplementedError
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Entries in the block table of a sequence of `num_tokens`."""
+        """Return the number of entries in the block table of a sequence of `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True)
 class AttentionSpec(KVCacheSpec):
-    """Vectors of tokens: planes * kv heads * (head size * dtype bytes + scale bytes) for each.
+    """Per-token vectors: planes * kv heads * (head size * dtype bytes + scale bytes) for each token.
 
-    The planes are keys and values. A kind that keeps one vector for both, as latent attention does, has one plane.
+    The planes are keys and values. Latent attention keeps one vector for both and so has one plane.
     """
 
     planes: ClassVar[int] = 2
@@ -87,8 +95,8 @@ class AttentionSpec(KVCacheSpec):
     num_kv_heads: int
     head_size: int
     dtype_bytes: int
+    # Bytes of each quantized vector's scale, stored in the block.
     scale_bytes: int = field(default=0, kw_only=True)
-    """Bytes of each quantized vector's scale, which stands in the block too."""
 
     @property
     def block_bytes(self) -> int:
@@ -98,7 +106,7 @@ class AttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class FullAttentionSpec(AttentionSpec):
-    """Every token is read by all later ones."""
+    """Full attention: every token is read by all later ones."""
 
     def first_block(self, position: int) -> int:
         return 0
@@ -109,14 +117,16 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class LatentAttentionSpec(FullAttentionSpec):
-    """One vector of a token for all heads, which is its key and, but for its last dimensions, its value (as in MLA)."""
+    """Latent attention (MLA): one vector per token for all heads; it is the key and, without its last dimensions, the
+    value.
+    """
 
     planes: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(AttentionSpec):
-    """A token reads itself and the `sliding_window` - 1 tokens before it."""
+    """Sliding window: a token reads itself and the `sliding_window` - 1 tokens before it."""
 
     sliding_window: int
 
@@ -134,7 +144,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class ChunkedLocalSpec(AttentionSpec):
-    """Tokens are cut into chunks of `attention_chunk`, and each reads its own chunk only (as in Llama 4)."""
+    """Chunked local attention (Llama 4): each token reads only its own chunk of `attention_chunk` tokens."""
 
     attention_chunk: int
 
@@ -152,13 +162,13 @@ class ChunkedLocalSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class RecurrentStateSpec(KVCacheSpec):
-    """A state of fixed size that each token reads and replaces (as in Mamba), in place of keys and values.
+    """Recurrent state of fixed size (Mamba) that each token reads and replaces.
 
-    Entry i of the block table stands for the state after the first (i + 1) * block_size tokens, or after all
-    tokens if there are fewer. A step over tokens [c, e) reads entry (c - 1) // block_size (none if c is 0), and
-    leaves a state in each of the entries c // block_size to (e - 1) // block_size that is not the null block.
-    Of those the last, and every `checkpoint_blocks`-th of the sequence, from which others may resume, has a block.
-    Drafts are none of these tokens: the state behind them would replace the one to go back to.
+    Entry i of the block table stands for the state after the first (i + 1) * block_size tokens, or after all tokens if
+    there are fewer. A step over tokens [c, e) reads entry (c - 1) // block_size (none if c is 0), and leaves a state
+    in each of the entries c // block_size to (e - 1) // block_size that is not the null block. Only the last of these,
+    and every `checkpoint_blocks`-th of the sequence, from which others may resume, has a block. Drafts do not count as
+    tokens here: their state would replace the one to roll back to.
     """
 
     rolls_back: ClassVar[bool] = False
@@ -175,7 +185,7 @@ class RecurrentStateSpec(KVCacheSpec):
         return type(self), self.checkpoint_blocks
 
     def grown(self, factor: int) -> Self:
-        """A state takes no more for standing for more tokens, and is kept for others about as often as before."""
+        """Return the grown spec: the state size is constant, and checkpoints stay about as frequent in tokens."""
         checkpoint_blocks = max(self.checkpoint_blocks // factor, 1)
         return replace(self, block_size=self.block_size * factor, checkpoint_blocks=checkpoint_blocks)
 
@@ -183,7 +193,7 @@ class RecurrentStateSpec(KVCacheSpec):
         return max(position - 1, 0) // self.block_size
 
     def has_block(self, index: int, num_blocks: int) -> bool:
-        """Whether entry `index` of a table that is grown to `num_blocks` entries gets a block."""
+        """Return whether entry `index` of a table that is grown to `num_blocks` entries gets a block."""
         return index == num_blocks - 1 or (index + 1) % self.checkpoint_blocks == 0
 
     def needs_block(self, index: int, num_computed_tokens: int, num_blocks: int) -> bool:
@@ -199,9 +209,9 @@ class RecurrentStateSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class EncoderOnlySpec(KVCacheSpec):
-    """Tokens see one another in the one step that computes them all, and nothing is kept: no entry has a block.
+    """No cache: one step computes the whole text with bidirectional attention, and no entry has a block.
 
-    One entry of a table stands for as many tokens as a text may have.
+    One table entry covers the longest possible text.
     """
 
     rolls_back: ClassVar[bool] = False
@@ -221,16 +231,16 @@ class EncoderOnlySpec(KVCacheSpec):
 
 
 def _max_blocks_touched(span: int, block_size: int) -> int:
-    """Blocks that `span` consecutive tokens can lie in at most."""
+    """Return the most blocks that `span` consecutive tokens can touch."""
     return (span + block_size - 2) // block_size + 1
 
 
 def fit_states(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """Specs of blocks that are about as large as the states that lie in them; others' as they are.
+    """Enlarge blocks so that the largest recurrent state fits; specs without states are returned unchanged.
 
-    A state has its size whatever the number of tokens that it stands for, and often that of the keys and values of
-    hundreds. So blocks get as many times the tokens as it takes for the largest state to fit, and states are rounded up
-    to a block: less than the keys and values of one block as it was stay unused.
+    A state often has the size of the keys and values of hundreds of tokens. The tokens per block are multiplied until
+    the largest state fits, and states are padded to a block. The waste is less than one original block of keys and
+    values.
     """
     states = {name: spec for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec)}
     unit = math.lcm(*(spec.block_bytes for name, spec in specs.items() if name not in states))
@@ -254,7 +264,7 @@ class KVCacheGroup:
 
 @dataclass(frozen=True)
 class SwapCosts:
-    """What a preempted request costs on this machine: to copy its blocks, or to compute its tokens again."""
+    """Cost of preemption on this machine: copying blocks versus recomputing tokens."""
 
     copied_bytes_per_s: float = 4e9
     computed_tokens_per_s: float = 1e3
@@ -262,13 +272,12 @@ class SwapCosts:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The cache of one worker: block 0 is the null block and is never given out.
+    """KV cache of one worker: block 0 is the null block and is never given out.
 
     All groups draw on one pool of block ids and share the memory: layer j of every group lies in tensor j. At any time
-    a block id belongs to one group. Where groups need unequal bytes, a block is the least common multiple of them, and
-    a group that needs less of it uses the first bytes; `fit_states` has seen to it that states need no more than that.
-    To a layer, whose kernels see planes of blocks, block i of the pool is plane n * i, where n planes fit into a block;
-    the layers of a group agree on n.
+    a block id belongs to one group. If groups need unequal bytes, a block is their least common multiple, and a
+    smaller group uses the first bytes of it; `fit_states` has padded states accordingly. Kernels see planes of blocks:
+    block i of the pool is plane n * i of a layer, where n planes fit into a block; the layers of a group agree on n.
     The host tier has `num_host_blocks` such blocks beside its own, unused, null block.
     """
 
@@ -290,7 +299,7 @@ class KVCacheConfig:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether accepted drafts count as computed; else they are computed again, as tokens like others."""
+        """True if accepted drafts count as computed; else they are computed again like other tokens."""
         return all(group.spec.rolls_back for group in self.groups)
 
     @property
@@ -298,15 +307,16 @@ class KVCacheConfig:
         return self.num_blocks * sum(self.tensor_block_bytes)
 
     def parts_per_block(self, group: KVCacheGroup) -> int:
-        """Planes of a group's layers that fit into one block of the pool; all but the first block's stay unused.
+        """Return how many planes of a group's layers fit into one block of the pool; all but the first block's stay
+        unused.
 
-        One, where nothing is kept, or no layer of the group is here.
+        It is 1 if nothing is kept, or if no layer of the group is here.
         """
         plane_bytes = self.layer_specs[group.layer_names[0]].plane_bytes if group.layer_names else 0
         return self.tensor_block_bytes[0] // plane_bytes if plane_bytes else 1
 
     def of_layers(self, names: Collection[str]) -> KVCacheConfig:
-        """The cache of some of the layers, with all groups, and so for the same plans."""
+        """Return the cache of some of the layers, with all groups, so that the same plans apply."""
         return replace(
             self,
             groups=of_layers(self.groups, names),
@@ -315,7 +325,7 @@ class KVCacheConfig:
 
 
 def of_layers(groups: tuple[KVCacheGroup, ...], names: Collection[str]) -> tuple[KVCacheGroup, ...]:
-    """The groups with no other layers than these; some may be left without any."""
+    """Return the groups restricted to these layers; some may become empty."""
     return tuple(
         replace(group, layer_names=tuple(name for name in group.layer_names if name in names))
         for group in groups
@@ -323,7 +333,7 @@ def of_layers(groups: tuple[KVCacheGroup, ...], names: Collection[str]) -> tuple
 
 
 def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVCacheSpec]) -> tuple[int, ...]:
-    """Bytes that a block takes in each of the tensors that the groups share; their sum is what a block id costs."""
+    """Return the bytes of a block in each of the shared tensors; their sum is the cost of a block id."""
     if len(groups) == 1:
         return tuple(specs[name].block_bytes for name in groups[0].layer_names)
     common = math.lcm(*(specs[name].block_bytes for group in groups for name in group.layer_names))
@@ -332,10 +342,10 @@ def tensor_block_bytes(groups: tuple[KVCacheGroup, ...], specs: Mapping[str, KVC
 
 @dataclass(frozen=True)
 class KVMemory:
-    """Memory for the cache, and how it compares with computing.
+    """Memory available for the cache, and swap costs.
 
-    `free_bytes` can be had, for the `reason` given; `default_bytes`, if any, is the most to take unasked. With pipeline
-    stages, each has so much, for those layers that `stages` names.
+    `free_bytes` is available, with the `reason` for logs; `default_bytes`, if any, is the most to take by default.
+    With pipeline stages this holds for each stage; `stages` names their layers.
     """
 
     free_bytes: int
@@ -343,3 +353,136 @@ class KVMemory:
     default_bytes: int | None = None
     swap_costs: SwapCosts = SwapCosts()
     stages: tuple[tuple[str, ...], ...] = ()
+
+
+MAX_GROUPS = 8  # Each group has block tables of its own, which cost time per step and per block.
+
+Groups = tuple[KVCacheGroup, ...]
+
+
+def group_layers(specs: Mapping[str, KVCacheSpec], max_model_len: int, *, hybrid: bool = True) -> Groups:
+    """Group layers that share blocks so that a long request holds the fewest bytes.
+
+    Layers of one kind make one group. Layers of several kinds make groups of equal size, each of one kind, so that any
+    block can serve any group; unused parts of blocks count as held. An alternative is to treat all attention layers as
+    full attention, in one group; it wins where windows are not shorter than requests. Ties go to the fewest groups.
+    Groups of full attention come first: they find the end of a cached prefix soonest.
+
+    Args:
+        specs: layer name -> spec.
+        max_model_len: tokens of a long request.
+        hybrid: False to treat all attention layers as full attention.
+
+    Raises:
+        ConfigError: layers disagree on the block size, or cannot be treated as full attention.
+    """
+    sizes = {spec.block_size for spec in specs.values()}
+    if len(sizes) != 1:
+        raise ConfigError(f"all layers must use one KV block size, found {sorted(sizes)}")
+    if len({spec.kind for spec in specs.values()}) == 1:
+        return (KVCacheGroup(tuple(specs), next(iter(specs.values()))),)
+    as_full = _as_full_attention(specs)
+    if not hybrid and not as_full:
+        raise ConfigError("--disable-hybrid-kv-cache-manager is for models with attention layers only")
+    candidates = as_full + (_hybrid_groups(specs) if hybrid else [])
+    chosen = min(candidates, key=lambda groups: (request_bytes(groups, specs, max_model_len), len(groups)))
+    logger.info("KV cache groups: %s", _describe(chosen, specs))
+    return chosen
+
+
+def request_bytes(groups: Groups, specs: Mapping[str, KVCacheSpec], num_tokens: int) -> int:
+    """Return the bytes that a request holds while it generates its token number `num_tokens`."""
+    num_blocks = sum(group.spec.max_blocks(num_tokens, max_chunk=1) for group in groups)
+    return num_blocks * sum(tensor_block_bytes(groups, specs))
+
+
+def _as_full_attention(specs: Mapping[str, KVCacheSpec]) -> list[Groups]:
+    """Return one group of all layers, if they can be treated as full attention."""
+    is_attention = all(isinstance(spec, AttentionSpec) for spec in specs.values())
+    if not is_attention or len({spec.planes for spec in specs.values()}) > 1:
+        return []
+    any_spec = next(iter(specs.values()))
+    spec = FullAttentionSpec(
+        any_spec.block_size, num_kv_heads=0, head_size=0, dtype_bytes=0, kernel_blocks=any_spec.kernel_blocks
+    )
+    return [(KVCacheGroup(tuple(specs), spec),)]
+
+
+def _hybrid_groups(specs: Mapping[str, KVCacheSpec]) -> list[Groups]:
+    """Return groupings of every size that gives at most `MAX_GROUPS` groups, or one per kind."""
+    kinds: dict[Hashable, list[str]] = {}
+    for name, spec in sorted(specs.items(), key=lambda item: not isinstance(item[1], FullAttentionSpec)):
+        kinds.setdefault((spec.kind, spec.block_bytes), []).append(name)
+    sizes = range(1, max(map(len, kinds.values())) + 1)
+    candidates = [_cut(list(kinds.values()), specs, size) for size in sizes]
+    return [groups for groups in candidates if len(groups) <= max(MAX_GROUPS, len(kinds))]
+
+
+def _cut(kinds: Sequence[Sequence[str]], specs: Mapping[str, KVCacheSpec], size: int) -> Groups:
+    """Split each kind into groups of `size` layers; the last of a kind may have fewer."""
+    cuts = [tuple(names[i : i + size]) for names in kinds for i in range(0, len(names), size)]
+    return tuple(KVCacheGroup(names, specs[names[0]]) for names in cuts)
+
+
+def _describe(groups: Groups, specs: Mapping[str, KVCacheSpec]) -> str:
+    kinds = [f"{len(group.layer_names)} {type(group.spec).__name__.removesuffix('Spec')}" for group in groups]
+    total = len(groups) * sum(tensor_block_bytes(groups, specs))
+    used = sum(specs[name].block_bytes for group in groups for name in group.layer_names)
+    return f"{' + '.join(kinds)} layers; {1 - used / total:.1%} of their blocks is padding"
+
+
+NamedSpec = tuple[str, dict[str, Any]]
+
+SPECS: dict[str, type[KVCacheSpec]] = {
+    spec.__name__: spec
+    for spec in (
+        FullAttentionSpec,
+        LatentAttentionSpec,
+        SlidingWindowSpec,
+        ChunkedLocalSpec,
+        RecurrentStateSpec,
+        EncoderOnlySpec,
+    )
+}
+
+
+def encode_specs(specs: Mapping[str, KVCacheSpec]) -> dict[str, NamedSpec]:
+    """Return layer name -> its spec as plain data."""
+    return {name: _encode_spec(spec) for name, spec in specs.items()}
+
+
+def decode_specs(plain: Mapping[str, NamedSpec]) -> dict[str, KVCacheSpec]:
+    """Decode the output of `encode_specs`; raises KeyError or msgspec.ValidationError for an unknown spec."""
+    return {name: _decode_spec(spec) for name, spec in plain.items()}
+
+
+def encode_kv_config(kv_config: KVCacheConfig) -> dict[str, Any]:
+    """Return a cache config as plain data, each spec with its class name."""
+    plain: dict[str, Any] = msgspec.to_builtins(dataclasses.replace(kv_config, groups=(), layer_specs={}))
+    plain["groups"] = [(group.layer_names, _encode_spec(group.spec)) for group in kv_config.groups]
+    plain["layer_specs"] = encode_specs(kv_config.layer_specs)
+    return plain
+
+
+def decode_kv_config(plain: Mapping[str, Any]) -> KVCacheConfig:
+    """Decode the output of `encode_kv_config`.
+
+    Raises:
+        ConfigError: there is no such cache.
+    """
+    try:
+        base = msgspec.convert({**plain, "groups": [], "layer_specs": {}}, KVCacheConfig)
+        groups = tuple(KVCacheGroup(tuple(names), _decode_spec(spec)) for names, spec in plain["groups"])
+        layer_specs = decode_specs(plain["layer_specs"])
+    except (msgspec.ValidationError, KeyError, ValueError) as error:
+        raise ConfigError(f"the recorded KV cache is unknown: {error!r}") from None
+    return dataclasses.replace(base, groups=groups, layer_specs=layer_specs)
+
+
+def _encode_spec(spec: KVCacheSpec) -> NamedSpec:
+    return type(spec).__name__, msgspec.to_builtins(spec)
+
+
+def _decode_spec(named: NamedSpec) -> KVCacheSpec:
+    name, fields = named
+    return msgspec.convert(fields, SPECS[name])

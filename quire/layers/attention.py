@@ -1,9 +1,13 @@
-"""Attention over the paged KV cache.
+"""Causal attention over the paged KV cache, with ALiBi (Press et al., 2022, arXiv:2108.12409), attention sinks (Xiao et
+al., 2023, arXiv:2309.17453, as in gpt-oss, 2025, arXiv:2508.10925), scaled queries at later positions (Nakanishi, 2025,
+arXiv:2501.19399, as in Llama 4) and a checkpoint's KV cache scales.
 
-Shapes: T tokens of the step, Hq/Hkv query and key-value heads, D head size, B blocks.
-Invariant: a layer never looks at the batch itself: who owns which rows and blocks is in the `StepContext`, which is
-handed down from the runner.
+Shapes: T tokens of the step, P positions, Hq/Hkv query and key-value heads, D head size, B blocks.
+Invariant: a layer never inspects the batch: owners of rows and blocks are in the `StepContext`, passed down by the
+runner.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config import EngineConfig
+from quire.config.arch import Temperature
 from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.attention_backends import AttentionNeeds, resolve_backend
@@ -22,30 +27,126 @@ from quire.kv_cache.spec import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from quire.layers.alibi import slopes
 from quire.layers.base import DTYPES, Module, activation_dtype, device_type
-from quire.layers.cache_scales import CacheScales
 from quire.layers.kv_cache import cache_planes, cache_users
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import Shard, Span
-from quire.layers.sinks import Sinks
 from quire.layers.slot import length
 from quire.layers.step import StepContext
+from quire.layers.vectors import Vector, VectorLayer
+
+
+def slopes(num_heads: int) -> Tensor:
+    """Return the ALiBi slopes, float32 [num_heads], on the host: how much a score falls per token of distance.
+
+    For a power of two n they are the powers of 2 ** (-8 / n). Other numbers take those of the next smaller power of
+    two,
+    then every other one of twice that power.
+    """
+    whole = 1 << (num_heads.bit_length() - 1)
+    powers = [2.0 ** (-8.0 / whole * (i + 1)) for i in range(whole)]
+    between = [2.0 ** (-4.0 / whole * (2 * i + 1)) for i in range(num_heads - whole)]
+    return torch.tensor(powers + between, dtype=torch.float32, device="cpu")
+
+
+class CacheScales(Module):
+    """KV cache scales of a checkpoint: the cache holds k / keys and v / values, both float32 [Hkv].
+
+    Key scales are folded into queries and value scales into outputs, so kernels need not know them.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("keys", keys.unsqueeze(-1), persistent=False)
+        self.register_buffer("values", values.unsqueeze(-1), persistent=False)
+
+    @staticmethod
+    def of_rank(keys: Tensor, values: Tensor, shard: Shard, name: str) -> CacheScales:
+        """Return the scales of a rank's heads, given those of all heads."""
+        own = Span(len(keys), replicated=True).piece(shard, name)
+        return CacheScales(keys[own], values[own])
+
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [T, Hkv, D] -> float32 values that the cache quantizes."""
+        return k.float() / self.keys, v.float() / self.values
+
+    def of_queries(self, q: Tensor) -> Tensor:
+        """q [T, Hq, D] -> queries for keys as they are stored."""
+        return _scaled(q, self.keys)
+
+    def of_outputs(self, out: Tensor) -> Tensor:
+        """Attention outputs over stored values [T, Hq, D] -> over actual values."""
+        return _scaled(out, self.values)
+
+
+def _scaled(heads: Tensor, scales: Tensor) -> Tensor:
+    """Multiply [T, Hq, D] by [Hkv, 1], each repeated for Hq / Hkv adjacent heads."""
+    each = scales.repeat_interleave(heads.shape[1] // len(scales), dim=0)
+    return (heads.float() * each).to(heads.dtype)
+
+
+def for_all_heads(scales: Tensor, num_heads: int) -> Tensor:
+    """Expand one scale, or one per head in any shape, to float32 [Hkv].
+
+    Raises:
+        ValueError: the count is neither 1 nor `num_heads`, or a value is not finite and positive.
+    """
+    flat = scales.float().flatten()
+    if len(flat) not in (1, num_heads):
+        raise ValueError(
+            f"has {len(flat)} numbers; it must have 1, or {num_heads}, one for each key-value head"
+        )
+    if not (flat.isfinite() & (flat > 0)).all():
+        raise ValueError(f"holds {flat[~(flat.isfinite() & (flat > 0))][0].item()}, which is no scale")
+    return torch.broadcast_to(flat, (num_heads,)).clone()
+
+
+class Sinks(VectorLayer):
+    """Learned score per head that joins every softmax and has no value, float32 [Hq]; sharded by heads."""
+
+    vectors = (Vector("weight", ""),)
+    weight: Tensor
+
+    def __init__(self, *, num_heads: int, name: str = "") -> None:
+        super().__init__(Span(num_heads), name=name)
+
+
+class TemperatureTuning(Module):
+    """Query scaling by `1 + scale * log(1 + floor((position + offset) / interval))`."""
+
+    table: Tensor
+
+    def __init__(self, *, config: EngineConfig, temperature: Temperature) -> None:
+        super().__init__()
+        arch = config.arch
+        with torch.device("cpu"):
+            positions = torch.arange(config.model.max_model_len or arch.max_position_embeddings)
+            steps = torch.floor((positions.float() + temperature.offset) / temperature.interval)
+            table = (1.0 + temperature.scale * torch.log1p(steps)).to(activation_dtype(config))
+        self.register_buffer("table", table.unsqueeze(1), persistent=False)
+
+    def forward(self, positions: Tensor, q: Tensor) -> Tensor:
+        """positions [T], q [T, Hq, D] -> the same shape."""
+        return q * ops.embedding(positions, self.table).unsqueeze(-1)
 
 
 class Attention(Module):
-    """Causal attention of one decoder layer; its caches, laid out as `quire.kernels.ops` says, are bound after loading.
+    """Causal attention of one decoder layer; its caches, laid out as in `quire.kernels.ops`, are bound after loading.
 
-    `name` identifies the layer's cache and is unique in the model. `sliding_window` w lets a token see itself and the
-    w - 1 tokens before it; `soft_cap` c bounds scores to (-c, c). With `rotary`, queries and keys are rotated first;
-    with `qk_norm`, norms that the model owns, each of their heads is normed before that. `alibi` a lowers a score by
-    a * slope * distance, with a slope for each head (see `quire.layers.alibi`). With `attention_chunk` c a token sees
-    its own part of the sequence, which is cut at multiples of c. `sinks`, which the model owns, join every softmax.
-    Heads come in `parts` of equally many, of each of which ranks have a share.
+    `name` identifies the layer's cache and is unique in the model. `sliding_window` w: a token attends to itself and
+    the
+    w - 1 tokens before it. `soft_cap` c bounds scores to (-c, c). `rotary` rotates queries and keys; `qk_norm`, owned
+    by
+    the model, norms each head before that. `alibi` a lowers a score by a * slope * distance, with a slope per head.
+    `attention_chunk` c: a token attends within its chunk of the sequence, cut at multiples of c. `sinks`, owned by the
+    model, join every softmax. Heads come in `parts` of equal size, each of which is sharded.
 
     Raises:
-        ConfigError: the attention backend that was asked for cannot do that here.
+        ConfigError: the requested attention backend does not support this.
     """
 
     alibi_slopes: Tensor | None
@@ -69,7 +170,9 @@ class Attention(Module):
         parts: int = 1,
     ) -> None:
         super().__init__()
-        assert parts == 1 or (alibi is None and sinks is None), "what heads have beside them is in one part"
+        assert parts == 1 or (alibi is None and sinks is None), (
+            "ALiBi and sinks support heads in one part only"
+        )
         self.name = name
         self.num_heads = num_heads
         self.num_kv_heads = self.all_kv_heads = num_kv_heads
@@ -80,7 +183,7 @@ class Attention(Module):
         self.attention_chunk = attention_chunk
         self.sinks = sinks
         self.soft_cap = soft_cap
-        assert rotary is not None or qk_norm is None, "heads are normed where they are rotated"
+        assert rotary is not None or qk_norm is None, "qk_norm is applied with the rotation and needs rotary"
         self.rotary = rotary
         self.qk_norm = qk_norm
         self.block_size = config.cache.block_size
@@ -101,13 +204,13 @@ class Attention(Module):
             "alibi_slopes", None if alibi is None else alibi * slopes(num_heads), persistent=False
         )
         self.cache_scales: CacheScales | None = None
-        """What keys and values are divided by in a cache in E4M3, if the checkpoint says so."""
+        """Divisors of keys and values in an E4M3 cache, if the checkpoint has them."""
         self.int8_scales: Tensor | None = None
-        """The same of a cache in int8, float32 [2, Hkv]; None: each vector has its own."""
+        """Divisors in an int8 cache, float32 [2, Hkv]; None: each vector has its own."""
         self.k_cache = self.v_cache = torch.empty(0)
         self.group_id = 0
 
-    def take_share(self, shard: Shard) -> None:
+    def apply_shard(self, shard: Shard) -> None:
         heads = Span(self.num_heads // self.parts).piece(shard, self.name)
         kv_heads = Span(self.num_kv_heads // self.parts, replicated=True).piece(shard, self.name)
         self.num_heads, self.num_kv_heads = self.parts * length(heads), self.parts * length(kv_heads)
@@ -115,16 +218,16 @@ class Attention(Module):
             self.alibi_slopes = self.alibi_slopes[heads]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; k and v are in the cache afterwards.
+        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; stores k and v in the cache.
 
-        A layer with a rotary embedding norms and rotates q and k in place; it takes one row of positions, [T].
+        With a rotary embedding, q and k are normed and rotated in place, and positions are [T].
         """
         slots = step.metadata(self.group_id, AttentionMetadata).slot_mapping
         self._write(q, k, v, slots, positions)
         return self.attend(q, step)
 
     def attend(self, q: Tensor, step: StepContext) -> Tensor:
-        """q [T, Hq, D], normed and rotated -> [T, Hq * D], over keys and values that are in the cache already."""
+        """q [T, Hq, D], normed and rotated -> [T, Hq * D], over cached keys and values."""
         own = step.metadata(self.group_id, AttentionMetadata)
         out = self._attend(
             q if self.cache_scales is None else self.cache_scales.of_queries(q),
@@ -161,7 +264,7 @@ class Attention(Module):
         return {} if self.int8_scales is None else {"scales": self.int8_scales}
 
     def _turn(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
-        """Norm and rotate q and k in place, as the kernel that writes them, too, does."""
+        """Norm and rotate q and k in place, as the kernel that also writes them does."""
         if self.qk_norm is not None:
             for heads, norm in zip((q, k), self.qk_norm, strict=True):
                 heads.copy_(norm(heads))
@@ -199,7 +302,7 @@ _CACHE_DTYPES = DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
-    """The precision of cached keys and values; that of the activations unless the config names another."""
+    """Return the dtype of cached keys and values: the activations' unless the config names another."""
     name, device = config.cache.kv_cache_dtype, device_type(config)
     if name == "fp8" and device == "cpu":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; on a CPU there is int8")
@@ -215,6 +318,6 @@ def kv_cache_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def attention_backends(model: nn.Module) -> list[str]:
-    """Names of the backends that the model's layers use."""
+    """Return names of the attention backends that the model's layers use."""
     names = (getattr(layer, "backend_name", None) for layer in cache_users(model))
     return [name for name in dict.fromkeys(names) if name is not None]

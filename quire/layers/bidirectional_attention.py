@@ -1,7 +1,7 @@
-"""Attention of encoders: a text's tokens see one another in both directions, in the one step that computes them all.
+"""Bidirectional attention of encoders, within the one step that computes all tokens of a text.
 
 Shapes: T tokens of the step, Hq/Hkv query and key-value heads, D head size, P positions.
-Invariant: nothing is kept from step to step, and a layer never looks at the batch itself; see `quire.layers.attention`.
+Invariant: nothing is kept from step to step, and a layer never inspects the batch; see `quire.layers.attention`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.kernels.attention_metadata import GroupMetadata
 from quire.kv_cache.spec import EncoderOnlySpec, KVCacheSpec
-from quire.layers.alibi import slopes
+from quire.layers.attention import slopes
 from quire.layers.base import Layer, Module, activation_dtype, device_type, parameter
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import WHOLE, Shard, Span
-from quire.layers.slot import Part, Slot, length
+from quire.layers.slot import Slot, TensorPart, length
 from quire.layers.step import StepContext
 
 if TYPE_CHECKING:
     from quire.layers.quantization import QuantMethod
 
 _FARTHEST = 128
-"""The distance from which on all distances are of one class."""
+"""Distance from which on all distances share one bucket."""
 
 
 class RelativeBias(Layer):
-    """What a head adds to the score of two tokens, by their distance; one serves all layers (T5; Raffel et al., 2020).
+    """Relative position bias per head, shared by all layers (T5; Raffel et al., 2020, arXiv:1910.10683, section 2.1).
 
-    Half of the `buckets` are of keys behind the query. In each half the first half are of single distances, and the
-    others of ever more of them, up to 128 (arXiv:1910.10683, section 2.1).
+    Half of the `buckets` are for keys after the query. In each half the first half are single distances, and the others
+    cover ever more of them, up to 128.
     """
 
     buckets: Tensor
     table: Tensor
-    """float32 [Hq, 2 * P - 1], of the rank's heads, for `ops.bidirectional_attention`."""
+    """float32 [Hq, 2 * P - 1], for the rank's heads, as `ops.bidirectional_attention` takes it."""
 
     def __init__(self, *, config: EngineConfig, buckets: int, name: str) -> None:
         super().__init__(name)
@@ -58,7 +58,7 @@ class RelativeBias(Layer):
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         buckets, heads = slice(0, self.num_buckets), slice(0, self.heads.units)
-        part = Part((self.num_buckets, self.heads.units), (buckets, heads), (buckets, self.own))
+        part = TensorPart((self.num_buckets, self.heads.units), (buckets, heads), (buckets, self.own))
         yield f"{names[0]}.weight", Slot(self.weight, "normal", part)
 
     def finish_loading(self) -> None:
@@ -71,7 +71,7 @@ class RelativeBias(Layer):
 
 
 def _buckets(longest: int, count: int) -> Tensor:
-    """int64 [2 * longest - 1]: the class of key position minus query position, from 1 - longest to longest - 1."""
+    """Return int64 [2 * longest - 1]: the bucket of key minus query position, from 1 - longest to longest - 1."""
     offsets = torch.arange(1 - longest, longest)
     half, single = count // 2, count // 4
     distance = offsets.abs()
@@ -81,10 +81,10 @@ def _buckets(longest: int, count: int) -> Tensor:
 
 
 class BidirectionalAttention(Module):
-    """Attention of one layer of an encoder; `window` w lets a token see those less than w away.
+    """Attention of one encoder layer; with `window` w a token attends to those less than w away.
 
-    The other arguments are those of `quire.layers.attention.Attention`, but that ALiBi lowers scores on both sides.
-    What `relative_bias` gives, which the model owns and sets, is added to scores.
+    Other arguments are those of `quire.layers.attention.Attention`, except that ALiBi lowers scores on both sides.
+    `relative_bias`, owned and set by the model, is added to scores.
     """
 
     alibi_slopes: Tensor | None
@@ -121,7 +121,7 @@ class BidirectionalAttention(Module):
         )
         self.group_id = 0
 
-    def take_share(self, shard: Shard) -> None:
+    def apply_shard(self, shard: Shard) -> None:
         heads = Span(self.num_heads).piece(shard, self.name)
         self.num_heads = length(heads)
         self.num_kv_heads = length(Span(self.num_kv_heads, replicated=True).piece(shard, self.name))
@@ -148,8 +148,8 @@ class BidirectionalAttention(Module):
         return out.flatten(1)
 
     def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
-        """See `CacheUser`; there is nothing in the tensor."""
-        assert isinstance(spec, EncoderOnlySpec), f"an encoder keeps nothing in {type(spec).__name__}"
+        """See `CacheUser`; an encoder stores nothing in the tensor."""
+        assert isinstance(spec, EncoderOnlySpec), f"an encoder has no cache of kind {type(spec).__name__}"
         self.group_id = group_id
 
     def why_not_captured(self) -> str | None:

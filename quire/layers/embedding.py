@@ -1,41 +1,124 @@
-"""Token embedding, which may also be the output head, and embeddings of positions.
+"""Token embedding, also as output head, embeddings of positions and token types, and their adapters.
 
-Shapes: T tokens, N tokens whose logits are wanted, V vocabulary rows, H hidden size.
+Shapes: T tokens, N tokens whose logits are wanted, V vocabulary rows, H hidden size. Of adapters: S slots, R ranks, and
+per head K and N input and output features.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.kernels import ops
+from quire.kernels.linear import RowQuantization
 from quire.kernels.lora import LoraStacks
-from quire.kernels.rounding import RowRounding
+from quire.layers.adapter_rows import AdapterEmbeddingRows, AdapterOutputRows
 from quire.layers.base import Layer, Module, activation_dtype, model_dtype, parameter
 from quire.layers.matrix import MatrixLayer
-from quire.layers.own_rows import OwnOutputs, OwnRows
 from quire.layers.shard import Span
 from quire.layers.slot import Slot
-from quire.layers.table_adapters import TableAdapters
-from quire.layers.table_share import looked_up_among
+
+
+class HeadAdapters:
+    """LoRA of a per-head linear layer.
+
+    Args:
+        stacks: of weights [N, K]; slot s has those from s * H on, one for each head.
+    """
+
+    def __init__(self, stacks: LoraStacks, num_heads: int) -> None:
+        self._stacks = stacks
+        factors = stacks.input_factors
+        self._factors = None if factors is None else factors.view(-1, num_heads, factors.shape[1])
+        self._heads = torch.arange(num_heads, dtype=torch.int32, device=stacks.a.device)
+
+    def scaled(self, x: Tensor, adapter_rows: Tensor) -> Tensor:
+        """Scale the input x [T, H, K]: DoRA's factors where a checkpoint has weights [K, N].
+
+        adapter_rows [T] int32 as in `ops.lora_linear`.
+        """
+        if self._factors is None:
+            return x
+        factors = self._factors[adapter_rows.clamp(min=0)]
+        return x * torch.where(adapter_rows[:, None, None] < 0, 1.0, factors).to(x.dtype)
+
+    def add(self, out: Tensor, x: Tensor, adapter_rows: Tensor) -> None:
+        """Add the adapters' output for x [T, H, K] to out [T, H, N] in place.
+
+        adapter_rows [T] int32 as in `ops.lora_linear`.
+        """
+        first = adapter_rows[:, None] * len(self._heads)
+        of_heads = torch.where(first < 0, -1, first + self._heads).flatten()
+        ops.lora_linear(out.flatten(0, 1), x.flatten(0, 1), of_heads, self._stacks)
+
+
+def gather_rows(group: Group | None, own: slice, ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the rows [T, H] of tokens [T], each from the rank of the group that holds it.
+
+    Args:
+        own: the tokens that this rank holds.
+        look_up: returns the rows of tokens, counted from the rank's first.
+    """
+    if group is None:
+        return look_up(ids)
+    local = ids - own.start
+    foreign = (local < 0) | (local >= own.stop - own.start)
+    # -0.0, which the other ranks add, changes no number, not even 0.0.
+    rows = look_up(local.masked_fill(foreign, 0)).masked_fill(foreign[:, None], -0.0)
+    return ops.all_reduce(rows, group)
+
+
+class TableAdapters:
+    """LoRA of an embedding table [V, H].
+
+    Args:
+        stacks: of the weight [H, V] that multiplies a token's one-hot row, so its `a` is looked up, too.
+        group: the ranks that share the table; None: this one has all of it.
+        own: the tokens that this rank holds.
+    """
+
+    def __init__(self, stacks: LoraStacks, group: Group | None = None, own: slice = slice(0, 0)) -> None:
+        self._group, self._own = group, own
+        slots, _, self._num_rows, ranks = stacks.a.shape
+        self._a = stacks.a.view(slots * self._num_rows, ranks)
+        # The looked-up rows are already multiplied by A.
+        same = torch.eye(ranks, dtype=stacks.a.dtype, device=stacks.a.device)
+        self._expand = replace(stacks, a=same.repeat(slots, 1, 1, 1))
+
+    def add(self, rows: Tensor, ids: Tensor, adapter_rows: Tensor) -> None:
+        """Add the adapters' rows for ids [T] in [0, V) to rows [T, H] in place.
+
+        adapter_rows [T] int32 as in `ops.lora_linear`.
+        """
+        first = adapter_rows.clamp(min=0) * self._num_rows
+        shrunk = gather_rows(
+            self._group, self._own, ids, lambda local: ops.embedding(local + first, self._a).to(rows.dtype)
+        )
+        ops.lora_linear(rows, shrunk, adapter_rows, self._expand)
 
 
 class VocabEmbedding(MatrixLayer):
-    """A row per token: looked up on the way in, or multiplied with on the way out; a tied model uses one for both.
+    """Embedding row per token, looked up or multiplied as output head; a tied model uses one table for both.
 
-    `scale` multiplies looked-up rows, rounded to the model's dtype first as Gemma does it. A table that `is_head` is
-    packed like a linear layer's weight, and looked up in that form too: there is one copy. A head may have a `bias`;
-    with `unit_rows` its rows are divided by their lengths. Looked-up rows are of `out_dtype`. It is cut by tokens: a
-    rank looks up those that it has, and makes their logits.
+    `scale` multiplies looked-up rows, rounded to the model's dtype first as in Gemma. A table that `is_head` is packed
+    like a linear layer's weight and looked up in that form too: there is one copy. A head may have a `bias`;
+    `unit_rows`
+    divides its rows by their norms. Looked-up rows have `out_dtype`. It is sharded by tokens: a rank looks up its
+    tokens
+    and computes their logits.
     """
 
-    rounds_inputs = True
+    quantizes_inputs = True
     takes_adapters = True
-    """Whether whoever calls it says whose the tokens are."""
+    """True if callers pass the tokens' `adapter_rows`."""
 
     def __init__(
         self,
@@ -55,7 +138,7 @@ class VocabEmbedding(MatrixLayer):
             size,
             dtype,
             name=name,
-            cut="output",
+            partition="output",
             bias=bias,
             only_looked_up=not is_head,
         )
@@ -64,16 +147,17 @@ class VocabEmbedding(MatrixLayer):
         self.out_dtype = out_dtype
         self.unit_rows = unit_rows
         self.table_adapters: TableAdapters | None = None
-        """Of looked-up rows; None: the engine serves no adapters."""
+        """LoRA of looked-up rows; None: the engine serves no adapters."""
         self.adapters: LoraStacks | None = None
-        """Of the product, as those of `Linear`."""
-        self.own_rows: OwnRows | None = None
-        self.own_outputs: OwnOutputs | None = None
+        """LoRA of the matmul, as in `Linear`."""
+        self.adapter_embeddings: AdapterEmbeddingRows | None = None
+        self.adapter_outputs: AdapterOutputRows | None = None
 
     def forward(self, inputs: Tensor, adapter_rows: Tensor | None = None) -> Tensor:
-        """Ids [T] in [0, V) -> their rows [T, H]; rows [T, H] of `out_dtype`, made elsewhere, are taken as they are.
+        """Ids [T] in [0, V) -> rows [T, H]; input rows [T, H] of `out_dtype` (prompt embeddings) are returned
+        unchanged.
 
-        adapter_rows [T]: see `StepContext`; an adapter may have ids behind V.
+        adapter_rows [T]: see `StepContext`; an adapter may have ids from V on.
         """
         if inputs.is_floating_point():
             return inputs
@@ -85,18 +169,18 @@ class VocabEmbedding(MatrixLayer):
         return rows if self.scale is None else rows * self.scale
 
     def _adapted(self, ids: Tensor, adapter_rows: Tensor) -> Tensor:
-        known = ids if self.own_rows is None else ids.clamp(max=self.shape[0] - 1)
+        known = ids if self.adapter_embeddings is None else ids.clamp(max=self.shape[0] - 1)
         rows = self.looked_up(known).to(self.out_dtype)
-        if self.own_rows is not None:
-            rows = self.own_rows.replace(rows, ids, adapter_rows)
+        if self.adapter_embeddings is not None:
+            rows = self.adapter_embeddings.replace(rows, ids, adapter_rows)
         if self.table_adapters is not None:
             self.table_adapters.add(rows, known, adapter_rows)
         return rows
 
     def logits(self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0) -> Tensor:
-        """hidden [N, H] -> float32 [N, V + num_added]; adapter_rows [N] has the adapter of each, as in `StepContext`.
+        """hidden [N, H] -> float32 [N, V + num_added]; adapter_rows [N] as in `StepContext`.
 
-        Logits behind V are those of tokens that adapters have there; those of others mean nothing.
+        Logits from V on belong to tokens that adapters add; rows without such an adapter have undefined values there.
         """
         logits = self._of_all(self.own_logits(hidden))
         if adapter_rows is None:
@@ -110,14 +194,14 @@ class VocabEmbedding(MatrixLayer):
     def _with_products(
         self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, adapters: LoraStacks
     ) -> Tensor:
-        """Logits [N, V] with what adapters add, of which each rank makes that of its tokens."""
+        """Return logits [N, V] with LoRA added; each rank computes its tokens and all-gathers."""
         own = logits if self.group is None else logits[:, self.rows[0]].contiguous()
         ops.lora_linear(own, hidden, adapter_rows, adapters)
         return self._of_all(own)
 
     def _own_logits(self, logits: Tensor, hidden: Tensor, adapter_rows: Tensor, num_added: int) -> Tensor:
-        """Put what rows of adapters make into the logits [N, V]; returns those behind them, [N, num_added]."""
-        own, vocab_size = self.own_outputs, logits.shape[1]
+        """Write the adapters' own rows into logits [N, V]; return those of added tokens, [N, num_added]."""
+        own, vocab_size = self.adapter_outputs, logits.shape[1]
         if own is None:
             return logits[:, :0]
         bias: Tensor | None = self.bias
@@ -133,13 +217,13 @@ class VocabEmbedding(MatrixLayer):
 
     @property
     def share(self) -> int:
-        """Tokens of each rank, but for the last, which may have fewer."""
+        """Tokens per rank; the last rank may have fewer."""
         return -(-self.shape[0] // self.shard.of)
 
     def _of_all(self, own: Tensor) -> Tensor:
-        """Of each of this rank's tokens [N, its share] -> of every token [N, V].
+        """All-gather this rank's logits [N, its share] -> [N, V].
 
-        The last rank has fewer where V cannot be shared out evenly, and shows as many columns as any other.
+        The last rank pads to the common width if V is not divisible.
         """
         if self.group is None:
             return own
@@ -149,10 +233,10 @@ class VocabEmbedding(MatrixLayer):
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> float32 logits of this rank's tokens, without adapters."""
-        rounded = self.rounded_inputs
+        rounded = self.input_quantization
         return self._product(hidden) if rounded is None else rounded.product(hidden, self._product)
 
-    def _product(self, hidden: Tensor, way: RowRounding | None = None) -> Tensor:
+    def _product(self, hidden: Tensor, way: RowQuantization | None = None) -> Tensor:
         if way is not None:
             if self.packed is not None:
                 return ops.rounded_linear(hidden, self.packed, way, self.bias)
@@ -170,11 +254,11 @@ class VocabEmbedding(MatrixLayer):
         return F.normalize(weight.float()).to(weight.dtype) if self.unit_rows else weight
 
     def looked_up(self, ids: Tensor) -> Tensor:
-        """Rows [T, H] of the table as it is kept, for ids [T] in [0, V)."""
-        return looked_up_among(self.group, self.rows[0], ids, self.rows_here)
+        """Return rows [T, H] of the table in its stored dtype, for ids [T] in [0, V)."""
+        return gather_rows(self.group, self.rows[0], ids, self.rows_here)
 
     def rows_here(self, ids: Tensor) -> Tensor:
-        """Rows [T, H] of those that this rank has, for ids [T] counted from its first, as they are kept."""
+        """Return rows [T, H] of this rank's table in its stored dtype, for ids [T] counted from its first."""
         if self.packed is not None:
             return ops.packed_embedding(ids, self.packed)
         assert self.weight is not None
@@ -182,10 +266,10 @@ class VocabEmbedding(MatrixLayer):
 
 
 class PositionEmbedding(Layer):
-    """A learned row per position; `offset` rows stand unused at the start of the table (2 in OPT).
+    """Learned row per position; the first `offset` rows of the table are unused (2 in OPT).
 
     Raises:
-        ConfigError: the context is to be longer than the table.
+        ConfigError: the context would be longer than the table.
     """
 
     def __init__(self, *, config: EngineConfig, offset: int = 0, name: str = "") -> None:
@@ -200,7 +284,7 @@ class PositionEmbedding(Layer):
         self.out_dtype = activation_dtype(config)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions [T] -> [T, H] of the activations' dtype."""
+        """positions [T] -> [T, H] in the activations' dtype."""
         assert positions.dim() == 1, f"learned positions are taken as [T], not {[*positions.shape]}"
         places = positions + self.offset if self.offset else positions
         return ops.embedding(places, self.weight).to(self.out_dtype)
@@ -210,16 +294,16 @@ class PositionEmbedding(Layer):
 
 
 class TokenTypeEmbedding(Layer):
-    """A learned row for each kind of token, such as those of a first and those of a second text."""
+    """Learned row per token type, such as those of a first and a second text."""
 
     def __init__(self, *, config: EngineConfig, count: int, name: str = "") -> None:
         super().__init__(name)
         self.weight = parameter(count, config.arch.hidden_size, dtype=activation_dtype(config))
 
     def forward(self, token_types: Tensor | None) -> Tensor:
-        """token_types [T], or None where all are the first -> rows [T, H], or the one row [H].
+        """token_types [T], or None if all are the first -> rows [T, H], or the one row [H].
 
-        A model that knows but one kind has it for all tokens: tokenizers tell texts apart also for those.
+        A model with one type uses it for all tokens: tokenizers number texts apart for such models, too.
         """
         if token_types is None or len(self.weight) == 1:
             return self.weight[0]
@@ -232,7 +316,7 @@ class TokenTypeEmbedding(Layer):
 class SinusoidalEmbedding(Module):
     """Sines, then cosines, of a position at H / 2 wavelengths between 2 pi and 20000 pi (Vaswani et al., 2017).
 
-    Position 0 is that of row `offset` (2 in XGLM).
+    Position 0 is row `offset` (2 in XGLM).
     """
 
     rows: Tensor
@@ -249,5 +333,5 @@ class SinusoidalEmbedding(Module):
         self.offset = offset
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions [T] -> [T, H] of the activations' dtype."""
+        """positions [T] -> [T, H] in the activations' dtype."""
         return ops.embedding(positions + self.offset, self.rows)

@@ -1,8 +1,8 @@
-"""How ranks that share out whole experts make the sums of tokens together.
+"""Expert parallelism: exchange of tokens and expert outputs between ranks that hold whole experts.
 
 Shapes: T tokens, H hidden size, E experts of the layer, k of a token, N choices.
-Invariant: the row of a choice is made by the rank that has its expert, and all rows of a token are added up in one
-place, in the order of the experts' numbers, as one rank does alone. So the bits are those of one rank.
+Invariant: the rank with an expert computes the rows of its choices, and all rows of a token are added in one place, in
+the order of the experts' numbers, as one rank does alone. So the bits are those of one rank.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from quire.kernels import ops
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.layers.shard import Shard, members_of
 
-MOST_FLOATS = 1 << 24
-"""Of rows of choices that are there at a time: 64 MiB."""
+MAX_FLOATS = 1 << 24
+"""Largest number of floats in rows of choices at a time: 64 MiB."""
 
 Adapted = tuple[()] | tuple[Tensor, ExpertAdapters]
-"""Which adapter each token has, [T], and those of the rank's experts; or nothing."""
+"""(adapter of each token [T], adapters of the rank's experts), or ()."""
 
 
 class Exchange(Protocol):
-    """Stands in the place of `ops.experts`, where a rank has some of them."""
+    """Replacement of `ops.experts` for ranks with some of the experts."""
 
     def experts(
         self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights, adapted: Adapted = ()
     ) -> Tensor:
-        """x [T, H], chosen and weights [T, k] -> [T, H]; `of` are the experts of this rank."""
+        """x [T, H], chosen and weights [T, k] -> [T, H]; `of` are this rank's experts."""
 
     def why_not_captured(self) -> str | None:
         """See `Capturable`."""
 
 
 def exchange_of(shard: Shard, count: int) -> Exchange | None:
-    """That of a rank in a layer of so many experts; None: it has them all."""
+    """Return the exchange for a layer with `count` experts; None if this rank has them all."""
     if shard.experts.size == 1:
         return None
     if shard.experts.size == shard.group.size:
@@ -47,10 +47,11 @@ def exchange_of(shard: Shard, count: int) -> Exchange | None:
 
 
 class SameTokens:
-    """All ranks have the same tokens, so nothing has to be sent to experts.
+    """Exchange between ranks with the same tokens, so that no token has to be sent.
 
-    Rows of choices are added up over the ranks, of which all but one have zeros there: which is exact, takes k times
-    the bytes of a sum of tokens, and, being of a known size, can be recorded.
+    Rows of choices are all-reduced; all ranks but one have zeros there. That is exact, takes k times the bytes of a sum
+    of
+    tokens, and has a fixed size, so it can be captured.
     """
 
     def __init__(self, group: Group) -> None:
@@ -60,7 +61,7 @@ class SameTokens:
         self, x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights, adapted: Adapted = ()
     ) -> Tensor:
         num_tokens, top_k = chosen.shape
-        most = max(1, MOST_FLOATS // (top_k * x.shape[1]))
+        most = max(1, MAX_FLOATS // (top_k * x.shape[1]))
         if num_tokens <= most:
             return self._sums(x, chosen, weights, of, adapted)
         parts = []
@@ -81,9 +82,10 @@ class SameTokens:
 
 
 class OwnTokens:
-    """Replicas with tokens of their own: each goes to the ranks that have its experts, and what these make comes back.
+    """All-to-all between replicas with their own tokens: each token goes to the ranks with its experts, and rows come
+    back.
 
-    Of the tokens of a replica each of its ranks, `shares`, sends a part. All ranks of `group` call `experts` equally
+    Each rank of a replica's `shares` sends a part of the replica's tokens. All ranks of `group` call `experts` equally
     often; one whose replica has no tokens, with none.
     """
 
@@ -105,7 +107,7 @@ class OwnTokens:
         return ops.all_gather(pad(out, (0, 0, 0, most - len(out))), self._shares, 0)[: len(x)]
 
     def _rows(self, x: Tensor, chosen: Tensor, of: ExpertWeights) -> Tensor:
-        """What each choice's expert makes, wherever that is: [T, k, H]."""
+        """Return the expert output of each choice, wherever it is computed: [T, k, H]."""
         choices = chosen.flatten()
         owners = self._owners[choices.long()]
         order = owners.argsort(stable=True)
@@ -119,4 +121,4 @@ class OwnTokens:
         return rows.view(*chosen.shape, x.shape[1])
 
     def why_not_captured(self) -> str | None:
-        return "which rank a token goes to is seen in each step"
+        return "the ranks that a token goes to differ from step to step"

@@ -1,7 +1,7 @@
-"""How layers get their part of the KV cache, whatever they keep in it.
+"""Interface between layers and the KV cache: specs, allocation, binding.
 
-Invariant: the tensors that groups share are [blocks, bytes] uint8, and a block's bytes lie in one piece. What stands in
-them, and in how many planes, is the word of a layer's spec; whoever copies a block copies all of it and asks nobody.
+Invariant: the tensors that groups share are [blocks, bytes] uint8, and a block's bytes are contiguous. Only a layer's
+spec defines a block's contents and planes; block copies move all bytes and do not interpret them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,39 +10,39 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.cpu.huge_pages import prefer_huge_pages
+from quire.kernels.cpu.arena import prefer_huge_pages
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec
 
 
 @runtime_checkable
 class Capturable(Protocol):
-    """A layer whose calls may be unfit for graphs and tapes; of layers that are not asked, all are fit."""
+    """Layer that may be unfit for CUDA graphs and recorded kernel graphs; layers without this protocol are fit."""
 
     def why_not_captured(self) -> str | None:
-        """Why the layer's calls cannot be part of a graph or a tape: a phrase for people; None if they can."""
+        """Return why the layer's calls cannot be captured, as a phrase for users; None if they can."""
 
 
 @runtime_checkable
 class CacheUser(Capturable, Protocol):
-    """A layer that keeps something of each request from step to step."""
+    """Layer that keeps per-request state from step to step."""
 
     name: str
     """Identifies the layer's cache; unique in the model."""
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """What this layer needs of the cache."""
+        """Return the layer's cache requirements."""
 
     def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
-        """Take the metadata of this group, and as cache this tensor, whose blocks are one or more of the spec's."""
+        """Store the metadata group and the cache tensor, whose blocks are one or more of the spec's."""
 
 
 def cache_users(model: nn.Module) -> Iterator[CacheUser]:
-    """A model's layers that use the cache, from the first to the last."""
+    """Return the model's layers that use the cache, in layer order."""
     return (module for module in model.modules() if isinstance(module, CacheUser))
 
 
 def why_not_captured(model: object) -> str | None:
-    """Why a model's steps cannot be part of a graph or a tape: a phrase for people; None if they can."""
+    """Return why a model's steps cannot be captured in a graph, as a phrase for users; None if they can."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     asked = (module.why_not_captured() for module in modules if isinstance(module, Capturable))
     reasons = dict.fromkeys(reason for reason in asked if reason is not None)
@@ -50,15 +50,15 @@ def why_not_captured(model: object) -> str | None:
 
 
 def kv_cache_specs(model: nn.Module) -> dict[str, KVCacheSpec]:
-    """Layer name -> what it needs of the cache, from the first layer to the last."""
+    """Return layer name -> cache spec, in layer order."""
     return {layer.name: layer.kv_cache_spec() for layer in cache_users(model)}
 
 
 def allocate_kv_cache(kv_config: KVCacheConfig, device: torch.device) -> tuple[Tensor, ...]:
-    """The tensors that the groups share, left as the system gives them.
+    """Allocate the tensors that the groups share, uninitialized.
 
-    Untouched pages cost no memory, and no kernel reads a slot that was not written. On a CPU pages are large, because
-    blocks lie all over them.
+    Untouched pages cost no memory, and no kernel reads a slot that was not written. On a CPU the pages are huge pages,
+    because blocks are scattered over them.
     """
     shapes = [(kv_config.num_blocks, block_bytes) for block_bytes in kv_config.tensor_block_bytes]
     tensors = tuple(torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes)
@@ -69,7 +69,7 @@ def allocate_kv_cache(kv_config: KVCacheConfig, device: torch.device) -> tuple[T
 
 
 def bind_kv_cache(model: nn.Module, kv_config: KVCacheConfig, tensors: Sequence[Tensor]) -> None:
-    """Give each layer its group and, as its cache, the tensor that has its place in the group."""
+    """Bind each layer to its group and to the tensor at its index in the group."""
     layers = {layer.name: layer for layer in cache_users(model)}
     assert layers.keys() == kv_config.layer_specs.keys(), "one spec for each layer with a cache"
     for group_id, group in enumerate(kv_config.groups):
@@ -78,10 +78,10 @@ def bind_kv_cache(model: nn.Module, kv_config: KVCacheConfig, tensors: Sequence[
 
 
 def cache_planes(spec: KVCacheSpec, tensor: Tensor) -> tuple[Tensor, ...]:
-    """Each plane of a spec's blocks, as kernels know them, as contiguous [n, bytes] uint8, indexed by their ids.
+    """Return each plane of a spec's blocks as contiguous [n, bytes] uint8, indexed by kernel block ids.
 
-    The planes of a block lie one behind the other, and block ids count planes, so that the first ids that a group uses
-    of the pool's blocks are `KVCacheConfig.parts_per_block` apart. Each view begins at its own plane of block 0.
+    The planes of a block are adjacent, and block ids count planes: the first ids of two pool blocks of a group are
+    `KVCacheConfig.parts_per_block` apart. Each view begins at its own plane of block 0.
     """
     planes = tensor.view(-1, spec.plane_bytes)
     length = len(planes) - spec.planes + 1

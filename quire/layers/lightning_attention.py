@@ -1,22 +1,25 @@
-"""Lightning attention (Qin et al., 2024, arXiv:2401.04658), as MiniMax-01 has it (2025, arXiv:2501.08313).
+"""Lightning attention (Qin et al., 2024, arXiv:2401.04658), as in MiniMax-01 (2025, arXiv:2501.08313) and, with heads
+normed and rotated, in Ring-linear (Ling team, 2025, arXiv:2510.19338).
 
-Linear attention, whose memory of keys and values decays as a whole, at each head's own rate. That is the recurrence of
-Mamba 2 with time steps of 1 and a group for each head: what it writes at is the key, what it reads at the query.
+Linear attention whose state decays uniformly, at each head's own rate. It is Mamba 2's recurrence with time steps of 1
+and a group for each head, with b = key and c = query.
 
 Shapes: T tokens of the step, H hidden size, h heads of size D.
 """
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels import ops
-from quire.layers.alibi import slopes
+from quire.layers.attention import slopes
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
 from quire.layers.linear import Linear, QKVLinear
+from quire.layers.norm import RMSNorm, SharedRMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.shard import Shard, Span
-from quire.layers.shared_norm import SharedRMSNorm
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext
 
@@ -24,7 +27,7 @@ _NORM_EPS = 1e-6
 
 
 class LightningScan(Module):
-    """What heads have seen, as it decays at `rates` [h], below 0, read at their queries; `name` is the layer's."""
+    """Linear attention state of each head, decaying at `rates` [h] < 0; `name` is the layer's."""
 
     rates: Tensor
     zeros: Tensor
@@ -34,13 +37,13 @@ class LightningScan(Module):
     ) -> None:
         super().__init__()
         self.units, self.scale, self.name = Span(heads.units), scale, name
-        # Values are scaled as time steps of another length would.
+        # Scaling values has the effect of time steps of another length.
         self.register_buffer("rates", rates / scale, persistent=False)
         self.register_buffer("zeros", torch.zeros_like(rates), persistent=False)
         parts = [((self.units,), heads.unit, heads.unit)]
         self.cache = StateCache(config=config, name=f"{name}.cache", parts=parts)
 
-    def take_share(self, shard: Shard) -> None:
+    def apply_shard(self, shard: Shard) -> None:
         own = self.units.piece(shard, self.name)
         self.rates, self.zeros = self.rates[own], self.zeros[own]
 
@@ -65,7 +68,7 @@ class LightningScan(Module):
 
 
 class LightningAttention(Module):
-    """`out(norm(attention(silu(qkv(x)))) * sigmoid(gate(x)))`; the deeper the layer, the longer it remembers."""
+    """`out(norm(attention(silu(qkv(x)))) * sigmoid(gate(x)))`; the deeper the layer, the slower the decay."""
 
     def __init__(
         self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
@@ -92,7 +95,7 @@ class LightningAttention(Module):
             bias=False,
             dtype=dtype,
             name=f"{prefix}.output_gate",
-            cut="output",
+            partition="output",
             spans=(heads,),
             activation="sigmoid",
         )
@@ -103,15 +106,92 @@ class LightningAttention(Module):
             bias=False,
             dtype=dtype,
             name=f"{prefix}.out_proj",
-            cut="input",
+            partition="input",
         )
         share = 1.0 - layer / (arch.num_layers - 1 + 1e-5) + 1e-5
         self.scan = LightningScan(config=config, heads=heads, rates=-share * slopes(heads.units), name=prefix)
 
     def reads(self, source: RowSource) -> None:
-        """x has two readers here, so nobody rounds it before."""
+        """Ignore the declaration: x has two readers here, so it cannot arrive quantized."""
 
     def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
         q, k, v = ops.activate(self.lightning_qkv(x, step), "silu").chunk(3, dim=1)
         return self.out_proj(self.norm(self.scan(q, k, v, step)) * self.output_gate(x, step), step)
+
+
+class RotatedLightningAttention(Module):
+    """`out(norm(attention(qkv(x))) * sigmoid(gate(x)))`; the deeper the layer, the slower the decay."""
+
+    def __init__(
+        self, *, config: EngineConfig, prefix: str, layer: int, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__()
+        arch, own, dtype = config.arch, config.arch.rotated_lightning, model_dtype(config)
+        assert own is not None, "a layer of this kind is described"
+        heads = Span(arch.num_heads, own.head_dim)
+        self.qkv_proj = QKVLinear(
+            hidden_size=arch.hidden_size,
+            num_heads=heads.units,
+            num_kv_heads=heads.units,
+            head_dim=heads.unit,
+            bias=False,
+            dtype=dtype,
+            name=f"{prefix}.qkv_proj",
+        )
+        self.q_norm = self.k_norm = None
+        if own.qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(
+                    size=own.head_dim,
+                    eps=arch.norm_eps,
+                    dtype=activation_dtype(config),
+                    name=f"{prefix}.{name}",
+                )
+                for name in ("q_norm", "k_norm")
+            )
+        self.rotary = rotary
+        self.g_proj = Linear(
+            in_features=arch.hidden_size,
+            out_features=heads.size,
+            bias=False,
+            dtype=dtype,
+            name=f"{prefix}.g_proj",
+            partition="output",
+            spans=(heads,),
+            activation="sigmoid",
+        )
+        self.g_norm = SharedRMSNorm(
+            heads,
+            groups=own.groups,
+            eps=arch.norm_eps,
+            dtype=activation_dtype(config),
+            name=f"{prefix}.g_norm",
+        )
+        self.o_proj = Linear(
+            in_features=heads.size,
+            out_features=arch.hidden_size,
+            bias=False,
+            dtype=dtype,
+            name=f"{prefix}.o_proj",
+            partition="input",
+        )
+        # The first layer's factor is above 1, as in the published code of these models.
+        share = 1.0 - (layer - 1) / max(arch.num_layers - 1, 1) + 1e-5
+        rates = -share * slopes(heads.units)
+        self.scan = LightningScan(
+            config=config, heads=heads, rates=rates, scale=heads.unit**-0.5, name=prefix
+        )
+
+    def reads(self, source: RowSource) -> None:
+        """Ignore the declaration: x has two readers here, so it cannot arrive quantized."""
+
+    def forward(self, x: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        q, k, v = self.qkv_proj.heads(x, step)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(positions, q, k)
+        out = self.g_norm(self.scan(q.flatten(1), k.flatten(1), v.flatten(1), step))
+        return self.o_proj(out * self.g_proj(x, step), step)

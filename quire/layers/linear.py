@@ -1,4 +1,4 @@
-"""Linear layers, alone or several merged into one so that a step makes fewer and larger kernel calls.
+"""Linear layers, alone or merged (QKV, gate and up) so that a step makes fewer and larger kernel calls.
 
 Shapes: T tokens, K input features, N output features, Hq/Hkv query and key-value heads, D head size.
 """
@@ -11,51 +11,50 @@ import torch
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.linear import Ending, Function, QuantizedRows
+from quire.kernels.linear import Function, FusedActivation, QuantizedRows, RowQuantization
 from quire.kernels.lora import LoraStacks, SharedStacks
-from quire.kernels.rounding import RowRounding
 from quire.layers.activation import FUSED, GATED, GATED_FP8
 from quire.layers.base import RowSource
-from quire.layers.matrix import MatrixLayer, Piece
+from quire.layers.matrix import MatrixLayer, ModuleRows
 from quire.layers.quantization import QuantMethod
-from quire.layers.shard import WHOLE, Cut, Member, Shard, Span
+from quire.layers.shard import WHOLE, Partition, Shard, Span, StackMember
 from quire.layers.slot import length
 from quire.layers.step import StepContext
 
 
 @dataclass(frozen=True)
-class Turns:
-    """The layers of a model that take turns at one layer of ours, as if each had it; adapters know them apart.
+class LayerTurns:
+    """Model layers that take turns at one shared linear layer; adapters treat them as separate.
 
-    A step of one of them has adapter rows that are counted from its slots on.
+    In a turn, adapter rows are counted from that turn's slots on.
     """
 
     layers: tuple[int, ...]
-    """Their numbers; the checkpoint has the layer at `home`."""
+    """Layer numbers; the checkpoint stores the layer at `home`."""
     home: int
     idle: tuple[int, ...] = ()
-    """Those at which the model has it, too, and that never ask it."""
+    """Layer numbers at which the model has the layer but never calls it."""
     slots: SharedStacks = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slots", SharedStacks(range(len(self.layers))))
 
     def name_at(self, layer: int, name: str) -> str:
-        """What the layer is called there."""
+        """Return the layer's name at that layer number."""
         return name.replace(f".layers.{self.home}.", f".layers.{layer}.", 1)
 
 
 class Linear(MatrixLayer):
-    """`x @ weight.T + bias`, weight [N, K], and what `activation` makes of each element.
+    """`activation(x @ weight.T + bias)`, weight [N, K].
 
-    `cut` says how several ranks may share it. `spans` has the output rows of each part if this layer stands for
-    several of the checkpoint's, and `groups` how these are stored; see `MatrixLayer`. `transposed` says that the
-    checkpoint stores [K, N], as GPT-2's Conv1D does.
+    `partition` is the tensor-parallel one. `spans` has the output rows of each part if the layer merges several of the
+    checkpoint's, and `groups` how these are stored; see `MatrixLayer`. `transposed`: the checkpoint stores [K, N], as
+    GPT-2's Conv1D does.
     """
 
-    makes_products = rounds_inputs = True
+    makes_products = quantizes_inputs = True
     takes_adapters = True
-    """Whether all products of its matrix are made here, with the step at hand, so that adapters can add to them."""
+    """True if all its matmuls happen here, with the step at hand, so that adapters can add to them."""
 
     def __init__(
         self,
@@ -65,95 +64,97 @@ class Linear(MatrixLayer):
         bias: bool,
         dtype: torch.dtype,
         name: str = "",
-        cut: Cut = "whole",
+        partition: Partition = "whole",
         spans: Sequence[Span] = (),
         transposed: bool = False,
         groups: int = 1,
-        member: Member | None = None,
+        member: StackMember | None = None,
         activation: Function | None = None,
     ) -> None:
         spans = spans or (Span(out_features),)
         assert sum(span.size for span in spans) == out_features
-        assert activation is None or cut != "input", "what ranks have parts of is activated behind their sum"
+        assert activation is None or partition != "input", (
+            "a row-parallel layer is activated after its all-reduce"
+        )
         super().__init__(
             spans,
             in_features,
             dtype,
             name=name,
-            cut=cut,
+            partition=partition,
             bias=bias,
             transposed=transposed,
             groups=groups,
             member=member,
         )
         self._function = activation
-        self._ending: Ending | None = activation
-        # In a tuple, for it is no part of this layer.
+        self._ending: FusedActivation | None = activation
+        # In a tuple, so that nn.Module does not register it as a submodule.
         self._source: tuple[RowSource, ...] = ()
         self.adapters: LoraStacks | None = None
-        """What a step's `adapter_rows` choose from; None: the engine serves no adapters."""
+        """Adapter stacks that a step's `adapter_rows` index; None: the engine serves no adapters."""
         self.shared_adapters: SharedStacks | None = None
-        """Where the slots of all experts are that have such a layer, which is how adapters add to their products."""
+        """Adapter slots of all experts with such a layer, through which adapters add to their matmuls."""
         self.expert = 0
-        """Of which of them it is."""
-        self.turns: Turns | None = None
-        """Who takes turns at it; None: it is one layer's."""
+        """Expert number of this layer."""
+        self.turns: LayerTurns | None = None
+        """Layers that take turns at it; None: it belongs to one layer."""
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method, shard)
-        self._adds_up_with = self.group if self.cut == "input" else None
+        self._adds_up_with = self.group if self.partition == "input" else None
 
     def reads(self, source: RowSource) -> None:
-        """Say that x is what `source` makes, and that nobody else reads it.
+        """Declare that x is the output of `source` and that no other layer reads it.
 
-        If the weight is kept in fp8, x comes quantised then, and the product needs no pass over it before.
+        If the weight is fp8, x then arrives quantized, and the matmul needs no quantization pass.
         """
         self._source = (source,)
 
     @property
     def source(self) -> RowSource | None:
-        """What makes x for this layer alone, if it was said."""
+        """Layer whose output is read by this layer alone, if declared."""
         return self._source[0] if self._source else None
 
     def forward(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
-        """x [T, K] -> [T, N]; the rows are those of the step's tokens. K is the rank's share if that is cut, else N."""
+        """x [T, K] -> [T, N]; one row per token of the step. K is the rank's share if the layer is row-parallel."""
         adapts = self.adapters is not None and step.adapter_rows is not None
-        if self._ending is None or self.packed is None or adapts or self.rounded_inputs is not None:
+        if self._ending is None or self.packed is None or adapts or self.input_quantization is not None:
             return self._activated(self.sums(x, step))
         return ops.packed_linear(self._in_order(x), self.packed, self.bias, self._ending)
 
     def sums(self, x: Tensor | QuantizedRows, step: StepContext) -> Tensor:
-        """What `forward` activates: [T, K] -> [T, N]."""
-        if self.rounded_inputs is None:
+        """Return the pre-activation: [T, K] -> [T, N]."""
+        if self.input_quantization is None:
             out = self._product(x)
         else:
-            assert isinstance(x, Tensor), "what is rounded as a checkpoint says comes as it is"
-            out = self.rounded_inputs.product(x, self._product)
+            assert isinstance(x, Tensor), "activation quantization from the checkpoint takes unquantized x"
+            out = self.input_quantization.product(x, self._product)
         if self.adapters is not None and step.adapter_rows is not None:
-            assert isinstance(x, Tensor), "what serves adapters does not quantise x"
+            assert isinstance(x, Tensor), "a layer with adapters takes unquantized x"
             ops.lora_linear(out, x, step.adapter_rows, self.adapters)
         return out if self._adds_up_with is None else ops.all_reduce(out, self._adds_up_with)
 
     def _activated(self, sums: Tensor) -> Any:
         return sums if self._function is None else ops.activate(sums, self._function)
 
-    def _product(self, x: Tensor | QuantizedRows, way: RowRounding | None = None) -> Tensor:
+    def _product(self, x: Tensor | QuantizedRows, way: RowQuantization | None = None) -> Tensor:
         if way is not None:
-            assert isinstance(x, Tensor), "what is rounded as a checkpoint says comes as it is"
+            assert isinstance(x, Tensor), "activation quantization from the checkpoint takes unquantized x"
             if self.packed is not None and self.input_order is None:
                 return ops.rounded_linear(x, self.packed, way, self.bias)
             x = ops.round_rows(x, way)
         if self.packed is not None:
             return ops.packed_linear(self._in_order(x), self.packed, self.bias)
         assert self.weight is not None
-        assert isinstance(x, Tensor), "only a packed weight has its x quantised"
+        assert isinstance(x, Tensor), "only a packed weight takes quantized x"
         return ops.linear(x, self.weight, self.bias)
 
     def _in_order(self, x: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
-        """x, its columns as the packed matrix has them."""
+        """Return x with its columns in the packed weight's order."""
         if self.input_order is None:
             return x
-        assert isinstance(x, Tensor), "rows in fp8 meet a matrix in fp8, which is in no other order"
+        assert isinstance(x, Tensor), "fp8 rows meet an fp8 weight, which is never permuted"
         return x.index_select(-1, self.input_order)
 
     def finish_loading(self) -> None:
@@ -163,20 +164,22 @@ class Linear(MatrixLayer):
 
 
 class ExactLinear(Linear):
-    """A small one whose weight is never rounded, whatever the method, because what it makes decides of much else."""
+    """Small linear layer that is never quantized, because much depends on its output (routers)."""
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method.unrounded(), shard)
 
 
 class QKVLinear(Linear):
-    """Query, key and value projections as one, cut by heads; ranks beyond the key-value heads share them.
+    """Merged query, key and value projections, sharded by heads; ranks beyond the key-value heads share them.
 
-    A checkpoint that is `grouped` has, in one tensor, the query heads of the first key-value head, its key, its value,
-    then those of the next; or it has the queries apart, and the rest so. A layer that is `gated` has a gate for each
-    query head, too, which the checkpoint has behind that head's query. What comes out is bounded by `clip`. Of heads
-    that are paired, each of the first half with one of the second, ranks have pairs. With several `blocks` the
-    checkpoint has, in one tensor, so large a part of the queries, the values and the keys, then the next of each.
+    `grouped`: the checkpoint stores in one tensor the query heads of the first key-value head, its key, its value, then
+    those of the next; or it has the queries apart, and the rest so. `gated`: each query head has a gate, stored after
+    its
+    query. `clip` bounds the outputs. `paired`: each head of the first half belongs to one of the second, and ranks hold
+    pairs. With several `blocks` the checkpoint has, in one tensor, that fraction of the queries, the values and the
+    keys,
+    then the next of each.
     """
 
     def __init__(
@@ -196,7 +199,7 @@ class QKVLinear(Linear):
         paired: bool = False,
         blocks: int = 1,
     ) -> None:
-        assert not (paired and (grouped or gated or blocks > 1)), "such heads are in halves as they are"
+        assert not (paired and (grouped or gated or blocks > 1)), "paired heads are stored in plain halves"
         self.clip, self.head_dim, self.parts = clip, head_dim, 2 if paired else 1
         self.blocks = blocks
         heads = Span(num_heads // self.parts, head_dim)
@@ -209,7 +212,7 @@ class QKVLinear(Linear):
             bias=bias,
             dtype=dtype,
             name=name,
-            cut="output",
+            partition="output",
             spans=spans,
             transposed=transposed,
             groups=num_heads if gated else num_kv_heads if grouped else blocks,
@@ -222,7 +225,7 @@ class QKVLinear(Linear):
             for first in range(0, len(self.rows), self.parts)
         )
 
-    def pieces(self, names: Sequence[str]) -> list[Piece]:
+    def pieces(self, names: Sequence[str]) -> list[ModuleRows]:
         if self.blocks > 1:
             return list(self.pieces_of(names[0], (0, 2, 1)))
         if len(names) == 1:
@@ -230,7 +233,7 @@ class QKVLinear(Linear):
         return super().pieces([name for name in names for _ in range(self.parts)])
 
     def heads(self, x: Tensor | QuantizedRows, step: StepContext) -> Sequence[Tensor]:
-        """x [T, K] -> views q [T, Hq, D], k and v [T, Hkv, D], and perhaps gates [T, Hq, D], of one [T, N]."""
+        """x [T, K] -> views q [T, Hq, D], k and v [T, Hkv, D], and if `gated` gates [T, Hq, D], of one [T, N]."""
         rows = self(x, step)
         if self.clip is not None:
             rows = rows.clamp(-self.clip, self.clip)
@@ -238,10 +241,11 @@ class QKVLinear(Linear):
 
 
 class GateUpLinear(Linear):
-    """The gate and up projections of a gated MLP as one: `act(gate(x)) * up(x)`, [T, K] -> [T, I].
+    """Merged gate and up projections of a gated MLP: `act(gate(x)) * up(x)`, [T, K] -> [T, I].
 
-    With `prepare` it is `act(prepare(gate(x))) * up(x)`. `up_first` says that a checkpoint in which both are one tensor
-    has the rows of up before those of gate.
+    With `prepare` it is `act(prepare(gate(x))) * up(x)`. `up_first`: a merged checkpoint tensor has the rows of up
+    before
+    those of gate.
     """
 
     def __init__(
@@ -254,10 +258,10 @@ class GateUpLinear(Linear):
         activation: str,
         name: str = "",
         transposed: bool = False,
-        cut: Cut = "output",
+        partition: Partition = "output",
         prepare: Callable[[Tensor], Tensor] | None = None,
         up_first: bool = False,
-        member: Member | None = None,
+        member: StackMember | None = None,
     ) -> None:
         self.up_first = up_first
         super().__init__(
@@ -266,7 +270,7 @@ class GateUpLinear(Linear):
             bias=bias,
             dtype=dtype,
             name=name,
-            cut=cut,
+            partition=partition,
             spans=(Span(intermediate_size), Span(intermediate_size)),
             transposed=transposed,
             member=member,
@@ -282,7 +286,7 @@ class GateUpLinear(Linear):
         gate, up = sums.chunk(2, dim=1)
         return self._gate(torch.cat((self._prepare(gate), up), dim=1))
 
-    def pieces(self, names: Sequence[str]) -> list[Piece]:
+    def pieces(self, names: Sequence[str]) -> list[ModuleRows]:
         if self.up_first and len(names) == 1:
             return list(self.pieces_of(names[0], (1, 0)))
         return super().pieces(names)

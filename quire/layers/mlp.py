@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.layers.activation import FUNCTIONS, Activation
+from quire.layers.activation import FUNCTIONS, XIELU, Activation
+from quire.layers.altup import GaussianTop
 from quire.layers.base import Module, RowSource, activation_dtype, model_dtype
-from quire.layers.gaussian_top import GaussianTop
 from quire.layers.linear import GateUpLinear, Linear
 from quire.layers.step import StepContext
-from quire.layers.xielu import XIELU
 
 
 class GatedMLP(Module):
-    """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202); I is the model's if it is not given.
+    """`down(act(gate(x)) * up(x))` (SwiGLU: Shazeer, 2020, arXiv:2002.05202); I defaults to the model's.
 
-    With `sparsity` that share of each row of the gate is cut off (`GaussianTop`).
+    With `sparsity`, that fraction of each row of the gate is zeroed (`GaussianTop`).
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class GatedMLP(Module):
         self.multiplier = arch.mlp_multiplier
 
     def reads(self, source: RowSource) -> None:
-        """Say that x is what `source` makes, and that nobody else reads it; see `Linear.reads`."""
+        """Declare that x is the output of `source` and that no other layer reads it; see `Linear.reads`."""
         self.gate_up_proj.reads(source)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
@@ -65,7 +64,7 @@ class GatedMLP(Module):
 
 
 class PlainMLP(Module):
-    """`down(act(up(x)))`; I is the model's if it is not given."""
+    """`down(act(up(x)))`; I defaults to the model's."""
 
     def __init__(self, *, config: EngineConfig, prefix: str, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class PlainMLP(Module):
             bias=arch.mlp_bias,
             dtype=model_dtype(config),
             name=f"{prefix}.up_proj",
-            cut="output",
+            partition="output",
             transposed=arch.transposed_weights,
             activation=None if learned else FUNCTIONS[arch.hidden_act],
         )
@@ -85,7 +84,7 @@ class PlainMLP(Module):
         self.down_proj = _down_proj(config, prefix, size)
 
     def reads(self, source: RowSource) -> None:
-        """As `GatedMLP.reads`."""
+        """See `GatedMLP.reads`."""
         self.up_proj.reads(source)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
@@ -102,6 +101,6 @@ def _down_proj(config: EngineConfig, prefix: str, intermediate_size: int) -> Lin
         bias=arch.mlp_bias if arch.mlp_out_bias is None else arch.mlp_out_bias,
         dtype=model_dtype(config),
         name=f"{prefix}.down_proj",
-        cut="input",
+        partition="input",
         transposed=arch.transposed_weights,
     )

@@ -1,7 +1,7 @@
-"""How the weight of a matrix comes from the checkpoint and how it is kept: an object per method, in one table.
+"""Quantization methods: how a layer's weight is read from the checkpoint and stored, one object each, in one table.
 
-Invariant: this is the only place that knows methods by name. A layer asks its method for its parameters, their slots
-and the finish; the loader gives each layer its method; kernels know packed formats (`WeightScheme`) and no method.
+Invariant: methods are known by name only here. A layer asks its method for parameters, their slots and the finish; the
+loader assigns each layer its method; kernels know packed formats (`WeightScheme`) and no method.
 """
 
 from __future__ import annotations
@@ -20,74 +20,76 @@ from quire.kernels.formats.two_level import narrowed
 from quire.kernels.linear import CHUNK, FLOAT, PackedWeight, WeightScheme
 from quire.layers.base import parameter
 from quire.layers.shard import WHOLE
-from quire.layers.slot import Part, Slot, length
+from quire.layers.slot import Slot, TensorPart, length
 
 if TYPE_CHECKING:
     from quire.layers.matrix import MatrixLayer
 
 
 class QuantMethod:
-    """Base of all methods: as it stands, a weight is one float tensor in the file, packed by `scheme` when it is there.
+    """Base of all methods: one float tensor in the file, packed by `scheme` when it is loaded.
 
-    A method for checkpoints that are quantised already has parameters, slots and a finish of its own. What is said here
-    of a layer's rows and columns is what its rank has of them.
+    A method for quantized checkpoints overrides parameters, slots and finish. Rows and columns of a layer are its
+    rank's.
     """
 
     name: ClassVar[str]
     quantizes_rows: bool = False
-    """Whether products take `QuantizedRows`."""
+    """True if matmuls take `QuantizedRows`."""
     spans_rows: bool = False
-    """Whether a scale stands for all k of an output: a rank that has some of them reads them all to find it."""
+    """True if a scale covers all k of an output, so that a row-parallel rank must read all of them to find it."""
 
     def __init__(self, scheme: WeightScheme = FLOAT) -> None:
         self.scheme = scheme
 
     @property
     def input_unit(self) -> int:
-        """Inputs that no cut splits."""
+        """Number of inputs that sharding never splits."""
         return 1
 
     def unrounded(self) -> QuantMethod:
-        """The same for a layer whose weight is never rounded: what is read, kept as floats."""
+        """Return the unquantized variant for a layer whose weight is never rounded."""
         return method_of(replace(FLOAT, invariant=self.scheme.invariant))
 
     def looked_up(self) -> QuantMethod:
-        """The same for a layer whose weight is a table that nothing is multiplied by: floats."""
+        """Return the float variant for a table that is only looked up and never multiplied."""
         return TABLE
 
     def create(self, layer: MatrixLayer) -> None:
-        """Give a layer its parameters, uninitialised.
+        """Allocate a layer's parameters, uninitialized.
 
         Raises:
-            ConfigError: the layer cannot be cut so.
+            ConfigError: the layer cannot be sharded this way.
         """
         layer.weight = parameter(layer.num_rows, length(self.read(layer)), dtype=layer.dtype)
 
     def slots(self, layer: MatrixLayer, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        """Where the tensors of the checkpoint's modules `names` go; see `Layer.slots`."""
+        """Yield slots for the tensors of checkpoint modules `names`; see `Layer.slots`."""
         assert layer.weight is not None, "slots are filled before the layer is finished"
         weight, columns, every_column = layer.weight, self.read(layer), slice(0, layer.inputs)
         pieces = layer.pieces(names)
         layer.sources = [(f"{piece.name}.weight", piece.place) for piece in pieces]
         adopt = layer.adopt if len(pieces) == 1 and self._reads_file(layer) else None
         for piece in pieces:
-            part = Part((piece.num_rows, layer.inputs), (piece.region, every_column), (piece.rows, columns))
+            part = TensorPart(
+                (piece.num_rows, layer.inputs), (piece.region, every_column), (piece.rows, columns)
+            )
             target = weight[piece.place]
             if layer.transposed:
                 part, target = part.transposed(), target.t()
             yield f"{piece.name}.weight", Slot(target, "normal", part, adopt=adopt)
 
     def replaced(self, layer: MatrixLayer, device_type: str) -> Collection[str]:
-        """Names of the parameters that `finish`, on such a device, lets go of."""
+        """Return names of the parameters that `finish` frees on this device type."""
         assert layer.weight is not None, "asked before the layer is finished"
         takes = ops.pack_weight.takes(device_type, layer.weight, self.scheme, layer.halves())
         return ("weight",) if takes else ()
 
     def finish(self, layer: MatrixLayer) -> None:
-        """Bring the weight, all of which is there, into the one form in which it is kept.
+        """Convert the fully loaded weight into its stored form.
 
         Raises:
-            ModelLoadError: it is rounded, and has numbers that are not finite.
+            ModelLoadError: it is quantized, and has non-finite values.
         """
         assert layer.weight is not None, "a layer is finished once"
         weight = layer.rearranged(layer.weight.data)
@@ -99,7 +101,7 @@ class QuantMethod:
             layer.adopt(self._rounded(layer, weight))
 
     def read(self, layer: MatrixLayer) -> slice:
-        """The inputs whose weights are read, of which a rank may keep fewer."""
+        """Return the inputs whose weights are read, of which a rank may keep fewer."""
         return slice(0, layer.inputs) if self.spans_rows else layer.columns
 
     def _own_columns(self, layer: MatrixLayer, packed: PackedWeight) -> PackedWeight:
@@ -116,13 +118,13 @@ class QuantMethod:
         return slice(columns.start - first, columns.stop - first)
 
     def _rounded(self, layer: MatrixLayer, weight: Tensor) -> Tensor:
-        """Where no kernel reads the packed form, the weight that it stands for."""
+        """Return the quantized and dequantized weight, for devices without kernels for the packed form."""
         packed = ops.pack_weight(weight, self.scheme)
         _check_scales(layer, packed)
         return reference.unpack_weight(packed)[:, self._kept_columns(layer)].contiguous()
 
     def _reads_file(self, layer: MatrixLayer) -> bool:
-        """Whether `finish` reads the weight once and may do so in the file's own memory.
+        """Return whether `finish` reads the weight once and may do so in the file's own memory.
 
         Only on a CPU, where the file is mapped and every scheme is packed.
         """
@@ -131,7 +133,7 @@ class QuantMethod:
 
 
 def _check_scales(layer: MatrixLayer, packed: PackedWeight) -> None:
-    """Refuse a weight of which a group has no scale.
+    """Reject a weight with a group that has no finite scale.
 
     Raises:
         ModelLoadError: naming the tensor.
@@ -148,7 +150,7 @@ def _check_scales(layer: MatrixLayer, packed: PackedWeight) -> None:
 
 
 class Float(QuantMethod):
-    """The checkpoint's floats in the model's dtype."""
+    """Checkpoint floats in the model's dtype."""
 
     name = "float"
 
@@ -157,7 +159,7 @@ class Float(QuantMethod):
 
 
 class Table(Float):
-    """Floats that are looked up and never multiplied: they stay rows."""
+    """Float table that is looked up and never multiplied: it stays in rows."""
 
     name = "table"
 
@@ -166,7 +168,7 @@ class Table(Float):
 
 
 class Int8(QuantMethod):
-    """Floats, rounded to 8 bits while they are loaded, with a scale per output, or per output and group of inputs."""
+    """8-bit quantization at load time, with a scale per output, or per output and group of inputs."""
 
     name = "int8"
 
@@ -180,7 +182,7 @@ class Int8(QuantMethod):
 
 
 class Int4(QuantMethod):
-    """Floats, rounded to 4 bits while they are loaded, with a scale per output and group of inputs."""
+    """4-bit quantization at load time, with a scale per output and group of inputs."""
 
     name = "int4"
 
@@ -201,20 +203,20 @@ class Int4(QuantMethod):
 
 
 class Fp8(QuantMethod):
-    """Floats, rounded to E4M3 while they are loaded, with a scale per output or one for all."""
+    """E4M3 quantization at load time, with a scale per output or one for the tensor."""
 
     name = "fp8"
     quantizes_rows = True
     spans_rows = True
 
     def create(self, layer: MatrixLayer) -> None:
-        if self.scheme.per_tensor and layer.shard != WHOLE and layer.cut != "whole":
-            raise ConfigError(f"{layer.name}: fp8 with one scale for all of a matrix cannot be cut")
+        if self.scheme.per_tensor and layer.shard != WHOLE and layer.partition != "whole":
+            raise ConfigError(f"{layer.name}: fp8 with one scale per tensor cannot be sharded")
         super().create(layer)
 
 
-class Elsewhere(QuantMethod):
-    """That of a matrix which another rank has as a whole: nothing is kept, and its tensors are left to that one."""
+class HeldByOtherRank(QuantMethod):
+    """Method of a weight that another rank holds: nothing is kept, and all its tensors are left to that rank."""
 
     name = "elsewhere"
 
@@ -241,12 +243,12 @@ class Elsewhere(QuantMethod):
 
 
 METHODS: dict[str, type[QuantMethod]] = {method.name: method for method in (Float, Int8, Int4, Fp8)}
-"""By the names of `quire.config.quantization.METHODS`, and "float"."""
+"""Methods by the kinds of their schemes: the names of `quire.config.quantization.METHODS`, and "float"."""
 
 FLOATS = Float()
 TABLE = Table()
 
 
 def method_of(scheme: WeightScheme) -> QuantMethod:
-    """The method that makes such weights while they are loaded."""
+    """Return the method that quantizes to `scheme` at load time."""
     return METHODS[scheme.kind](scheme)

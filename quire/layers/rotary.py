@@ -22,13 +22,13 @@ from quire.layers.base import Module
 
 
 class RotaryEmbedding(Module):
-    """Rotates q and k by their positions; one instance serves all layers of a model that share a formula."""
+    """Rotation of q and k by position; one instance serves all layers that share a formula."""
 
     cos_sin_cache: Tensor
 
     def __init__(self, *, config: EngineConfig, rope: RopeScaling) -> None:
         super().__init__()
-        # The table is made at once, on the host, even while parameters are being made on the meta device.
+        # The table is computed at once, on the host, even while parameters are created on the meta device.
         with torch.device("cpu"):
             cache = cos_sin_table(config, rope)
         self.register_buffer("cos_sin_cache", cache, persistent=False)
@@ -43,12 +43,12 @@ class RotaryEmbedding(Module):
         return self(positions, q, q[:, :0])[0]
 
     def places(self, positions: Tensor) -> Tensor:
-        """Which rows of the table kernels take for tokens at some positions [T]."""
+        """Return the table rows for positions [T], which kernels take."""
         return positions
 
 
 class Unrotated(Module):
-    """Stands for a rotary embedding where a kernel rotates all the same: every token is where nothing is turned."""
+    """Rotary embedding that rotates nothing, for kernels that always rotate: every token is at position 0."""
 
     cos_sin_cache: Tensor
     interleaved = False
@@ -59,7 +59,7 @@ class Unrotated(Module):
         self.register_buffer("cos_sin_cache", torch.cat((cosines, sines), 1), persistent=False)
 
     def places(self, positions: Tensor) -> Tensor:
-        """As `RotaryEmbedding.places`."""
+        """See `RotaryEmbedding.places`."""
         return torch.zeros_like(positions)
 
 
@@ -71,7 +71,7 @@ class _Shape:
 
 
 def cos_sin_table(config: EngineConfig, rope: RopeScaling) -> Tensor:
-    """float32 [P, R]: the cosines and then the sines of every position's R / 2 angles."""
+    """Return float32 [P, R]: the cosines and then the sines of every position's R / 2 angles."""
     arch = config.arch
     max_len = config.model.max_model_len or arch.max_position_embeddings
     shape = _Shape(rope.rotated(arch.head_dim), arch.max_position_embeddings, max_len)
@@ -95,7 +95,7 @@ def _dynamic(rope: RopeScaling, shape: _Shape) -> Tensor:
     """NTK-aware scaling: a longer sequence has a larger base; [P, R / 2]."""
     lengths = torch.arange(1, shape.max_len + 1, dtype=torch.float32).clamp(min=shape.max_position)
     stretch = rope.factor * lengths / shape.max_position - (rope.factor - 1)
-    # A single pair turns with frequency 1 whatever the base, and the exponent would have no value.
+    # With a single pair the frequency is 1 whatever the base, and the exponent would be undefined.
     exponent = shape.rot_dim / max(shape.rot_dim - 2, 1)
     return 1.0 / _powers((rope.theta * stretch**exponent).unsqueeze(1), shape.rot_dim)
 
@@ -132,7 +132,7 @@ def _longrope(rope: RopeScaling, shape: _Shape) -> Tensor:
     return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * _powers(rope.theta, shape.rot_dim))
 
 
-# Frequencies [R / 2], or [P, R / 2] where they differ from position to position.
+# Frequencies [R / 2], or [P, R / 2] if they differ by position.
 _FREQUENCIES: dict[str, Callable[[RopeScaling, _Shape], Tensor]] = {
     "default": _default,
     "linear": _linear,
@@ -144,12 +144,12 @@ _FREQUENCIES: dict[str, Callable[[RopeScaling, _Shape], Tensor]] = {
 
 
 def _powers(theta: float | Tensor, rot_dim: int) -> Tensor:
-    """theta ** (2 i / R) for i < R / 2, in the last dimension."""
+    """Return theta ** (2 i / R) for i < R / 2, in the last dimension."""
     return theta ** (torch.arange(0, rot_dim, 2, dtype=torch.float32) / rot_dim)
 
 
 def _attention_scale(rope: RopeScaling) -> float:
-    """What cosines and sines are multiplied with, which scales the attention scores by its square."""
+    """Return the factor of cosines and sines, which scales the attention scores by its square."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.kind == "longrope" and rope.factor > 1.0:

@@ -1,7 +1,7 @@
-"""The two mixers of RWKV-7 (B. Peng et al., 2025, arXiv:2503.14456): of tokens by a state, and of channels.
+"""Mixers of RWKV-7 (B. Peng et al., 2025, arXiv:2503.14456): time mixing with a state, and channel mixing.
 
-Each reads what the token before had in its place, too, and so keeps that. Shapes: T tokens of the step, H hidden size,
-h heads of size D, R numbers by way of which others are made.
+Each also reads the previous token's input, which it keeps as a state. Shapes: T tokens of the step, H hidden size,
+h heads of size D, R rank of low-rank projections.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ from quire.kernels.attention_metadata import StateMetadata
 from quire.kernels.linear import Function
 from quire.layers.base import Layer, Module, model_dtype, parameter
 from quire.layers.linear import Linear
-from quire.layers.shard import WHOLE, Cut, Shard, Span
-from quire.layers.slot import Init, Part, Slot, length
+from quire.layers.shard import WHOLE, Partition, Shard, Span
+from quire.layers.slot import Init, Slot, TensorPart, length
 from quire.layers.states import Shape, StateCache
 from quire.layers.step import StepContext
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from quire.layers.quantization import QuantMethod
 
 
-class Rows(Layer):
-    """Vectors of one size as the rows of a matrix, float32 [N, size], all of them cut as `span` is.
+class VectorRows(Layer):
+    """Vectors of one size as rows of a tensor, float32 [N, size], all sharded by `span`.
 
-    `stored` has what the checkpoint calls each, beside this layer, its shape there, and what it is like at first.
+    `stored` has the name of each in the checkpoint, beside this layer, its shape there, and its random initialization.
     """
 
     rows: Tensor
@@ -46,11 +46,14 @@ class Rows(Layer):
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         at, size = names[0].rpartition(".")[0], self._span.size
         for row, (stored, shape, init) in zip(self.rows, self._stored, strict=True):
-            yield f"{at}.{stored}", Slot(row, init, Part((size,), (slice(0, size),), (self._own,), shape))
+            yield (
+                f"{at}.{stored}",
+                Slot(row, init, TensorPart((size,), (slice(0, size),), (self._own,), shape)),
+            )
 
 
-class TokenShift(Rows):
-    """`x + (the x before - x) * mix`, for several mixes."""
+class TokenShift(VectorRows):
+    """`x + (previous x - x) * mix`, for several mixes."""
 
     taps: Tensor
 
@@ -67,9 +70,9 @@ class TokenShift(Rows):
 
 
 class TimeMix(Module):
-    """What each head remembers, read by the token; all but the first layer mix their values with those of the first.
+    """Time mixing: a recurrent state per head; later layers mix their values with those of the first.
 
-    A rank has some of the heads, and of numbers that others are made of all.
+    Heads are sharded; inputs of low-rank projections are replicated.
     """
 
     def __init__(self, *, config: EngineConfig, prefix: str, layer: int) -> None:
@@ -77,7 +80,7 @@ class TimeMix(Module):
         size, own, heads = config.arch.hidden_size, rwkv7_of(config), heads_of(config)
         shifted = [(f"x_{name}", (1, 1, size)) for name in "rwkvag"]
         self.shift = TokenShift(shifted, size, f"{prefix}.shift")
-        self.of_heads = Rows(
+        self.of_heads = VectorRows(
             [
                 ("k_k", (size,), "normal"),
                 ("k_a", (size,), "normal"),
@@ -91,7 +94,7 @@ class TimeMix(Module):
         self.r_proj, self.k_proj, self.v_proj = (
             _linear(config, size, heads, f"{prefix}.{name}_proj") for name in "rkv"
         )
-        self.o_proj = _linear(config, size, size, f"{prefix}.o_proj", cut="input")
+        self.o_proj = _linear(config, size, size, f"{prefix}.o_proj", partition="input")
         self.w_down = _linear(config, size, own.decay_rank, f"{prefix}.w_down", activation="tanh")
         self.w_up = _linear(config, own.decay_rank, heads, f"{prefix}.w_up", bias=True)
         self.a_down = _linear(config, size, own.rate_rank, f"{prefix}.a_down")
@@ -109,7 +112,7 @@ class TimeMix(Module):
     def forward(
         self, x: Tensor, first: Tensor | None, cache: StateCache, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """x [T, H] and the first layer's values, which that one makes -> [T, H] and those values."""
+        """x [T, H] and the first layer's values, None in that layer -> [T, H] and those values."""
         metadata, (before, _, states) = cache.metadata(step), cache.views
         xr, xw, xk, xv, xa, xg = self.shift(x, before, metadata)
         v = self.v_proj(xv, step)
@@ -132,14 +135,14 @@ class TimeMix(Module):
 
 
 class ChannelMix(Module):
-    """`value(relu(key(x))^2)` of a token and the one before."""
+    """Channel mixing: `value(relu(key(x))^2)` of a token and the previous one."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
         size, inner = config.arch.hidden_size, config.arch.intermediate_size
         self.shift = TokenShift([("x_k", (size,))], size, f"{prefix}.shift")
         self.key = _linear(config, size, Span(inner), f"{prefix}.key", activation="relu2")
-        self.value = _linear(config, inner, size, f"{prefix}.value", cut="input")
+        self.value = _linear(config, inner, size, f"{prefix}.value", partition="input")
 
     def forward(self, x: Tensor, cache: StateCache, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
@@ -148,20 +151,20 @@ class ChannelMix(Module):
 
 
 def state_cache(config: EngineConfig, name: str) -> StateCache:
-    """What a layer keeps: what time mixing and channel mixing read of the token before, and the heads' memories."""
+    """Return a layer's cache: the previous inputs of time mixing and channel mixing, and the heads' states."""
     size, dim = config.arch.hidden_size, rwkv7_of(config).head_dim
     heads: Shape = ((Span(size // dim),), dim, dim)
     return StateCache(config=config, name=name, parts=[(1, size), (1, size), heads])
 
 
 def heads_of(config: EngineConfig) -> Span:
-    """What the heads have of the numbers of a token."""
+    """Return the span of the heads' channels."""
     dim = rwkv7_of(config).head_dim
     return Span(config.arch.hidden_size // dim, dim)
 
 
 def rwkv7_of(config: EngineConfig) -> RWKV7Arch:
-    """What the config says of such layers."""
+    """Return the RWKV-7 section of the config."""
     own = config.arch.rwkv7
     assert own is not None, "a layer of this kind is described"
     return own
@@ -175,9 +178,9 @@ def _linear(
     *,
     bias: bool = False,
     activation: Function | None = None,
-    cut: Cut = "whole",
+    partition: Partition = "whole",
 ) -> Linear:
-    """Outputs that are a span are those that ranks share."""
+    """Return a linear layer; outputs given as a span are sharded."""
     spans = (outputs,) if isinstance(outputs, Span) else ()
     return Linear(
         in_features=inputs,
@@ -185,7 +188,7 @@ def _linear(
         bias=bias,
         dtype=model_dtype(config),
         name=name,
-        cut="output" if spans else cut,
+        partition="output" if spans else partition,
         spans=spans,
         activation=activation,
     )

@@ -1,7 +1,7 @@
-"""How a matrix is cut for several ranks.
+"""Tensor-parallel partitioning of weights.
 
-Invariant: what a rank holds follows from two statements, the layer's (`Cut` and spans, made where the layer is made)
-and the rank's (`Shard`), and from nothing else; loader and methods of quantisation slice by them alone.
+Invariant: a rank's shard follows from the layer's statement (`Partition` and spans, set when it is created) and
+the rank's (`Shard`) alone; the loader and quantization methods slice by them and nothing else.
 """
 
 from dataclasses import dataclass, field
@@ -10,18 +10,20 @@ from typing import Literal
 from quire.distributed.group import ALONE, Group
 from quire.errors import ConfigError
 
-Cut = Literal["whole", "output", "input"]
-"""Along which features a matrix may be cut. "output": ranks make different outputs, which stand one after the other.
-"input": ranks read different inputs, and what they make is added up, the bias once. "whole": every rank has all."""
+Partition = Literal["whole", "output", "input"]
+"""Partitioned dimension of a weight. "output" (column-parallel): ranks compute different outputs, which are
+concatenated.
+"input" (row-parallel): ranks read different inputs and all-reduce their results, with the bias added once. "whole":
+replicated.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The share of one rank of several.
+    """Rank, size and groups of one tensor-parallel rank.
 
-    What crosses ranks goes by way of `group`, which is theirs; without it each layer makes its own part of sums and
-    rows, and whoever calls it puts the parts together. `experts` are those who share out what is shared out whole: the
-    same ones, or those of several replicas.
+    Collectives use `group`; without it each layer computes its partial sums and rows, and the caller combines them.
+    `experts` is the group over which whole experts are distributed: the same ranks, or those of several replicas.
     """
 
     rank: int = 0
@@ -31,24 +33,26 @@ class Shard:
 
     @staticmethod
     def of_group(group: Group, experts: Group | None = None) -> "Shard":
-        """That of a rank of a group."""
+        """Return the shard of this process in a group."""
         return Shard(group.rank, group.size, group, group if experts is None else experts)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """One of `count` matrices, such as those of a layer's experts, that are shared out whole, neighbours together."""
+class StackMember:
+    """Index among `count` weights that are distributed whole over ranks, neighbours together, such as a layer's
+    experts.
+    """
 
     index: int
     count: int
 
     def is_of(self, shard: Shard) -> bool:
-        """Whether a rank has it."""
+        """Return whether a rank holds it."""
         return self.index in members_of(shard.experts.rank, shard.experts.size, self.count)
 
 
 def members_of(rank: int, size: int, count: int) -> range:
-    """Those of `count` that a rank of so many has: as many as any other, or one more or less."""
+    """Return the contiguous members that a rank holds; ranks differ by at most one."""
     return range(rank * count // size, (rank + 1) * count // size)
 
 
@@ -57,10 +61,11 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Outputs that are cut by themselves: `units` of `unit` each, such as heads of their size, which no cut splits.
+    """Outputs that are sharded together: `units` of `unit` each, such as heads, which are never split.
 
-    `replicated` ones may be fewer than the ranks, of which several hold the same unit then. Of `uneven` ones the last
-    rank may have fewer than the others, who have equally many.
+    `replicated` units may be fewer than the ranks, several of which then hold the same one. With `uneven` the last rank
+    may
+    have fewer than the others.
     """
 
     units: int
@@ -74,10 +79,10 @@ class Span:
         return self.units * self.unit
 
     def piece(self, shard: Shard, owner: str) -> slice:
-        """Which of the outputs a rank has.
+        """Return the outputs that a rank holds.
 
         Raises:
-            ConfigError: the units cannot be shared out so; the message names the owner.
+            ConfigError: the units cannot be partitioned so; the message names the owner.
         """
         count, rest = divmod(self.units, shard.of)
         if rest and self.uneven and (count + 1) * (shard.of - 1) < self.units:
@@ -89,5 +94,5 @@ class Span:
             count, first = 1, shard.rank * self.units // shard.of
         else:
             units = f"{self.units} units of {self.unit} outputs" if self.unit > 1 else f"{self.units} outputs"
-            raise ConfigError(f"{owner}: {units} cannot be shared out evenly among {shard.of} ranks")
+            raise ConfigError(f"{owner}: {units} cannot be divided evenly among {shard.of} ranks")
         return slice(first * self.unit, min(first + count, self.units) * self.unit)

@@ -1,7 +1,7 @@
-"""A transformer block that several layers use, each with low-rank adapters of its own (Zamba 2; arXiv:2411.15242).
+"""Transformer block shared by several layers, each with its own low-rank adapters (Zamba 2; arXiv:2411.15242).
 
 Shapes: T tokens of the step, H hidden size, I intermediate size, Hq heads of size D = 2 H / Hq, K and N features.
-A turn is one use of a block: it has a cache of its own, and adapters, which the checkpoint has in the block.
+A turn is one use of a block: it has its own cache and its own adapters, which the checkpoint stores in the block.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,15 +16,15 @@ from quire.config.arch import SharedBlocksArch
 from quire.layers.activation import GATED
 from quire.layers.attention import Attention
 from quire.layers.base import Module, activation_dtype, model_dtype
-from quire.layers.linear import Linear, QKVLinear, Turns
+from quire.layers.linear import LayerTurns, Linear, QKVLinear
 from quire.layers.norm import RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.shard import Cut, Span
+from quire.layers.shard import Partition, Span
 from quire.layers.step import StepContext
 
 
 class Adapters(nn.ModuleDict):
-    """What each turn adds to a matrix: a product of two of low rank (Hu et al., 2021, arXiv:2106.09685)."""
+    """Low-rank adapters of one weight, one per turn (Hu et al., 2021, arXiv:2106.09685)."""
 
     def __init__(
         self, *, config: EngineConfig, prefix: str, turns: Sequence[int], inputs: int, spans: Sequence[Span]
@@ -46,10 +46,10 @@ class Adapters(nn.ModuleDict):
         for turn, layer in zip(turns, layers, strict=True):
             for linear in cast(nn.ModuleList, self[str(turn)]):
                 idle = tuple(other for other in layers if other != layer)
-                cast(Linear, linear).turns = Turns((layer,), layers[0], idle)
+                cast(Linear, linear).turns = LayerTurns((layer,), layers[0], idle)
 
     def keep_turns(self, turns: Collection[int]) -> None:
-        """Let go of those of others."""
+        """Drop the adapters of other turns."""
         _keep(self, turns)
 
     def added(self, x: Tensor, turn: int, step: StepContext) -> Tensor:
@@ -65,7 +65,7 @@ def _keep(by_turn: nn.ModuleDict, turns: Collection[int]) -> None:
 
 
 class SharedAttention(Module):
-    """Attention of a block, with adapters of q, k and v or without any."""
+    """Attention of a block, with or without adapters of q, k and v."""
 
     def __init__(
         self, *, config: EngineConfig, prefix: str, turns: Sequence[int], rotary: RotaryEmbedding | None
@@ -112,7 +112,7 @@ class SharedAttention(Module):
         _keep(self.attn, turns)
 
     def forward(self, x: Tensor, positions: Tensor, turn: int, step: StepContext, own: StepContext) -> Tensor:
-        """x [T, 2 H] -> [T, H]; `own` is the step as the turn's layer has it."""
+        """x [T, 2 H] -> [T, H]; `own` is the step with adapter rows of this turn."""
         heads = self.qkv_proj.heads(x, own)
         if self.adapters:
             added = [adapters.added(x, turn, step) for adapters in self.adapters]
@@ -122,7 +122,7 @@ class SharedAttention(Module):
 
 
 class SharedMLP(Module):
-    """A gated MLP of a block, with adapters of gate and up."""
+    """Gated MLP of a block, with adapters of gate and up."""
 
     def __init__(self, *, config: EngineConfig, prefix: str, turns: Sequence[int]) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class SharedMLP(Module):
         self.gate = GATED[arch.hidden_act]
 
     def forward(self, x: Tensor, turn: int, step: StepContext, own: StepContext) -> Tensor:
-        """x [T, H] -> [T, H]; `own` as for attention."""
+        """x [T, H] -> [T, H]; `own` is the step with adapter rows of this turn."""
         added = self.gate_up_proj_adapter_list.added(x, turn, step)
         return self.down_proj(self.gate(self.gate_up_proj(x, own) + added), own)
 
 
 class SharedBlock(Module):
-    """Attention and then an MLP, of hidden states beside the embeddings."""
+    """Attention and MLP over the concatenation of hidden states and embeddings."""
 
     def __init__(
         self, *, config: EngineConfig, prefix: str, turns: Sequence[int], rotary: RotaryEmbedding | None
@@ -170,10 +170,10 @@ class SharedBlock(Module):
         layers = tuple(shared_blocks_of(config).layers[turn] for turn in turns)
         attention, mlp = self.self_attn, self.feed_forward
         for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-            linear.turns = Turns(layers, layers[0])
+            linear.turns = LayerTurns(layers, layers[0])
 
     def keep_turns(self, turns: Collection[int]) -> None:
-        """Let go of what is for turns that layers of other pipeline stages take; called any number of times."""
+        """Drop the parts of turns that other pipeline stages compute; can be called repeatedly."""
         self.turns = self.turns.intersection(turns)
         self.self_attn.keep_turns(self.turns)
         self.feed_forward.gate_up_proj_adapter_list.keep_turns(self.turns)
@@ -186,7 +186,7 @@ class SharedBlock(Module):
         return self.feed_forward(x, turn, step, own)
 
     def _of_turn(self, turn: int, step: StepContext) -> StepContext:
-        """The step with its rows' adapters counted from the slots of this turn on; see `Turns`."""
+        """Return the step with adapter rows counted from the slots of this turn on; see `LayerTurns`."""
         adapters, rows = self.self_attn.qkv_proj.adapters, step.adapter_rows
         if adapters is None or rows is None:
             return step
@@ -195,21 +195,26 @@ class SharedBlock(Module):
 
 
 def shared_blocks_of(config: EngineConfig) -> SharedBlocksArch:
-    """What the model has of them."""
+    """Return the model's shared-block config."""
     assert config.arch.shared_blocks is not None, "a model of this kind is described"
     return config.arch.shared_blocks
 
 
 def span_linear(
-    config: EngineConfig, name: str, inputs: int, spans: Sequence[Span], cut: Cut, bias: bool = False
+    config: EngineConfig,
+    name: str,
+    inputs: int,
+    spans: Sequence[Span],
+    partition: Partition,
+    bias: bool = False,
 ) -> Linear:
-    """A linear layer that makes all of these, one behind the other."""
+    """Return a merged linear layer with these output spans."""
     return Linear(
         in_features=inputs,
         out_features=sum(span.size for span in spans),
         bias=bias,
         dtype=model_dtype(config),
         name=name,
-        cut=cut,
+        partition=partition,
         spans=spans,
     )

@@ -1,8 +1,8 @@
-"""Sums that have the same bits however many ranks share them.
+"""Row-parallel linear layers with the same bits at every tensor-parallel size (--tp-invariant).
 
-Floats are added in another order if their sum is cut in another way. So it is cut in one way always: inputs in
-`NUM_SLICES`, each with a product of its own, which are added in the tree of `ops.all_reduce`. A rank's slices are a
-whole subtree: the number of ranks divides that of the slices, and is a power of two, too.
+Float sums depend on their order. So the order is fixed: inputs are cut into `NUM_SLICES`, each with its own matmul, and
+results are added in the tree of `ops.all_reduce`. A rank's slices are a whole subtree: the number of ranks divides
+that of the slices, and is a power of two, too.
 
 Shapes: T tokens, K input features, N output features.
 """
@@ -15,54 +15,54 @@ from torch import Tensor, nn
 from quire.distributed.group import Group
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.kernels.reference_collectives import tree_sum
+from quire.kernels.reference import tree_sum
+from quire.layers.altup import GaussianTop
 from quire.layers.base import Module
 from quire.layers.experts import InStack, LinearInStack
-from quire.layers.gaussian_top import GaussianTop
 from quire.layers.linear import Linear
+from quire.layers.norm import SharedRMSNorm
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Shard
-from quire.layers.shared_norm import SharedRMSNorm
 from quire.layers.slot import Slot
 from quire.layers.step import StepContext
 
 NUM_SLICES = 4
-"""A power of two: the most ranks that can share such a sum."""
+"""Largest tensor-parallel size; a power of two."""
 SLICES = "slices"
-"""The place of a layer's slices in the module tree, which no checkpoint knows."""
+"""Name of a layer's slices in the module tree, which no checkpoint has."""
 
 
 class Slice(Linear):
-    """One of `NUM_SLICES` parts of a linear layer that is cut by inputs; the first adds the bias."""
+    """One of `NUM_SLICES` parts of a row-parallel linear layer; the first adds the bias."""
 
     def __init__(self, linear: Linear, place: int, shard: Shard) -> None:
         self._number = shard.rank * (NUM_SLICES // shard.of) + place
         self._place = place
         self.summed_by: Group | None = shard.group if shard.group.size > 1 else None
-        """Those with whom the sum of this rank's slices is added up; None: it has all."""
+        """Group that all-reduces the sum of this rank's slices; None: this rank has all slices."""
         super().__init__(
             in_features=linear.inputs,
             out_features=sum(span.size for span in linear.spans),
             bias=linear.has_bias,
             dtype=linear.dtype,
             name=linear.name,
-            cut="input",
+            partition="input",
             transposed=linear.transposed,
         )
         self.turns = None if linear.turns is None else replace(linear.turns)  # with slots of its own
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
-        """The same for each number of ranks, so `shard` is not asked."""
+        """Create the slice's weights; they are the same for each number of ranks, so `shard` is ignored."""
         super().create_weights(method, Shard(self._number, NUM_SLICES))
 
     def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
-        """The first answers for the matrix: all slices together take what a rank's share of it is."""
+        """Yield slots; only the first slice's count for coverage, since all slices together read the rank's shard."""
         for name, slot in super().slots(names):
             yield name, replace(slot, shared=self._place > 0)
 
 
 class SliceInStack(InStack, Slice):
-    """One of a layer whose matrix is one of a stack in the checkpoint."""
+    """Slice of a layer whose weight is one of a stack in the checkpoint."""
 
     def __init__(self, linear: Linear, place: int, shard: Shard) -> None:
         assert isinstance(linear, InStack), "a member of a stack"
@@ -74,7 +74,7 @@ _SLICES: dict[type, type[Slice]] = {Linear: Slice, LinearInStack: SliceInStack}
 
 
 class SlicedLinear(Module):
-    """A rank's slices of a linear layer.
+    """This rank's slices of a row-parallel linear layer.
 
     Raises:
         ConfigError: there are more ranks than slices, or their number does not divide that of the slices.
@@ -85,26 +85,27 @@ class SlicedLinear(Module):
         count, rest = divmod(NUM_SLICES, shard.of)
         if rest:
             raise ConfigError(
-                f"--tp-invariant forms sums of {NUM_SLICES} slices, which {shard.of} ranks cannot share evenly"
+                f"--tp-invariant forms sums of {NUM_SLICES} slices, which"
+                f" cannot be divided evenly among {shard.of} ranks"
             )
         kind = _SLICES[type(linear)]
         self.slices = nn.ModuleList(kind(linear, place, shard) for place in range(count))
         self.group = shard.group
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        """x [T, K], the rank's share -> [T, N]."""
+        """x [T, K], the rank's shard -> [T, N]."""
         pieces = x.tensor_split(len(self.slices), 1)
         products = [part(piece.contiguous(), step) for part, piece in zip(self.slices, pieces, strict=True)]
         return ops.all_reduce(tree_sum(products), self.group)
 
 
 def slice_sums(model: nn.Module, shard: Shard) -> None:
-    """Put slices in the place of each linear layer that is cut by inputs, and have slices or units of other sums."""
+    """Replace each row-parallel linear layer by its slices, and make norms and top-k sum in fixed units."""
     for parent in list(model.modules()):
         if isinstance(parent, SharedRMSNorm):
             parent.by_units = parent.groups % NUM_SLICES > 0  # else each rank has whole groups
         if isinstance(parent, GaussianTop):
             parent.slices = NUM_SLICES // shard.of
         for name, child in list(parent.named_children()):
-            if type(child) in _SLICES and isinstance(child, Linear) and child.cut == "input":
+            if type(child) in _SLICES and isinstance(child, Linear) and child.partition == "input":
                 setattr(parent, name, SlicedLinear(child, shard))

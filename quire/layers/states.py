@@ -1,7 +1,7 @@
-"""States of fixed size that a layer keeps for each request, and each token replaces.
+"""Fixed-size recurrent state per request, which each token updates.
 
-Invariant: a state is float32 whatever the model's dtype, because what is added up over a whole sequence shows each
-rounding; and a layer never looks up where its states lie: its ops are given its views and the step's `StateMetadata`.
+Invariant: a state is float32 whatever the model's dtype, because sums over a whole sequence accumulate rounding. A
+layer never computes where its states are stored: its ops get its views and the step's `StateMetadata`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from quire.layers.slot import length
 from quire.layers.step import StepContext
 
 ALIGNMENT = 64
-"""Bytes of which the place of each part is a multiple."""
+"""Alignment in bytes of each part of a state."""
 CHECKPOINT_TOKENS = 512
-"""About how often a state is kept for other requests to resume from: a state is as large as the keys and values of
-hundreds of tokens, so that more of them would cost more than the attention that they replace."""
+"""Approximate distance of state checkpoints for prefix caching. A state is as large as the keys and values of hundreds
+of
+tokens, so more checkpoints would cost more than the attention that they replace.
+"""
 
 Shape = Sequence[int | tuple[Span, ...]]
-"""Of a part of what is kept; sizes that are cut for several ranks are the spans that make them up."""
+"""Shape of a part of a state; a sharded size is given as the spans that make it up."""
 
 
 class StateCache(Module):
-    """The states of one layer: one or more parts, each of a shape of its own.
+    """Recurrent state of one layer: one or more parts, each with its own shape.
 
     Args:
         name: identifies the layer's cache; unique in the model.
-        parts: shapes of what is kept of a request.
+        parts: shapes of a request's state.
     """
 
     def __init__(self, *, config: EngineConfig, name: str, parts: Sequence[Shape]) -> None:
@@ -46,12 +48,12 @@ class StateCache(Module):
         self.parts = tuple(parts)
         self.shapes = self._cut_for(WHOLE)
         self.views: tuple[Tensor, ...] = ()
-        """Of each part [blocks, *shape] float32, for the ops that read and replace it."""
+        """[blocks, *shape] float32 per part, which ops read and update."""
         self._block_size = config.cache.block_size
         self._has_kernels = bool(ops.causal_conv.supporting(device_type(config), activation_dtype(config)))
         self._group_id = 0
 
-    def take_share(self, shard: Shard) -> None:
+    def apply_shard(self, shard: Shard) -> None:
         self.shapes = self._cut_for(shard)
 
     def _cut_for(self, shard: Shard) -> tuple[tuple[int, ...], ...]:
@@ -62,11 +64,11 @@ class StateCache(Module):
 
     @property
     def group_id(self) -> int:
-        """Of the group whose block tables say where its states lie."""
+        """KV cache group whose block tables locate the states."""
         return self._group_id
 
     def metadata(self, step: StepContext) -> StateMetadata:
-        """Whose states the step reads, and where it leaves them."""
+        """Return the step's metadata: which states it reads and where it writes them."""
         return step.metadata(self._group_id, StateMetadata)
 
     def kv_cache_spec(self) -> KVCacheSpec:
@@ -75,7 +77,7 @@ class StateCache(Module):
         return RecurrentStateSpec(self._block_size, sum(map(_room, self.shapes)), checkpoint_blocks)
 
     def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
-        """See `CacheUser`; the parts of a block lie one behind the other."""
+        """See `CacheUser`; the parts of a block are adjacent."""
         assert isinstance(spec, RecurrentStateSpec), f"a state has no place in {type(spec).__name__}"
         self._group_id = group_id
         (blocks,) = cache_planes(spec, tensor)
@@ -87,10 +89,10 @@ class StateCache(Module):
         self.views = tuple(views)
 
     def why_not_captured(self) -> str | None:
-        """See `CacheUser`; a device that has a kernel for one of these layers has one for each."""
+        """See `CacheUser`; a device with a kernel for one of these layers has one for each."""
         return None if self._has_kernels else "layers with a state by reference cannot be captured"
 
 
 def _room(shape: tuple[int, ...]) -> int:
-    """Bytes that a part takes."""
+    """Return the aligned bytes of a part."""
     return -(-4 * math.prod(shape) // ALIGNMENT) * ALIGNMENT

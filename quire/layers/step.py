@@ -1,7 +1,7 @@
-"""What a step hands to every layer beside the rows themselves.
+"""Per-step metadata that every layer receives with the rows.
 
 Shapes: T tokens of the step.
-Invariant: made once for a step, by the runner, and only read by layers; a layer learns of its step in no other way.
+Invariant: the runner creates it once per step, layers only read it, and a layer gets step metadata in no other way.
 """
 
 from collections.abc import Mapping
@@ -17,21 +17,21 @@ Kind = TypeVar("Kind", bound=GroupMetadata)
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Whose the rows are. A field that is None is of a feature that the step does not use."""
+    """Metadata of the step's rows. A field is None if the step does not use its feature."""
 
     groups: tuple[GroupMetadata, ...]
-    """One for each KV cache group, of the group's kind. They differ in block tables, and each layer reads its own."""
+    """Metadata per KV cache group, of the group's kind; each layer reads that of its own group."""
     adapter_rows: Tensor | None = None
-    """[T] int32: the adapter of each token's row, an index into those that are loaded; negative = none."""
+    """[T] int32: loaded-adapter index of each token's row; negative = none."""
     token_types: Tensor | None = None
-    """[T] int64: the kind of each token, where a model knows several; None: all are of the first."""
+    """[T] int64: token type ids, if the model has several; None: all are of the first type."""
     intermediate: Mapping[str, Tensor] | None = None
-    """What the pipeline stage before hands over, by name; each has a row for each token."""
+    """Intermediate tensors of the previous pipeline stage by name, one row per token."""
     wanted: Tensor | None = None
-    """[N] int64: the rows whose hidden states are read, perhaps none; a model may leave the others 0. None: all."""
+    """[N] int64: rows whose hidden states are read, perhaps none; a model may leave the others 0. None: all."""
 
     def metadata(self, group_id: int, kind: type[Kind]) -> Kind:
-        """That of a layer's group, which is of the kind that the layer reads."""
+        """Return the metadata of a group, which must be of the given kind."""
         own = self.groups[group_id]
         assert isinstance(own, kind), f"group {group_id} has {type(own).__name__}, not {kind.__name__}"
         return own

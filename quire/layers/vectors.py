@@ -1,4 +1,4 @@
-"""Layers that have a number for each head, channel or dimension, or a few of them, and no matrix."""
+"""Layers with one or a few numbers per head, channel or dimension, and no weight matrix."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.layers.base import Layer, activation_dtype, parameter
 from quire.layers.shard import WHOLE, Shard, Span
-from quire.layers.slot import Init, Part, Slot, length
+from quire.layers.slot import Init, Slot, TensorPart, length
 
 if TYPE_CHECKING:
     from quire.layers.quantization import QuantMethod
@@ -22,20 +22,20 @@ class Vector:
 
     attribute: str
     stored: str
-    """What the checkpoint calls it, behind the layer's name; nothing, if that is its name."""
+    """Name in the checkpoint after the layer's name; empty if it is the layer's name itself."""
     init: Init = "zeros"
     convert: Callable[[Tensor], Tensor] | None = None
-    """As in `Slot`."""
+    """See `Slot`."""
     unit: int = 1
-    """Numbers for each of the layer's span."""
+    """Numbers per element of the layer's span."""
     around: tuple[int, int] = (0, 0)
-    """Dimensions of size 1 that the checkpoint has before and behind it."""
+    """Dimensions of size 1 that the checkpoint has before and after it."""
 
 
 class VectorLayer(Layer):
-    """Base of layers with vectors [N], or of a multiple of N, all of them cut as `span` is.
+    """Base of layers with vectors [N], or a multiple of N, all sharded by `span`.
 
-    With `beside` the checkpoint has them beside a module of this layer's name, and not in it.
+    With `beside` the checkpoint stores them next to a module of this layer's name instead of in it.
     """
 
     vectors: tuple[Vector, ...] = ()
@@ -60,14 +60,14 @@ class VectorLayer(Layer):
             target = getattr(self, vector.attribute)
             yield stored, Slot(target, vector.init, self._part(vector), convert=vector.convert)
 
-    def _part(self, vector: Vector) -> Part:
+    def _part(self, vector: Vector) -> TensorPart:
         size, (before, behind) = self.span.size * vector.unit, vector.around
         own = slice(self.own.start * vector.unit, self.own.stop * vector.unit)
-        return Part((size,), (slice(0, size),), (own,), (*[1] * before, size, *[1] * behind))
+        return TensorPart((size,), (slice(0, size),), (own,), (*[1] * before, size, *[1] * behind))
 
 
 class OutBias(VectorLayer):
-    """What is added to what a block makes of several parts; each rank has all of it."""
+    """Bias added to a block's summed output, whole on each rank."""
 
     vectors = (Vector("bias", "bias"),)
     bias: Tensor

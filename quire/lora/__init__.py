@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA): what their checkpoints say, and where their weights are while they are served."""
+"""LoRA adapters: PEFT checkpoints, and their weights while they are served."""

@@ -1,6 +1,6 @@
-"""Reads an adapter's directory, in the layout of PEFT, into the form in which layers take it.
+"""Reads an adapter directory in PEFT's layout into the layers' form.
 
-Invariant: all that the directory holds fits the model and the limits, or nothing of it is used.
+Invariant: everything in the directory matches the model and the limits, or nothing of it is used.
 """
 
 from __future__ import annotations
@@ -16,53 +16,50 @@ from quire.errors import ModelLoadError
 from quire.kernels import ops
 from quire.kernels.linear import FLOAT
 from quire.kernels.lora import LoraStacks, SlotMemory
-from quire.layers.own_rows import TokenRows
+from quire.layers.adapter_rows import AdapterTokenRows
 from quire.layers.sliced_linear import Slice
 from quire.layers.slot import length
 from quire.lora.adaptable import Adaptable, AdaptableTurn
 from quire.lora.adapted import AdaptedModule, Kind
-from quire.lora.directory import WEIGHTS_NAME
-from quire.lora.modules import adapted_modules
-from quire.lora.own_rows import count_added, read_own_rows
-from quire.lora.peft_config import read_peft_config
-from quire.lora.rounding import read_as, rounded
-from quire.lora.row_lengths import RowLengths, settle
-from quire.lora.targets import Place, Targets
+from quire.lora.modules import adapted_modules, quantize_adapter, reading_dtype
+from quire.lora.own_rows import RowNorms, apply_row_norms, count_added, read_own_rows
+from quire.lora.peft_config import WEIGHTS_NAME, read_peft_config
+from quire.lora.targets import OutputPlace, Targets
 from quire.models.checkpoint_files import has_file
 from quire.models.safetensors_file import SafetensorsFile
 
-_COLUMNS = 16384
-"""Of a weight that are looked at together: those of a table are many."""
+_COLUMNS = 16384  # columns of a weight processed at once; a table has many
 _PICKLED_NAME = "adapter_model.bin"
-_BLOCK_BYTES = 4 << 20
-"""Of memory that is asked for at a time: it takes as long to ask for that of each layer as to fill it."""
+_BLOCK_BYTES = 4 << 20  # allocation size; allocating per layer would take as long as filling
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter on the host: by the index of each layer that it changes, stacks with a single slot."""
+    """Adapter on the host: stacks with a single slot, by index of each layer that it changes."""
 
     layers: dict[int, LoraStacks]
-    rows: Mapping[int, TokenRows]
-    """By the index of each table, rows in place of its own, or behind them."""
+    rows: Mapping[int, AdapterTokenRows]
+    """Rows that replace or extend a table's, by index of the table."""
     num_added: int = 0
-    """Tokens behind the model's."""
+    """Number of added tokens."""
     base_model: str = ""
-    """What it says that it was trained on."""
-    lengths: dict[int, RowLengths] = field(default_factory=dict)
-    """Of layers whose inputs ranks share, until they are settled."""
+    """Base model according to its config."""
+    norms: dict[int, RowNorms] = field(default_factory=dict)
+    """Row norms of layers whose inputs are sharded over ranks, until they are complete."""
     kept: Mapping[int, torch.dtype] = field(default_factory=dict)
-    """What the matrices of such layers are kept in from then on."""
+    """Dtype in which the weights of such layers are stored afterwards."""
 
-    def settle(self) -> None:
-        """Have ranks put together what each knows a part of; all do at once, and the first time counts."""
-        settle(self.lengths, self.layers)
-        self.layers.update({index: rounded(self.layers[index], self.kept[index]) for index in self.lengths})
-        self.lengths.clear()
+    def finish_norms(self) -> None:
+        """Complete the DoRA norms by an all-reduce; all ranks call this at once, and the first call counts."""
+        apply_row_norms(self.norms, self.layers)
+        self.layers.update(
+            {index: quantize_adapter(self.layers[index], self.kept[index]) for index in self.norms}
+        )
+        self.norms.clear()
 
     @property
     def nbytes(self) -> int:
-        """Memory of its weights."""
+        """Bytes of its weights."""
         stacks, rows = self.layers.values(), self.rows.values()
         return sum(one.nbytes for one in stacks) + sum(one.nbytes for one in rows)
 
@@ -77,36 +74,35 @@ def read_adapter(
     max_added: int = 0,
     row_dtype: torch.dtype | None = None,
 ) -> Adapter:
-    """The adapter of a directory, for the model that has these targets, its matrices rounded to `dtype`.
+    """Read the adapter of a directory for a model with these targets, its weights in `dtype`.
 
-    It may have `max_rows` rows of its own in a table, in `row_dtype` (None: in `dtype`), of which `max_added` are
-    behind the table's.
+    It may replace `max_rows` rows of a table, in `row_dtype` (None: `dtype`), of which `max_added` extend the table.
 
     Raises:
-        ModelLoadError: a file is missing or corrupt, or a tensor does not fit the model or these limits.
-        UnsupportedModelError: the config asks for what quire does not do.
+        ModelLoadError: a file is missing or corrupt, or a tensor does not match the model or these limits.
+        UnsupportedModelError: the config has an option that quire does not support.
     """
     config = read_peft_config(directory)
     file = SafetensorsFile(_weights_file(directory))
     modules = adapted_modules(file, config, targets, max_rank, max_added)
     by_layer: dict[int, list[AdaptedModule]] = {}
     for module in modules:
-        for index in dict.fromkeys(place.layer for place in module.target.places if module.of_layers):
+        for index in dict.fromkeys(place.layer for place in module.target.places if module.layer_tensors):
             if targets.layers[index].is_here:
                 by_layer.setdefault(index, []).append(module)
     rows = read_own_rows(file, modules, targets, max_rows, row_dtype or dtype)
-    layers, lengths = {}, {}
+    layers, norms = {}, {}
     memory = SlotMemory(torch.device("cpu"), _BLOCK_BYTES)
     for index, found in by_layer.items():
         reader = _LayerReader(file, targets, index, memory)
         layers[index] = reader.stacks(found, dtype)
-        if reader.lengths is not None:
-            lengths[index] = reader.lengths
-    settle({index: own for index, own in lengths.items() if own.group is None}, layers)
-    shared = {index: own for index, own in lengths.items() if own.group is not None}
+        if reader.norms is not None:
+            norms[index] = reader.norms
+    apply_row_norms({index: own for index, own in norms.items() if own.group is None}, layers)
+    shared = {index: own for index, own in norms.items() if own.group is not None}
     kept = {index: targets.layers[index].kept(dtype) for index in layers}
     for index in layers.keys() - shared.keys():
-        layers[index] = rounded(layers[index], kept[index])
+        layers[index] = quantize_adapter(layers[index], kept[index])
     return Adapter(layers, rows, count_added(file, rows, targets), config.base_model, shared, kept)
 
 
@@ -116,23 +112,23 @@ def _weights_file(directory: Path) -> Path:
         return path
     if has_file(directory / _PICKLED_NAME):
         raise ModelLoadError(
-            f"{directory / _PICKLED_NAME}: pickled weights cannot be used, convert to safetensors"
+            f"{directory / _PICKLED_NAME}: pickled weights are not supported; convert them to safetensors"
         )
     raise ModelLoadError(f"{path}: no such file")
 
 
-def _row_lengths(own: Adaptable) -> RowLengths:
-    """Those of a layer, and who knows what of its rows it has not."""
+def _row_norms(own: Adaptable) -> RowNorms:
+    """Return empty norms of a layer, with the group that has the other parts of its rows."""
     layer = own.layer
     if isinstance(layer, Slice):
         turn = own.turn if isinstance(own, AdaptableTurn) else 0
-        return RowLengths(own.num_rows, own.lengthen, layer.summed_by, f"{layer.name} {turn}")
+        return RowNorms(own.num_rows, own.scale_rows, layer.summed_by, f"{layer.name} {turn}")
     is_shared = length(own.columns) != own.inputs
-    return RowLengths(own.num_rows, own.lengthen, layer.group if is_shared else None)
+    return RowNorms(own.num_rows, own.scale_rows, layer.group if is_shared else None)
 
 
 class _LayerReader:
-    """Puts what modules have, as far as this rank has them, where a layer makes their outputs."""
+    """Reader of the part of an adapter that one layer of this rank computes."""
 
     def __init__(self, file: SafetensorsFile, targets: Targets, index: int, memory: SlotMemory) -> None:
         self._file = file
@@ -141,17 +137,18 @@ class _LayerReader:
         self._own = targets.layers[index]
         self._layer = self._own.layer
         self._weight: Tensor | None = None
-        self.lengths: RowLengths | None = None
-        """What DoRA divides by, if any of the modules has it."""
+        self.norms: RowNorms | None = None
+        """DoRA's row norms, if a module has them."""
 
     def stacks(self, modules: Sequence[AdaptedModule], dtype: torch.dtype) -> LoraStacks:
-        """Those of one adapter."""
+        """Return the stacks of one adapter."""
         rank = max(module.rank for module in modules)
-        stacks = self._own.stacks(1, rank, read_as(self._own.kept(dtype)), self._memory)
+        stacks = self._own.stacks(1, rank, reading_dtype(self._own.kept(dtype)), self._memory)
         stacks.factors.fill_(1.0)
         for module in modules:
             tensors = {
-                kind: module.take(kind, self._file.tensor(info)) for kind, info in module.of_layers.items()
+                kind: module.take(kind, self._file.tensor(info))
+                for kind, info in module.layer_tensors.items()
             }
             if "weight" in tensors:
                 tensors |= {"a": tensors["weight"], "b": torch.eye(module.rank)}
@@ -161,13 +158,13 @@ class _LayerReader:
         return stacks
 
     def _fill(
-        self, stacks: LoraStacks, place: Place, module: AdaptedModule, tensors: Mapping[Kind, Tensor]
+        self, stacks: LoraStacks, place: OutputPlace, module: AdaptedModule, tensors: Mapping[Kind, Tensor]
     ) -> None:
         part, rank, here, rows = place.part, module.rank, place.piece.place, place.piece.rows
         if rank:
             a, b = tensors["a"], tensors["b"]
             if "magnitude" in tensors:
-                self._lengths().add(
+                self._norms().add(
                     here,
                     self._changed(here, module.scale, a.float(), b[rows].float()),
                     tensors["magnitude"][rows].float(),
@@ -177,12 +174,14 @@ class _LayerReader:
             stacks.scales[:, part] = module.scale
             stacks.ranks[:, part] = rank
         if "weight" in tensors:
-            stacks.factors[0, here] = 0.0  # what the layer makes itself does not count
+            stacks.factors[0, here] = 0.0  # the layer's own output does not count
         if tensors.keys() - {"a", "b"}:
             self._own.offset(stacks, part, place.piece, self._offsets(place, module, tensors))
 
-    def _offsets(self, place: Place, module: AdaptedModule, tensors: Mapping[Kind, Tensor]) -> Tensor | float:
-        """What its biases add to what the layer makes."""
+    def _offsets(
+        self, place: OutputPlace, module: AdaptedModule, tensors: Mapping[Kind, Tensor]
+    ) -> Tensor | float:
+        """Return what its biases add to the layer's outputs."""
         rows = place.piece.rows
         if not self._layer.adds_once:
             return 0.0
@@ -195,17 +194,17 @@ class _LayerReader:
             offsets = offsets + module.scale * tensors["expand_bias"][rows].float()
         return offsets
 
-    def _own_bias(self, place: Place) -> Tensor | float:
+    def _own_bias(self, place: OutputPlace) -> Tensor | float:
         bias = self._own.bias
         return 0.0 if bias is None else bias.detach()[place.piece.place].float().cpu()
 
-    def _lengths(self) -> RowLengths:
-        if self.lengths is None:
-            self.lengths = _row_lengths(self._own)
-        return self.lengths
+    def _norms(self) -> RowNorms:
+        if self.norms is None:
+            self.norms = _row_norms(self._own)
+        return self.norms
 
     def _changed(self, here: slice, scale: float, a: Tensor, b: Tensor) -> Iterator[Tensor]:
-        """Rows of the weight, as it was rounded, with the product, some columns after the other."""
+        """Yield rows of the weight, as quantized, plus the product, in chunks of columns."""
         if self._weight is None:
             self._weight = self._own.weight()
         a = a[:, self._own.columns]
@@ -215,7 +214,7 @@ class _LayerReader:
 
 
 def _product(b: Tensor, a: Tensor) -> Tensor:
-    """b @ a, of which each element is one sum in order of ranks, however many rows a rank of the model has."""
+    """Return b @ a, each element one sum in order of ranks, however many rows a tensor-parallel rank has."""
     if not b.numel():
         return b @ a
     return ops.packed_linear(a.t().contiguous(), ops.pack_weight(b.contiguous(), FLOAT)).t().contiguous()

@@ -1,20 +1,53 @@
-"""What an adapter's adapter_config.json says, as PEFT writes it.
+"""adapter_config.json of PEFT, and the files of an adapter.
 
-Invariant: torch-free. An option that changes what the adapter computes is honoured or refused by name; so is one that
-nobody here has heard of, unless its value switches it off.
+Invariant: torch-free. An option that changes what the adapter computes is honoured or refused by name; an unknown
+option is refused unless its value disables it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
+from quire.config import ASSETS
 from quire.errors import ModelLoadError
-from quire.lora.directory import CONFIG_NAME
+from quire.models.fingerprint import files_fingerprint
 from quire.models.json_object import JsonObject, read_json_object
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+TEMPLATES_NAME = "additional_chat_templates"
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    TEMPLATES_NAME,
+)
+"""Tokenizer and chat template files that an adapter may have."""
+BUNDLED_ADAPTERS = ("quire-demo-pirate", "quire-demo-json")
+"""Adapters bundled with quire for its demo model."""
+
+
+def directory_of(path: str) -> Path:
+    """Return the directory of an adapter, given by path or by the name of a bundled one."""
+    directory = Path(os.path.expanduser(path))  # unknown users are left as they are
+    if path in BUNDLED_ADAPTERS and not directory.exists():
+        return ASSETS / path
+    return directory
+
+
+def adapter_fingerprint(directory: Path) -> str:
+    """Return a digest of the adapter's files, which identifies their content; empty: no files."""
+    paths = (directory / name for name in (CONFIG_NAME, WEIGHTS_NAME, *TEXT_FILES))
+    files = [path for path in paths if path.is_file()]
+    return files_fingerprint(files).hex() if files else ""
+
 
 MAX_FILE_RANK = 4096
 
@@ -27,51 +60,51 @@ _OF_TRAINING = frozenset(
         "task_type",
     }
 )  # fmt: skip
-"""Keys that say how an adapter was trained, or where; what is adapted, its tensors say."""
+"""Keys that describe the training; the adapted modules follow from the tensors."""
 
 _INITIALIZED = (True, False, "gaussian", "orthogonal", "eva")
-"""Beginnings that leave the base model's weights as they were."""
+"""Initializations that do not change the base model's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The numbers of an adapter: r and alpha, and those of modules that have others."""
+    """Rank and alpha of an adapter, and those of modules with their own."""
 
     rank: int
     alpha: float
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     is_stabilized: bool
-    """Whether ranks divide by their root (D. Kalajdzievski, 2023, arXiv:2312.03732)."""
+    """True if alpha is divided by the root of the rank (rsLoRA; D. Kalajdzievski, 2023, arXiv:2312.03732)."""
     is_dora: bool
-    """Whether products change directions only, and lengths are given (S. Liu et al., 2024, arXiv:2402.09353)."""
+    """True for DoRA: products change directions, norms are given (S. Liu et al., 2024, arXiv:2402.09353)."""
     tokens: Mapping[str, tuple[int, ...]]
-    """Those of which rows were trained, by the ends of modules' names; "": of the embedding."""
+    """Token ids of trained rows, by suffix of the module name; "": the embedding."""
     where: str
     base_model: str = ""
-    """What it was trained on, as PEFT was told; empty: it does not say."""
+    """Base model as given to PEFT; empty: not given."""
 
     def trained_tokens(self, module: str) -> tuple[int, ...]:
-        """Whose rows the file has of a module, in their order."""
+        """Return the token ids of a module's trained rows, in their order."""
         ends = (end for end in self.tokens if not end or f".{module}".endswith(f".{end}"))
         return next((self.tokens[end] for end in ends), ())
 
     def rank_of(self, module: str) -> int:
-        """The rank that the config gives a module."""
+        """Return the configured rank of a module."""
         return next((rank for key, rank in self.ranks.items() if _names(key, module)), self.rank)
 
     def scale_of(self, module: str, rank: int) -> float:
-        """What the product of a module's two matrices is multiplied by."""
+        """Return the scale of a module's product."""
         alpha = next((alpha for key, alpha in self.alphas.items() if _names(key, module)), self.alpha)
         return alpha / (sqrt(rank) if self.is_stabilized else rank)
 
 
 def read_peft_config(directory: Path) -> PeftConfig:
-    """The config of an adapter's directory.
+    """Return the config of an adapter's directory.
 
     Raises:
         ModelLoadError: it is missing or malformed.
-        UnsupportedModelError: it asks for what quire does not do.
+        UnsupportedModelError: it has an option that quire does not support.
     """
     values = read_json_object(directory / CONFIG_NAME)
     values.choice("peft_type", ["LORA"])
@@ -97,29 +130,29 @@ def read_peft_config(directory: Path) -> PeftConfig:
 
 
 def _trained_tokens(values: JsonObject) -> dict[str, tuple[int, ...]]:
-    """`trainable_token_indices`: a list, or one for each of some modules."""
+    """Return `trainable_token_indices`: one list, or one per module."""
     found = values.get("trainable_token_indices")
     lists = {"": found} if isinstance(found, list) else values.child("trainable_token_indices").values
     for tokens in lists.values():
         is_list = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
         if not is_list or len({*tokens}) < len(tokens):
-            raise values.wrong("trainable_token_indices", "lists of different token ids")
+            raise values.wrong("trainable_token_indices", "lists of distinct token ids")
     return {end: tuple(tokens) for end, tokens in lists.items()}
 
 
 def _patterns(values: JsonObject, key: str) -> list[str]:
-    """The expressions that name modules in an option."""
+    """Return the regular expressions that name modules in an option."""
     patterns = list(values.child(key).values)
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ModelLoadError(
-                f"{values.where}: {key} has {pattern!r}, which is no expression: {error}"
+                f"{values.where}: {key} has {pattern!r}, which is not a regular expression: {error}"
             ) from None
     return patterns
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether an expression stands for a module: all of its path, or its end from a dot on."""
+    """Return whether an expression matches a module: its whole path, or its end from a dot on."""
     return re.match(rf"(?:.*\.)?(?:{pattern})$", module) is not None

@@ -1,7 +1,7 @@
-"""Marks of the rows of tables, by which a rank knows whether a row is the model's that another rank has.
+"""Hashes of table rows, by which a rank recognizes rows of the model that another rank holds.
 
-A mark is two sums of a row's numbers, as integers, times random ones, modulo 2**64 (J. Carter and M. Wegman, 1979): two
-rows that differ have the same with a chance of 2**-64 or less.
+A mark is two sums of a row's numbers, as integers, times random factors, modulo 2**64 (J. Carter and M. Wegman, 1979):
+two different rows have equal marks with probability 2**-64 or less.
 
 Shapes: n rows of H numbers; marks int64 [n, 2].
 """
@@ -18,12 +18,11 @@ from quire.kernels import ops
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.slot import length
 
-_CHUNK = 256
-"""Rows whose numbers are multiplied at once."""
+_CHUNK = 256  # rows multiplied at once
 
 
 def marks_of(rows: Tensor) -> Tensor:
-    """Rows [n, H] -> marks [n, 2] on the host; 0.0 and -0.0 are the same number."""
+    """Map rows [n, H] to marks [n, 2] on the host; 0.0 and -0.0 are equal."""
     found = []
     for part in torch.split(rows, _CHUNK):
         numbers = (part.float().cpu() + 0.0).view(torch.int32).long()
@@ -32,8 +31,8 @@ def marks_of(rows: Tensor) -> Tensor:
 
 
 def table_marks(layer: VocabEmbedding) -> Tensor:
-    """Of all rows [V, 2] of a table that ranks share, as it keeps them; all of them ask at the same time."""
-    assert layer.group is not None, "a table that is whole is there to compare with"
+    """Return the marks of all rows [V, 2] of a sharded table, as stored; all ranks call this at once."""
+    assert layer.group is not None, "rows of an unsharded table are compared directly"
     device = next(iter(layer.tensors().values())).device
     ids = torch.arange(length(layer.rows[0]), device=device)
     marks = torch.cat([marks_of(layer.rows_here(part)) for part in torch.split(ids, _CHUNK)])
@@ -43,7 +42,7 @@ def table_marks(layer: VocabEmbedding) -> Tensor:
 
 @cache
 def _factors(size: int) -> Tensor:
-    """Two for each number of a row, the same on all ranks: [2, size] odd int64."""
+    """Return two random factors for each number of a row, equal on all ranks: [2, size] odd int64."""
     generator = torch.Generator().manual_seed(size)
     halves = torch.randint(0, 1 << 32, (2, 2, size), generator=generator, dtype=torch.int64)
     return (halves[0] << 32) | halves[1] | 1

@@ -1,1 +1,1 @@
-"""Statistics of the running engine and where they go."""
+"""Statistics of the running engine and their outputs."""

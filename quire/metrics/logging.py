@@ -1,6 +1,6 @@
-"""`LoggingStatLogger`: one line now and then about what the engine does.
+"""Periodic log line of engine statistics, and the metric of lost log lines.
 
-Invariant: `record` only adds numbers up, of all cores; the owner calls `log` at its interval, and an idle engine stays
+Invariant: `record` only sums up numbers of all cores; the owner calls `log` at its interval, and an idle engine stays
 silent.
 """
 
@@ -8,19 +8,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
+from prometheus_client.core import CounterMetricFamily
+
+from quire.logging_setup import num_lost_lines
+from quire.metrics.catalog import BY_NAME, PREFIX
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.scheduler.output import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
 
+class LostLinesCollector:
+    """Collector of the number of log lines of this process that could not be written."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        info = BY_NAME["log_lines_lost"]
+        yield CounterMetricFamily(PREFIX + info.name, info.doc, value=num_lost_lines())
+
+
 class LoggingStatLogger(StatLogger):
     """Throughput since the last line, and the state of the queue and the KV cache.
 
     Args:
-        clock: monotonic seconds; a test brings its own.
+        clock: monotonic seconds, injected by tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,12 +50,12 @@ class LoggingStatLogger(StatLogger):
             self._states[core] = scheduler
 
     def core_died(self, core: int, num_resumed: int, num_failed: int) -> None:
-        """The next one counts from zero."""
+        """Reset the core's counters, which the next one starts from zero."""
         self._states.pop(core, None)
         self._logged.pop(core, None)
 
     def log(self) -> None:
-        """Write the line, unless nothing happened since the last one and nothing is going on."""
+        """Write the line, unless the engine was idle since the last one and still is."""
         now, states = self._clock(), self._states.values()
         elapsed, self._since = max(now - self._since, 1e-9), now
         prompt_rate = self._num_prompt_tokens / elapsed
@@ -67,14 +79,14 @@ class LoggingStatLogger(StatLogger):
         self._logged = dict(self._states)
 
     def _hit_rate(self) -> str:
-        """Of the lookups since the last line."""
+        """Return the hit rate since the last line."""
         queries, hits = _lookups(self._states.values())
         queries_before, hits_before = _lookups(self._logged.values())
         queries, hits = queries - queries_before, hits - hits_before
         return f"{100 * hits / queries:.1f} %" if queries > 0 else "-"
 
     def _drafts(self) -> str:
-        """What became of drafts since the last line, if there were any."""
+        """Return the acceptance of drafts since the last line, if there were any."""
         now, before = _drafted(self._states.values()), _drafted(self._logged.values())
         count, tokens, accepted = (total - earlier for total, earlier in zip(now, before, strict=True))
         if count <= 0:
@@ -83,7 +95,7 @@ class LoggingStatLogger(StatLogger):
         return f", drafts accepted {100 * accepted / tokens:.1f} % of {tokens}, mean accepted length {length:.2f}"
 
     def _adapters(self) -> str:
-        """Of the requests that run and wait now, if any have one."""
+        """Return the number of adapters running and waiting, if any."""
         known = [state.adapters for state in self._states.values() if state.adapters is not None]
         running = {name for one in known for name in one.running}
         waiting = {name for one in known for name in one.waiting}
@@ -91,7 +103,7 @@ class LoggingStatLogger(StatLogger):
 
 
 def _drafted(states: Iterable[SchedulerStats]) -> tuple[int, int, int]:
-    """Drafts that were verified, their tokens, and those that were accepted."""
+    """Return the totals of verified drafts, their tokens, and accepted tokens."""
     known = [s.spec_decoding for s in states if s.spec_decoding is not None]
     return (
         sum(one.num_drafts for one in known),
@@ -101,6 +113,6 @@ def _drafted(states: Iterable[SchedulerStats]) -> tuple[int, int, int]:
 
 
 def _lookups(states: Iterable[SchedulerStats]) -> tuple[int, int]:
-    """Tokens that were looked up in the prefix cache, and those that were found."""
+    """Return the totals of tokens looked up in the prefix cache, and found."""
     states = list(states)
     return sum(s.prefix_cache_queries for s in states), sum(s.prefix_cache_hits for s in states)

@@ -1,8 +1,7 @@
-"""`PrometheusStatLogger`: the engine's statistics as Prometheus metrics.
+"""Prometheus metrics from the engine's statistics.
 
-Invariant: labels come from closed sets, but for the names of adapters, of which there is one series; and every metric
-lives in the registry that was passed in, so several engines (and tests) can live in one process. Each core counts on
-its own, under its label `engine`.
+Invariant: label values are closed sets, except for adapter names, which have a single series. Every metric lives in
+the given registry, so several engines (and tests) can share a process. Each core has its own label `engine`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from quire.metrics.catalog import (
     FINISH_REASONS,
     METRICS,
     SLEEP_STATES,
+    make_family,
 )
-from quire.metrics.families import make_family
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats, StatLogger
 from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats
 
@@ -29,21 +28,20 @@ GAUGES = {
     "num_requests_running": "num_running",
     "kv_cache_usage_perc": "kv_cache_usage",
     "host_cache_usage_perc": "host_cache_usage",
-}
-"""Metric -> the field of SchedulerStats that it shows."""
+}  # Metric -> field of SchedulerStats.
 DRAFT_TOTALS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 TOTALS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_swaps")
 
 
 class PrometheusStatLogger(StatLogger):
-    """Turns every step's statistics into metrics.
+    """Stat logger that turns every step's statistics into metrics.
 
     Args:
         model_name: label of most metrics.
         max_model_len: bounds the token histograms.
         registry: where the metrics are registered.
         first_engine: the label of the first core; the others count up from it.
-        num_engines: cores that are known from the beginning.
+        num_engines: cores that exist from the start.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class PrometheusStatLogger(StatLogger):
         self._cache_config.labels(*self._cache_labels[core]).set(1)
 
     def core_died(self, core: int, num_resumed: int, num_failed: int) -> None:
-        num_waiting = num_resumed if len(self._cores) == 1 else 0  # where there are others, they wait there
+        num_waiting = num_resumed if len(self._cores) == 1 else 0  # with other cores, they wait there
         self._core(core).record_death(num_resumed, num_failed, num_waiting)
         self._drop_cache_config(core)
 
@@ -100,7 +98,7 @@ class PrometheusStatLogger(StatLogger):
         self._rejections[limit].inc()
 
     def _record_adapters(self, max_loras: int) -> None:
-        """One series for all cores, whatever names there were before."""
+        """Set the single series of all cores, replacing the previous labels."""
         self._lora_requests.clear()
         running = {name for one in self._adapters.values() for name in one.running}
         waiting = {name for one in self._adapters.values() for name in one.waiting}
@@ -116,13 +114,13 @@ class PrometheusStatLogger(StatLogger):
         return str(self._first_engine + core)
 
     def _drop_cache_config(self, core: int) -> None:
-        """The next core may have another number of blocks."""
+        """Remove the labels, since the next core may have another number of blocks."""
         if core in self._cache_labels:
             self._cache_config.remove(*self._cache_labels.pop(core))
 
 
 class CoreMetrics:
-    """The metrics of one core."""
+    """Metrics of one core."""
 
     def __init__(self, families: dict[str, Any], model_name: str, engine: str) -> None:
         self._metrics: dict[str, Any] = {}
@@ -185,12 +183,12 @@ class CoreMetrics:
         self.record_rest("awake")
 
     def record_rest(self, state: str) -> None:
-        """1 for this state and 0 for the others."""
+        """Set 1 for this state and 0 for the others."""
         for one in SLEEP_STATES:
             self._by_value["engine_sleep_state", one].set(one == state)
 
     def record_death(self, num_resumed: int, num_failed: int, num_waiting: int) -> None:
-        """What went with the core is gone, and the next one counts from zero; so many wait for it."""
+        """Reset the core's metrics, since the next one counts from zero; `num_waiting` requests wait for it."""
         self._last = SchedulerStats(num_waiting=num_waiting, num_held=num_waiting)
         self._inc("engine_core_deaths", 1)
         self._inc("engine_core_resumed_requests", num_resumed)

@@ -1,7 +1,7 @@
-"""`RequestTracer`: an OpenTelemetry span for every request, sent to a collector over HTTP.
+"""OpenTelemetry tracing: a span for every request, sent to a collector over HTTP.
 
-Invariant: spans are made from statistics when a request has ended, and sent by a thread of their own from a bounded
-queue; a collector that is slow, broken or not there loses spans and costs no request anything. No span holds text.
+Invariant: spans are made from statistics when a request has ended, and sent by a thread from a bounded queue. A slow
+or broken collector loses spans and delays no request. No span holds text.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ logger = logging.getLogger(__name__)
 
 SPAN = "llm_request"
 SERVICE = "quire"
-UNNAMED = "unknown_service"
-"""How the name of a service begins that nobody has given one (OTEL_SERVICE_NAME)."""
-CLOSE_S = 2.0
-"""How long the end of an engine waits for the last spans to be sent."""
+UNNAMED = "unknown_service"  # Default service name without OTEL_SERVICE_NAME.
+CLOSE_S = 2.0  # Time limit for sending the last spans when the engine ends.
 
 
 class RequestTracer(StatLogger):
-    """Ends are turned into spans: one for the request, and in it one for each of queue, prefill and decode.
+    """Tracer with a span per request, and child spans for queue, prefill and decode.
 
     Args:
-        provider: an `opentelemetry.sdk.trace.TracerProvider`, which is this tracer's own.
+        provider: an `opentelemetry.sdk.trace.TracerProvider` owned by this tracer.
         model_name: an attribute of every span.
-        clock: on which the requests' times are, in seconds.
+        clock: clock of the requests' times, in seconds.
     """
 
     def __init__(self, provider: Any, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +51,7 @@ class RequestTracer(StatLogger):
                 self._trace(request, epoch_s)
 
     def close(self) -> None:
-        """Send what is left. A thread, because the SDK would wait half a minute for a collector that is not there."""
+        """Send the remaining spans, in a thread because the SDK would wait half a minute for an absent collector."""
         closing = threading.Thread(target=self._provider.shutdown, name="quire-traces-end", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -80,7 +78,7 @@ class RequestTracer(StatLogger):
 
 
 def attributes_of(request: EndedRequest) -> dict[str, Any]:
-    """What a span says, in the words of OpenTelemetry's conventions for generative AI, and of vLLM for times."""
+    """Return a span's attributes, by OpenTelemetry's generative AI conventions, and vLLM's names for times."""
     params, times = request.params, request.times
     attributes: dict[str, Any] = {
         "gen_ai.request.id": request.label,
@@ -106,7 +104,7 @@ def attributes_of(request: EndedRequest) -> dict[str, Any]:
 
 
 def phases_of(times: RequestStateStats) -> list[tuple[str, float, float]]:
-    """Name, begin and end of each phase that was reached."""
+    """Return name, start and end of each phase that was reached."""
     phases = []
     if times.scheduled_ts:
         phases.append(("queue", times.arrival_time, times.scheduled_ts))
@@ -117,7 +115,7 @@ def phases_of(times: RequestStateStats) -> list[tuple[str, float, float]]:
 
 
 def make_tracers(config: EngineConfig) -> list[StatLogger]:
-    """None or one, as configured; `ObservabilityConfig.check` has seen that the packages are there."""
+    """Return no tracer or one, as configured; `ObservabilityConfig.check` has checked the packages."""
     endpoint = config.observability.otlp_traces_endpoint
     if not endpoint:
         return []
@@ -132,8 +130,8 @@ def make_tracers(config: EngineConfig) -> list[StatLogger]:
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     logger.info(
-        "a span of every request goes to %s", urlsplit(endpoint).hostname
-    )  # the rest may hold a password
+        "sending a span of every request to %s", urlsplit(endpoint).hostname
+    )  # the URL may hold a password
     names = config.model.served_model_name
     return [RequestTracer(provider, names[0] if names else config.model.model)]
 

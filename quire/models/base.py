@@ -1,4 +1,4 @@
-"""What every causal language model offers to the worker and to the weight loader.
+"""Base class of causal language models: the interface to the worker and to the weight loader.
 
 Shapes: T tokens of the step (a flat batch, no batch dimension), N rows whose logits are wanted, E embedding size,
 H hidden size, V vocabulary rows.
@@ -22,22 +22,23 @@ T = TypeVar("T")
 
 
 class Uncut(NamedTuple):
-    """A model as it was before it was cut into pipeline stages; layers of other stages never have memory."""
+    """Full model before it was split into pipeline stages; layers of other stages never get memory."""
 
     layers: list[tuple[list[str], list[str], Layer]]
-    """As `CausalLM.adapter_layers` gave them."""
+    """Output of `CausalLM.adapter_layers`."""
     head: VocabEmbedding | None
     enters: bool = True
-    """Whether this stage looks tokens up."""
+    """True if this stage embeds tokens."""
 
 
 class CausalLM(Module):
-    """Base of all models; the module tree bears the checkpoint's names, but for merged and renamed layers.
+    """Base of all models; the module tree has the checkpoint's names, except for merged and renamed layers.
 
-    `merged` maps a merged layer's own name to those of the checkpoint's modules it stands for; `renamed` a part of a
-    module's path to what the checkpoint has there, which may be nothing; see `CheckpointNames`. Checkpoint tensors
-    that match a pattern of `unused` are knowingly left out. `base_prefix` is missing from the names in checkpoints that
-    were saved without the output head.
+    `merged` maps a merged layer's name to the checkpoint modules that it merges; `renamed` maps a part of a module's
+    path
+    to the checkpoint's, which may be empty; see `CheckpointNames`. Checkpoint tensors that match a pattern of `unused`
+    are
+    skipped. `base_prefix` is missing from the names in checkpoints that were saved without the output head.
     """
 
     merged: Mapping[str, tuple[str, ...]] = {}
@@ -45,25 +46,26 @@ class CausalLM(Module):
     unused: tuple[str, ...] = ()
     base_prefix: str = "model."
     folders: tuple[str, ...] = ()
-    """Of the checkpoint, in which it has more tensors for this model; their names begin with the folder and a slash."""
+    """Folders of the checkpoint with more tensors for this model, whose names begin with the folder and a slash."""
 
     lm_head: VocabEmbedding | None
-    """None where the model is pooled, and in a stage before the last."""
-    elsewhere: frozenset[str] = frozenset()
-    """Checkpoint tensors that other pipeline stages have."""
+    """None in a pooling model, and in all stages but the last."""
+    other_stage_tensors: frozenset[str] = frozenset()
+    """Checkpoint tensors of other pipeline stages."""
     uncut: Uncut | None = None
     """None: the model is in one stage."""
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
-        """`prefix`, with its dot, goes before the names of all layers and their caches."""
+        """Prepend `prefix`, including its dot, to the names of all layers and their caches."""
         super().__init__()
         self.config = config
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """The step's tokens -> hidden states [T, H]; what layers keep of them is in the cache afterwards.
+        """Compute hidden states [T, H] of the step's tokens, and update the cache.
 
-        `inputs` are ids [T] int64, or rows [T, E] as the token embedding gives them. `positions` are [T], or [P, T] to
-        a model whose tokens have several.
+        `inputs` are ids [T] int64, or rows [T, E] as the token embedding returns them. `positions` are [T], or [P, T]
+        for a
+        model with several per token.
         """
         raise NotImplementedError
 
@@ -71,58 +73,58 @@ class CausalLM(Module):
         self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
     ) -> Tensor:
         """hidden [N, H] -> float32 logits [N, V + num_added]; adapter_rows, num_added: see `VocabEmbedding.logits`."""
-        assert self.lm_head is not None, "a model that is pooled, or a stage before the last, has no logits"
+        assert self.lm_head is not None, "a pooling model, or a stage before the last, has no logits"
         return self.lm_head.logits(hidden, adapter_rows, num_added)
 
     def stack(self) -> Stack | None:
-        """What pipeline stages share out; None: it is not made so."""
+        """Return the layer stack that pipeline stages split; None: not supported."""
         return None
 
-    def behind_layers(self) -> list[nn.Module]:
-        """What the last pipeline stage has beside its part of the stack."""
+    def modules_after_layers(self) -> list[nn.Module]:
+        """Return the last pipeline stage's modules after the stack."""
         return [] if self.lm_head is None else [self.lm_head]
 
-    def let_go_of_head(self) -> None:
-        """Be a stage before the last: what stands behind the layers is in another process."""
+    def drop_head(self) -> None:
+        """Drop the modules after the layers, which another stage computes."""
         self.lm_head = None
 
     def shared_head(self) -> VocabEmbedding | None:
-        """The output head, if ranks have its tokens apart and `own_logits` says what each makes; else None."""
+        """Return the output head if it is sharded over ranks and `own_logits` works; else None."""
         return None
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] -> float32 [N, its share of V]: what `compute_logits` has of this rank's tokens."""
+        """hidden [N, H] -> float32 [N, its share of V]: the rank's columns of `compute_logits`."""
         raise NotImplementedError("this model has no shared head")
 
     def pool_head(self) -> Module | None:
-        """What the model itself has behind pooled vectors, if anything: float32 [N, H] and a step -> [N, size].
+        """Return the model's own head for pooled vectors, if any: float32 [N, H] and a step -> [N, size].
 
-        Of that step there is no more than the adapters of the vectors.
+        The step has only the vectors' adapters.
         """
         return None
 
     def apply_heads(self, pooled: Tensor, task: str, adapter_rows: Tensor | None = None) -> Tensor:
-        """Of a model that is pooled, for a task: vectors of texts, or of tokens, float32 [N, H] -> [N, size].
+        """Apply a pooling model's head for a task to vectors of texts or tokens: float32 [N, H] -> [N, size].
 
-        adapter_rows [N] int32, as in a step: whose they are.
+        adapter_rows [N] int32, as in a step.
         """
         raise NotImplementedError
 
     def loaded(self) -> None:
-        """Called once, when all layers have their weights, on the device.
+        """Check the model; called once, when all layers have their weights, on the device.
 
         Raises:
-            UnsupportedModelError: with these weights the model cannot be served.
+            UnsupportedModelError: the model cannot be served with these weights.
         """
 
     def checkpoint_layers(self) -> Iterator[tuple[list[str], Layer]]:
-        """Each layer with parameters, under the names of the checkpoint's modules that it holds."""
+        """Yield each layer with parameters, with the names of the checkpoint modules that it holds."""
         for path, module in self.named_modules():
             if isinstance(module, Layer):
                 yield _module_names(path, self.renamed, self.merged), module
 
     def adapter_layers(self) -> Iterator[tuple[list[str], list[str], Layer]]:
-        """The same layers: the names that transformers has for such modules, those of the checkpoint, and the layer."""
+        """Yield (transformers' module names, checkpoint module names, layer) for the same layers."""
         own = self.config.arch.names.adapters
         stored = {layer: names for names, layer in self.checkpoint_layers()}
         if own is None:
@@ -133,7 +135,7 @@ class CausalLM(Module):
                 yield _module_names(path, own.renamed, own.merged), stored[module], module
 
     def checkpoint_slots(self) -> dict[str, list[Slot]]:
-        """Name of each checkpoint tensor that the model needs -> where its parts go."""
+        """Return checkpoint tensor name -> slots of its parts, for all tensors that the model needs."""
         slots: dict[str, list[Slot]] = {}
         for names, layer in self.checkpoint_layers():
             for name, slot in layer.slots(names):
@@ -141,11 +143,11 @@ class CausalLM(Module):
         return slots
 
     def leaves_out(self, tensor_name: str) -> bool:
-        """Whether a checkpoint tensor is knowingly not used.
+        """Return whether a checkpoint tensor is skipped on purpose.
 
-        A tied head is stored twice in some files, and a model that is pooled has none.
+        Some files store a tied head twice, and a pooling model has no head.
         """
-        if tensor_name in self.elsewhere:
+        if tensor_name in self.other_stage_tensors:
             return True
         head, _, kind = tensor_name.rpartition(".")
         is_tied = kind == "weight" and self.config.arch.tie_word_embeddings
@@ -158,7 +160,7 @@ class CausalLM(Module):
 
 
 def _module_names(path: str, renamed: Mapping[str, str], merged: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Of a module of ours; of a merged one those that it stands for."""
+    """Return the checkpoint names of one of our modules; of a merged one all that it merges."""
     parts = path.partition(f".{SLICES}.")[0].split(".")
     paths = [parts[: end + 1] for end in range(len(parts))]
     *names, leaf = (_of_part(renamed, path, path[-1]) for path in paths)
@@ -167,7 +169,7 @@ def _module_names(path: str, renamed: Mapping[str, str], merged: Mapping[str, tu
 
 
 def _of_part(table: Mapping[str, T], path: list[str], otherwise: T) -> T:
-    """What is said of the last part of a path: of it at this place, or else of it anywhere."""
+    """Return the entry for the last part of a path: the one for this place, or else the one for any place."""
     *before, parent, own = ("", "", *path)[-3:]
     for key in (f"{before[0]}.{parent}.{own}", f"{before[0]}.*.{own}", f"{parent}.{own}", own):
         if key in table:
@@ -176,9 +178,9 @@ def _of_part(table: Mapping[str, T], path: list[str], otherwise: T) -> T:
 
 
 def output_head(config: EngineConfig, embedding: VocabEmbedding, name: str) -> VocabEmbedding | None:
-    """The token embedding itself where the two are tied, else another table of its size and of that name.
+    """Return the token embedding itself if the two are tied, else another table of its size under that name.
 
-    None where the model is pooled.
+    None for a pooling model.
     """
     arch = config.arch
     if config.pooling is not None:

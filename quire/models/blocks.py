@@ -1,33 +1,29 @@
-"""Decoder layers: the ways in which models put norms, attention and MLP around the residual stream.
+"""Decoder blocks: how models place norms, attention and MLP around the residual stream.
 
 Shapes: T tokens of the step, H hidden size.
-Invariant: x is what the layer before still has to add to `residual`, so that the next norm does it in one pass; the
-first layer gets no residual. What a block has inside is the config's affair, and its norms bear Llama's names.
+Invariant: x still has to be added to `residual`, so that the next norm does it in one pass; the first layer gets no
+residual. The config selects a block's mixer and MLP, and its norms have Llama's names.
 """
 
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.layers.base import Module, RowSource
-from quire.layers.differential_attention import DifferentialAttention
-from quire.layers.gated_delta_net import GatedDeltaNet
-from quire.layers.headed_mamba import HeadedMambaMixer
-from quire.layers.kimi_delta_attention import KimiDeltaAttention
-from quire.layers.latent_self_attention import LatentSelfAttention
-from quire.layers.lightning_attention import LightningAttention
-from quire.layers.mamba import MambaMixer
-from quire.layers.mamba2 import Mamba2Mixer
-from quire.layers.mixture_of_attention import MixtureOfAttention
+from quire.layers.experts import SparseMLP
+from quire.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
+from quire.layers.latent_attention import LatentSelfAttention
+from quire.layers.lightning_attention import LightningAttention, RotatedLightningAttention
+from quire.layers.mamba import Mamba2Mixer, MambaMixer, PLaMo2Mamba, RecurrentUnit, ShortConv
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
-from quire.layers.recurrent_unit import RecurrentUnit
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.rotated_lightning import RotatedLightningAttention
-from quire.layers.self_attention import SelfAttention
-from quire.layers.short_conv import ShortConv
-from quire.layers.sparse_mlp import SparseMLP
+from quire.layers.self_attention import (
+    DifferentialAttention,
+    MixtureOfAttention,
+    ParallelAttentionMamba,
+    SelfAttention,
+)
 from quire.layers.step import StepContext
-from quire.layers.two_mixers import TwoMixers
 
 Mixer = (
     SelfAttention
@@ -36,8 +32,8 @@ Mixer = (
     | MixtureOfAttention
     | MambaMixer
     | Mamba2Mixer
-    | HeadedMambaMixer
-    | TwoMixers
+    | PLaMo2Mamba
+    | ParallelAttentionMamba
     | ShortConv
     | GatedDeltaNet
     | KimiDeltaAttention
@@ -56,8 +52,8 @@ MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "mixture_of_attention": ("self_attn", MixtureOfAttention),
     "mamba": ("mamba", MambaMixer),
     "mamba2": ("mamba", Mamba2Mixer),
-    "headed_mamba": ("mamba", HeadedMambaMixer),
-    "attention_and_mamba2": ("mixers", TwoMixers),
+    "plamo2_mamba": ("mamba", PLaMo2Mamba),
+    "attention_and_mamba2": ("mixers", ParallelAttentionMamba),
     "short_conv": ("conv", ShortConv),
     "lightning": ("self_attn", LightningAttention),
     "rotated_lightning": ("self_attn", RotatedLightningAttention),
@@ -65,13 +61,13 @@ MIXERS: dict[str, tuple[str, type[Mixer]]] = {
     "kimi_delta": ("self_attn", KimiDeltaAttention),
     "recurrent_unit": ("recurrent_unit", RecurrentUnit),
 }
-"""What mixes tokens, by the kind of a layer, and its name there."""
+"""Token mixers by layer kind: (name in the layer, class)."""
 
 MLPS: dict[str, type[MLP]] = {"gated": GatedMLP, "plain": PlainMLP, "sparse": SparseMLP}
 
 
 class Block(Module):
-    """What they have: norms by name, and, unless they say otherwise, a mixer of tokens and `mlp`."""
+    """Base of blocks: norms by name, and by default a token mixer and `mlp`."""
 
     norms: tuple[str, ...] = ()
     has_mixer = has_mlp = True
@@ -103,16 +99,16 @@ class Block(Module):
 
     @property
     def mixer(self) -> Mixer:
-        """What mixes tokens."""
+        """Token mixer."""
         return self._modules[self.mixer_name]  # type: ignore[return-value]
 
     def _scaled(self, x: Tensor) -> Tensor:
-        """What is added to the residual stream, which some models scale (Granite, MiniCPM)."""
+        """Return x times the residual multiplier of some models (Granite, MiniCPM)."""
         return x if self.multiplier == 1.0 else x * self.multiplier
 
 
 class HalvedBlock(Block):
-    """One that mixes tokens, and then does something to each row by itself, which is left out where nobody reads it."""
+    """Block that mixes tokens and then processes rows separately, so that unread rows can be skipped."""
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
@@ -123,11 +119,11 @@ class HalvedBlock(Block):
     def mix(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """What comes into the block [T, H] -> what comes into `feed`."""
+        """Block input [T, H] -> input of `feed`."""
         raise NotImplementedError
 
     def feed(self, x: Tensor, residual: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
-        """Any of the rows that `mix` gave -> those of the next layer."""
+        """Any rows of `mix`'s output -> input of the next layer."""
         raise NotImplementedError
 
 
@@ -183,7 +179,7 @@ class SandwichBlock(HalvedBlock):
 
 
 class NormAfterBlock(Block):
-    """What attention and MLP make of the residual stream itself is normed (OLMo 2, Exaone 4)."""
+    """Attention and MLP on the residual stream itself, with normed outputs (OLMo 2, Exaone 4)."""
 
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -196,7 +192,7 @@ class NormAfterBlock(Block):
 
 
 class NormedStreamBlock(Block):
-    """Attention and then the MLP; what they are added to is normed itself, and both are scaled (MiniMax-01)."""
+    """Attention and then the MLP; the residual is the normed stream, and both are scaled (MiniMax-01)."""
 
     norms = ("input_layernorm", "post_attention_layernorm")
 
@@ -218,21 +214,21 @@ class NormedStreamBlock(Block):
 
 
 class PostNormBlock(Block):
-    """Attention and then the MLP, each added to what it read, and the sum normed (BERT)."""
+    """Attention and then the MLP, each with the norm after its residual addition (BERT)."""
 
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Nothing is left to be added."""
+        """Return the layer's output with nothing left to add."""
         x, _ = self.post_attention_layernorm.add(self.mixer(x, positions, step), x)
         x, _ = self.post_feedforward_layernorm.add(self.mlp(x, step), x)
         return x, None
 
 
 class NormedInputBlock(Block):
-    """Attention on what the embeddings' norm gave, then the MLP on a normed copy (ModernBERT's first layer)."""
+    """Attention on the output of the embeddings' norm, then the MLP on a normed copy (ModernBERT's first layer)."""
 
     norms = ("post_attention_layernorm",)
 
@@ -245,7 +241,7 @@ class NormedInputBlock(Block):
 
 
 class ParallelBlock(Block):
-    """Attention and MLP side by side on one normed copy of the residual stream (GPT-J, Phi, Cohere)."""
+    """Attention and MLP in parallel on one normed copy of the residual stream (GPT-J, Phi, Cohere)."""
 
     norms = ("input_layernorm",)
 
@@ -257,7 +253,7 @@ class ParallelBlock(Block):
 
 
 class ParallelTwoNormsBlock(Block):
-    """Attention and MLP side by side, each with a norm of its own (GPT-NeoX, Falcon 40B)."""
+    """Attention and MLP in parallel, each with its own norm (GPT-NeoX, Falcon 40B)."""
 
     norms = ("input_layernorm", "post_attention_layernorm")
 
@@ -270,7 +266,7 @@ class ParallelTwoNormsBlock(Block):
 
 
 class ResidualExpertsBlock(Block):
-    """Attention and then a dense MLP, and experts beside both, on a normed copy of what the layer got (Arctic)."""
+    """Attention, then a dense MLP, and in parallel experts on a normed copy of the layer's input (Arctic)."""
 
     norms = ("input_layernorm", "post_attention_layernorm", "residual_layernorm")
     residual_layernorm: RMSNorm | LayerNorm
@@ -294,7 +290,7 @@ class ResidualExpertsBlock(Block):
 
 
 class MixerBlock(Block):
-    """A mixer alone, on a normed copy of the residual stream (Mamba)."""
+    """Mixer only, on a normed copy of the residual stream (Mamba)."""
 
     norms = ("input_layernorm",)
     has_mlp = False
@@ -313,7 +309,7 @@ class MixerBlock(Block):
 
 
 class MLPBlock(Block):
-    """An MLP alone, where mixers are, too."""
+    """MLP only, in models whose mixers are separate layers."""
 
     norms = ("input_layernorm",)
     has_mixer = False
@@ -332,7 +328,7 @@ class MLPBlock(Block):
 
 
 class EmptyBlock(Block):
-    """Nothing: a layer of which a search has left neither attention nor MLP (Nemotron-NAS)."""
+    """Empty layer, from which architecture search removed attention and MLP (Nemotron-NAS)."""
 
     has_mixer = has_mlp = False
 
@@ -359,6 +355,6 @@ BLOCKS: dict[str, type[Block]] = {
 
 
 def _connect(reader: Mixer | MLP, norm: Module) -> None:
-    """Have a norm round its rows for the only layer that reads them, if it can."""
+    """Let a norm quantize its rows for the only layer that reads them, if it can."""
     if isinstance(norm, RowSource):
         reader.reads(norm)

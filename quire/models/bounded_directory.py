@@ -1,4 +1,4 @@
-"""Directory of files that can be made again, bounded in bytes: the least recently used ones make room for new ones.
+"""Directory of files that can be made again, bounded in bytes: the least recently used are evicted for new ones.
 
 Invariant: a file appears whole, by renaming, and is this user's alone; several writers at once do no harm. A file that
 is deleted while a process has it mapped stays that process's.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _DRAFT_BYTES = 4
-"""Of a random number in the name of a file that is not finished."""
+"""Bytes of a random number in the name of an unfinished file."""
 _KEY_DIGITS = 32
 GIB = 2**30
 
@@ -33,12 +33,12 @@ class BoundedDirectory:
         self._limit = limit
 
     def place(self, name: str, key: str) -> Path:
-        """Where the file of a key of hexadecimal digits is, if there is one."""
+        """Return the path of the file of a key of hexadecimal digits, if there is one."""
         return self.path / f"{name}.{key[:_KEY_DIGITS]}.{self._suffix}"
 
     @contextmanager
     def new_file(self, place: Path, num_bytes: int) -> Iterator[BinaryIO]:
-        """A file of `num_bytes` to be written, which is at `place` when the block has ended without an error.
+        """Yield a file of `num_bytes` to write, and move it to `place` when the block ends without an error.
 
         Raises:
             OSError: it cannot be written, or there is no room for it; nothing is left of it.
@@ -53,17 +53,17 @@ class BoundedDirectory:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 yield file
                 file.flush()
-                draft.rename(place)  # while it is locked, so that nobody takes it for abandoned
+                draft.rename(place)  # while it is locked, so that it is not deleted as abandoned
         finally:
             draft.unlink(missing_ok=True)
 
     def touch(self, place: Path) -> None:
-        """Note that a file was used now; a directory that cannot be written has no order."""
+        """Mark a file as just used; a directory that cannot be written has no order."""
         with suppress(OSError):
             os.utime(place)
 
     def _clear_abandoned(self) -> None:
-        """Delete the drafts of writers that were killed: nobody has a lock on them."""
+        """Delete the unfinished files of killed writers, which are no longer locked."""
         for draft in self.path.glob(f".*.{self._suffix}.{'?' * 2 * _DRAFT_BYTES}"):
             with suppress(OSError), draft.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,7 +73,7 @@ class BoundedDirectory:
         """Delete files until one of `num_bytes` keeps the limit.
 
         Raises:
-            OSError: it never would, or would leave less of the disk free than it takes.
+            OSError: the file alone exceeds the limit, or would take more than half of the free disk space.
         """
         if num_bytes > self._limit:
             raise OSError(
@@ -93,7 +93,7 @@ class BoundedDirectory:
             )
 
     def _files(self, but: Path) -> Iterator[tuple[int, int, Path]]:
-        """Time of the last use, bytes and path of each file."""
+        """Yield the time of the last use, bytes and path of each file except `but`."""
         for path in self.path.glob(f"*.{'[0-9a-f]' * _KEY_DIGITS}.{self._suffix}"):
             if path != but:
                 with suppress(OSError):

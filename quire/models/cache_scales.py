@@ -1,4 +1,4 @@
-"""Gives attention the scales that a checkpoint has for keys and values, where they are kept in the codes of these."""
+"""Loading of a checkpoint's KV cache scales into attention layers with a matching cache dtype."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, CacheScales, for_all_heads
 from quire.layers.base import device_type
-from quire.layers.cache_scales import CacheScales, for_all_heads
 from quire.layers.shard import WHOLE, Shard
 from quire.models.base import CausalLM
 from quire.models.weights import open_files
@@ -22,17 +21,17 @@ _NAMES = (
     *("{kind}_scale", "attn.{kind}_scale", "{kind}_proj.{kind}_scale"),
     *("{kind}_proj.output_scale", "kv_scale"),
 )
-"""What writers call a scale, behind the name of the attention block; "kv_scale" is one for both."""
+"""Names of scales after the attention block's name; "kv_scale" is for both keys and values."""
 _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
-def take_cache_scales(model: CausalLM, shard: Shard = WHOLE) -> None:
-    """Read the scales of all layers that keep keys and values in the codes that the checkpoint has them for.
+def load_cache_scales(model: CausalLM, shard: Shard = WHOLE) -> None:
+    """Load the scales of all layers whose cache dtype is the one that the checkpoint's scales are for.
 
-    In E4M3 one that is missing is 1, as if there were none; in int8 a layer with one of two, or none, finds its own.
+    A missing E4M3 scale is 1. An int8 layer without both scales computes its own per vector.
 
     Raises:
-        ModelLoadError: a scale is none, or of another number of heads; names file and tensor.
+        ModelLoadError: a scale is invalid, or has another number of heads; names file and tensor.
     """
     config = model.config
     says = config.arch.quantization
@@ -62,7 +61,7 @@ def take_cache_scales(model: CausalLM, shard: Shard = WHOLE) -> None:
 
 
 class _Files:
-    """The files, and what the checkpoint calls the blocks that our layers stand in."""
+    """Files with the checkpoint's names of the blocks that contain our layers."""
 
     def __init__(self, model: CausalLM) -> None:
         self._files = open_files(Path(model.config.model_dir), part_of=model.config.arch.part_of)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire.errors import ModelLoadError
 
-MAX_TEXT_BYTES = 64 * 1024 * 1024  # of a JSON file or chat template; tokenizer.json has a limit of its own
+MAX_TEXT_BYTES = 64 * 1024 * 1024  # limit of a JSON file or chat template; tokenizer.json has its own
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",

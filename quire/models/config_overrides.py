@@ -19,10 +19,10 @@ _INHERITED = ("rope_theta", "partial_rotary_factor")
 
 
 def with_overrides(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in which overrides replace top-level keys and keys of a nested language model.
+    """Return the values with overrides applied to top-level keys and to keys of a nested language model.
 
-    As in transformers, a `rope_scaling` that is not empty decides the kind of the rotary embedding over
-    `rope_parameters`; an override of either replaces both. Theta is kept from whichever has one.
+    As in transformers, a non-empty `rope_scaling` decides the kind of the rotary embedding over `rope_parameters`; an
+    override of either replaces both. Theta is kept from whichever has one.
     """
     merged = {**values, **overrides}
     text, text_overrides = values.get(TEXT), overrides.get(TEXT, {})
@@ -69,7 +69,7 @@ def _with_one_rope(
 def _laid_over(
     given: dict[str, Any], stored: Iterable[dict[str, Any]], key: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return a copy of a rope object and its key; one for all layers goes into that of full attention, if any.
+    """Return a copy of a rope object and its key; one for all layers is merged into that of full attention, if any.
 
     `given` without any key means no scaling.
     """

@@ -1,4 +1,4 @@
-"""Makes an object of a model's class, also where its constructor is an old-style one."""
+"""Construction of model objects, including classes with an old-style constructor."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _OLD_STYLE: dict[str, Callable[[EngineConfig], Any]] = {
     "parallel_config": lambda config: config.parallel,
     "lora_config": lambda config: config.lora if config.lora.enable_lora else None,
 }
-"""A parameter of a constructor that takes parts of the configuration, and what it gets."""
+"""Old-style constructor parameter -> the part of the configuration that it gets."""
 
 
 _REST = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def construct(model_cls: type[CausalLM], config: EngineConfig, prefix: str = "") -> CausalLM:
-    """An object of a model's class, by `(*, config: EngineConfig, prefix="")`, or else by the old style's names.
+    """Return a model object, constructed by `(*, config: EngineConfig, prefix="")` or by old-style parameter names.
 
-    The old style takes the model's shape as `config`, and with it other parts of `_OLD_STYLE`, by which it is told.
-    Such a class calls `torch.nn.Module.__init__`, and has its `config` set when it is made.
+    An old-style constructor takes `ModelArch` as `config`, and is recognized by its other parameters, from
+    `_OLD_STYLE`.
+    Such a class calls `torch.nn.Module.__init__`, and its `config` is set afterwards.
 
     Raises:
-        ModelLoadError: the constructor wants something else.
+        ModelLoadError: the constructor has other required parameters.
     """
     parameters = inspect.signature(model_cls).parameters
     named: dict[str, Any] = {"prefix": prefix} if "prefix" in parameters else {}

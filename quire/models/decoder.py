@@ -1,10 +1,12 @@
-"""A decoder-only transformer as its `ModelArch` describes it: what most families are, each a reader in `families/`.
+"""Decoder-only transformer as its `ModelArch` describes it: the class of most families, each a reader in `families/`.
 
 Shapes: T tokens of the step, H hidden size, N rows of logits, V vocabulary rows.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -13,12 +15,41 @@ from torch import Tensor, nn
 from quire.config import EngineConfig, ModelArch
 from quire.layers.base import activation_dtype, model_dtype
 from quire.layers.embedding import PositionEmbedding, SinusoidalEmbedding, VocabEmbedding
+from quire.layers.kv_cache import CacheUser
+from quire.layers.matrix import MatrixLayer
 from quire.layers.norm import LayerNorm, RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM, output_head
 from quire.models.blocks import BLOCKS, HalvedBlock
 from quire.models.stack import Stack
+
+
+def kinds_of(layers: Iterable[nn.Module]) -> list[list[int]]:
+    """Group layer numbers by kind, in the order of first occurrence.
+
+    Layers of a kind take the same time: the same modules, with parameters of the same shapes and formats. Invariant:
+    kinds
+    are found on a model without weights, from the modules and never from names or numbers.
+    """
+    kinds: dict[Hashable, list[int]] = {}
+    for number, layer in enumerate(layers):
+        kinds.setdefault(tuple(map(_traits, *zip(*layer.named_modules(), strict=True))), []).append(number)
+    return list(kinds.values())
+
+
+def _traits(path: str, module: nn.Module) -> Hashable:
+    """Return what determines the time of a module in a layer; its cache spec says how much of the cache it reads."""
+    params = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters(recurse=False))
+    matrix = (type(module.method), module.method.scheme) if isinstance(module, MatrixLayer) else None
+    return (
+        path,
+        type(module),
+        params,
+        matrix,
+        module.kv_cache_spec() if isinstance(module, CacheUser) else None,
+    )
+
 
 POSITIONS: dict[str, type[PositionEmbedding] | type[SinusoidalEmbedding]] = {
     "learned": PositionEmbedding,
@@ -27,15 +58,15 @@ POSITIONS: dict[str, type[PositionEmbedding] | type[SinusoidalEmbedding]] = {
 
 
 def crossing_layers(arch: ModelArch) -> tuple[int, ...]:
-    """Of what layers keep, what later stages may have to hand on: all but what comes into the last norm."""
+    """Return the layers whose inputs are kept for draft models and cross stages: all but the input of the last norm."""
     return tuple(layer for layer in sorted(set(arch.kept_layers)) if layer < arch.num_layers)
 
 
 class Decoder(Stack):
     """Embeddings, decoder layers and final norm.
 
-    A stage hands on the stream, and beside it what layers so far have kept for a model that guesses, and what came into
-    those where skips start.
+    A stage passes on the residual stream, the states that layers so far have kept for a draft model, and the inputs of
+    layers where skips start.
     """
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -75,7 +106,7 @@ class Decoder(Stack):
         self._halved = self._halved_layer(config)
 
     def _halved_layer(self, config: EngineConfig) -> int | None:
-        """The last layer, if rows that nobody reads can be left out of its second half."""
+        """Return the last layer's number if its second half can skip rows that are not read."""
         arch, last = config.arch, len(self.layers) - 1
         is_plain = not arch.kept_layers and not arch.skips and not config.parallel.enable_expert_parallel
         return last if is_plain and isinstance(self.layers[last], HalvedBlock) else None
@@ -84,7 +115,7 @@ class Decoder(Stack):
         return self._hidden_size * (1 + len(self._crossing) + len(self._skipped_from))
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """Of a stage that is not the last: what the next one goes on from."""
+        """Return hidden states, or in stages before the last the input of the next stage."""
         (x, kept, streams), residual = self._entering(inputs, positions, step), None
         for number, layer in self.own_layers():
             if self.skips:
@@ -94,7 +125,7 @@ class Decoder(Stack):
             if step.wanted is not None and number == self._halved:
                 return self._of_wanted(step.wanted, x, residual, positions, step)
             x, residual = layer(x, residual, positions, step)
-        if self.norm is None:  # it is in a later stage
+        if self.norm is None:  # in a later stage
             return self._handed_on(x if residual is None else x + residual, kept, streams)
         if len(self.layers) in self.kept_layers:
             kept[len(self.layers)] = x if residual is None else x + residual
@@ -104,7 +135,7 @@ class Decoder(Stack):
     def _of_wanted(
         self, wanted: Tensor, x: Tensor, residual: Tensor | None, positions: Tensor, step: StepContext
     ) -> Tensor:
-        """What the last layer and the norm make of some rows; the others have given it their keys and values."""
+        """Compute the last layer's second half and the norm for some rows; all rows have written keys and values."""
         last = self.layers[-1]
         assert isinstance(last, HalvedBlock), "as `_halved` says"
         assert self.norm is not None, "the stage with the last layer has the norm"
@@ -118,7 +149,7 @@ class Decoder(Stack):
     def _skipping(
         self, number: int, x: Tensor, residual: Tensor | None, streams: dict[int, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """What comes into a layer; `streams` has what came into those where skips start."""
+        """Return a layer's input with skips; `streams` has the inputs of layers where skips start."""
         ends = [skip for skip in self.skips if skip.end == number]
         if not ends and all(skip.start != number for skip in self.skips):
             return x, residual
@@ -130,11 +161,13 @@ class Decoder(Stack):
     def _entering(
         self, inputs: Tensor, positions: Tensor, step: StepContext
     ) -> tuple[Tensor, dict[int, Tensor], dict[int, Tensor]]:
-        """[T, H] what the first of the layers reads, what those before have kept, in their order, and what came into
-        those where skips start."""
+        """Return the input of the stage's first layer [T, H], kept states of earlier layers, and inputs of layers where
+        skips
+        start.
+        """
         if self.enters:
             return self._embedded(inputs, positions, step), {}, {}
-        stream = self.came(step)
+        stream = self.received(step)
         if not self._crossing and not self._skipped_from:
             return stream, {}, {}
         x, *found = stream.split(self._hidden_size, dim=-1)
@@ -143,11 +176,11 @@ class Decoder(Stack):
         return x.contiguous(), self._so_far(kept), self._so_far(skipped)
 
     def _so_far(self, rows: Iterable[tuple[int, Tensor]]) -> dict[int, Tensor]:
-        """Those of layers before these; what came for others means nothing yet."""
+        """Return the rows of layers before these; rows for later layers are undefined yet."""
         return {number: one.contiguous() for number, one in rows if number < self.own.start}
 
     def _handed_on(self, x: Tensor, kept: dict[int, Tensor], streams: dict[int, Tensor]) -> Tensor:
-        """[T, `stream_size`]; what later layers are to keep means nothing yet."""
+        """Return [T, `stream_size`]; columns for later layers' kept states are undefined."""
         if not self._crossing and not self._skipped_from:
             return x
         more = [kept.get(number, x) for number in self._crossing]
@@ -162,13 +195,13 @@ class Decoder(Stack):
 
 
 def _of_layer(config: EngineConfig, layer: int) -> EngineConfig:
-    """The config as one layer of a model has it."""
+    """Return the config for one layer of a model."""
     arch = config.arch.of_layer(layer)
     return config if arch is config.arch else dataclasses.replace(config, model_arch=arch)
 
 
 def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:
-    """Each layer's rotary embedding; layers with the same formula share one."""
+    """Return each layer's rotary embedding; layers with the same formula share one."""
     arch = config.arch
     if arch.rope is None:
         return [None] * arch.num_layers
@@ -191,10 +224,10 @@ def rotaries_of(config: EngineConfig) -> list[RotaryEmbedding | None]:
 
 
 class DecoderForCausalLM(CausalLM):
-    """A decoder with its output head."""
+    """Decoder with its output head."""
 
     decoder: type[Any] = Decoder
-    """What is under the head: it has `embed_tokens`, and a forward pass as this model's."""
+    """Class below the head: it has `embed_tokens`, and the same forward signature."""
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
@@ -221,11 +254,11 @@ class DecoderForCausalLM(CausalLM):
         return None if head is None or head.group is None else head
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        assert self.lm_head is not None, "whoever samples has a head"
+        assert self.lm_head is not None, "the sampling stage has a head"
         return self._scaled(self.lm_head.own_logits(self._last_rows(hidden)))
 
     def _last_rows(self, hidden: Tensor) -> Tensor:
-        """Less what layers have kept for a model that guesses."""
+        """Return hidden states without those kept for a draft model."""
         arch = self.config.arch
         return hidden[:, : arch.hidden_size].contiguous() if arch.kept_layers else hidden
 

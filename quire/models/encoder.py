@@ -1,6 +1,6 @@
-"""An encoder-only transformer as its `ModelArch` describes it (BERT and what came of it), and the head of a classifier.
+"""Encoder-only transformer as its `ModelArch` describes it (BERT and its descendants), and its classifier head.
 
-Shapes: T tokens of the step, E embedding size, H hidden size, N texts, or tokens, that are classified, C classes.
+Shapes: T tokens of the step, E embedding size, H hidden size, N classified texts or tokens, C classes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.bidirectional_attention import BidirectionalAttention, RelativeBias
 from quire.layers.embedding import PositionEmbedding, TokenTypeEmbedding, VocabEmbedding
 from quire.layers.norm import block_norm
-from quire.layers.pooling_head import HeadLinear, TableLinear
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.blocks import BLOCKS
 from quire.models.decoder import rotaries_of
 from quire.models.stack import Stack
+from quire.pooling.pooler import HeadLinear, TableLinear
 
 
-class Encoder(Stack):
-    """Embeddings of tokens, positions and token types, layers, and perhaps a final norm."""
+class EncoderStack(Stack):
+    """Embeddings of tokens, positions and token types, layers, and optionally a final norm."""
 
     entering = (*Stack.entering, "embed_token_types")
 
@@ -41,7 +41,7 @@ class Encoder(Stack):
         )
         self.embed_positions = self.embed_token_types = self.embed_norm = self.relative_bias = None
         if arch.positions is not None:
-            assert arch.positions == "learned", "encoders learn their positions, or rotate by them"
+            assert arch.positions == "learned", "encoders have learned or rotary positions"
             self.embed_positions = PositionEmbedding(
                 config=config, offset=arch.position_offset, name=f"{prefix}.embed_positions"
             )
@@ -68,7 +68,7 @@ class Encoder(Stack):
         self.norm = block_norm(config, f"{prefix}.norm") if arch.final_norm else None
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        x, residual = self._embedded(inputs, positions, step) if self.enters else self.came(step), None
+        x, residual = self._embedded(inputs, positions, step) if self.enters else self.received(step), None
         for _, layer in self.own_layers():
             x, residual = layer(x, residual, positions, step)
         if self.norm is None:
@@ -87,7 +87,9 @@ class Encoder(Stack):
 
 
 class ClassifierHead(Module):
-    """Scores of classes, never rounded: a matrix behind, in most, a dense layer, its activation and perhaps a norm."""
+    """Classifier, never quantized: a linear layer, in most models after a dense layer, its activation and perhaps a
+    norm.
+    """
 
     def __init__(self, *, config: EngineConfig, head: HeadArch, prefix: str) -> None:
         super().__init__()
@@ -104,7 +106,7 @@ class ClassifierHead(Module):
             self.out_proj = TableLinear(last, table=head.table, bias=head.table_bias, prefix=f"{prefix}.")
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        """x float32 [N, H], what texts were pooled to or states of tokens -> [N, C]; step: as of `PoolingHead`."""
+        """x float32 [N, H], pooled texts or token states -> [N, C]; step: see `PoolingHead`."""
         if self.dense is not None:
             x = self.activation(self.dense(x, step))
         if self.dense_norm is not None:
@@ -114,9 +116,9 @@ class ClassifierHead(Module):
 
 
 class EncoderModel(CausalLM):
-    """An encoder, and the head that its checkpoint has: there are no logits of tokens.
+    """Encoder with the classifier head of its checkpoint; it has no token logits.
 
-    `head` makes scores of classes of what `arch.head.pooling` makes of a text, or of each token; None: there is none.
+    `head` computes class scores of a text pooled by `arch.head.pooling`, or of each token; None: there is none.
     """
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
@@ -125,21 +127,21 @@ class EncoderModel(CausalLM):
         names, head = config.arch.names, config.arch.head
         self.merged, self.renamed, self.unused = names.merged, names.renamed, names.unused
         self.base_prefix = names.renamed.get("model", "model") + "."
-        self.model = Encoder(config=config, prefix=f"{prefix}model")
+        self.model = EncoderStack(config=config, prefix=f"{prefix}model")
         self.head = None if head is None else ClassifierHead(config=config, head=head, prefix=f"{prefix}head")
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """Texts that the step computes whole -> hidden states [T, H]."""
+        """Compute hidden states [T, H] of texts that are complete in the step."""
         hidden: Tensor = self.model(inputs, positions, step)
         return hidden
 
     def stack(self) -> Stack | None:
         return self.model
 
-    def behind_layers(self) -> list[nn.Module]:
+    def modules_after_layers(self) -> list[nn.Module]:
         return [] if self.head is None else [self.head]
 
-    def let_go_of_head(self) -> None:
+    def drop_head(self) -> None:
         self.head = None
 
     def pool_head(self) -> Module | None:

@@ -1,4 +1,4 @@
-"""Layers of which a checkpoint has more or fewer experts than config.json says: told once, not tensor by tensor."""
+"""Detection of expert counts that differ from config.json, reported once instead of tensor by tensor."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _ONE_OF_THEM = re.compile(r"^(?P<layer>.*\bexperts)\.(?P<index>\d+)\.")
 
 @dataclass(frozen=True)
 class Difference:
-    """Numbers of experts of some layers, which are called by their paths."""
+    """Numbers of experts of some layers, given by their paths."""
 
     wanted: int
     found: int
     layers: tuple[str, ...]
 
     def __str__(self) -> str:
-        """A phrase for people."""
+        """Return a phrase for users."""
         first, *others = self.layers
         more = f" and {len(others)} more layers" if others else ""
         return f"config.json says {self.wanted} experts, and the files have {self.found} in {first}{more}"
 
     def explains(self, tensor: str) -> bool:
-        """Whether a tensor is there, or missing, because of this."""
+        """Return whether this difference is why a tensor is left over or missing."""
         match = _ONE_OF_THEM.match(tensor)
         return match is not None and match["layer"] in self.layers and int(match["index"]) >= self._common
 
@@ -35,7 +35,7 @@ class Difference:
 
 
 def differences(wanted: Iterable[str], found: Iterable[str]) -> list[Difference]:
-    """Of the tensors that a model wants and those that there are, where experts lie one by one in both."""
+    """Return the differences between the wanted and the stored tensors, if experts are stored one by one in both."""
     ours, theirs = _counts(wanted), _counts(found)
     layers: dict[tuple[int, int], list[str]] = defaultdict(list)
     for layer in ours.keys() & theirs.keys():
@@ -45,7 +45,7 @@ def differences(wanted: Iterable[str], found: Iterable[str]) -> list[Difference]
 
 
 def _counts(tensors: Iterable[str]) -> Mapping[str, int]:
-    """Path of each layer's experts -> one more than the highest number of one."""
+    """Return path of each layer's experts -> highest expert number plus one."""
     counts: dict[str, int] = {}
     for match in filter(None, map(_ONE_OF_THEM.match, tensors)):
         counts[match["layer"]] = max(counts.get(match["layer"], 0), int(match["index"]) + 1)

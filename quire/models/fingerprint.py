@@ -1,4 +1,4 @@
-"""What tells one checkpoint from another without reading all of it."""
+"""Checkpoint fingerprint that does not read all of the files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 EDGE_BYTES = 1 << 16
-"""Of each end of a file: headers of tensor files, and numbers that another training would have changed."""
+"""Bytes hashed at each end of a file: headers of tensor files, and numbers that another training run would change."""
 
 
 def checkpoint_fingerprint(directory: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Gemma 3n's text model (Google, 2025): a Gemma 3 whose residual stream has several parts, of which layers compute one.
+"""Gemma 3n's text model (Google, 2025): a Gemma 3 with several residual streams, of which layers compute one.
 
 Shapes: T tokens of the step, H hidden size, N streams, L layers, P size of a token's row for each layer.
 """
@@ -21,9 +21,8 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm, block_norm
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.self_attention import SelfAttention
-from quire.layers.shard import Cut
-from quire.layers.shared_attention import SharedKVAttention
+from quire.layers.self_attention import SelfAttention, SharedKVAttention
+from quire.layers.shard import Partition
 from quire.layers.step import StepContext
 from quire.models.decoder import DecoderForCausalLM, rotaries_of
 from quire.models.stack import Stack
@@ -32,9 +31,9 @@ _LEAST_POWER = 1e-5
 
 
 class Laurel(Module):
-    """A learned augmented residual layer (Menghani et al., 2024, arXiv:2411.07501): `x + norm(right(left(x)))`.
+    """Learned augmented residual layer (Menghani et al., 2024, arXiv:2411.07501): `x + norm(right(left(x)))`.
 
-    Its rank is low, so every rank of several has all of it.
+    Its rank is low, so it is replicated over ranks.
     """
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
@@ -50,7 +49,7 @@ class Laurel(Module):
 
 
 class Gemma3nBlock(Module):
-    """A layer; `source` is the attention whose keys and values it reads, if it has none."""
+    """Decoder layer; `source` is the attention whose cache it reads if it has no keys and values."""
 
     def __init__(
         self,
@@ -84,13 +83,13 @@ class Gemma3nBlock(Module):
         self.post_per_layer_input_norm = block_norm(config, f"{prefix}.post_per_layer_input_norm")
 
     def keys_and_values(self) -> Attention:
-        """What layers behind read."""
+        """Return the attention that later layers read."""
         assert isinstance(self.self_attn, SelfAttention), "a layer that is read has keys and values"
-        assert isinstance(self.self_attn.attn, Attention), "a decoder attends to what came before"
+        assert isinstance(self.self_attn.attn, Attention), "a decoder has causal attention"
         return self.self_attn.attn
 
-    def forward(self, streams: Tensor, told: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """Streams [N, T, H], and the tokens' rows for this layer [T, P] -> streams [N, T, H]."""
+    def forward(self, streams: Tensor, rows_by_layer: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """Streams [N, T, H], and per-layer token rows of this layer [T, P] -> streams [N, T, H]."""
         predicted = self.altup.predict(streams, step)
         x = self.input_layernorm(predicted[0])
         attended = predicted[0] + self.post_attention_layernorm(self.self_attn(x, positions, step))
@@ -98,13 +97,13 @@ class Gemma3nBlock(Module):
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), step))
         streams = self.altup.correct(predicted, x, step)
         gate = self.per_layer_input_gate(self.altup.correct_output_scale(streams[0]), step)
-        told = told[:, self.per_layer_input_gate.rows[0]]
-        told = self.post_per_layer_input_norm(self.per_layer_projection(gate * told, step))
-        return torch.cat((streams[:1], streams[1:] + told))
+        rows_by_layer = rows_by_layer[:, self.per_layer_input_gate.rows[0]]
+        rows_by_layer = self.post_per_layer_input_norm(self.per_layer_projection(gate * rows_by_layer, step))
+        return torch.cat((streams[:1], streams[1:] + rows_by_layer))
 
 
-class TokenRows(Module):
-    """What each layer is told of a token: a row of a table of its own, and a part of the token's embedding."""
+class PerLayerEmbedding(Module):
+    """Per-layer token embeddings: a row of a separate table, plus a projection of the token's embedding."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()
@@ -130,7 +129,7 @@ class TokenRows(Module):
         self.shrink = arch.hidden_size**-0.5
 
     def forward(self, inputs: Tensor, embedded: Tensor, step: StepContext) -> Tensor:
-        """Ids [T], or rows [T, H] of which nothing else is known, and their embeddings [T, H] -> [T, L, P]."""
+        """Ids [T], or prompt embeddings [T, H] without ids, and their embeddings [T, H] -> [T, L, P]."""
         projected = self.per_layer_model_projection(embedded, step) * self.shrink
         rows = self.per_layer_projection_norm(projected.view(len(embedded), -1, self.size))
         if inputs.is_floating_point():
@@ -141,9 +140,9 @@ class TokenRows(Module):
 
 
 class Gemma3nDecoder(Stack):
-    """Embeddings, which become the streams, layers, and the streams' mean, normed.
+    """Embeddings, expanded to streams, layers, and the streams' mean, normed.
 
-    A stage hands on, of each token, the streams and what its later layers are told of it.
+    A stage passes on each token's streams and its per-layer rows for later layers.
     """
 
     entering = ("embed_tokens", "token_rows", "altup_projections")
@@ -162,7 +161,7 @@ class Gemma3nDecoder(Stack):
             out_dtype=activation_dtype(config),
             name=f"{prefix}.embed_tokens",
         )
-        self.token_rows = TokenRows(config=config, prefix=f"{prefix}.token_rows")
+        self.token_rows = PerLayerEmbedding(config=config, prefix=f"{prefix}.token_rows")
         self.altup_projections = self._projections(config, f"{prefix}.altup_projections", own.streams)
         self.altup_unembed_projections = self._projections(
             config, f"{prefix}.altup_unembed_projections", own.streams
@@ -183,36 +182,38 @@ class Gemma3nDecoder(Stack):
         )
 
     def joined(self) -> Collection[int]:
-        """Up to one that reads keys and values of another, all behind that: they are in the cache of its stage."""
+        """Return all layers after a cache's owner up to its last reader: they read the cache of that stage."""
         return {number for reader, read in self.shared_kv.items() for number in range(read + 1, reader + 1)}
 
     def stream_size(self, layer: int) -> int:
         return self.num_streams * self._hidden_size + (len(self.layers) - layer) * self.token_size
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """As `CausalLM.forward`."""
-        streams, told = self._embedded(inputs, step) if self.enters else self._apart(self.came(step))
+        """See `CausalLM.forward`."""
+        streams, rows_by_layer = (
+            self._embedded(inputs, step) if self.enters else self._apart(self.received(step))
+        )
         for number, layer in self.own_layers():
-            streams = layer(streams, told[:, number - self.own.start], positions, step)
+            streams = layer(streams, rows_by_layer[:, number - self.own.start], positions, step)
         if not self.ends:
-            return torch.cat((*streams, told[:, len(self.own) :].flatten(1)), dim=1)
+            return torch.cat((*streams, rows_by_layer[:, len(self.own) :].flatten(1)), dim=1)
         total = streams[0]
         for stream, project in zip(streams[1:], self.altup_unembed_projections, strict=True):
             total = total + _as_strong(project(stream, step), streams[0])
         return self.norm(total / len(streams))
 
     def _embedded(self, inputs: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
-        """Streams [N, T, H] and what layers are told [T, L, P]."""
+        """Return streams [N, T, H] and per-layer token rows [T, L, P]."""
         x = self.embed_tokens(inputs, step.adapter_rows)
-        told = self.token_rows(inputs, x, step)
+        rows_by_layer = self.token_rows(inputs, x, step)
         made = [_as_strong(project(x, step), x) for project in self.altup_projections]
-        return torch.stack((x, *made)), told
+        return torch.stack((x, *made)), rows_by_layer
 
-    def _apart(self, came: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, of what the stage before handed on; of its own layers and those behind them."""
+    def _apart(self, received: Tensor) -> tuple[Tensor, Tensor]:
+        """Split the previous stage's output into streams and rows, for this stage's layers and later ones."""
         size = self.num_streams * self._hidden_size
-        streams = torch.unflatten(came[:, :size], 1, (self.num_streams, -1)).transpose(0, 1).contiguous()
-        return streams, torch.unflatten(came[:, size:], 1, (-1, self.token_size))
+        streams = torch.unflatten(received[:, :size], 1, (self.num_streams, -1)).transpose(0, 1).contiguous()
+        return streams, torch.unflatten(received[:, size:], 1, (-1, self.token_size))
 
 
 class Gemma3nForCausalLM(DecoderForCausalLM):
@@ -222,7 +223,7 @@ class Gemma3nForCausalLM(DecoderForCausalLM):
 
 
 def _as_strong(x: Tensor, like: Tensor) -> Tensor:
-    """x [T, H], of which each row gets the root mean square that it has in `like`."""
+    """Scale each row of x [T, H] to the root mean square of the same row of `like`."""
     return x * (_power(like).sqrt() / _power(x).clamp(min=_LEAST_POWER).sqrt())
 
 
@@ -240,7 +241,7 @@ def _linear(
     name: str,
     inputs: int,
     outputs: int,
-    cut: Cut = "whole",
+    partition: Partition = "whole",
     activation: Function | None = None,
 ) -> Linear:
     return Linear(
@@ -249,6 +250,6 @@ def _linear(
         bias=False,
         dtype=model_dtype(config),
         name=name,
-        cut=cut,
+        partition=partition,
         activation=activation,
     )

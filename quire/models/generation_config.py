@@ -1,4 +1,4 @@
-"""Reads generation_config.json: a model's default sampling parameters and further end-of-sequence tokens.
+"""Reader of generation_config.json: default sampling parameters and further end-of-sequence tokens.
 
 Invariant: torch-free; a directory without the file has no defaults.
 """
@@ -63,24 +63,24 @@ _NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "remove_invalid_values": (False,),
     "dola_layers": (),
 }
-"""Keys by which transformers changes what is generated, and the values with which they change nothing."""
+"""Keys with which transformers changes its output, and the values with which they have no effect."""
 
 _HARMLESS = re.compile(
     r"_.*|.*_version|(bos|eos|pad|sep|cls|decoder_start)_token_id|.*cache.*|output_\w+|return_dict_in_generate|early_stopping|low_memory|trust_remote_code"
     r"|prompt_lookup_\w+|assistant_\w+|num_assistant_\w+|is_assistant|max_matching_\w+|target_lookbehind|compile_config"
     r"|disable_compile|prefill_chunk_size|generation_kwargs|chat_format|max_window_size|user_token_id|model_type"
 )
-"""Keys that change nothing here, whatever their value."""
+"""Keys without effect here, whatever their value."""
 _USUAL: Mapping[str, Any] = {
     "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0,
 }  # fmt: skip
-"""Values that transformers' config classes have by themselves: where config.json has them, they say nothing."""
+"""Defaults of transformers' config classes: if config.json has them, they carry no information."""
 
 
 def read_generation_config(directory: Path) -> dict[str, float]:
     """Return the default sampling parameters in a directory's generation_config.json.
 
-    Without that file those of config.json count, where files of before 2023 have them, as in transformers.
+    Without that file those of config.json are used, where files from before 2023 have them, as in transformers.
 
     Raises:
         ModelLoadError: the file is malformed or a value is out of range.
@@ -100,7 +100,7 @@ def read_generation_config(directory: Path) -> dict[str, float]:
 
 
 def _of_config(directory: Path) -> JsonObject:
-    """Return the sampling keys of config.json: those beside `do_sample`, since `top_k` may be of experts elsewhere."""
+    """Return the sampling keys of config.json if it has `do_sample`; without it `top_k` may be of experts."""
     config = optional_json_object(directory / "config.json")
     if config.get("do_sample") is not True:
         return JsonObject(config.where, {}, refused=[])
@@ -111,7 +111,9 @@ def _of_config(directory: Path) -> JsonObject:
 
 
 def sampling_defaults(file: JsonObject) -> dict[str, float]:
-    """Those of an object with the keys of generation_config.json; raises as `read_generation_config` does."""
+    """Return the defaults from an object with generation_config.json's keys; raises as `read_generation_config`
+    does.
+    """
     found = {
         name: file.number(name, low=low, high=high) for name, (low, high) in _SAMPLING.items() if name in file
     }
@@ -119,12 +121,13 @@ def sampling_defaults(file: JsonObject) -> dict[str, float]:
 
 
 def generation_file(directory: Path) -> JsonObject:
-    """The file's object, an empty one if there is no such file; raises as `read_json_object` does."""
+    """Return the file's object, an empty one if there is no such file; raises as `read_json_object` does."""
     return optional_json_object(directory / GENERATION)
 
 
 def token_ids(file: JsonObject, key: str, vocab_size: int) -> tuple[int, ...]:
-    """One id or a list of them; ids outside the vocabulary, which no model can produce, are left out with a warning.
+    """Return one id or a list of them; ids outside the vocabulary, which no model can produce, are skipped with a
+    warning.
 
     Raises:
         ModelLoadError: the value is something else.

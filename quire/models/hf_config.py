@@ -1,13 +1,15 @@
-"""Reads a Hugging Face model directory's config.json and generation_config.json into a `ModelArch`.
+"""Reader of config.json and generation_config.json into a `ModelArch`, and report of unread keys.
 
-Invariant: torch-free, and the only reader of these files. What a family's keys mean is in its file in `families/`; a
-key that asks for something we do not compute is an error, never ignored, and all such keys are named at once.
+Invariant: torch-free, and the only reader of these files. A family's keys are interpreted in its file in `families/`.
+A key is read by a family, which honours or refuses it, known to have no effect at inference, or named in the log; all
+refused keys are reported at once. Tests check that the first two hold for every key that transformers reads.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,21 +21,79 @@ from quire.models.config_overrides import TEXT, with_overrides
 from quire.models.generation_config import generation_file, read_generation_config, token_ids
 from quire.models.json_object import JsonObject, read_json_object
 from quire.models.multimodal import language_model_of
-from quire.models.pooling.architectures import made_for
 from quire.models.quantized.experts import as_stored
 from quire.models.quantized.reader import read_quantization
 from quire.models.registry import ModelRegistry
 from quire.models.tied_head import TIE, with_stored_head
-from quire.models.unread_keys import report_unread
 from quire.models.weight_files import INDEX_NAME, SINGLE_NAME, StoredTensors
+from quire.pooling.models.architectures import architecture_kind
 
 if TYPE_CHECKING:
     from quire.models.registry import ConfigReader
 
+
 logger = logging.getLogger(__name__)
 
+HARMLESS = re.compile(
+    "|".join(
+        (
+            # training
+            r".*(drop|jitter|loss|aux|init|pretraining|z_coef|label_smoothing).*|w_init.*|.*_std(_dev)?|rescale_.*",
+            r"altup_coef_clip|embedding_fraction|time_step_(min|max|floor|scale|rank)|lambda_std_dev",
+            # tasks other than generation, and keys that pooling reads itself
+            r".*label.*|num_classes|problem_type|summary_.*|classifier_.*|.*matryoshka.*|sbert_.*|sentence_.*|method",
+            r"finetuning_task|task_specific_params|prompt_.*|sep_token.*|cls_token.*|mask_token.*|.*_token_ids?",
+            r".*_token_index|tokenizer_class|decoder_start.*|forced_.*|suppress_tokens|begin_suppress_tokens",
+            # outputs, caches and implementations
+            r"output_.*|return_.*|use_return_dict|(no_)?use_cache|use_(mamba_kernels|mambapy|associative_scan)",
+            r"use_mem_eff_path|use_flash.*|use_bfloat16|torchscript|(mamba_)?chunk_size|chunk_size_feed_forward",
+            r"num_logits_to_keep|(moe|mamba)_\w*(overlap|cache_dtype)|init_device|.*_implementation|gradient_.*",
+            r"reorder_and_upcast_attn|(scale_)?attention_softmax_in_fp32|residual_in_fp32|slow_but_exact|block_size",
+            r"is_decoder|tie_encoder_decoder|attn_config|cache_implementation|ep_size|masked_softmax_fusion",
+            # generation defaults, which generation_config.json has
+            r"max_length|min_length|do_sample|num_beams\w*|diversity_penalty|length_penalty|temperature|top_[kp]",
+            r"typical_p|repetition_penalty|no_repeat_ngram_size|\w*_no_repeat_ngram_size|bad_words_ids|early_stopping",
+            r"num_return_sequences|exponential_decay_\w+|remove_invalid_values|begin_\w+|encoder_\w+|cross_\w+",
+            # sizes and biases, which tensors confirm, and keys without effect by themselves
+            r"(qk_|attention_)?head_dim|attention_hidden_size|hybrid_layer_ids|kv_channels|mamba_headdim|n_ctx",
+            r"num_(query_groups|kv_heads|key_value_heads|ln_in_parallel_attn|experts_per_tok|local_experts)",
+            r"(attention|mlp|decoder|use)_bias|intermediate_size|multi_query|attention_layers|linear_\w+",
+            r"rope_\w+|original_max_position_embeddings|layer_types|max_window_layers|(use_)?sliding_window(_pattern)?",
+            r"mamba_norm_before_gate|learned_pos_emb|tie_word_embeddings|sinusoidal_pos_embds|sparse_\w+|deterministic_\w+",
+            # other parts of the checkpoint
+            r"(vision|audio|image|video|speech|mm|projector|text)_.*|.*(vision|audio|image|video)_config|mtp_.*",
+            r"num_(mtp|nextn_predict)_layers|.*_nextn_.*|(multimodal_)?projector_.*|spatial_\w+|quantization_config",
+            # authorship
+            r"_.*|model_type|architectures|auto_map|transformers_\w+|torch_dtype|dtype|unsloth_\w+|.*_version|name",
+        )
+    )
+)
+"""Keys without effect here, whatever their value."""
+_MAX_NAMED = 12
+
+
+def report_unread(config: JsonObject, overrides: Collection[str]) -> None:
+    """Log the keys of a fully read config that no reader used and that are not known to be harmless.
+
+    Args:
+        overrides: keys of --hf-overrides, logged as a warning; the file's are logged as info.
+    """
+    unread = sorted(
+        key
+        for key, value in config.values.items()
+        if key not in config.asked and value not in (None, {}, []) and not HARMLESS.fullmatch(key)
+    )
+    given = [key for key in unread if key in overrides]
+    if given:
+        logger.warning("--hf-overrides: %s: unknown keys for %s, ignored", ", ".join(given), config.where)
+    rest = [key for key in unread if key not in overrides]
+    if rest:
+        more = "" if len(rest) <= _MAX_NAMED else f" and {len(rest) - _MAX_NAMED} more"
+        logger.info("%s: not read: %s%s", config.where, ", ".join(rest[:_MAX_NAMED]), more)
+
+
 _ADAPTER = "adapter_config.json"
-# Option -> values under which it changes nothing that we compute; a family that reads it knows better.
+# Option -> values without effect here; a family that reads the option overrides this.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "per_layer_config": ({},),
@@ -57,13 +117,13 @@ def config_json(model_dir: Path, overrides: dict[str, Any]) -> JsonObject:
     """
     path = model_dir / "config.json"
     if (model_dir / _ADAPTER).is_file():
-        _say_adapter(model_dir, path)
+        _report_adapter(model_dir, path)
     file = read_json_object(path)
     return JsonObject(file.where, with_overrides(file.values, overrides))
 
 
-def _say_adapter(model_dir: Path, path: Path) -> None:
-    """Report an adapter's config, which is read with --lora-modules only."""
+def _report_adapter(model_dir: Path, path: Path) -> None:
+    """Log an adapter's config, which is used with --lora-modules only."""
     if path.is_file():
         logger.warning("%s: the adapter is not applied; serve it with --lora-modules", model_dir / _ADAPTER)
         return
@@ -76,13 +136,13 @@ def _say_adapter(model_dir: Path, path: Path) -> None:
 
 
 def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:
-    """The shape and options of the model in `model_dir`; `overrides` replace top-level keys of config.json.
+    """Return the arch of the model in `model_dir`; `overrides` replace top-level keys of config.json.
 
-    `model_impl` is that of `ModelConfig`. The architecture is that of the language model whose hidden states it has.
+    `model_impl` as in `ModelConfig`. The architecture is that of the language model that computes the hidden states.
 
     Raises:
         ModelLoadError: a file is missing or malformed; the message names file, key, value and what is allowed.
-        UnsupportedModelError: the architecture or an option is one that quire does not implement.
+        UnsupportedModelError: quire does not implement the architecture or an option.
     """
     file = config_json(model_dir, overrides)
     config = JsonObject(file.where, file.values, refused=[])
@@ -108,17 +168,17 @@ def read_hf_config(model_dir: Path, overrides: dict[str, Any], model_impl: str =
 
 
 def read_config(config: JsonObject, model_impl: str) -> ModelArch:
-    """What an object with the keys of config.json says, as its family reads it; raises as `read_hf_config` does."""
-    architecture = made_for(architecture_of(config), model_impl).served_as
+    """Read an object with config.json's keys with its family's reader; raises as `read_hf_config` does."""
+    architecture = architecture_kind(architecture_of(config), model_impl).served_as
     return read_fully(architecture, config, ModelRegistry.resolve_config_reader(architecture, model_impl))
 
 
 def read_fully(architecture: str, config: JsonObject, reader: ConfigReader) -> ModelArch:
-    """What a reader makes of config.json.
+    """Read config.json with a reader, and report all refusals together.
 
     Raises:
-        ModelLoadError: values are malformed; these and what is said below are named at once.
-        UnsupportedModelError: it asks for something that quire does not do; all that is so is named at once.
+        ModelLoadError: values are malformed; the message includes unsupported options.
+        UnsupportedModelError: it asks for something unsupported; the message names all of it.
     """
     refused: list[StartupError] = []
     try:
@@ -129,7 +189,7 @@ def read_fully(architecture: str, config: JsonObject, reader: ConfigReader) -> M
         refused.append(error)
     except ModelLoadError as error:
         if not any(isinstance(one, ModelLoadError) for one in config.refused or ()):
-            refused.append(error)  # else it may be of what stands in for a malformed value
+            refused.append(error)  # otherwise it may be a consequence of a malformed value's fallback
     for key in _NEUTRAL.keys() - config.asked:
         config.only(key, *_NEUTRAL[key])
     refused += config.refused or []
@@ -144,7 +204,7 @@ def read_fully(architecture: str, config: JsonObject, reader: ConfigReader) -> M
 
 
 def architecture_of(config: JsonObject) -> str:
-    """The architecture that config.json names, as it is called in the table."""
+    """Return the architecture that config.json names, by its name in the table."""
     names = config.texts("architectures")
     if not names:
         raise config.wrong("architectures", "a list with one name")

@@ -1,7 +1,6 @@
-"""Models by their Hugging Face id: the files of one, on this machine, downloaded if need be.
+"""Hugging Face models by id: their files on this machine, downloaded if necessary.
 
-Invariant: no network where the cache has what is asked for and Hugging Face cannot be reached; `HF_HUB_OFFLINE=1` says
-that it cannot.
+Invariant: no network access is needed if the cache has the files; `HF_HUB_OFFLINE=1` forbids it.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from pathlib import Path, PurePosixPath
 from quire.errors import ModelLoadError
 from quire.models.gguf.model import SUFFIX, is_first_part, part_names, part_paths
 
-# No pickled weights and no code: only what quire can read.
+# No pickled weights and no code: only files that quire reads.
 _WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _PROJECTOR = "mmproj"
-"""How files begin that have no language model, but what turns images into its embeddings."""
+"""File name prefix of multimodal projectors, which contain no language model."""
 _MAX_LISTED = 24
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """What Hugging Face calls a model: `owner/name`, and perhaps, behind a colon, one of the GGUF models in it.
+    """Hugging Face id `owner/name`, optionally followed by a colon and one of its GGUF models.
 
-    That is named as it was quantized (Q4_K_M, in either case) or by its file.
+    The GGUF model is given by its quantization (Q4_K_M, in either case) or file name.
     """
 
     id: str
@@ -36,7 +35,7 @@ class HubModel:
     cache_dir: str | None
 
     def find(self) -> Path:
-        """Its directory in the cache, or its GGUF file, of several the first one.
+        """Return its directory in the cache, or its GGUF file, the first one if it is split.
 
         Raises:
             ModelLoadError: there is no such model, it cannot be fetched, or there is not exactly one such file.
@@ -64,7 +63,7 @@ class HubModel:
         return f"name one as {self.id}:{PurePosixPath(names[0]).name}; there are {listed}"
 
     def _ggufs(self) -> list[str]:
-        """The GGUF models of the repository, or of what the cache has of it; of a split one, the first file."""
+        """Return the GGUF models of the repository, or of the cache; the first file of a split one."""
         from huggingface_hub import errors, snapshot_download
 
         with self._explained():
@@ -86,7 +85,7 @@ class HubModel:
         ]
 
     def _snapshot(self, patterns: Sequence[str]) -> Path:
-        """The directory of the model in the cache, with the files of these names at least."""
+        """Return the model's cache directory, containing at least the files of these patterns."""
         # Imported here: it costs a tenth of a second that local models need not spend.
         from huggingface_hub import snapshot_download
 
@@ -99,7 +98,7 @@ class HubModel:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """What Hugging Face's own errors mean to a user."""
+        """Convert Hugging Face errors to messages for users."""
         from huggingface_hub import errors
 
         reasons = (
@@ -120,7 +119,10 @@ class HubModel:
 
 
 def _is_quantized_as(name: str, wanted: str) -> bool:
-    """Whether a name's words have all of `wanted` in a row; words end at a dash, dot or slash. Nothing is in any."""
+    """Return whether the words of a name contain those of `wanted` in a row; words end at a dash, dot or slash.
+
+    An empty `wanted` matches nothing.
+    """
     word = rf"(^|[-./_]){re.escape(wanted)}[-./]" if wanted else ""
     return re.search(word, name, re.IGNORECASE) is not None
 

@@ -1,7 +1,7 @@
-"""Typed access to a JSON object that someone else wrote.
+"""Typed access to an untrusted JSON object.
 
-Invariant: a value leaves here only with the type and within the limits that the caller named; everything else is an
-error that names file, key, value and what is allowed.
+Invariant: a returned value has the type and limits that the caller named; everything else raises an error that names
+file, key, value and what is allowed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _REQUIRED: Any = object()
 
 
 class JsonObject:
-    """One JSON object; `where` is how messages call it. A key whose value is null counts as absent.
+    """One JSON object; `where` names it in messages. A key whose value is null counts as absent.
 
-    `aliases` maps the keys that callers use to those that this file uses instead. What it asks for that quire does not
-    do, and malformed values that something can stand in for, go to `refused`, so that whoever reads it to its end can
-    tell all of it at once; without such a list, they are raised. `asked` are the keys that were looked at.
+    `aliases` maps the keys that callers use to those of this file. Unsupported options, and malformed values with a
+    fallback, are appended to `refused`, so that the reader can report all of them at once; without that list they are
+    raised. `asked` are the keys that were read.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class JsonObject:
         self.asked: set[str] = set()
 
     def with_aliases(self, aliases: Mapping[str, str]) -> JsonObject:
-        """The same object for callers with keys of another file."""
+        """Return the same object for callers that use another file's keys."""
         return self._like(self.values, aliases)
 
     def with_values(self, **values: Any) -> JsonObject:
-        """The same object with other values of some keys, which are named as in the file."""
+        """Return the object with some values replaced, by their keys in the file."""
         return self._like({**self.values, **values}, self.aliases)
 
     def _like(self, values: dict[str, Any], aliases: Mapping[str, str]) -> JsonObject:
@@ -57,25 +57,25 @@ class JsonObject:
         return self.get(key) is not None
 
     def get(self, key: str) -> Any:
-        """The unchecked value, None if absent."""
+        """Return the unchecked value, None if absent."""
         name = self.aliases.get(key, key)
         self.asked.add(name)
         return self.values.get(name)
 
     def integer(self, key: str, default: Any = _REQUIRED, *, low: int = 1, high: int = 2**31 - 1) -> int:
-        """An integer in [low, high]."""
+        """Return an integer in [low, high]."""
         return int(self._checked(key, default, int, f"an integer in [{low}, {high}]", low, high))
 
     def number(self, key: str, default: Any = _REQUIRED, *, low: float = 0.0, high: float = 1e12) -> float:
-        """A finite number in [low, high]."""
+        """Return a finite number in [low, high]."""
         return float(self._checked(key, default, (int, float), f"a number in [{low:g}, {high:g}]", low, high))
 
     def optional_integer(self, key: str, *, low: int = 1, high: int = 2**31 - 1) -> int | None:
-        """As `integer`; None if absent."""
+        """Return `integer(key)`; None if absent."""
         return self.integer(key, low=low, high=high) if key in self else None
 
     def optional_number(self, key: str, *, low: float = 0.0, high: float = 1e12) -> float | None:
-        """As `number`; None if absent."""
+        """Return `number(key)`; None if absent."""
         return self.number(key, low=low, high=high) if key in self else None
 
     def flag(self, key: str, default: bool) -> bool:
@@ -85,7 +85,7 @@ class JsonObject:
         return str(self._checked(key, default, str, "a string"))
 
     def choice(self, key: str, allowed: Sequence[str], default: Any = _REQUIRED) -> str:
-        """A string out of `allowed`; another one is refused."""
+        """Return a string of `allowed`; refuse others."""
         value = self.text(key, default)
         if value not in allowed:
             self.refuse(key, f"one of {', '.join(allowed)}")
@@ -93,17 +93,17 @@ class JsonObject:
         return value
 
     def only(self, key: str, *values: Any) -> None:
-        """Refuse an option that is there and has none of these values, with which it changes nothing."""
+        """Refuse an option that is present with any value but these, with which it has no effect."""
         if key in self and self.get(key) not in values:
             self.refuse(key, " or ".join(["absent", *map(_shown, values)]))
 
     def knows(self, *keys: str) -> None:
-        """Refuse keys beside these: they may say something that quire does not do."""
+        """Refuse all other keys: they may ask for something unsupported."""
         for key in sorted(self.values.keys() - set(keys)):
             self.only(key)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of finite numbers."""
+        """Return a list of finite numbers."""
         items = self._checked(key, _REQUIRED, list, "a list of numbers")
         kinds = set(map(type, items))  # a vocabulary has hundreds of thousands
         if kinds - {int, float} or not all(map(math.isfinite, items)):
@@ -111,19 +111,19 @@ class JsonObject:
         return tuple(map(float, items))
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings."""
+        """Return a list of strings."""
         items = self._checked(key, _REQUIRED, list, "a list of strings")
         if set(map(type, items)) - {str}:
             raise self.wrong(key, "a list of strings")
         return tuple(items)
 
     def child(self, key: str) -> JsonObject:
-        """A JSON object; an empty one if absent."""
+        """Return a JSON object; an empty one if absent."""
         values = self._checked(key, {}, dict, "a JSON object")
         return JsonObject(f"{self.where}: {key}", values, refused=self.refused)
 
     def children(self, key: str) -> list[JsonObject]:
-        """A list of JSON objects."""
+        """Return a list of JSON objects."""
         items = self._checked(key, _REQUIRED, list, "a list of JSON objects")
         if not all(isinstance(item, dict) for item in items):
             raise self.wrong(key, "a list of JSON objects")
@@ -133,24 +133,24 @@ class JsonObject:
         ]
 
     def refuse(self, key: str, allowed: str) -> None:
-        """Take note of a well-formed value that asks for something quire does not do.
+        """Record a well-formed value that asks for something unsupported.
 
         Raises:
-            UnsupportedModelError: nobody keeps such notes.
+            UnsupportedModelError: no list of refusals is kept.
         """
         if self.refused is None:
             raise self.unsupported(key, allowed)
         self.refused.append(self.unsupported(key, allowed))
 
     def wrong(self, key: str, allowed: str) -> ModelLoadError:
-        """The error for a key whose value is missing or malformed."""
+        """Return the error for a key whose value is missing or malformed."""
         name = self.aliases.get(key, key)
         if key not in self:
             return ModelLoadError(f"{self.where}: key {name!r} is missing; it must be {allowed}")
         return ModelLoadError(f"{self.where}: {name} must be {allowed}, got {_shown(self.get(key))}")
 
     def unsupported(self, key: str, allowed: str) -> UnsupportedModelError:
-        """The error for a well-formed value that asks for something quire does not do."""
+        """Return the error for a well-formed value that asks for something unsupported."""
         name, shown = self.aliases.get(key, key), _shown(self.get(key))
         return UnsupportedModelError(f"{self.where}: {name} = {shown} is not supported; it must be {allowed}")
 
@@ -176,7 +176,7 @@ class JsonObject:
 
 
 def read_json_object(path: Path) -> JsonObject:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
         ModelLoadError: the file is missing, no regular file, unreadable, too large, or holds no JSON object.
@@ -188,12 +188,12 @@ def read_json_object(path: Path) -> JsonObject:
 
 
 def optional_json_object(path: Path) -> JsonObject:
-    """As `read_json_object`, and an empty one where there is no file."""
+    """Read the JSON object in a file; return an empty one if there is no file."""
     return read_json_object(path) if has_file(path) else JsonObject(str(path), {})
 
 
 def read_json_objects(path: Path) -> list[JsonObject]:
-    """The objects of the JSON list in a file; raises as `read_json_object` does."""
+    """Read the JSON list of objects in a file; raises as `read_json_object` does."""
     values = _read_json(path)
     if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
         raise ModelLoadError(f"{path}: must hold a JSON list of objects, got {_shown(values)}")
@@ -209,7 +209,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """isinstance, except that true and false are no numbers."""
+    """Return isinstance, with true and false not counting as numbers."""
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 

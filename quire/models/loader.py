@@ -1,4 +1,4 @@
-"""Builds the network a prepared config describes and gives it its weights, one layer after the other.
+"""Model loader: the network of a prepared config, with weights loaded one layer after the other.
 
 Invariant: a layer's weights exist in the checkpoint's form only until they are in their final one, so loading takes
 hardly more memory than the loaded model.
@@ -22,15 +22,14 @@ from quire.layers.shard import WHOLE, Shard
 from quire.layers.sliced_linear import slice_sums
 from quire.models.base import CausalLM
 from quire.models.bounded_directory import GIB, BoundedDirectory
-from quire.models.cache_scales import take_cache_scales
+from quire.models.cache_scales import load_cache_scales
 from quire.models.construction import construct
-from quire.models.methods import quant_methods, say_methods
+from quire.models.methods import log_methods, quant_methods
 from quire.models.packed_cache import SUFFIX, PackedCache, packed_key
-from quire.models.pooling.model import PoolingModel
 from quire.models.registry import ModelRegistry
-from quire.models.sharing import SHARED, SLICED, check_ranks, check_shared, take_shares
+from quire.models.sharding import SHARED, SLICED, apply_shards, check_ranks, check_shared
 from quire.models.staged_copy import GpuCopyStream, StagedCopy
-from quire.models.stages import ALL, Stage, take_stage
+from quire.models.stages import ALL, Stage, apply_stage
 from quire.models.weights import (
     AnyWeights,
     CheckpointWeights,
@@ -39,28 +38,29 @@ from quire.models.weights import (
     TensorReader,
     Weights,
 )
+from quire.pooling.models.model import PoolingModel
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
-"""Bytes to a multiple of which tensors begin in memory that they share."""
+"""Alignment in bytes of tensors in shared memory."""
 
 
 @torch.no_grad()
 def load_model(
     config: EngineConfig, shard: Shard = WHOLE, stage: Stage = ALL, *, prefix: str = ""
 ) -> CausalLM:
-    """The model of a prepared config, ready for its KV cache to be bound: a stage's layers, a rank's share of each.
+    """Return the model of a prepared config, without its KV cache: a stage's layers, a rank's shard of each.
 
-    `prefix`, with its dot, goes before the names of its layers, where an engine has several models.
+    `prefix`, with its dot, precedes the names of its layers if an engine has several models.
 
     Raises:
-        UnsupportedModelError: nobody registered the architecture.
+        UnsupportedModelError: the architecture is not registered.
         ModelLoadError: the checkpoint does not fit the config, is corrupt, or does not fit into memory.
-        ConfigError: a layer that is not to be quantised does not exist, or one cannot be cut for so many ranks.
+        ConfigError: a layer that is not to be quantized does not exist, or one cannot be sharded for so many ranks.
     """
     model = without_weights(config, shard, stage, prefix=prefix)
-    say_methods(config)
+    log_methods(config)
     logger.info("attention_backend = %s", ", ".join(attention_backends(model)) or "none: no layer attends")
     cache = _cache(model)
     tensors = cache.read() if cache is not None else None
@@ -70,14 +70,14 @@ def load_model(
             cache.write(_final_tensors(model))
     else:
         _restore(model, tensors)
-    take_cache_scales(model, shard)
+    load_cache_scales(model, shard)
     model.eval().loaded()
     return model
 
 
 @torch.no_grad()
 def with_any_weights(config: EngineConfig, shard: Shard, stage: Stage) -> CausalLM:
-    """As `load_model`, with weights of no meaning that are there at once, for a model that is only timed."""
+    """Return the model with arbitrary weights, available at once, for timing only."""
     model = without_weights(config, shard, stage)
     _fill(model, AnyWeights())
     return model.eval()
@@ -86,7 +86,7 @@ def with_any_weights(config: EngineConfig, shard: Shard, stage: Stage) -> Causal
 def without_weights(
     config: EngineConfig, shard: Shard = WHOLE, stage: Stage = ALL, *, prefix: str = ""
 ) -> CausalLM:
-    """The model, whose parameters have their shapes and dtypes and no memory yet."""
+    """Return the model; its parameters have shapes and dtypes, but no memory yet."""
     model_cls = ModelRegistry.resolve_model_cls(config.arch.architecture, config.model_class)
     with torch.device("meta"):
         model = construct(model_cls, config, prefix)
@@ -102,14 +102,14 @@ def without_weights(
         for (_, layer), method in zip(model.checkpoint_layers(), methods, strict=True):
             layer.create_weights(method, shard)
         if shard.group.size > 1 or shard.experts.size > 1:
-            take_shares(model, shard)
+            apply_shards(model, shard)
         if stage.of > 1:
-            take_stage(model, stage)
+            apply_stage(model, stage)
     return model
 
 
 def _fill(model: CausalLM, weights: Weights) -> None:
-    """Give every layer its weights, in their final form."""
+    """Load every layer's weights in their final form."""
     num_bytes = sum(param.nbytes for param in model.parameters())
     device = torch.device(device_type(model.config))
     staging = _Staging(device)
@@ -123,7 +123,7 @@ def _fill(model: CausalLM, weights: Weights) -> None:
         weights.fill(layer.slots(names))
         layer.finish_loading()
         weights.end_layer()
-    model.to(device)  # what is computed and not loaded, such as tables of angles, was made on the host
+    model.to(device)  # computed tensors, such as tables of angles, were made on the host
 
 
 def _cache(model: CausalLM) -> PackedCache | None:
@@ -141,7 +141,7 @@ def _cache(model: CausalLM) -> PackedCache | None:
 
 
 def _places(model: CausalLM) -> Iterator[tuple[str, Layer]]:
-    """Each layer under a name of its own: several may hold parts of one of the checkpoint's modules."""
+    """Yield each layer with a unique name: several may hold parts of one checkpoint module."""
     for index, (names, layer) in enumerate(model.checkpoint_layers()):
         yield f"{index}:{names[0]}", layer
 
@@ -155,7 +155,7 @@ def _final_tensors(model: CausalLM) -> dict[str, Tensor]:
 
 
 def _restore(model: CausalLM, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `_final_tensors`."""
+    """Restore the layers from the tensors of `_final_tensors`."""
     by_layer: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for path, tensor in tensors.items():
         layer_name, _, name = path.rpartition("/")
@@ -173,14 +173,14 @@ def _weights(model: CausalLM, config: EngineConfig) -> Weights:
 
 
 def tensor_reader(device: torch.device) -> TensorReader:
-    """The fastest way from a file to a device."""
+    """Return the fastest reader from a file to a device."""
     return MappedCopy() if device.type == "cpu" else StagedCopy(GpuCopyStream(device))
 
 
 class _Staging:
-    """Memory for one layer after the other to be filled.
+    """Memory to fill one layer after the other.
 
-    What a layer replaces when it is finished lies in memory that the next one uses again: freed, it would leave holes
+    Tensors that a finished layer replaces lie in memory that the next layer reuses. If freed, it would leave holes
     between the final weights, and fresh pages take longer to get than to fill.
     """
 
@@ -189,7 +189,7 @@ class _Staging:
         self._reused = self._memory(0)
 
     def allocate(self, layer: Layer) -> None:
-        """Give each parameter of a layer its memory, uninitialised."""
+        """Allocate uninitialized memory for each parameter of a layer."""
         replaced = layer.replaced(self._device.type)
         params = list(layer.named_parameters(recurse=False))
         passing = iter(self._again([param.nbytes for name, param in params if name in replaced]))
@@ -199,7 +199,7 @@ class _Staging:
             setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
 
     def _again(self, nums_bytes: list[int]) -> list[Tensor]:
-        """Memory side by side, where the last layer's was."""
+        """Return adjacent tensors in the memory of the last layer."""
         wholes = [-(-num_bytes // _ALIGNMENT) * _ALIGNMENT for num_bytes in nums_bytes]
         if len(self._reused) < sum(wholes):
             self._reused = self._memory(sum(wholes))

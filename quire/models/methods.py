@@ -1,6 +1,6 @@
-"""How each layer of a model reads its weight from the checkpoint, and how it keeps it.
+"""Quantization method of each layer of a model, for reading its weight from the checkpoint and storing it.
 
-Invariant: decided for all layers before one has memory, from the config and the headers of the checkpoint's files.
+Invariant: decided for all layers before any has memory, from the config and the checkpoint's file headers.
 """
 
 import logging
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.config.encoding import Encoding
-from quire.config.quantization import FOUR_BITS, QuantizationConfig
+from quire.config.quantization import FOUR_BITS
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import cpu
 from quire.kernels.formats.scaling import BLOCK
-from quire.kernels.linear import WeightScheme
-from quire.kernels.rounding import RowRounding
+from quire.kernels.linear import RowQuantization, WeightScheme
 from quire.layers.base import Layer, device_type
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import QKVLinear
@@ -39,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 _FLOATS = Encoding("floats")
 _MOST_BITS = 4.88
-"""Of int4 in two levels for a weight, on the average of all matrices but the head; blocks that are begun take more."""
+"""Bits per weight of two-level int4, on average over all layers but the head; partial blocks take more."""
 
 
 def _rounds_activations(config: EngineConfig) -> bool:
-    """Whether bfloat16 weights meet activations in bfloat16.
+    """Return whether bfloat16 weights are multiplied with bfloat16 activations.
 
     Raises:
-        ConfigError: it is asked for, and no kernel here multiplies bfloat16.
+        ConfigError: it is requested, and no kernel here multiplies bfloat16.
     """
     asked = config.kernels.matmul_precision
     here = device_type(config) == "cpu" and config.model.dtype == "bfloat16" and cpu.available()
@@ -62,8 +61,8 @@ def _rounds_activations(config: EngineConfig) -> bool:
     return False
 
 
-def say_methods(config: EngineConfig) -> None:
-    """Tell the log what was settled without being asked for."""
+def log_methods(config: EngineConfig) -> None:
+    """Log the automatically resolved choices."""
     if config.kernels.matmul_precision == "auto" and _rounds_activations(config):
         logger.info("matmul_precision is medium: this processor multiplies bfloat16 at twice the speed")
     says = config.arch.quantization
@@ -71,22 +70,26 @@ def say_methods(config: EngineConfig) -> None:
         logger.info("%s", note)
 
 
-def _rounding(scheme: WeightScheme, kind: str, asked: QuantizationConfig, device: str) -> QuantMethod:
-    """The method that rounds weights to a kind while they are loaded."""
+def _rounding(scheme: WeightScheme, kind: str, config: EngineConfig, device: str) -> QuantMethod:
+    """Return the method that quantizes weights to a kind at load time.
+
+    Blocks of two levels do not end where --tp-invariant slices inputs, so int4 is int4-plain there.
+    """
+    asked = config.quantization
     if kind in (*FOUR_BITS, "int8"):
         scheme = replace(scheme, group_size=asked.group_size(kind, device))
     if kind in FOUR_BITS:
-        two_level = kind == "int4" and device == "cpu"
+        two_level = kind == "int4" and device == "cpu" and not config.parallel.tp_invariant
         symmetric = asked.symmetric and not two_level
         return method_of(replace(scheme, kind="int4", symmetric=symmetric, two_level=two_level))
     return method_of(replace(scheme, kind=kind))
 
 
 def _in_eight_bits(model: CausalLM, scheme: WeightScheme) -> set[Layer]:
-    """Return the layers of queries, keys and values that int4 in two levels leaves in int8: the first, while bits last.
+    """Return the QKV layers that two-level int4 leaves in int8: the first ones, up to `_MOST_BITS` on average.
 
-    Their error costs most, values' above all, and that of the first layers goes through all others. Sizes are those of
-    the whole model, so all ranks choose the same.
+    Their error costs most, values' above all, and that of the first layers passes through all others. Sizes are those
+    of the whole model, so all ranks choose the same.
     """
     if not scheme.two_level:
         return set()
@@ -109,10 +112,10 @@ def _in_eight_bits(model: CausalLM, scheme: WeightScheme) -> set[Layer]:
 
 
 def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
-    """How each layer of a model reads and keeps its weight; a merged one is not rounded if one of its parts is not.
+    """Return each layer's method; a merged layer is not quantized if one of its parts is not.
 
     Raises:
-        ConfigError: what is to be left alone does not exist, or what is asked for is not to be had here.
+        ConfigError: an ignored module does not exist, or a requested format is not available here.
         ModelLoadError: the checkpoint's files cannot be read.
     """
     asked = config.quantization
@@ -121,8 +124,8 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
     plain = method_of(floats)
     rounded = replace(floats, fast=asked.fast, per_tensor=asked.per_tensor, vendor=asked.vendor)
     device = device_type(config)
-    quantized = _rounding(rounded, asked.quantization, asked, device) if asked.quantization else plain
-    head = _rounding(rounded, asked.head, asked, device) if asked.rounds_head else plain
+    quantized = _rounding(rounded, asked.quantization, config, device) if asked.quantization else plain
+    head = _rounding(rounded, asked.head, config, device) if asked.rounds_head else plain
     in_eight_bits = _in_eight_bits(model, quantized.scheme)
     finer = method_of(replace(quantized.scheme, kind="int8", symmetric=True, two_level=False))
     unmatched = set(asked.ignore)
@@ -145,14 +148,14 @@ def quant_methods(model: CausalLM, config: EngineConfig) -> list[QuantMethod]:
         )
     if config.lora.enable_lora:
         for method in methods:
-            method.quantizes_rows = False  # adapters read x as it is
+            method.quantizes_rows = False  # adapters need unquantized x
     return methods
 
 
 class _Encodings:
-    """Encodings of the modules that the checkpoint has quantized: its tensors say which, and its rules how.
+    """Encodings of the checkpoint's quantized modules, from its tensors and quantization config.
 
-    What kernels multiply by as it is has the options of `scheme`.
+    Weights that kernels use as stored get the options of `scheme`.
     """
 
     def __init__(self, config: EngineConfig, scheme: WeightScheme) -> None:
@@ -167,7 +170,7 @@ class _Encodings:
             self._tensors = {name: _without_data(file.tensors[name]) for name, file in self._files.items()}
 
     def method(self, layer: Layer, names: Sequence[str], kept: QuantMethod) -> QuantMethod:
-        """That of a layer which holds the checkpoint's modules `names`, and keeps floats as `kept` does."""
+        """Return the method of a layer with the checkpoint modules `names`; floats are stored as `kept` does."""
         if not isinstance(layer, MatrixLayer):
             return kept
         names = layer.stored_modules(names)
@@ -180,11 +183,11 @@ class _Encodings:
         return Encoded(modules, kept, self._packed(layer, modules) if isinstance(kept, Float) else None)
 
     def _packed(self, layer: MatrixLayer, modules: Sequence[EncodedModule]) -> Packed | None:
-        """How a layer holds the numbers of all modules; None where that cannot be."""
+        """Return the packed form that holds all modules' numbers; None if there is none."""
         whole = merged_scheme([module.scheme(layer.inputs) for module in modules])
         if whole is None or layer.rearranges:
             return None
-        # A GPU rounds what meets E4M3, where the checkpoint wants that.
+        # On a GPU, activations for E4M3 weights are quantized, if the checkpoint specifies it.
         fast = self._scheme.fast and not (whole.kind == "fp8" and any(each.weight_only for each in modules))
         scheme = replace(
             self._scheme,
@@ -204,12 +207,12 @@ class _Encodings:
         return Packed(scheme, order)
 
     def _order(self, layer: MatrixLayer, module: EncodedModule, as_they_come: Tensor) -> Tensor | None:
-        """The inputs of a module group after group; None: its groups are of no size that all have."""
+        """Return a module's inputs group after group; None if its groups differ in size."""
         groups = self._groups(layer, module.name, module.codec) if module.codec.reorders else None
         return as_they_come if groups is None else module.codec.order(groups)
 
     def _groups(self, layer: MatrixLayer, name: str, codec: Codec) -> Tensor | None:
-        """What a module's tensor of groups holds; None: it has none."""
+        """Return a module's group-index tensor; None if it has none."""
         tensor = "" if codec.groups_in is None else layer.stored_name(name, codec.groups_in)
         if tensor not in self._files:
             return None
@@ -224,23 +227,23 @@ class _Encodings:
         rounding = self._rounding(layer, name, encoding) if self._as_checkpoint else None
         return EncodedModule(name, codec, in_files, encoding.weight_only, rounding)
 
-    def _rounding(self, layer: MatrixLayer, name: str, encoding: Encoding) -> RowRounding | None:
-        """How what a module is multiplied by is rounded.
+    def _rounding(self, layer: MatrixLayer, name: str, encoding: Encoding) -> RowQuantization | None:
+        """Return a module's activation quantization.
 
         Raises:
-            ConfigError: that cannot be followed here.
-            ModelLoadError: its scale is missing, or is none.
+            ConfigError: it is not supported here.
+            ModelLoadError: its scale is missing or invalid.
         """
         said = encoding.activations
         if said is None or layer.only_looked_up:
             return None
-        if said.unlike or not layer.rounds_inputs:
+        if said.unlike or not layer.quantizes_inputs:
             why = f"with {said.unlike}" if said.unlike else f"in {type(layer).__name__}"
             raise ConfigError(
-                f"--quantization-config: mode checkpoint cannot round what {name} is multiplied by {why}: "
+                f"--quantization-config: mode checkpoint cannot quantize the input of {name} {why}: "
                 "give precise, or fast"
             )
-        how = RowRounding(said.codes, group=said.group, symmetric=said.symmetric, bound=said.bound)
+        how = RowQuantization(said.codes, group=said.group, symmetric=said.symmetric, bound=said.bound)
         if not said.static:
             return how
         if not self._files:  # weights are random, too
@@ -261,7 +264,7 @@ class _Encodings:
         return self._number(stored) if stored in self._files else 0.0
 
     def _number(self, name: str, *, positive: bool = False) -> float:
-        """A tensor of one."""
+        """Return the value of a one-element tensor."""
         file = self._files[name]
         info = file.tensors[name]
         if math.prod(info.shape) != 1:
@@ -274,14 +277,14 @@ class _Encodings:
         return number
 
     def _encoding(self, layer: MatrixLayer, name: str) -> Encoding | None:
-        """Return the encoding of a module: its tensors say whether it has one, and the rules which."""
+        """Return the encoding of a module by the config's rules; None if its tensors are floats."""
         possible = None if self._says is None else self._says.encoding_if_quantized(name)
         if self._says is None or possible is None:
             return None
         tensors = {"weight", *codec_of(possible).tensors(1, 1)}
         in_files = layer.in_files(name, tensors, self._tensors)
         if not in_files:
-            # No method quantizes tables, tied heads among them, but where its files say so.
+            # Tables, tied heads among them, are quantized only if their files have the tensors.
             return None if isinstance(layer, VocabEmbedding) else self._says.encoding_of(name)
         is_float = in_files.keys() == {"weight"} and in_files["weight"].dtype in FLOATS
         return None if is_float else possible

@@ -1,7 +1,7 @@
-"""Checkpoints of models that take more than text, of which the language model is served.
+"""Multimodal checkpoints, of which only the language model is served.
 
-Invariant: torch-free. config.json describes the language model in an object of its own; what is read is that object, as
-the reader of the language model's own family does, so nothing else knows that there is more.
+Invariant: torch-free. config.json has the language model's config as a nested object; the reader of the language
+model's own family reads that object, so nothing else handles multimodality.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _INSIDE = {
     "language_model.model.": "model.",
     "language_model.": "",
 }
-"""How tensors of the language model begin, by the layouts of transformers (two of them written by mistake), and of a
-model without its head."""
+"""Prefixes of the language model's tensors, in transformers' layouts (two of them mistakes), and of a model without
+head.
+"""
 _MEDIA = ("image", "video", "audio")  # keys such as image_token_id, or image_token_index in older files
 _SIZES = (
     "vocab_size",
@@ -46,8 +47,8 @@ _SIZES = (
 
 
 @dataclass(frozen=True)
-class LanguageModel:
-    """What a `model_type` is served as, and the sizes that its files may leave out, in the order of `_SIZES`."""
+class WrappedLanguageModel:
+    """Architecture that serves a `model_type`, and sizes that its files may omit, in the order of `_SIZES`."""
 
     architecture: str
     usual_sizes: tuple[int, ...] = ()
@@ -55,23 +56,23 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """An architecture with more than a language model, and what it calls its other parts."""
+    """Multimodal architecture and the names of its other parts."""
 
     architecture: str
     models: str
-    """What it is known for, for people."""
+    """Well-known models, for the docs."""
     others: tuple[str, ...] = field(default=("vision_tower", "multi_modal_projector"))
 
 
-_QWEN2, _QWEN3 = LanguageModel("Qwen2ForCausalLM"), LanguageModel("Qwen3ForCausalLM")
-LANGUAGE_MODELS: dict[str, LanguageModel] = {
-    "gemma3_text": LanguageModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072)),
-    "gemma3n_text": LanguageModel("Gemma3nForCausalLM"),
-    "gemma4_text": LanguageModel("Gemma4ForCausalLM"),
-    "llama": LanguageModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32, 32, 2048)),
-    "llama4_text": LanguageModel("Llama4ForCausalLM"),
-    "ministral3": LanguageModel("Ministral3ForCausalLM"),
-    "mistral": LanguageModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32, 8, 131072)),
+_QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
+LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
+    "gemma3_text": WrappedLanguageModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8, 4, 131072)),
+    "gemma3n_text": WrappedLanguageModel("Gemma3nForCausalLM"),
+    "gemma4_text": WrappedLanguageModel("Gemma4ForCausalLM"),
+    "llama": WrappedLanguageModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32, 32, 2048)),
+    "llama4_text": WrappedLanguageModel("Llama4ForCausalLM"),
+    "ministral3": WrappedLanguageModel("Ministral3ForCausalLM"),
+    "mistral": WrappedLanguageModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32, 8, 131072)),
     "qwen2": _QWEN2,
     "qwen2_vl": _QWEN2,
     "qwen2_vl_text": _QWEN2,
@@ -79,10 +80,10 @@ LANGUAGE_MODELS: dict[str, LanguageModel] = {
     "qwen2_5_vl_text": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3_vl_text": _QWEN3,
-    "qwen3_5_text": LanguageModel("Qwen3_5ForCausalLM"),
-    "qwen3_5_moe_text": LanguageModel("Qwen3_5MoeForCausalLM"),
+    "qwen3_5_text": WrappedLanguageModel("Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": WrappedLanguageModel("Qwen3_5MoeForCausalLM"),
 }
-"""By `model_type`. A token of a text has one position, so the three that Qwen's vision models give it are that one."""
+"""Language models by `model_type`. In text, the three position ids of Qwen's vision models are equal."""
 
 WRAPPERS: dict[str, Wrapper] = {
     row.architecture: row
@@ -112,24 +113,25 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper("Qwen3VLForConditionalGeneration", "Qwen 3 VL 2B to 32B", ("visual",)),
     )
 }
-"""By architecture, in the order of the alphabet."""
+"""Wrappers by architecture, in alphabetical order."""
 
 
 def language_model_of(
     architecture: str, config: JsonObject, overrides: Mapping[str, Any]
 ) -> tuple[JsonObject, Multimodal | None]:
-    """The object that describes the language model as if it were alone, and what it is part of; else `config`, None.
+    """Return the language model's config as if it were alone, and the wrapper; `config` and None if there is no
+    wrapper.
 
-    `overrides` are top-level keys that a user gave, who means the language model.
+    `overrides` are the user's top-level keys, which refer to the language model.
 
     Raises:
         ModelLoadError: the object is malformed.
-        UnsupportedModelError: the language model is none that is known.
+        UnsupportedModelError: the language model is unknown.
     """
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None:
         return config, None
-    # Qwen's early vision models have the keys of all parts side by side.
+    # Qwen's early vision models have the keys of all parts in one object.
     text = config.child(TEXT) if TEXT in config else config
     kind = text.text("model_type")
     if kind not in LANGUAGE_MODELS:
@@ -149,11 +151,11 @@ def _placeholder_ids(config: JsonObject) -> frozenset[int]:
     return frozenset(token_id for token_id in found if type(token_id) is int and token_id >= 0)
 
 
-def _values(config: JsonObject, text: JsonObject, known: LanguageModel) -> dict[str, Any]:
-    """What a config.json of the language model alone would say."""
+def _values(config: JsonObject, text: JsonObject, known: WrappedLanguageModel) -> dict[str, Any]:
+    """Return the values of a config.json for the language model alone."""
     sizes = dict(zip(_SIZES, known.usual_sizes, strict=False))
     otherwise = sizes | {key: config.get(key) for key in _FOR_ALL_PARTS}
     absent = {key: value for key, value in otherwise.items() if key not in text}
-    # The tables that are tied are the whole model's, whatever it says of this part of it.
+    # The whole model's value decides whether the tables are tied, whatever the nested config says.
     tie = {TIE: config.get(TIE)} if TIE in config else {}
     return {**text.values, **absent, **tie, "architectures": [known.architecture]}

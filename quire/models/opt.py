@@ -26,7 +26,7 @@ _UNUSED_POSITIONS = 2
 
 
 class OPTDecoderLayer(Module):
-    """Attention and MLP around a residual stream, normed on the way into each block or on the way out of it."""
+    """Attention and MLP on a residual stream, with norms before or after each."""
 
     def __init__(self, *, config: EngineConfig, prefix: str, layer: int) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class OPTDecoderLayer(Module):
 
 
 class NoProjection(Module):
-    """In place of one, where the embedding is as wide as the hidden states."""
+    """Identity for models whose embedding is as wide as the hidden states."""
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         return x
 
 
 class OPTDecoder(Stack):
-    """Embeddings, decoder layers and, where the family member has them, final norm and projections E <-> H."""
+    """Embeddings, decoder layers and, in models that have them, final norm and projections E <-> H."""
 
     entering = ("embed_tokens", "embed_positions", "project_in")
     leaving = ("final_layer_norm", "project_out")
@@ -96,7 +96,7 @@ class OPTDecoder(Stack):
         self.final_layer_norm = norm if arch.final_norm else nn.Identity()
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        x = self._embedded(inputs, positions, step) if self.enters else self.came(step)
+        x = self._embedded(inputs, positions, step) if self.enters else self.received(step)
         for _, layer in self.own_layers():
             x = layer(x, positions, step)
         return self.project_out(self.final_layer_norm(x), step) if self.ends else x
@@ -107,7 +107,7 @@ class OPTDecoder(Stack):
 
 
 class OPTModel(Module):
-    """The decoder, under the name the checkpoint gives it."""
+    """Decoder under the checkpoint's name."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Keeps the finished weights of a model in one file, so that the next start only maps it.
+"""Cache of a model's finished weights in one file, which the next start maps.
 
-A file is in the safetensors format, with entries that fill up to pages, and ends with a seal: SHA-256 over its key and
-the weighted sum of each page. The key, which its name bears too, is a hash of all that the weights are made from.
-Invariant: what `read` returns is what `write` was given under the same key. One or two flipped bits of a page are
-always seen, and two words that were swapped; another damage that leaves a sum as it was is a coincidence. A file
-appears by renaming, so no reader sees half of it, and several writers at once do no harm.
+A file is in the safetensors format, with entries that pad to pages, and ends with a seal: SHA-256 over its key and the
+weighted sum of each page. The key, also part of the file's name, is a hash of everything that determines the weights.
+Invariant: `read` returns the tensors given to `write` under the same key. One or two flipped bits of a page, and two
+swapped words, are always detected; other damage keeps a sum only by coincidence. A file appears by renaming, so it is
+never read half written, and several writers at once do no harm.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from quire.version import __version__
 logger = logging.getLogger(__name__)
 
 FORMAT = 5
-"""Raised when the same key would stand for other contents."""
+"""Version of the format, to be raised if the same key would stand for other contents."""
 SUFFIX = "safetensors"
 PAGE = 4096
 WORDS = PAGE // 4
@@ -44,19 +44,19 @@ _SEAL = "_seal"
 _SEAL_BYTES = hashlib.sha256().digest_size
 _ORDINALS = np.arange(WORDS)
 _WEIGHTS = (2.0 * (_ORDINALS * (_ORDINALS + 1) // 2 % 2048) + 1).astype(np.float64)
-"""A page's sum has its words as signed integers of 32 bits, times these: odd numbers, so that no two flips cancel out,
-all different, and not in steps, so that neither do swaps of words or of pairs of words. The sum stays below 2^53, where
-doubles are exact in any order."""
+"""Factors of a page's words, as signed integers of 32 bits, in its sum. They are odd, so that no two flips cancel out,
+and all different and unevenly spaced, so that neither do swaps of words or of pairs of words. The sum stays below 2^53,
+where doubles are exact in any order."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def packed_key(model: CausalLM, layout: str) -> str:
-    """Hash of what decides the finished weights of a model that has none yet.
+    """Return a hash of everything that determines the finished weights of a model without weights.
 
-    `layout` names the form into which the kernels of this machine pack. A checkpoint's files count by path, size, inode
-    and the times of their last changes, of which the status change cannot be set back, and by a digest of their first
-    and last bytes: one of all bytes would take as long as packing them. The model counts by its config, and by the
-    shape of its layers, which another version may merge otherwise, and the rank whose share they hold.
+    `layout` names the packed form of this machine's kernels. A checkpoint's files enter by path, size, inode, the times
+    of their last changes (the status change cannot be set back), and a digest of their first and last bytes: one of all
+    bytes would take as long as packing them. The model enters by its config, the shapes of its layers, which another
+    version may merge differently, and the rank of their shard.
 
     Raises:
         ModelLoadError: there are no files.
@@ -89,7 +89,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 class PackedCache:
-    """The file of one model in a directory; a directory that cannot be used costs a warning and nothing else."""
+    """File of one model in a directory; an unusable directory costs only a warning."""
 
     def __init__(self, directory: BoundedDirectory, name: str, key: str) -> None:
         self._directory = directory
@@ -97,7 +97,7 @@ class PackedCache:
         self.path = directory.place(name, key)
 
     def read(self) -> dict[str, Tensor] | None:
-        """The tensors, in the file's own memory; None if there is no file or it is not what was written."""
+        """Return the tensors, in the file's own memory; None if the file is missing or damaged."""
         started = time.monotonic()
         if not os.path.exists(self.path):
             return None
@@ -113,7 +113,7 @@ class PackedCache:
         return {info.name: file.tensor(info) for info in infos}
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors for the next start."""
+        """Write the tensors for the next start."""
         started = time.monotonic()
         header = _header(tensors)
         num_bytes = sum(part.nbytes + -part.nbytes % PAGE for part in (header, *tensors.values()))
@@ -134,7 +134,7 @@ class PackedCache:
         file.write(seal.digest())
 
     def _check(self, file: SafetensorsFile) -> None:
-        """Raises ModelLoadError if the seal is missing or broken."""
+        """Raise ModelLoadError if the seal is missing or broken."""
         info, seal = file.tensors.get(_SEAL), self._new_seal()
         if info is not None and (info.start % PAGE, info.end - info.start) == (0, _SEAL_BYTES):
             seal.update(_sums(file.raw(0, info.start)))
@@ -147,7 +147,7 @@ class PackedCache:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The bytes before the data of `tensors`, each of which begins a page: uint8 [n]."""
+    """Return the bytes before the data of `tensors`, each at the start of a page: uint8 [n]."""
     entries: dict[str, Any] = {}
     position = 0
     for name, tensor in tensors.items():
@@ -163,7 +163,7 @@ def _header(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _whole_pages(tensor: Tensor) -> Iterator[Tensor]:
-    """The bytes of a tensor, filled up with zeros: uint8 [n] with n a multiple of a page."""
+    """Yield the bytes of a tensor, padded with zeros: uint8 [n] with n a multiple of a page."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = len(flat) // PAGE * PAGE
     yield flat[:whole]

@@ -1,6 +1,6 @@
-"""Writes docs/models.md from the table of architectures: `python -m quire.models.page [FILE]`.
+"""Generator of docs/models.md from the table of architectures: `python -m quire.models.page [FILE]`.
 
-Invariant: the page says only what the table and these sentences say; a test compares.
+Invariant: the page is a function of the table and the text here; a test compares.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.models.transformers_backend.known import REFUSED, RUN
 
 PAGE = Path("docs/models.md")
 SPEEDS = Path("benchmarks/results/families.json")
-"""What `python -m benchmarks.families --record` measured; without it the page has no speeds."""
+"""Results of `python -m benchmarks.families --record`; without the file the page has no speeds."""
 
 INTRODUCTION = """\
 # Models
@@ -33,54 +33,54 @@ This page is generated: `python -m quire.models.page`.
 
 quire serves a Hugging Face model if `architectures` in its config.json names one of the {count} below, and its weights
 are safetensors; [many others](#any-other) run with transformers' code.
-The class decides, not the maker: many models of many makers are Llamas. Names of models are examples.
-Options that would change what is computed and that quire does not do are refused at start-up, all in one sentence.
+The architecture decides, not the publisher: many models of many publishers are Llamas. Model names are examples.
+Unsupported options that would change the computation are refused at start-up, all in one message.
 
-For every architecture the tests make a small checkpoint with random weights, biases and norms, and hold that
+For every architecture the tests create a small checkpoint with random weights, biases and norms, and check that
 
-- logits are within 1e-4, in float32, of the model in the last column, whole and in chunks of 1 to 7 tokens
+- logits are within 1e-4, in float32, of the reference in the last column, whole and in chunks of 1 to 7 tokens
   (`tests/models/test_parity.py`);
-- greedy tokens are that model's, with chunked prefill, prefix hits, preemption and decoding from tapes
+- greedy tokens equal the reference's, with chunked prefill, prefix hits, preemption and recorded decode steps
   (`tests/end_to_end/test_families.py`, `tests/worker/test_taped_forward.py`);
-- tokens and logprobs are the same bits however requests are batched (`tests/end_to_end/test_determinism.py`);
-- weights load as float32, bfloat16, int8 and int4, and cut in two for two ranks (`tests/models/test_shards.py`).
+- tokens and logprobs have the same bits in any batch (`tests/end_to_end/test_determinism.py`);
+- weights load as float32, bfloat16, int8 and int4, and sharded over two ranks (`tests/models/test_shards.py`).
 
-`make test` holds the first for all and the rest for some, `make test-more` for some that have between them every kind
-of part, `make test-every` for all.
+`make test` checks the first for all and the rest for some, `make test-more` for a selection that covers every kind of
+layer, `make test-every` for all.
 
-All are batched, computed in chunks, found in the prefix cache, decoded from tapes, quantised while they load and served
-with [adapters](lora.md#limits), and cut for [ranks and stages](parallelism.md).
+All support batching, chunked prefill, prefix caching, recorded decode steps, quantization at load time,
+[adapters](lora.md#limits), and [tensor and pipeline parallelism](parallelism.md).
 """
 
 MEASURED = """
 Speed: tokens per second of one request and of a prompt of 512, on {threads} threads of {machine}, {date}, by `python -m
-benchmarks.families`, with random weights in bfloat16, so many billions of them, in sizes of no published model. It
-tells what a family's layers cost beside another's; of experts only some are read for each token.
+benchmarks.families`, with random weights in bfloat16, that many billions of them, in sizes of no published model. It
+compares the costs of the families' layers; only some experts are read for each token.
 """
 
 ALSO = """
-Files as their makers published them may have other names for the same: """
+Published files may use other names: """
 
 ENCODERS = """
 ## Encoders
 
-They see a text in both directions, compute it whole, in one step with others, and keep nothing of it: no KV cache. Each
-is served alone, with the head of a classifier of texts or of tokens, and with one that guesses masked tokens, which is
-left out, and is cut for ranks and stages as others are. Hidden states and scores are within 1e-5, in float32, of the
-class in transformers, and the same bits however texts are batched (`tests/models/test_encoders.py`).
+Encoders are bidirectional, compute a text in one step, batched with others, and have no KV cache. Each is served
+without a head or with a classifier of texts or tokens; a masked-language-model head is skipped. They support tensor and
+pipeline parallelism. Hidden states and scores are within 1e-5, in float32, of the class in transformers, and have the
+same bits in any batch (`tests/models/test_encoders.py`).
 
 | architectures | models |
 |---|---|
 """
 
 MULTIMODAL = """
-## Of models that see or hear
+## Multimodal models
 
-Of a checkpoint that takes more than text, the language model is served: config.json's `text_config` is read as the
-config of a model above, weights of other parts are left out, and the log says so. Requests with images, sound or video
-are refused. For texts, logits are within 1e-4 of the whole model's (`tests/models/test_multimodal.py`).
+Only the language model of a multimodal checkpoint is served: config.json's `text_config` is read as the config of a
+model above, weights of other parts are skipped, and the log says so. Requests with images, audio or video are refused.
+For text, logits are within 1e-4 of the whole model's (`tests/models/test_multimodal.py`).
 
-| architecture | models | left out |
+| architecture | models | skipped |
 |---|---|---|
 """
 
@@ -94,55 +94,53 @@ NOTES = """
 - Added and special tokens beside tokenizer.json are read in the order of transformers: `added_tokens_decoder` of
   tokenizer_config.json, else added_tokens.json, with special_tokens_map.json before the names in tokenizer_config.json.
   Their ids must follow the vocabulary; one that is another token's is refused. A special token in no vocabulary gets
-  the next free id, with a warning. Templates see all special tokens by name. What tokenizer.json contradicts
-  (`add_bos_token`, `add_prefix_space`) or what is not done (`clean_up_tokenization_spaces` outside of BPE and
-  WordPiece) is warned of.
+  the next free id, with a warning. Templates get all special tokens by name. Settings that contradict tokenizer.json
+  (`add_bos_token`, `add_prefix_space`) or are not supported (`clean_up_tokenization_spaces` outside of BPE and
+  WordPiece) cause a warning.
 - generation_config.json gives eos tokens, temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens;
-  other keys by which transformers changes what is generated (`do_sample: false`, `num_beams` ...) are warned of.
+  other keys with which transformers changes its output (`do_sample: false`, `num_beams` ...) cause a warning.
 - Files of a checkpoint must be regular files (or links to them), JSON and templates of at most 64 MiB, tokenizer.json
   of 512.
-- What stretches positions (`rope_scaling`): linear, dynamic, llama3, yarn, longrope. Where config.json has
-  `rope_parameters` as well, a `rope_scaling` that is not empty decides, with the theta of whichever has one. In
+- Rope scaling (`rope_scaling`): linear, dynamic, llama3, yarn, longrope. If config.json has `rope_parameters` as well,
+  a non-empty `rope_scaling` decides, with the theta of whichever has one. In
   `--hf-overrides` either key replaces both, and `rope_theta` replaces that of the file wherever it stands;
   `text_config` is merged into the file's, every other key replaces the file's.
 - Falcon 1B's linear biases are computed in float32. transformers rounds them to bfloat16, which shows after 256 tokens.
 - QWen (2023) contexts end at `seq_length`: beyond it the model would rescale queries by the length of the prompt.
-- TeleChat's end at `training_seqlen`, for the same reason.
+- TeleChat's contexts end at `training_seqlen`, for the same reason.
 - gpt-oss's experts may be floats, MXFP4, in lists (bitsandbytes) or one by one in [any form](quantized_checkpoints.md).
-- Llama 4 has one expert for each token.
-- Gemma 3n's MLPs are of one size in all layers.
-- The files decide whether the output head is the token embedding: a stored head that differs from it is used, and the
-  log says so if config.json calls it tied; an equal one is left out; where only one of the two is stored and
-  config.json says tied, beside `text_config` or inside it, it serves as both. A head that is neither stored nor tied
-  is an error.
-- Keys of config.json that may change what is computed and that nothing reads are named in the log, those of
-  `--hf-overrides` in a warning.
+- Llama 4 supports one routed expert per token.
+- Gemma 3n's MLPs must have the same size in all layers.
+- The files decide whether the output head is tied to the token embedding: a stored head that differs from it is used,
+  and logged if config.json says tied; an equal one is skipped; if only one of the two is stored and config.json says
+  tied, beside `text_config` or inside it, it serves as both. A head that is neither stored nor tied is an error.
+- Unread keys of config.json that may change the computation are logged, those of `--hf-overrides` as a warning.
 - Weights are read from the file or index that `transformers_weights` names, else model.safetensors, else the index,
-  else all `*.safetensors`. Experts may be stacked as transformers computes them (`experts.gate_up_proj`) where the
-  other names are the published ones. The config of an adapter beside the model is named in a warning and not applied.
-- MiniCPM 4 is computed without its sparse attention, and refused if config.json asks for that.
-- Layers that guess the token after the next (MTP) are left out, but for [`mtp`](speculative.md), which reads those of
+  else all `*.safetensors`. Experts may be stacked as transformers computes them (`experts.gate_up_proj`) while
+  the other names are the published ones. An adapter's config beside the model causes a warning and is not applied.
+- MiniCPM 4 runs without its sparse attention, and is refused if config.json requires it.
+- Multi-token prediction (MTP) layers are skipped, except for [`mtp`](speculative.md), which uses those of
   DeepSeek-V3, GLM 4.5, MiMo, Qwen3-Next and Qwen 3.5.
-- Latent attention (DeepSeek and others) keeps its cache in float32, bfloat16 or float16, not in int8 or fp8.
-- Encoders' positions are learned or rotated; NomicBERT's texts end at the 2048 tokens that it was trained on, and Jina
+- The cache of latent attention (DeepSeek and others) is float32, bfloat16 or float16, not int8 or fp8.
+- Encoders' positions are learned or rotated; NomicBERT's texts end at its 2048 training positions, and Jina
   embeddings v3 is served without its adapters. Norms may be called gamma and beta, as in BERT's own checkpoints. A
-  `...ForMaskedLM` without modules.json gives embeddings of hidden states, and the log says that its head is left out.
-- Gemma's activation is the tanh form of GELU also where an early checkpoint says "gelu".
+  `...ForMaskedLM` without modules.json gives embeddings of hidden states, and the log says that its head is skipped.
+- Gemma's activation is the tanh form of GELU, even if an early checkpoint says "gelu".
 - JetMoE's attention reads the projections of all its experts in each step.
-- Not there, and refused: RWKV 4 to 6, xLSTM and Zaya.
+- Not supported: RWKV 4 to 6, xLSTM and Zaya.
 
 ## Any other
 
 With transformers installed (`pip install 'quire-llm[hf]'`), a causal language model that has no row here runs with its
-code, on quire's attention and KV cache, and with its matrices packed (and with `--quantization` quantised), experts
-included: batching, chunked prefill and prefix caching are those of every model. `--model-impl transformers` asks for
-that also where there is a row, `--model-impl quire` forbids it. Nothing of it is remote code: what the installed
-version does not define is unknown.
+code, on quire's attention and KV cache, and with its linear layers packed (and with `--quantization` quantized),
+experts included: batching, chunked prefill and prefix caching work as for every model. `--model-impl transformers`
+selects this even if there is a row, `--model-impl quire` forbids it. Remote code is never run: only models that the
+installed version defines are supported.
 
-Before the first request the model is run without data, which shows what attends and how, and on a few tokens. Refused
-then, with the reason: attention that is not called through transformers' interface, that hands over a mask or biases,
-or that looks ahead; encoders; a layer of which two tokens know without attention (convolutions, states); checkpoints
-whose tensors are computed into the model's and not copied.
+Before the first request the model is run without data, which shows its attention modules, and on a few tokens. Refused,
+with the reason, are: attention that is not called through transformers' interface, that passes a mask or biases, or
+that is not causal; encoders; layers that mix tokens without attention (convolutions, states); checkpoints whose tensors
+are converted and not copied into the model's.
 
 `tests/models/test_transformers_backend.py` tries every causal language model of transformers that has no row. These
 run, with logits within 1e-4 of transformers' own, whole and in chunks: {run}.
@@ -152,23 +150,23 @@ These are refused:
 | why | architectures |
 |---|---|
 {refused}
-- It is somewhat slower than a row of the table, by torch between kernels: on a CPU steps of one token for each request
-  are recorded where the model computes nothing but tensors from tensors, on a GPU there are no graphs.
-- Rows have the same bits in every batch where all that mixes the elements of a row is quire's. A module of its own
-  that multiplies or sums otherwise, such as a sigmoid router, may make the last bit depend on the batch.
-- What is neither matrix nor norm is kept in the precision of activations.
-- Several [ranks](parallelism.md) share a model by the plan that transformers has for its modules, `base_model_tp_plan`:
-  heads, with their keys and values, and features of MLPs and of packed experts. Ranks divide the key-value heads.
-  Without a plan, or with one that cuts no matrix of ours, they are refused, as are stages and `--tp-invariant`.
-- config.json must name the sizes (`vocab_size`, `hidden_size`, layers, `max_position_embeddings`); what is
-  left to defaults of transformers can be given with `--hf-overrides`.
+- It is somewhat slower than a row of the table, because torch runs between kernels: on a CPU, decode steps are recorded
+  if the model only computes tensors from tensors; on a GPU there are no graphs.
+- Rows have the same bits in every batch if only quire's layers mix the elements of a row. A module of the model that
+  multiplies or sums by itself, such as a sigmoid router, may make the last bit depend on the batch.
+- Tensors other than linear weights and norms are kept in the activations' dtype.
+- Several [ranks](parallelism.md) shard a model by transformers' plan for its modules, `base_model_tp_plan`: heads, with
+  their keys and values, and features of MLPs and of packed experts. Ranks must divide the key-value heads.
+  Without a plan, or with one that shards other modules, they are refused, as are stages and `--tp-invariant`.
+- config.json must have the sizes (`vocab_size`, `hidden_size`, layers, `max_position_embeddings`); defaults of
+  transformers can be given with `--hf-overrides`.
 
 To add an architecture: [CONTRIBUTING.md](../CONTRIBUTING.md); to add one from a package: [plugins.md](plugins.md).
 """
 
 
 def models_page() -> str:
-    """The page."""
+    """Return the page."""
     encoders = "".join(f"| {_architectures(family)} | {family.models} |\n" for family in ENCODER_FAMILIES)
     wrappers = "".join(
         f"| `{row.architecture}` | {row.models} | {_others(row)} |\n" for row in WRAPPERS.values()
@@ -180,7 +178,7 @@ def models_page() -> str:
 
 
 def _table() -> str:
-    """Every architecture, with its speed if that was measured."""
+    """Return the table of architectures, with measured speeds if there are any."""
     measured = json.loads(SPEEDS.read_text()) if SPEEDS.exists() else None
     columns = ["architecture", "models", "logits are those of"]
     columns += [] if measured is None else ["10⁹ weights", "decode", "prompt"]
@@ -198,7 +196,7 @@ def _speed(row: BuiltIn, measured: Mapping[str, Any]) -> list[str]:
 
 
 def _refused() -> str:
-    """A row for each reason."""
+    """Return a table row per reason of refusal."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in REFUSED.items():
         by_reason.setdefault(reason, []).append(f"`{name}`")

@@ -1,6 +1,6 @@
-"""Which class serves which architecture, and who reads its config.json.
+"""Registry of architectures: model class and config.json reader.
 
-Invariant: importing this module loads no torch; a model's module is imported when the model is built.
+Invariant: importing this module does not import torch; a model's module is imported when the model is built.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from quire.models.both_ways import read_both_ways
+from quire.models.bidirectional import with_bidirectional
 from quire.models.built_in import BUILT_IN, ENCODERS, BuiltIn
 from quire.models.transformers_backend.reader import transformers_has
 from quire.plugins import PluginTable, import_place, instance_of
@@ -29,17 +29,17 @@ _LLAMA_READER = "quire.models.families.llama:read_llama"
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """How an architecture is served; class and reader may be "module:Name", imported on first use.
+    """Model class and config reader of an architecture, possibly as "module:Name", imported on first use.
 
-    `pools` says that it was made to have its prompts pooled and generates nothing. A package offers one, under the
-    architecture's name, as an entry point of the group `quire.models`, from a module that imports no torch.
+    `pools`: a pooling model, which generates nothing. A package offers an entry under the architecture's name, as an
+    entry point of the group `quire.models`, from a module that does not import torch.
     """
 
     model: str | type[CausalLM]
     config_reader: str | ConfigReader = _LLAMA_READER
     pools: bool = False
-    both_ways: bool = False
-    """Whether it can be an encoder, too: its layers attend without a cache where `ModelArch.bidirectional` is set."""
+    bidirectional_decoder: bool = False
+    """True if the decoder can also be an encoder: with `ModelArch.bidirectional` its layers attend without a cache."""
 
 
 MODEL_PLUGINS: PluginTable[ModelEntry] = PluginTable(
@@ -51,17 +51,20 @@ _TRANSFORMERS = ModelEntry(
     "quire.models.transformers_backend.model:TransformersForCausalLM",
     "quire.models.transformers_backend.reader:read_transformers",
 )
-"""Of every architecture that has no row."""
+"""Entry of every architecture without a row."""
 
 
 def is_own_class(place: str) -> bool:
-    """Whether a class, as `place_of` gives it, computes with quire's own code alone, and not with another package's."""
+    """Return whether a class, as `place_of` gives it, computes with quire's code alone."""
     return place.startswith("quire.models.") and place != _TRANSFORMERS.model
 
 
 def _built_in(row: BuiltIn) -> ModelEntry:
     return ModelEntry(
-        f"quire.models.{row.model}", f"quire.models.families.{row.reader}", row.pools, row.both_ways
+        f"quire.models.{row.model}",
+        f"quire.models.families.{row.reader}",
+        row.pools,
+        row.bidirectional_decoder,
     )
 
 
@@ -85,15 +88,15 @@ class Registry:
         self._rows[arch] = ModelEntry(model, config_reader)
 
     def get_supported_archs(self) -> list[str]:
-        """Names of all known architectures, sorted."""
+        """Return the names of all known architectures, sorted."""
         return sorted({*self._rows, *MODEL_PLUGINS.names()})
 
     def has_row(self, arch: str) -> bool:
-        """Whether somebody registered it."""
+        """Return whether the architecture is registered."""
         return arch in self._rows or arch in MODEL_PLUGINS.names()
 
     def has(self, arch: str, model_impl: str = "auto") -> bool:
-        """Whether it can be served, by transformers' code or ours."""
+        """Return whether an architecture can be served, by quire's code or transformers'."""
         try:
             self._row(arch, model_impl)
         except UnsupportedModelError:
@@ -101,17 +104,17 @@ class Registry:
         return True
 
     def pools(self, arch: str) -> bool:
-        """Whether an architecture that somebody registered was made to have its prompts pooled."""
+        """Return whether a registered architecture is a pooling model."""
         return self._row(arch, "quire").pools
 
     def resolve_model_cls(self, arch: str, place: str = "") -> type[CausalLM]:
-        """The class that serves an architecture.
+        """Return the class that serves an architecture.
 
         Args:
             place: `place_of` in the process that prepared the config, where it may have been registered.
 
         Raises:
-            UnsupportedModelError: nobody registered it.
+            UnsupportedModelError: the architecture is not registered.
             ModelLoadError: it cannot be imported.
         """
         is_here = arch in self.get_supported_archs() and place in ("", self.place_of(arch))
@@ -119,31 +122,31 @@ class Registry:
         return model
 
     def place_of(self, arch: str, model_impl: str = "auto") -> str:
-        """Where another process finds the class of an architecture, as "module:Name"; imports nothing.
+        """Return where another process can import the class of an architecture, as "module:Name"; imports nothing.
 
         Raises:
-            UnsupportedModelError: nobody registered it, and transformers is not to be asked or has none of the name.
+            UnsupportedModelError: the architecture is not registered, and transformers is disabled or lacks it.
         """
         model = self._row(arch, model_impl).model
         return model if isinstance(model, str) else f"{model.__module__}:{model.__qualname__}"
 
     def resolve_config_reader(self, arch: str, model_impl: str = "auto") -> ConfigReader:
-        """The function that turns config.json into a `ModelArch`; raises as `place_of` does."""
+        """Return the function that converts config.json to a `ModelArch`; raises as `place_of` does."""
         row = self._row(arch, model_impl)
         reader: ConfigReader = _imported(row.config_reader, arch)
-        return read_both_ways(reader) if row.both_ways else reader
+        return with_bidirectional(reader) if row.bidirectional_decoder else reader
 
     def _row(self, arch: str, model_impl: str = "auto") -> ModelEntry:
-        """`model_impl` is that of `ModelConfig`."""
+        """Return the entry of an architecture; `model_impl` as in `ModelConfig`."""
         if model_impl != "transformers" and arch in self._rows:
             return self._rows[arch]
         if model_impl != "transformers" and arch in MODEL_PLUGINS.names():
             return MODEL_PLUGINS.resolve(arch)
         if model_impl != "quire" and transformers_has(arch):
             return _TRANSFORMERS
-        raise UnsupportedModelError(self._say_unknown(arch, model_impl))
+        raise UnsupportedModelError(self._unknown_message(arch, model_impl))
 
-    def _say_unknown(self, arch: str, model_impl: str) -> str:
+    def _unknown_message(self, arch: str, model_impl: str) -> str:
         if model_impl == "transformers":
             return f"--model-impl transformers: the installed transformers, if any, has no model {arch!r}"
         known = self.get_supported_archs()
@@ -164,7 +167,7 @@ def _imported(target: Any, arch: str) -> Any:
         return import_place(target)
     except (ImportError, AttributeError) as error:
         raise ModelLoadError(
-            f"what serves {arch}, {target!r}, cannot be imported by this process: {error}; register it from a module "
+            f"the class {target!r} of {arch} cannot be imported by this process: {error}; register it from a module "
             "that every process can import, or as a plug-in"
         ) from error
 

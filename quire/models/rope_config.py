@@ -1,7 +1,7 @@
-"""Reads the rotary embedding out of a config.json, whichever of its layouts was used.
+"""Reader of the rotary embedding in config.json, in any of its layouts.
 
-Invariant: torch-free; what comes out needs no further defaults. Layouts: `rope_theta` beside an optional
-`rope_scaling` (older), one `rope_parameters` object, or one `rope_parameters` object per layer type (newer).
+Invariant: torch-free; the result needs no further defaults. Layouts: `rope_theta` beside an optional `rope_scaling`
+(older), one `rope_parameters` object, or one `rope_parameters` object per layer type (newer).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def read_rope(
     interleaved: bool = False,
     layer_type: str = FULL,
 ) -> RopeScaling:
-    """The rotary embedding of the layers of one type; `theta` and `partial` are the family's defaults.
+    """Return the rotary embedding of one layer type; `theta` and `partial` are the family's defaults.
 
     Raises:
         ModelLoadError: a value is missing or malformed.
-        UnsupportedModelError: the kind is none of `ROPE_KINDS`.
+        UnsupportedModelError: the kind is not in `ROPE_KINDS`.
     """
     rope = layer_rope(config, layer_type)
     kind = rope.choice("rope_type" if "rope_type" in rope else "type", tuple(ROPE_KINDS), "default")
@@ -53,7 +53,7 @@ def read_rope(
 
 
 def with_kind_renamed(config: JsonObject, names: Mapping[str, str]) -> JsonObject:
-    """A copy in which rope kinds bear the names of `names`; for families that reused a name for another formula."""
+    """Return a copy with rope kinds renamed by `names`, for families that reused a name for another formula."""
     values = dict(config.values)
     for key in ("rope_scaling", "rope_parameters"):
         rope = dict(config.child(key).values)
@@ -97,7 +97,7 @@ def _yarn(base: RopeScaling, rope: JsonObject, config: JsonObject) -> RopeScalin
     scaled = _with_length_factor(base, rope, config)
     return replace(
         scaled,
-        # A zero means unset in published checkpoints, as in transformers.
+        # Published checkpoints use zero for unset, as transformers does.
         beta_fast=rope.number("beta_fast", 32.0) or 32.0,
         beta_slow=rope.number("beta_slow", 1.0) or 1.0,
         mscale=rope.optional_number("mscale"),
@@ -115,7 +115,7 @@ def _longrope(base: RopeScaling, rope: JsonObject, config: JsonObject) -> RopeSc
 
 
 def _with_length_factor(base: RopeScaling, rope: JsonObject, config: JsonObject) -> RopeScaling:
-    """`factor`, which defaults to how much longer the context is than the original one, and `attention_factor`."""
+    """Return `base` with `factor`, by default the ratio of the context to the original one, and `attention_factor`."""
     original = _original_max_position(rope, config)
     ratio = config.integer("max_position_embeddings") / original
     attention = rope.optional_number("attention_factor", low=1e-6, high=1e6)
@@ -124,7 +124,7 @@ def _with_length_factor(base: RopeScaling, rope: JsonObject, config: JsonObject)
 
 
 def _original_max_position(rope: JsonObject, config: JsonObject) -> int:
-    """Phi-3 states it beside the rope object, and that one wins."""
+    """Return the original context; Phi-3 has it beside the rope object, and that one wins."""
     key = "original_max_position_embeddings"
     inner = rope.integer(key, config.integer("max_position_embeddings"), low=2)
     return config.integer(key, inner, low=2)

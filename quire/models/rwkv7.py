@@ -1,4 +1,4 @@
-"""RWKV-7: layers that keep a state, and hand the first one's values down to all others.
+"""RWKV-7: recurrent layers, all of which get the first layer's values.
 
 Shapes: T tokens of the step, H hidden size.
 """
@@ -30,14 +30,14 @@ class RWKV7Layer(Module):
         self.cache = state_cache(config, f"{prefix}.cache")
 
     def forward(self, x: Tensor, first: Tensor | None, step: StepContext) -> tuple[Tensor, Tensor]:
-        """x [T, H] and the first layer's values -> the same of the next layer."""
+        """x [T, H] and the first layer's values -> the next layer's inputs."""
         mixed, first = self.attn(self.input_layernorm(x), first, self.cache, step)
         normed, x = self.post_attention_layernorm.add(mixed, x)
         return x + self.ffn(normed, self.cache, step), first
 
 
 class RWKV7Decoder(Stack):
-    """Embeddings, which are normed, layers and final norm; a stage hands on the first layer's values, too."""
+    """Embeddings, which are normed, layers and final norm; a stage also passes on the first layer's values."""
 
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__(config=config)
@@ -58,16 +58,16 @@ class RWKV7Decoder(Stack):
         self.norm: RMSNorm | LayerNorm | None = block_norm(config, f"{prefix}.norm")
 
         self._heads = heads_of(config)
-        self.take_share(WHOLE)
+        self.apply_shard(WHOLE)
 
-    def take_share(self, shard: Shard) -> None:
+    def apply_shard(self, shard: Shard) -> None:
         self._num_values = length(self._heads.piece(shard, "heads"))
 
     def stream_size(self, layer: int) -> int:
         return self._hidden_size + self._num_values
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """As `CausalLM.forward`; of a stage that is not the last: what the next one goes on from."""
+        """Return hidden states, or in stages before the last the input of the next stage."""
         x, first = self._entering(inputs, step)
         for _, layer in self.own_layers():
             x, first = layer(x, first, step)
@@ -78,7 +78,7 @@ class RWKV7Decoder(Stack):
 
     def _entering(self, inputs: Tensor, step: StepContext) -> tuple[Tensor, Tensor | None]:
         if not self.enters:
-            x, first = self.came(step).split((self._hidden_size, self._num_values), dim=-1)
+            x, first = self.received(step).split((self._hidden_size, self._num_values), dim=-1)
             return x.contiguous(), first.contiguous()
         embedded: Tensor = self.embed_tokens(inputs, step.adapter_rows)
         return embedded if self.embed_norm is None else self.embed_norm(embedded), None

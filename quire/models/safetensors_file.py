@@ -1,8 +1,8 @@
-"""Reads one safetensors file, through a memory map or past it.
+"""Reader of one safetensors file, through a memory map or past it.
 
 Format: 8 bytes with the little-endian header size, a JSON header {name: {dtype, shape, data_offsets}}, then the data,
 which the tensors cover without gap or overlap.
-Invariant: the whole header is checked before any tensor is handed out, so no tensor reaches outside the file.
+Invariant: the whole header is checked before any tensor is returned, so no tensor reaches outside the file.
 """
 
 import json
@@ -45,10 +45,10 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class SafetensorsFile:
-    """A checked, mapped file; `tensors` holds what is in it by name, in the order of the data.
+    """Checked, mapped file; `tensors` holds its tensors by name, in the order of the data.
 
     Args:
-        called: what a tensor is to be called, by its name in the file.
+        called: maps a tensor's name in the file to its key in `tensors`.
 
     Raises:
         ModelLoadError: the file cannot be read, is truncated or malformed; the message names file and tensor.
@@ -76,28 +76,28 @@ class SafetensorsFile:
             raise self._error("a tensor is there twice, under names that mean the same")
 
     def tensor(self, info: TensorInfo) -> Tensor:
-        """A tensor whose memory is the file's; its bytes are read when they are first touched."""
+        """Return a tensor in the file's memory; its bytes are read when they are first touched."""
         raw = self.raw(info.start, info.end)
         aligned = raw if info.start % info.dtype.itemsize == 0 else raw.clone()
         return aligned.view(info.dtype).view(info.shape)
 
     def in_floats(self, info: TensorInfo) -> TensorInfo:
-        """The tensor: it is all that the file says."""
+        """Return the tensor itself: the file has no encodings."""
         return info
 
     def part(self, info: TensorInfo, box: Box) -> Tensor:
-        """A part of a tensor, in the file's memory if the tensor is."""
+        """Return a part of a tensor, in the file's memory if the tensor is."""
         return self.tensor(info)[box]
 
     def raw(self, start: int, end: int) -> Tensor:
-        """Part of the file, header included: uint8 [end - start]."""
+        """Return bytes of the file, header included: uint8 [end - start]."""
         return torch.frombuffer(self._map, dtype=torch.uint8, count=end - start, offset=start)
 
     def read_into(self, start: int, memory: Tensor) -> None:
-        """Fill memory, uint8, from a byte of the file on, past the map; several threads may do so at once.
+        """Fill memory, uint8, with the file from byte `start` on, past the map; thread-safe.
 
         Raises:
-            ModelLoadError: the file has been cut short since it was checked, or cannot be read.
+            ModelLoadError: the file was truncated after it was checked, or cannot be read.
         """
         rest = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy 2 on Python 3.11
         while len(rest):
@@ -110,14 +110,14 @@ class SafetensorsFile:
             start, rest = start + count, rest[count:]
 
     def read_part_into(self, info: TensorInfo, box: Box, memory: Tensor) -> None:
-        """Fill memory, as `read_into` does, with a box of a tensor, reading nothing of the rest."""
+        """Fill memory, as `read_into` does, with a box of a tensor; the rest is not read."""
         position = 0
         for start, num_bytes in _runs(info, box):
             self.read_into(start, memory[position : position + num_bytes])
             position += num_bytes
 
     def release(self, info: TensorInfo) -> None:
-        """Let the system have the memory of a tensor back; if it is read again, it is read from the file."""
+        """Return a tensor's memory to the system; a later access reads the file again."""
         start = info.start // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, start, info.end - start)
 
@@ -155,7 +155,7 @@ class SafetensorsFile:
         return TensorInfo(name, DTYPES[dtype], tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
     def _check_cover(self, infos: list[TensorInfo], data_start: int, size: int) -> None:
-        """The tensors, in order, must cover the data exactly."""
+        """Check that the tensors, in order, cover the data exactly."""
         position = data_start
         for info in infos:
             if info.end > size:
@@ -174,7 +174,7 @@ class SafetensorsFile:
 
 
 def _runs(info: TensorInfo, box: Box) -> Iterator[tuple[int, int]]:
-    """Where in the file the bytes of a box stand together: (start, number of bytes), in the order of its elements."""
+    """Yield the contiguous runs of a box in the file: (start, number of bytes), in the order of its elements."""
     strides = [math.prod(info.shape[dim + 1 :]) * info.dtype.itemsize for dim in range(len(box))]
     dim = len(box) - 1
     while dim > 0 and box[dim] == slice(0, info.shape[dim]):

@@ -1,6 +1,6 @@
-"""Layers in a row between what only the first and what only the last pipeline stage has.
+"""Layer stack with the modules that only the first or the last pipeline stage has.
 
-Shapes: T tokens of the step, S features of what one stage hands on to the next, which is [T, S].
+Shapes: T tokens of the step, S features passed from one stage to the next, as [T, S].
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from quire.layers.base import Module
 from quire.layers.step import StepContext
 
 STREAM = "stream"
-"""Of `StepContext.intermediate`: [T, S] what the layers before a stage's have made."""
+"""Key of `StepContext.intermediate`: output [T, S] of the previous stages' layers."""
 
 
-class Elsewhere(Module):
-    """In the place of a layer that another stage has."""
+class OtherStageLayer(Module):
+    """Placeholder for a layer of another stage."""
 
 
 class Stack(Module):
-    """Base of what is under a model's head: it computes `layers[own]`, and what of the ends its stage has."""
+    """Base of the model body below the head: computes `layers[own]` and the end modules of its stage."""
 
     entering: tuple[str, ...] = ("embed_tokens", "embed_positions", "embed_norm")
-    """Names of what the first stage alone has; the table of tokens is in the last one as well where it is the head."""
+    """Modules of the first stage only; a tied embedding is in the last stage, too."""
     leaving: tuple[str, ...] = ("norm",)
-    """Names of what the last stage alone has."""
+    """Modules of the last stage only."""
     layers: nn.ModuleList
 
     def __init__(self, *, config: EngineConfig) -> None:
         super().__init__()
         self.enters = self.ends = True
         self.own = range(config.arch.num_layers)
-        """Numbers of the layers that are here."""
+        """Numbers of the layers of this stage."""
         self._hidden_size = config.arch.hidden_size
 
     def own_layers(self) -> Iterator[tuple[int, Any]]:
-        """Those that are here, in their order, and their numbers."""
+        """Yield (number, layer) of this stage, in order."""
         return islice(enumerate(self.layers), self.own.start, self.own.stop)
 
     def joined(self) -> Collection[int]:
-        """Numbers of the layers that are in the same stage as the one before them."""
+        """Return the numbers of layers that must share a stage with the layer before them."""
         return ()
 
     def stream_size(self, layer: int) -> int:
-        """Features of what goes into a layer that begins a stage."""
+        """Return the number of input features of a layer that begins a stage."""
         return self._hidden_size
 
     def end_modules(self, names: Collection[str]) -> list[nn.Module]:
-        """Those of `entering` or `leaving` that the model has."""
+        """Return those of `entering` or `leaving` that the model has."""
         found = (getattr(self, name, None) for name in names)
         return [module for module in found if isinstance(module, nn.Module)]
 
-    def take_stage(self, own: range, shared: Collection[nn.Module]) -> None:
-        """Let go of everything but some neighbouring layers and the ends that they are at; called once, if at all.
+    def apply_stage(self, own: range, shared: Collection[nn.Module]) -> None:
+        """Drop everything but some contiguous layers and their end modules; called once, if at all.
 
-        `shared` are modules of another stage that this one reads, too.
+        `shared` are modules of another stage that this one needs, too.
         """
         self.enters, self.ends, self.own = own.start == 0, own.stop == len(self.layers), own
         for number in range(len(self.layers)):
             if number not in own:
-                self.layers[number] = self.elsewhere(number)
+                self.layers[number] = self.placeholder(number)
         gone = () if self.enters else self.entering
         gone += () if self.ends else self.leaving
         for name in gone:
@@ -72,11 +72,11 @@ class Stack(Module):
             if module is not None and not any(module is one for one in shared):
                 setattr(self, name, None)
 
-    def elsewhere(self, layer: int) -> Module:
-        """What stands in the place of a layer that another stage has."""
-        return Elsewhere()
+    def placeholder(self, layer: int) -> Module:
+        """Return the placeholder for a layer of another stage."""
+        return OtherStageLayer()
 
-    def came(self, step: StepContext) -> Tensor:
-        """What the stage before has made of the step's tokens, [T, S]."""
-        assert step.intermediate is not None, "a later stage goes on from the one before"
+    def received(self, step: StepContext) -> Tensor:
+        """Return the previous stage's output for the step's tokens, [T, S]."""
+        assert step.intermediate is not None, "a later stage needs the previous stage's output"
         return step.intermediate[STREAM]

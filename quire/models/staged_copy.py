@@ -1,11 +1,11 @@
-"""Brings tensors of files onto a device through pinned memory, so that reading, copying and computing overlap.
+"""Loading of file tensors onto a device through pinned memory, overlapping reads, copies and computation.
 
-In a plain copy from the mapped file, the host touches every page, the driver copies it once more to memory of its own,
-and all of them wait for each other. Here threads read into a few pinned buffers, each of which is copied, behind the
-others, on a stream of its own; a dtype is converted on the device, which is not busy yet.
+In a plain copy from the mapped file, the host touches every page, the driver copies it again into its own memory, and
+all wait for each other. Here threads read into a few pinned buffers, which are copied one after the other on a separate
+stream; dtypes are converted on the device, which is idle at that time.
 
-Invariant: a buffer is written to only when its last copy is done, so beside the model there are never more than these
-few buffers, on the host and on the device.
+Invariant: a buffer is reused only after its last copy is done, so the overhead beside the model is these few buffers,
+on the host and on the device.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ MAX_THREADS = 6
 
 
 class Copied(Protocol):
-    """A copy that is on its way."""
+    """Copy in flight."""
 
     def synchronize(self) -> None:
-        """Until it has arrived."""
+        """Block until the copy is complete."""
 
 
 class CopyStream(Protocol):
-    """An order of copies to a device, beside the order in which it computes."""
+    """Stream of copies to a device, beside its compute stream."""
 
     def memory(self, num_bytes: int) -> Tensor:
-        """Bytes of the host that it copies from without help of the driver."""
+        """Return pinned host memory."""
 
     def begin(self) -> None:
-        """Put what is sent from now on behind all that is to be computed so far."""
+        """Order later copies after all computation launched so far."""
 
     def send(self, staged: Tensor, slot: Slot) -> Copied:
-        """Fill a slot of the device from a tensor in such memory."""
+        """Fill a device slot from a tensor in pinned memory."""
 
     def end(self) -> None:
-        """Put what is to be computed from now on behind all that was sent so far."""
+        """Order later computation after all copies sent so far."""
 
 
 class GpuCopyStream:
-    """A stream of a GPU."""
+    """Copy stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,7 +67,7 @@ class GpuCopyStream:
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def send(self, staged: Tensor, slot: Slot) -> Copied:
-        # What lands on the device in between is this stream's memory: only this stream uses it again.
+        # Memory allocated on this stream is reused only by this stream.
         with self._module.stream(self._stream):
             slot.fill(staged.to(self._device, non_blocking=True))
             event: Copied = self._module.Event()
@@ -84,21 +84,21 @@ class _Buffer:
     last_copy: Copied | None = None
 
     def wait(self) -> None:
-        """Until it may be written to."""
+        """Block until the buffer may be overwritten."""
         if self.last_copy is not None:
             self.last_copy.synchronize()
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A slot, or as much of it as fits into a buffer."""
+class _SlotPart:
+    """Slot, or a part of it that fits into a buffer."""
 
     file: TensorFile
     info: TensorInfo
     slot: Slot
 
     def read(self, buffer: Tensor) -> Tensor:
-        """The piece, in the memory of a buffer."""
+        """Read the part into a buffer; return it as a tensor."""
         box, dtype = self.slot.source.box, self.info.dtype
         raw = buffer[: math.prod(sizes(box)) * dtype.itemsize]
         self.file.read_part_into(self.info, box, raw)
@@ -106,7 +106,7 @@ class _Piece:
 
 
 class StagedCopy:
-    """Fills slots from files by way of pinned buffers; see `TensorReader`."""
+    """Reader that fills slots through pinned buffers; see `TensorReader`."""
 
     def __init__(self, stream: CopyStream, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._stream = stream
@@ -116,7 +116,7 @@ class StagedCopy:
 
     def fill(self, parts: Iterable[tuple[TensorFile, TensorInfo, Slot]]) -> None:
         self._stream.begin()
-        reading: deque[tuple[_Piece, _Buffer, Future[Tensor]]] = deque()
+        reading: deque[tuple[_SlotPart, _Buffer, Future[Tensor]]] = deque()
         for part in parts:
             for piece in self._pieces(*part):
                 if len(reading) == NUM_BUFFERS:
@@ -131,17 +131,17 @@ class StagedCopy:
     def close(self) -> None:
         self._threads.shutdown()
 
-    def _send(self, piece: _Piece, buffer: _Buffer, read: Future[Tensor]) -> None:
+    def _send(self, piece: _SlotPart, buffer: _Buffer, read: Future[Tensor]) -> None:
         buffer.last_copy = self._stream.send(read.result(), piece.slot)
         self._buffers.append(buffer)
 
-    def _pieces(self, file: TensorFile, info: TensorInfo, slot: Slot) -> Iterator[_Piece]:
+    def _pieces(self, file: TensorFile, info: TensorInfo, slot: Slot) -> Iterator[_SlotPart]:
         max_elements = self._buffer_bytes // info.dtype.itemsize
-        return (_Piece(file, info, piece) for piece in _cut(slot, max_elements))
+        return (_SlotPart(file, info, piece) for piece in _cut(slot, max_elements))
 
 
 def _cut(slot: Slot, max_elements: int, dim: int = 0) -> Iterator[Slot]:
-    """A slot, of one index in the dimensions before `dim`, in pieces that take so many elements of the file at most."""
+    """Split a slot (single index in dimensions before `dim`) into parts of at most `max_elements` of the file."""
     shape = sizes(slot.source.box)
     if math.prod(shape) <= max_elements:
         yield replace(slot, adopt=None)

@@ -1,4 +1,4 @@
-"""What the loader asks of a file with tensors, whatever its format."""
+"""Interface of a file with tensors, whatever its format."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class TensorInfo:
 
     name: str
     dtype: torch.dtype
-    """Of what is read."""
+    """Dtype as read."""
     shape: tuple[int, ...]
     start: int
     end: int
 
 
 class TensorFile(Protocol):
-    """A checked file; `tensors` holds what is in it by the names that models have for it, in the order of the data."""
+    """Checked file; `tensors` has its tensors by the model's names for them, in the order of the data."""
 
     path: Path
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """None of them reaches outside the file."""
+        """Tensors by name; none reaches outside the file."""
 
     def in_floats(self, info: TensorInfo) -> TensorInfo:
-        """The same tensor as floats, if the file has it in another form and knows what that stands for."""
+        """Return the tensor's info as floats, if the file stores it encoded and can decode it."""
 
     def part(self, info: TensorInfo, box: Box) -> Tensor:
-        """A part of a tensor, in the memory of the file if it is there in such numbers."""
+        """Return a part of a tensor, without a copy if the file stores this form."""
 
     def read_part_into(self, info: TensorInfo, box: Box, memory: Tensor) -> None:
-        """Fill memory, uint8, with the elements of a part, past the map; several threads may do so at once."""
+        """Fill uint8 memory with a part's elements, bypassing the map; thread-safe."""
 
     def release(self, info: TensorInfo) -> None:
-        """Let the system have the memory of a tensor back; if it is read again, it is read from the file."""
+        """Release the tensor's mapped memory; it is read again from the file if needed."""

@@ -1,6 +1,6 @@
-"""Decision whether the output head is the token embedding, by the tensors of the checkpoint.
+"""Decision whether the output head is tied to the embedding, from the tensors of the checkpoint.
 
-Invariant: torch-free. A head that is stored and differs from the embedding is used, whatever config.json says.
+Invariant: torch-free. A stored head that differs from the embedding is used, whatever config.json says.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TABLE = r"(.*\.)?(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embed
 
 
 def with_stored_head(arch: ModelArch, stored: StoredTensors, *, may_be_tied: bool) -> ModelArch:
-    """Return the shape whose `tie_word_embeddings` agrees with the tensors.
+    """Return the arch with `tie_word_embeddings` set to agree with the tensors.
 
     Args:
-        may_be_tied: whether a part of config.json says that the head is tied, which counts if no head is stored.
+        may_be_tied: True if any part of config.json says tied, which counts if no head is stored.
     """
     if not (arch.tie_word_embeddings or arch.foreign_config or may_be_tied):
         return arch
@@ -54,9 +54,9 @@ def _name_alone(arch: ModelArch, name: str) -> str:
 
 
 def _tensors_of(module: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the tensors of a matrix but its bias: what is behind the module's name -> name in the files.
+    """Return a weight's tensors without its bias: name after the module's name -> name in the files.
 
-    Those of modules inside, as in a head of several layers, are none of them.
+    Submodules' tensors, as in a head of several layers, are excluded.
     """
     prefix = f"{module}."
     leaves = {name.removeprefix(prefix): own for name, own in names.items() if name.startswith(prefix)}

@@ -1,7 +1,7 @@
-"""Fills a model's parameters from the files of a checkpoint, or with random numbers.
+"""Loading of a model's parameters from checkpoint files, or from random numbers.
 
-Invariant: every part of every tensor of the checkpoint goes to exactly one slot or is knowingly left out, by the model
-or to another rank, and every slot gets its part; this is settled from the files' headers before a byte of data is read.
+Invariant: every part of every checkpoint tensor goes to exactly one slot or is skipped on purpose (by the model, or
+left to another rank), and every slot is filled. This is checked from the file headers before any data is read.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from quire.config.arch import Multimodal
 from quire.errors import ModelLoadError
 from quire.layers.embedding import VocabEmbedding
-from quire.layers.slot import Slot, sizes, why_not_covered
+from quire.layers.slot import Slot, sizes, uncovered_reason
 from quire.models.base import CausalLM
 from quire.models.expert_counts import differences
 from quire.models.gguf.model import is_gguf
@@ -32,48 +32,48 @@ from quire.models.safetensors_file import SafetensorsFile
 from quire.models.tensor_file import TensorFile, TensorInfo
 from quire.models.weight_files import all_weight_files
 
-_MOST_TOLD = 8
-"""Tensors that do not fit and are named in one message."""
+_MAX_NAMED = 8
+"""Mismatched tensors named in one message."""
 _UNTIED = (
     " (if the output head is the token embedding, give --hf-overrides '{\"tie_word_embeddings\": true}')"
 )
 _LEGACY_ENDS = {"gamma": "weight", "beta": "bias"}
 _LEGACY_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
-"""Names of norms in checkpoints of TensorFlow's time, BERT's own among them."""
+"""Names of norms in checkpoints converted from TensorFlow, including BERT's own."""
 _HOST = torch.device("cpu")
 _NUM_DRAWN = (1 << 20) - 3
-"""A prime, so that numbers repeat themselves in no two rows of a matrix at the same place."""
+"""A prime, so that no two rows of a weight repeat numbers at the same columns."""
 
 
 class Weights(Protocol):
-    """Where a model's tensors come from."""
+    """Source of a model's tensors."""
 
     def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
-        """Put the tensors of a layer, by name, into their slots: what the device computes from now on finds them."""
+        """Copy a layer's tensors, by name, into their slots, visible to later device computation."""
 
     def end_layer(self) -> None:
-        """Called when a layer has been filled and holds on to none of the tensors."""
+        """Release the tensors of the filled layer."""
 
 
 class TensorReader(Protocol):
-    """How tensors of files get to where the model is."""
+    """Transfer of file tensors to the model's device."""
 
     def fill(self, parts: Iterable[tuple[TensorFile, TensorInfo, Slot]]) -> None:
-        """As `Weights.fill`."""
+        """See `Weights.fill`."""
 
     def close(self) -> None:
-        """There is nothing more to fill."""
+        """Finish; nothing is filled afterwards."""
 
 
 class MappedCopy:
-    """Fills slots on the host straight from the mapped file."""
+    """Reader for slots on the host: copies straight from the mapped file."""
 
     def fill(self, parts: Iterable[tuple[TensorFile, TensorInfo, Slot]]) -> None:
         for file, info, slot in parts:
             slot.fill(file.part(info, slot.source.box))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,17 @@ class _Source:
 
     @property
     def num_bytes(self) -> int:
-        """What is read of it."""
+        """Bytes read of it."""
         return sum(_num_bytes(self.info, slot) for slot in self.slots)
 
 
 class CheckpointWeights:
-    """The tensors of the checkpoint in `model_dir`, each checked against the model's slots of its name.
+    """Tensors of the checkpoint in `model_dir`, each checked against the model's slots of its name.
 
     Raises:
-        ModelLoadError: no file with weights; a file is corrupt; tensors are missing, left over, stored twice, or of the
-            wrong shape or dtype; parts of them are taken twice or not at all. One message names all files and tensors.
+        ModelLoadError: no weight file; a corrupt file; tensors that are missing, left over, stored twice, or of the
+            wrong
+            shape or dtype; parts that are read twice or not at all. One message names all files and tensors.
     """
 
     def __init__(
@@ -109,20 +110,20 @@ class CheckpointWeights:
         self._in_use: list[tuple[TensorFile, TensorInfo, Slot]] = []
 
     def names(self) -> list[str]:
-        """Of all tensors that the model reads, as its slots call them."""
+        """Return the names of all tensors that the model reads, as in its slots."""
         return list(self._sources)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor, by the slots' name."""
+        """Return whether there is such a tensor, by its slot name."""
         return name in self._sources
 
     def whole(self, name: str) -> Tensor:
-        """A tensor, in the file's memory if it is there as it is read."""
+        """Return a whole tensor, without a copy if the file stores it in this form."""
         source = self._sources[name]
         return source.file.part(source.info, tuple(slice(0, size) for size in source.info.shape))
 
     def stored_name(self, name: str) -> str:
-        """What the file calls it."""
+        """Return the tensor's name in the file."""
         return self._sources[name].info.name
 
     def fill(self, slots: Iterable[tuple[str, Slot]]) -> None:
@@ -143,7 +144,7 @@ class CheckpointWeights:
 
 
 class RandomWeights:
-    """Normal with deviation 0.02, norms 1, biases 0; a tensor's numbers depend on the seed and its name only."""
+    """Random weights: normal with deviation 0.02, norms 1, biases 0, seeded by seed and tensor name."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -153,7 +154,7 @@ class RandomWeights:
             self._fill_parts(name, [slot for _, slot in parts])
 
     def _fill_parts(self, name: str, slots: list[Slot]) -> None:
-        """Of one tensor, whose numbers are drawn once."""
+        """Fill the slots of one tensor, drawing its numbers once."""
         numbers = None
         for slot in slots:
             target, source = slot.target, slot.source
@@ -162,7 +163,7 @@ class RandomWeights:
             if slot.init != "normal":
                 target.fill_(1.0 if slot.init == "ones" else 0.0)
                 continue
-            assert slot.convert is None, "what is converted is no random number"
+            assert slot.convert is None, "random weights are not converted"
             if source.is_whole and target.is_contiguous():
                 self._draw(name, target)
                 continue
@@ -178,7 +179,7 @@ class RandomWeights:
 
 
 class AnyWeights:
-    """As `RandomWeights`, but the same few numbers again and again: to draw them takes longer than all else."""
+    """Random weights that repeat a few numbers, since drawing them takes longer than all else."""
 
     def __init__(self) -> None:
         self._numbers = torch.empty(_NUM_DRAWN).normal_(0.0, 0.02, generator=_generator("any", _HOST))
@@ -196,7 +197,7 @@ class AnyWeights:
                 target.copy_(self._repeat(target.new_empty(target.numel())).view(target.shape))
 
     def _repeat(self, numbers: Tensor) -> Tensor:
-        """Fill a vector."""
+        """Fill a vector with repeated numbers."""
         drawn = self._numbers[: numbers.numel()].to(numbers)
         whole = numbers.numel() // len(drawn) * len(drawn)
         numbers[:whole].view(-1, len(drawn)).copy_(drawn)
@@ -204,11 +205,11 @@ class AnyWeights:
         return numbers
 
     def end_layer(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 def _num_bytes(info: TensorInfo, slot: Slot) -> int:
-    """What a slot reads of a tensor."""
+    """Return the bytes that a slot reads of a tensor."""
     return math.prod(sizes(slot.source.box)) * info.dtype.itemsize
 
 
@@ -220,9 +221,9 @@ def _generator(key: str, device: torch.device) -> torch.Generator:
 def open_files(
     model_dir: Path, folders: Iterable[str] = (), part_of: Multimodal | None = None
 ) -> Sequence[TensorFile]:
-    """The files that make up the checkpoint, checked, of a language model or of what it is part of.
+    """Open and check the checkpoint's files, of a language model or of the multimodal model that contains it.
 
-    Names of tensors in a folder begin with it and a slash. Raises as `CheckpointWeights`.
+    Names of tensors in a folder begin with it and a slash. Raises as `CheckpointWeights` does.
     """
     if is_gguf(model_dir):
         return gguf_tensor_files(model_dir)
@@ -240,7 +241,7 @@ def open_files(
 
 
 def _plan(model: CausalLM, files: Sequence[TensorFile], model_dir: Path) -> dict[str, _Source]:
-    """Match tensors with slots: the slots' name -> the tensor."""
+    """Match tensors with slots; return slot name -> source."""
     slots = model.checkpoint_slots()
     prefix = _missing_prefix(model, files)
     moved = _table_from_head(model, files, slots) or {"lm_head.weight": _head_name(model)}
@@ -282,7 +283,7 @@ def _head_name(model: CausalLM) -> str:
 def _table_from_head(
     model: CausalLM, files: Sequence[TensorFile], slots: Mapping[str, list[Slot]]
 ) -> dict[str, str]:
-    """Map a stored head to the name of the token embedding if the two are tied and the head alone is stored."""
+    """Map a stored head to the token embedding's name if the two are tied and only the head is stored."""
     head, stored = _head_name(model), {name for file in files for name in file.tensors}
     if not model.config.arch.tie_word_embeddings or head not in stored or head in slots:
         return {}
@@ -297,14 +298,14 @@ def _table_from_head(
 
 
 def _as_taken(info: TensorInfo, slots: list[Slot]) -> TensorInfo:
-    """A tensor in the shape in which slots take it."""
+    """Return the tensor's info with the shape that its slots use."""
     source = slots[0].source
     return replace(info, shape=source.shape) if info.shape == source.stored_shape else info
 
 
 def _in_one_sentence(wrong: list[str]) -> str:
-    more = len(wrong) - _MOST_TOLD
-    return "; ".join([*wrong[:_MOST_TOLD], *([f"and {more} more such tensors"] if more > 0 else [])])
+    more = len(wrong) - _MAX_NAMED
+    return "; ".join([*wrong[:_MAX_NAMED], *([f"and {more} more such tensors"] if more > 0 else [])])
 
 
 def _missing_prefix(model: CausalLM, files: Sequence[TensorFile]) -> str:
@@ -313,7 +314,7 @@ def _missing_prefix(model: CausalLM, files: Sequence[TensorFile]) -> str:
 
 
 def _why_unfit(info: TensorInfo, slots: list[Slot]) -> Iterator[str]:
-    """What is wrong with a tensor, for the slots of its name: one phrase, or none."""
+    """Yield why a tensor does not fit its slots: one phrase, or none."""
     for slot in slots:
         if info.shape != slot.source.stored_shape:
             yield f"has shape {list(info.shape)}, config.json implies {list(slot.source.stored_shape)}"
@@ -322,7 +323,7 @@ def _why_unfit(info: TensorInfo, slots: list[Slot]) -> Iterator[str]:
             yield f"is {_text(info.dtype)}; expected {' or '.join(_text(dtype) for dtype in slot.dtypes)}"
             return
     regions = [slot.source.region for slot in slots if not slot.shared]
-    reason = why_not_covered(slots[0].source.shape, regions) if regions else None
+    reason = uncovered_reason(slots[0].source.shape, regions) if regions else None
     if reason is not None:
         yield f"does not go into the model once: {reason}"
 

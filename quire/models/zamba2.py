@@ -1,4 +1,4 @@
-"""Zamba 2: Mamba 2 in all layers, and before some of them a transformer block, of which a few take turns.
+"""Zamba 2: Mamba 2 in all layers, some of them preceded by one of a few shared transformer blocks in turn.
 
 Shapes: T tokens of the step, H hidden size.
 """
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from quire.config import EngineConfig
 from quire.layers.base import Module, activation_dtype, model_dtype
 from quire.layers.embedding import VocabEmbedding
-from quire.layers.mamba2 import Mamba2Mixer
+from quire.layers.mamba import Mamba2Mixer
 from quire.layers.norm import block_norm
 from quire.layers.shard import Span
 from quire.layers.shared_block import SharedBlock, shared_blocks_of, span_linear
 from quire.layers.step import StepContext
 from quire.models.decoder import DecoderForCausalLM, rotaries_of
-from quire.models.stack import Elsewhere, Stack
+from quire.models.stack import OtherStageLayer, Stack
 
 
 class MambaLayer(Module):
-    """`x + mamba(norm(x + told))`."""
+    """`x + mamba(norm(x + extra))`, where extra is a shared block's output or 0."""
 
     def __init__(self, *, config: EngineConfig, prefix: str, layer: int) -> None:
         super().__init__()
@@ -30,16 +30,16 @@ class MambaLayer(Module):
 
     def forward(self, x: Tensor, embedded: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return self.told(x, None, positions, step)
+        return self.mixed(x, None, positions, step)
 
-    def told(self, x: Tensor, told: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
-        """x [T, H], and perhaps what Mamba alone sees added to it -> [T, H]."""
-        normed = self.input_layernorm(x if told is None else x + told)
+    def mixed(self, x: Tensor, extra: Tensor | None, positions: Tensor, step: StepContext) -> Tensor:
+        """x [T, H], and optionally an input that only Mamba gets -> [T, H]."""
+        normed = self.input_layernorm(x if extra is None else x + extra)
         return x + self.mamba(normed, positions, step)
 
 
 class HybridLayer(Module):
-    """A layer that takes a turn of a block; the block is part of the first layer that does."""
+    """Layer preceded by a shared block; the block is a submodule of the first layer that uses it."""
 
     def __init__(
         self, *, config: EngineConfig, prefix: str, layer: int, turn: int, block: SharedBlock, is_first: bool
@@ -51,21 +51,21 @@ class HybridLayer(Module):
             self.shared_transformer = block
         self.linear = span_linear(config, f"{prefix}.linear", hidden, (Span(hidden),), "whole")
         self.mamba_decoder = MambaLayer(config=config, prefix=f"{prefix}.mamba_decoder", layer=layer)
-        self._block = (block,)  # in a tuple it is no part of this module
+        self._block = (block,)  # in a tuple, so that nn.Module does not register it
 
     @property
     def block(self) -> SharedBlock:
-        """The one of which it takes a turn."""
+        """Shared block that the layer uses."""
         return self._block[0]
 
     def forward(self, x: Tensor, embedded: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """x and the embeddings [T, H] -> [T, H]."""
-        told = self.linear(self.block(x, embedded, positions, self.turn, step), step)
-        return self.mamba_decoder.told(x, told, positions, step)
+        extra = self.linear(self.block(x, embedded, positions, self.turn, step), step)
+        return self.mamba_decoder.mixed(x, extra, positions, step)
 
 
-class BlockOfOthers(Elsewhere):
-    """In the place of a layer that another stage has, with a block that it has here for layers behind it."""
+class OtherStageSharedBlock(OtherStageLayer):
+    """Placeholder for a layer of another stage, holding a shared block that later layers of this stage use."""
 
     def __init__(self, block: SharedBlock) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class BlockOfOthers(Elsewhere):
 class Zamba2Decoder(Stack):
     """Embeddings, layers and final norm.
 
-    A stage hands on the hidden states and, beside them, the embeddings. It has those blocks of which its layers take
-    turns, and of these what is for the turns.
+    A stage passes on hidden states and embeddings. It keeps the shared blocks that its layers use, and their parts for
+    those turns.
     """
 
     leaving = ("final_layernorm",)
@@ -119,25 +119,25 @@ class Zamba2Decoder(Stack):
     def stream_size(self, layer: int) -> int:
         return 2 * self._hidden_size
 
-    def take_stage(self, own: range, shared: Collection[nn.Module]) -> None:
+    def apply_stage(self, own: range, shared: Collection[nn.Module]) -> None:
         taken = [layer for number, layer in enumerate(self.layers) if number in own]
         turns = {layer.turn for layer in taken if isinstance(layer, HybridLayer)}
         for layer in self.layers:
             if isinstance(layer, HybridLayer):
                 layer.block.keep_turns(turns)
-        super().take_stage(own, shared)
+        super().apply_stage(own, shared)
 
-    def elsewhere(self, layer: int) -> Module:
+    def placeholder(self, layer: int) -> Module:
         gone = self.layers[layer]
         block = gone.shared_transformer if isinstance(gone, HybridLayer) and gone.is_first else None
-        return Elsewhere() if block is None or not block.turns else BlockOfOthers(block)
+        return OtherStageLayer() if block is None or not block.turns else OtherStageSharedBlock(block)
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """As `CausalLM.forward`."""
+        """See `CausalLM.forward`."""
         if self.enters:
             x = embedded = self.embed_tokens(inputs, step.adapter_rows)
         else:
-            x, embedded = (part.contiguous() for part in self.came(step).chunk(2, dim=1))
+            x, embedded = (part.contiguous() for part in self.received(step).chunk(2, dim=1))
         for _, layer in self.own_layers():
             x = layer(x, embedded, positions, step)
         return self.final_layernorm(x) if self.ends else torch.cat((x, embedded), dim=1)

@@ -1,1 +1,1 @@
-"""Writes quantised checkpoints: rounding to nearest, GPTQ and AWQ, in the layout of compressed-tensors."""
+"""Writer of quantized checkpoints (round to nearest, GPTQ, AWQ) in the layout of compressed-tensors."""

@@ -1,4 +1,4 @@
-"""AWQ (J. Lin et al., 2023, arXiv:2306.00978): large inputs get finer steps, by scales that go into what makes them.
+"""AWQ (J. Lin et al., 2023, arXiv:2306.00978): finer steps for large inputs, by scales folded into their producers.
 
 Shapes: N outputs, K inputs.
 """
@@ -13,15 +13,15 @@ from quire.quantize.inputs import InputStatistics
 
 _NUM_EXPONENTS = 20
 _TRIED_OUTPUTS = 512
-"""Outputs at most by which scales are compared, spread over all, since the time is proportional to them."""
+"""Limit of outputs, spread over all, by which scales are compared; the time is proportional to it."""
 _LEAST = 1e-4
-"""Of a scale before all are brought around 1."""
+"""Least scale before normalization around 1."""
 
 
 def best_scales(weight: Tensor, inputs: InputStatistics, grid: Grid) -> Tensor:
-    """[K], by which a matrix [N, K] is multiplied and its inputs divided.
+    """Return scales [K] that multiply a weight [N, K] and divide its inputs.
 
-    Those of magnitudes^a, a from 0 to 1, whose rounded weights change the outputs least: ||X (W' - W)^T||.
+    Candidates are magnitudes^a, a from 0 to 1. The best change the outputs least: ||X (W' - W)^T||, W' rounded.
     """
     tried = [_scales(inputs.magnitudes, step / _NUM_EXPONENTS) for step in range(_NUM_EXPONENTS)]
     some = weight[:: -(-len(weight) // _TRIED_OUTPUTS)]

@@ -1,4 +1,4 @@
-"""The model in floats, run over texts to learn what the inputs of its layers are like."""
+"""Calibration: the float model, run over texts to collect statistics of its layers' inputs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.kv_cache.grouping import group_layers
-from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states
+from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states, group_layers
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.linear import Linear
 from quire.layers.step import StepContext
@@ -18,14 +17,14 @@ from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.quantize.inputs import InputStatistics, watched
 from quire.quantize.progress import tracked
-from quire.worker.block_table import BlockTable
+from quire.worker.input_batch import BlockTable
 from quire.worker.inputs import group_metadata
 
 _BLOCK_SIZE = 16
 
 
 class Calibration:
-    """A loaded model and the sequences of token ids that it is run over, one at a time."""
+    """Loaded model and the sequences of token ids that it runs over, one at a time."""
 
     def __init__(self, config: EngineConfig, sequences: Sequence[Sequence[int]]) -> None:
         self._model = load_model(config)
@@ -36,7 +35,7 @@ class Calibration:
     def inputs_of(
         self, modules: Sequence[tuple[str, ...]], what: str
     ) -> Mapping[tuple[str, ...], InputStatistics]:
-        """Of the layers that hold these modules; those that no text reached have no entry."""
+        """Return input statistics of the layers that hold these modules; layers that no text reached have no entry."""
         layers = {self._linear(names): names for names in modules}
         with watched(layers) as found, torch.no_grad():
             for ids in tracked(self._sequences, what, "sequences"):
@@ -44,7 +43,7 @@ class Calibration:
         return {layers[layer]: statistics for layer, statistics in found.items()}
 
     def replace(self, modules: tuple[str, ...], tensors: Mapping[str, Tensor]) -> None:
-        """Have a layer that holds these modules compute with these tensors of theirs from now on."""
+        """Replace the weights of the layer that holds these modules by their `tensors`."""
         layer = self._linear(modules)
         bias = layer.bias
         layer.create_weights(layer.method)
@@ -77,7 +76,7 @@ class Calibration:
 
 
 def _bound_tables(model: CausalLM, longest: int) -> list[BlockTable]:
-    """A cache for one sequence, and in which of its blocks each group of layers has it."""
+    """Bind a KV cache for one sequence to the model; return the block table of each group of layers."""
     specs = fit_states(kv_cache_specs(model))
     has_states = any(isinstance(spec, RecurrentStateSpec) for spec in specs.values())
     groups = group_layers(specs, _BLOCK_SIZE, hybrid=has_states)

@@ -1,4 +1,4 @@
-"""A checkpoint's directory, which appears complete or not at all."""
+"""Checkpoint directory that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ CONFIG_NAME = "config.json"
 
 @contextmanager
 def new_checkpoint(output: Path) -> Iterator[CheckpointWriter]:
-    """What is written while this lasts bears the name `output` afterwards, or is gone if anything fails.
+    """Yield a writer of files that are renamed to `output` at the end, or deleted if anything fails.
 
-    What a run that was killed has left is cleared away first.
+    Leftovers of a killed run are deleted first.
 
     Raises:
-        ConfigError: there is such a directory already, or another process writes it.
+        ConfigError: the directory exists already, or another process writes it.
         StartupError: it cannot be written.
     """
     draft = output.parent / f".{output.name}.unfinished"
@@ -50,7 +50,7 @@ def new_checkpoint(output: Path) -> Iterator[CheckpointWriter]:
 
 @contextmanager
 def _held(draft: Path, output: Path) -> Iterator[None]:
-    """Nobody else has the directory meanwhile; the system lets go of it when a process ends, however it does."""
+    """Lock the directory; the system releases the lock when the process ends, however it does."""
     directory = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(directory, output)
@@ -79,7 +79,7 @@ def _clear(draft: Path, output: Path) -> None:
 
 
 class CheckpointWriter:
-    """Writes tensors, some at a time, and then what goes with them."""
+    """Writer of tensors, file by file, and then of the checkpoint's other files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -87,13 +87,13 @@ class CheckpointWriter:
         self._num_bytes = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write one file of them."""
+        """Write one file of tensors."""
         write_safetensors(self._directory / str(len(self._files)), tensors)
         self._files.append(list(tensors))
         self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def finish(self, source: Path, quantization: Mapping[str, Any]) -> None:
-        """Write the index, the config of the model in `source` with what its weights are now, and its other files."""
+        """Write the index, the config of `source` with the new `quantization_config`, and its other files."""
         weight_map: dict[str, str] = {}
         for index, names in enumerate(self._files):
             file = f"model-{index + 1:05}-of-{len(self._files):05}.safetensors"
@@ -111,7 +111,7 @@ class CheckpointWriter:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One file in the safetensors format.
+    """Write one file in the safetensors format.
 
     Raises:
         OSError: it cannot be written.

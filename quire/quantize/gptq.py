@@ -1,6 +1,6 @@
 """GPTQ (E. Frantar et al., 2022, arXiv:2210.17323): later inputs compensate the error of rounding an input's weights.
 
-Shapes: N outputs, K inputs. Weights are held [K, N] meanwhile, so that an input's lie side by side.
+Shapes: N outputs, K inputs. Weights are held as [K, N], so that an input's weights are adjacent.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from quire.kernels.formats.search import Steps
 from quire.quantize.grid import Grid
 
 DAMPING = 0.01
-"""Of the mean of X^T X's diagonal, added to it."""
+"""Fraction of the mean of X^T X's diagonal that is added to the diagonal."""
 _BLOCK = 64
-"""Inputs whose effect on the ones behind them is added up before it is applied."""
+"""Inputs whose effect on later ones is accumulated before it is applied."""
 
 
 def gptq(weight: Tensor, gram: Tensor, grid: Grid, *, act_order: bool = True) -> tuple[Tensor, Steps]:
-    """Return codes [N, K] of float32 [N, K] with X^T X [K, K], and their steps, which are found before and kept.
+    """Return codes [N, K] and steps of float32 [N, K] with X^T X [K, K]; steps are chosen first and stay fixed.
 
-    Matrices with the same inputs are best given as one, [N1 + N2, K]: most of the time is the same for any N.
-    With `act_order` inputs are rounded from the largest to the smallest, else as they stand.
+    Concatenate weights with the same inputs, [N1 + N2, K]: most of the time is the same for any N.
+    With `act_order` inputs are rounded from the largest to the smallest, else in order.
     """
     dead = gram.diagonal() == 0
     weight = weight.masked_fill(dead, 0.0)
@@ -50,13 +50,13 @@ def gptq(weight: Tensor, gram: Tensor, grid: Grid, *, act_order: bool = True) ->
 
 
 class _StepsByGroup(NamedTuple):
-    """Steps [G, N] of each group, with numbers that can be divided by, and the largest code."""
+    """Steps [G, N] of each group, with divisors that are never 0, and the largest code."""
 
     scales: Tensor
     divisors: Tensor
     zeros: Tensor
     most: Tensor
-    """0 where there is no scale to divide by."""
+    """Largest code; 0 where there is no scale to divide by."""
 
     @staticmethod
     def of(steps: Steps, bits: int) -> _StepsByGroup:
@@ -66,7 +66,7 @@ class _StepsByGroup(NamedTuple):
         return _StepsByGroup(scales, torch.where(divides, scales, 1.0), steps.zeros.t().contiguous(), most)
 
     def rounded(self, weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """Return the codes of one input's weights [N] and what they stand for."""
+        """Return the codes of one input's weights [N] and their dequantized values."""
         zeros = self.zeros[group]
         codes = (weights / self.divisors[group]).round_().add_(zeros).clamp_(min=0).minimum(self.most[group])
         return codes, (codes - zeros).mul_(self.scales[group])

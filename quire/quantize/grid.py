@@ -1,4 +1,4 @@
-"""The integers that weights are rounded to, and how they lie in a file.
+"""Integer grid that weights are quantized to, and its layout in a file.
 
 Shapes: N outputs, K inputs, G groups of inputs.
 """
@@ -20,37 +20,37 @@ AUTO = 0  # as a group size: the largest that divides the inputs of all layers
 
 @dataclass(frozen=True)
 class Grid:
-    """Integers of `bits` with a scale, and without `symmetric` a zero point, per output and `group_size` inputs."""
+    """Integers of `bits`; a scale, and unless `symmetric` a zero point, per output and `group_size` inputs."""
 
     bits: int = 4
     group_size: int = 128
     symmetric: bool = True
     scales: torch.dtype = torch.bfloat16
-    """What they are rounded to before they are used."""
+    """Dtype that scales are rounded to before use."""
 
     def stored_as(self, dtype: torch.dtype) -> Grid:
-        """That of a matrix whose scales are stored so: float16 has not the range of bfloat16, and is finer."""
+        """Return the grid for scales stored as `dtype`: float16 is finer than bfloat16, with less range."""
         return replace(self, scales=torch.float16 if dtype is torch.float16 else torch.bfloat16)
 
     def steps(self, weight: Tensor, importance: Tensor | None = None) -> Steps:
-        """Of float32 [N, K], those with the least squared error, weighted by `importance` [K]."""
+        """Return the steps of float32 [N, K] with the least squared error, weighted by `importance` [K]."""
         by_group = None if importance is None else importance.view(-1, self.group_size)
         return best_steps(self.in_groups(weight), self.bits, self.symmetric, self.scales, by_group)
 
     def codes(self, weight: Tensor, steps: Steps) -> Tensor:
-        """[N, K], to nearest, in 0 .. 2^bits - 1."""
+        """Return codes [N, K], rounded to nearest, in 0 .. 2^bits - 1."""
         return steps.codes(self.in_groups(weight), self.bits).flatten(1)
 
     def weights(self, codes: Tensor, steps: Steps) -> Tensor:
-        """What codes [N, K] stand for."""
+        """Return the dequantized values of codes [N, K]."""
         return steps.weights(self.in_groups(codes)).flatten(1)
 
     def in_groups(self, matrix: Tensor) -> Tensor:
-        """[N, K] -> [N, G, group]."""
+        """Return [N, K] as [N, G, group]."""
         return torch.unflatten(matrix, 1, (-1, self.group_size))
 
     def tensors(self, codes: Tensor, steps: Steps, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of a module in compressed-tensors' form "pack-quantized", but for their names' beginning.
+        """Return a module's tensors in compressed-tensors' form "pack-quantized", named without the module.
 
         weight_packed int32 [N, K * bits / 32], the first integer in the lowest bits; weight_scale [N, G] of `dtype`;
         weight_zero_point int32 [N * bits / 32, G]; weight_shape int64 [2].
@@ -65,7 +65,7 @@ class Grid:
         return tensors
 
     def config(self, ignore: list[str], *, reordered: bool) -> Mapping[str, Any]:
-        """The `quantization_config` of a checkpoint in which all linear layers but these are on the grid."""
+        """Return the `quantization_config` of a checkpoint with all linear layers but `ignore` on the grid."""
         weights = {
             "num_bits": self.bits,
             "type": "int",
@@ -92,7 +92,7 @@ class Grid:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """[R, C] -> int32 [R, C * bits / 32], filled up with zeros."""
+    """Pack [R, C] into int32 [R, C * bits / 32], padded with zeros."""
     per_word = 32 // bits
     whole = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % per_word))
     shifts = torch.arange(per_word) * bits

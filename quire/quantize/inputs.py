@@ -1,4 +1,4 @@
-"""What calibration learns of the inputs of a linear layer: X^T X, and the mean magnitude of each.
+"""Calibration statistics of a linear layer's inputs: X^T X, and the mean magnitude of each input.
 
 Shapes: T tokens, K inputs.
 """
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from quire.layers.linear import Linear
 
-_MOST_HELD = 1024  # rows that are counted in one product
+_MOST_HELD = 1024  # rows per matmul
 
 
 class InputStatistics:
-    """Sums over rows of inputs."""
+    """Accumulated sums over rows of inputs."""
 
     def __init__(self, num_inputs: int) -> None:
         self._gram = torch.zeros(num_inputs, num_inputs)
@@ -28,7 +28,7 @@ class InputStatistics:
         self.num_rows = 0
 
     def add(self, rows: Tensor) -> None:
-        """Count rows [T, K]."""
+        """Accumulate rows [T, K]."""
         self._held.append(rows.to(torch.float32, copy=True))  # the next step reuses its memory
         self.num_rows += len(rows)
         self._num_held += len(rows)
@@ -42,7 +42,7 @@ class InputStatistics:
         return self._gram
 
     def _settle(self) -> None:
-        """Add the rows that are held; a product of many rows takes less time for each than one of few."""
+        """Accumulate the held rows: a matmul of many rows takes less time per row than one of few."""
         if self._held:
             rows = torch.cat(self._held)
             self._gram.addmm_(rows.t(), rows)
@@ -51,7 +51,7 @@ class InputStatistics:
 
     @property
     def magnitudes(self) -> Tensor:
-        """Mean of each input: [K]."""
+        """Mean magnitude of each input: [K]."""
         self._settle()
         return self._magnitudes / self.num_rows
 
@@ -61,7 +61,7 @@ class InputStatistics:
         return self.gram.diagonal() / self.num_rows
 
     def divided(self, scales: Tensor) -> InputStatistics:
-        """Of the same inputs, divided by scales [K]."""
+        """Return the statistics of the same inputs divided by scales [K]."""
         others = InputStatistics(0)
         others._gram, others.num_rows = self.gram / scales / scales.unsqueeze(1), self.num_rows
         others._magnitudes = self._magnitudes / scales
@@ -70,7 +70,7 @@ class InputStatistics:
 
 @contextmanager
 def watched(layers: Iterable[Linear]) -> Iterator[dict[Linear, InputStatistics]]:
-    """While this lasts, the inputs of these layers are counted; those that are never called have no entry."""
+    """Yield statistics of these layers' inputs within the context; layers that are never called have no entry."""
     found: dict[Linear, InputStatistics] = {}
     layers = list(layers)
     for layer in layers:

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class Progress:
-    """Count of what is done of `total`, written to stderr."""
+    """Count of completed items out of `total`, written to stderr."""
 
     def __init__(self, total: int, what: str, unit: str) -> None:
         self._total, self._what, self._unit = total, what, unit

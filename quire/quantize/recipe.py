@@ -1,4 +1,4 @@
-"""What a user asks of `quire quantize`."""
+"""Options of `quire quantize`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ METHODS = ("rtn", "gptq", "awq")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to choose the integers; raises ConfigError where options do not go together."""
+    """Quantization options; raises ConfigError where options do not go together."""
 
     method: str
     grid: Grid
@@ -34,10 +34,10 @@ class Recipe:
 
     @property
     def calibrates(self) -> bool:
-        """Whether the model is run over texts."""
+        """True if the model runs over calibration texts."""
         return self.method != "rtn"
 
     @property
     def orders(self) -> bool:
-        """Whether gptq rounds large inputs first."""
+        """True if gptq rounds large inputs first."""
         return self.method == "gptq" and self.act_order is not False

@@ -1,7 +1,7 @@
-"""From a checkpoint in floats to one in integers, some layers at a time.
+"""Quantization of a float checkpoint to integers, some layers at a time.
 
-Invariant: a round's X^T X, matrices and results are all that is in memory beside the model itself; without calibration
-not even that is.
+Invariant: memory holds one round's X^T X, weights and results beside the model itself; without calibration not even
+the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.config import IN_THE_BOX, EngineConfig
+from quire.config import BUNDLED_MODELS, EngineConfig
 from quire.engine.startup import prepare
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, UnsupportedModelError
@@ -41,11 +41,11 @@ Inputs = Mapping[tuple[str, ...], InputStatistics]
 
 @torch.no_grad()
 def quantize_checkpoint(config: EngineConfig, recipe: Recipe, output: Path) -> Grid:
-    """Write the model of a config to a new directory, its linear layers quantised; return the grid that was used.
+    """Write a config's model, with quantized linear layers, to a new directory; return the grid that was used.
 
     Raises:
-        StartupError: the model cannot be read, or is quantised already or no language model; groups do not divide it;
-            there is such a directory, or it cannot be written.
+        StartupError: the model cannot be read, is quantized already or is no language model; groups do not divide it;
+            the directory exists, or cannot be written.
     """
     if output.exists():
         raise ConfigError(f"--output {output} exists already: name a new directory")
@@ -93,7 +93,7 @@ def _check(config: EngineConfig) -> None:
 def _sequences(config: EngineConfig, recipe: Recipe) -> list[Sequence[int]]:
     tokenizer = Tokenizer.from_dir(Path(config.model_dir))
     length = min(recipe.sequence_length, config.model.max_model_len)
-    default = CHATS if config.model.model in IN_THE_BOX else GENERAL
+    default = CHATS if config.model.model in BUNDLED_MODELS else GENERAL
     return read_sequences(recipe.calibration or default, tokenizer, recipe.num_sequences, length)
 
 
@@ -106,7 +106,7 @@ def _round(
     weights: CheckpointWeights,
     progress: Progress,
 ) -> dict[str, Tensor]:
-    """Quantise and write the matrices of some sites; returns what those stand for."""
+    """Quantize and write the weights of some sites; return their dequantized values."""
     scales = _fold_scales(members, inputs, tensors, recipe, weights) if recipe.method == "awq" else {}
     results: dict[str, Tensor] = {}
     stands_for: dict[str, Tensor] = {}
@@ -127,7 +127,7 @@ def _round(
 
 
 def _by_dtype(site: Site, weights: CheckpointWeights) -> dict[torch.dtype, list[str]]:
-    """Group a site's modules, which have the same inputs and are rounded as one, by the type of their scales."""
+    """Group a site's modules by the dtype of their scales; a group has the same inputs and is rounded as one."""
     names: dict[torch.dtype, list[str]] = {}
     for name in site.modules:
         names.setdefault(weights.whole(f"{name}.weight").dtype, []).append(name)
@@ -167,13 +167,13 @@ def _gptq(weight: Tensor, inputs: InputStatistics | None, recipe: Recipe) -> tup
 
 
 ROUNDINGS: Mapping[str, Rounding] = {"rtn": _rtn, "gptq": _gptq, "awq": _rtn}
-"""By the names of `recipe.METHODS`; without statistics, all of them round to nearest."""
+"""Rounding functions by the names of `recipe.METHODS`; without statistics, all of them round to nearest."""
 
 
 def _write_rest(
     writer: CheckpointWriter, names: Sequence[str], tensors: EditedTensors, weights: CheckpointWeights
 ) -> None:
-    """What is not quantised."""
+    """Write the tensors that are not quantized."""
     shard: dict[str, Tensor] = {}
     for name in names:
         tensor = tensors.final(name)
@@ -185,6 +185,6 @@ def _write_rest(
 
 
 def _stored(weights: CheckpointWeights, module: str) -> str:
-    """What the files call a module."""
+    """Return a module's name in the files."""
     name = f"{module}.weight"
     return weights.stored_name(name).removesuffix(".weight") if weights.has(name) else module

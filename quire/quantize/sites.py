@@ -1,4 +1,4 @@
-"""Which of a model's matrices are quantised, and what else in the checkpoint takes the scales of their inputs."""
+"""Weights of a model that are quantized, and tensors of the checkpoint that absorb the scales of their inputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from quire.models.weights import CheckpointWeights
 from quire.quantize.grid import AUTO, GROUP_SIZES, Grid
 
 _FEWEST_OUTPUTS = 16
-"""A gate of a few outputs saves nothing, and other engines want it in floats."""
+"""Least outputs to quantize: a gate of a few saves nothing, and other engines want it in floats."""
 _ROUND_BYTES = 2 * 2**30
 _MOST_TOLD = 4
 _PRODUCTS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh")
-"""Activations of a gated MLP after which the output is as large as up is made."""
+"""Activations of a gated MLP whose output is proportional to up."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,22 @@ class Divided:
 
 @dataclass(frozen=True)
 class Site:
-    """A linear layer and the checkpoint's modules that it holds."""
+    """Linear layer and the checkpoint's modules that it holds."""
 
     layer: Linear
     modules: tuple[str, ...]
     source: tuple[Divided, ...] = ()
-    """What makes its inputs, and nobody else's; empty: nothing that could take scales."""
+    """Tensors that produce its inputs and no other layer's; empty: none can absorb scales."""
 
     @property
     def num_bytes(self) -> int:
-        """Of X^T X, which is kept while inputs are counted, and of the matrix in float32."""
+        """Bytes of X^T X, which is kept during calibration, and of the weight in float32."""
         outputs = sum(span.size for span in self.layer.spans)
         return 4 * self.layer.inputs * (self.layer.inputs * self.layer.takes_adapters + outputs)
 
 
 def find_sites(model: CausalLM, weights: CheckpointWeights) -> list[Site]:
-    """Linear layers whose matrices the checkpoint has as floats [N, K], each in a module of its own.
+    """Return the linear layers whose weights the checkpoint has as floats [N, K], each in a module of its own.
 
     Raises:
         UnsupportedModelError: there are none.
@@ -75,7 +75,7 @@ def find_sites(model: CausalLM, weights: CheckpointWeights) -> list[Site]:
 
 
 def left_alone(model: CausalLM, sites: Sequence[Site]) -> list[str]:
-    """The modules with other matrices that are multiplied by, as readers of the checkpoint want them named."""
+    """Return the modules with other matmul weights, named as readers of the checkpoint expect."""
     quantized = {name for site in sites for name in site.modules}
     others = [
         name
@@ -88,10 +88,10 @@ def left_alone(model: CausalLM, sites: Sequence[Site]) -> list[str]:
 
 
 def fitted(grid: Grid, sites: Sequence[Site]) -> Grid:
-    """Return the grid with its group size, chosen if it is `AUTO`: the largest that divides all layers' inputs.
+    """Return the grid with its group size; `AUTO` becomes the largest that divides all layers' inputs.
 
     Raises:
-        ConfigError: the inputs of some layers are no whole number of groups.
+        ConfigError: the inputs of some layers are not a whole number of groups.
     """
     if grid.group_size == AUTO:
         divides = (size for size in GROUP_SIZES if not any(site.layer.inputs % size for site in sites))
@@ -101,7 +101,7 @@ def fitted(grid: Grid, sites: Sequence[Site]) -> Grid:
 
 
 def check_groups(sites: Sequence[Site], grid: Grid) -> None:
-    """Raises ConfigError: the inputs of some layers are no whole number of groups."""
+    """Raise ConfigError if the inputs of some layers are not a whole number of groups."""
     wrong = [site for site in sites if site.layer.inputs % grid.group_size]
     if wrong:
         told = ", ".join(f"{site.modules[0]} ({site.layer.inputs} inputs)" for site in wrong[:_MOST_TOLD])
@@ -110,7 +110,7 @@ def check_groups(sites: Sequence[Site], grid: Grid) -> None:
 
 
 def rounds(sites: Sequence[Site]) -> Iterator[list[Site]]:
-    """Sites in their order, as many at a time as memory is set aside for; an MLP's two stay together."""
+    """Yield sites in order, as many at a time as fit the memory budget; an MLP's two stay together."""
     taken: list[Site] = []
     for site in sites:
         full = sum(each.num_bytes for each in (*taken, site)) > _ROUND_BYTES

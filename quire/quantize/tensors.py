@@ -1,4 +1,4 @@
-"""The checkpoint's tensors with what has been multiplied into them."""
+"""Checkpoint tensors with scales folded into them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ Edit = Callable[[Tensor], Tensor]
 
 
 class EditedTensors:
-    """Reads tensors in float32, after all edits of their names."""
+    """Reader of tensors in float32, with all edits under their names applied."""
 
     def __init__(self, weights: CheckpointWeights) -> None:
         self._weights = weights
         self._edits: dict[str, list[Edit]] = defaultdict(list)
 
     def read(self, name: str) -> Tensor:
-        """A copy of the tensor, float32."""
+        """Return a copy of the tensor in float32."""
         tensor = self._weights.whole(name).to(torch.float32, copy=True)
         for edit in self._edits.get(name, ()):
             tensor = edit(tensor)
         return tensor
 
     def matrix(self, site: Site) -> Tensor:
-        """Those of a site's modules, one below the other: [N, K]."""
+        """Return the concatenated weights of a site's modules: [N, K]."""
         return torch.cat([self.read(f"{name}.weight") for name in site.modules])
 
     def final(self, name: str) -> Tensor:
-        """As it is to be written: itself where nothing was changed."""
+        """Return the tensor to write: the stored one where nothing was changed."""
         stored = self._weights.whole(name)
         return self.read(name).to(stored.dtype) if name in self._edits else stored
 
     def scale_inputs(self, site: Site, scales: Tensor) -> None:
-        """Multiply the columns of a site's matrices, and divide what makes its inputs."""
+        """Multiply the columns of a site's weights, and divide the tensors that produce its inputs."""
         for name in site.modules:
             self._edits[f"{name}.weight"].append(lambda tensor: tensor * scales)
         for part in site.source:

@@ -1,7 +1,7 @@
-"""Texts that show what a layer's inputs are like, as sequences of token ids.
+"""Calibration texts as sequences of token ids.
 
-A file is plain text, cut into sequences, or, if its name ends in .jsonl, a sequence a line: {"messages": [...]}, put
-into words by the model's chat template (or one below the other if it has none), or {"text": ...}.
+A file is plain text, split into sequences. If its name ends in .jsonl, each line is a sequence: {"messages": [...]},
+rendered by the model's chat template (or joined by newlines without one), or {"text": ...}.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import quire
+from quire.config import ASSETS
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ConfigError
 
-_ASSETS = Path(quire.__path__[0]) / "assets"
-CHATS = _ASSETS / "calibration.jsonl"
-"""Chats of the kind that the models in the box were trained on."""
-GENERAL = _ASSETS / "calibration.txt"
+CHATS = ASSETS / "calibration.jsonl"
+"""Chats of the kind that the bundled models were trained on."""
+GENERAL = ASSETS / "calibration.txt"
 """Prose, dialogue, code, tables and a few languages: about 2,500 tokens, for any other model."""
 
 
 def read_sequences(path: Path, tokenizer: Tokenizer, count: int, length: int) -> list[Sequence[int]]:
-    """The first so many sequences of at most so many tokens.
+    """Return the first `count` sequences of at most `length` tokens each.
 
     Raises:
         ConfigError: the file cannot be read, holds something else, or nothing.

@@ -1,7 +1,7 @@
-"""Why a request waits, and how long for each cause.
+"""Accounting of a request's waiting time by cause.
 
-Invariant: times are whole nanoseconds, and each interval is closed where the next begins, so the shares add up to
-the wait exactly. Keeping account costs something only when a cause changes.
+Invariant: times are whole nanoseconds, and each interval is closed where the next begins, so the shares add up to the
+wait exactly. The accounting costs something only when a cause changes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Cause(enum.Enum):
-    """What keeps a request from being computed at full speed; the value is the sentence for a person."""
+    """Cause that keeps a request from being computed at full speed; the value is the sentence for a person."""
 
     NEXT_STEP = "for the running step to end"
     TOKEN_BUDGET = "for room in the step's token budget"
@@ -30,7 +30,7 @@ class Cause(enum.Enum):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """Time that one cause took; `text` is the sentence for a person, with the last known detail."""
+    """Time attributed to one cause; `text` is the sentence for a person, with the last known detail."""
 
     cause: str
     duration_ns: int
@@ -38,10 +38,11 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Where a request's time went before and between its steps.
+    """Breakdown of the time a request spent before and between its steps.
 
-    `shares` add up to `waited_ns`; `cause` names what it waits for now, None while it is computed or when it has
-    ended; `num_ahead` counts the waiting requests that would start before it. Only the request's tenant may read it.
+    `shares` add up to `waited_ns`. `cause` is the present cause; None while the request is computed or once it has
+    finished. `num_ahead` counts the waiting requests that would start before it. Only the request's tenant may read
+    it.
     """
 
     request_id: str
@@ -61,7 +62,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 class WaitLog:
-    """The causes of one request's waiting so far; `cause` is the present one, None while nothing holds it up."""
+    """Waiting time of one request by cause; `cause` is the present one, None while nothing blocks it."""
 
     __slots__ = ("_details", "_ns", "_since_ns", "cause")
 
@@ -72,7 +73,7 @@ class WaitLog:
         self._details: dict[Cause, int | str] = {}
 
     def enter(self, cause: Cause | None, now: float, detail: int | str = "") -> None:
-        """From `now`, in monotonic seconds, this is the cause."""
+        """Record the cause that applies from `now` (monotonic seconds) on."""
         if cause is not self.cause:
             now_ns = _to_ns(now)
             if self.cause is not None:
@@ -82,7 +83,7 @@ class WaitLog:
             self._details[cause] = detail
 
     def shares(self, now: float) -> list[Share]:
-        """Every cause so far, the one that took longest first."""
+        """Return every cause so far, the longest first."""
         totals = dict(self._ns)
         if self.cause is not None:
             totals[self.cause] = totals.get(self.cause, 0) + _to_ns(now) - self._since_ns

@@ -1,7 +1,7 @@
-"""Holds: what a request needs before it can start, and somebody else has to provide.
+"""Holds: conditions other than scheduling that a request waits for before it may start.
 
-Invariant: a held request stands in nobody's way; it is not in line until all its holds are released. Who holds a
-request sees to it that the key is released in the end, whatever happens, or the request waits until it is aborted.
+Invariant: a held request blocks no other; it is queued only once all its holds are released. The owner of a hold must
+release its key eventually, or the request waits until it is aborted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from quire.scheduler.explain import Cause
 from quire.scheduler.request import Request
 
 HoldKey = Request | str
-"""A request, which is released when it ends at the latest, or a name that somebody else gives and releases."""
+"""A request (released when it finishes at the latest), or a name chosen and released by the holder."""
 
 
 class Hold(NamedTuple):
-    """A request is not ready until `key` is released; `cause` and `detail` tell a person why.
+    """Condition that keeps a request from being ready until `key` is released.
 
-    Any number of requests may wait for one key.
+    `cause` and `detail` explain it to a person. Any number of requests may wait for one key.
     """
 
     key: HoldKey
@@ -28,19 +28,19 @@ class Hold(NamedTuple):
 
 
 class HeldRequests:
-    """Requests that lack something."""
+    """Requests that are not ready, indexed by request and by hold key."""
 
     def __init__(self) -> None:
         self._holds: dict[Request, dict[HoldKey, Hold]] = {}
         self._requests: dict[HoldKey, dict[Request, None]] = {}  # by key, in the order in which they came
 
     def add(self, request: Request, hold: Hold) -> None:
-        """Let a request, held already or not, wait for one thing more."""
+        """Add one more hold to a request, whether or not it is held already."""
         self._holds.setdefault(request, {})[hold.key] = hold
         self._requests.setdefault(hold.key, {})[request] = None
 
     def release(self, key: HoldKey) -> list[Request]:
-        """End all holds with this key; returns the requests that had one, which may have others."""
+        """Remove all holds with this key; returns the requests that had one, which may have other holds."""
         released = self._requests.pop(key, None)
         if released is None:
             return []
@@ -51,7 +51,7 @@ class HeldRequests:
         return [*released]
 
     def discard(self, request: Request) -> bool:
-        """Take out a request that has ended; False if it is not here."""
+        """Remove a finished request; False if it is not held."""
         for key in (holds := self._holds.pop(request, {})):
             del self._requests[key][request]
             if not self._requests[key]:
@@ -59,7 +59,7 @@ class HeldRequests:
         return bool(holds)
 
     def first_hold(self, request: Request) -> Hold | None:
-        """Of the things that a request lacks the one that it was held for first; None if it lacks nothing."""
+        """Return the oldest hold of a request; None if it has none."""
         holds = self._holds.get(request)
         return next(iter(holds.values())) if holds else None
 

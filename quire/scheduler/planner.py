@@ -1,6 +1,6 @@
-"""`Planner`: fills a step with the requests that run in it, and starts and preempts requests to that end.
+"""`Planner`: choice of the requests of a step, by starting and preempting requests.
 
-Invariant: it remembers nothing from one step to the next; who is where it asks and tells `RequestQueues`.
+Invariant: no state is kept between steps; `RequestQueues` holds the requests.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from quire.scheduler.rounds import RoundLimit
 from quire.scheduler.step import Blocked, StepPlan
 
 LOOK_AHEAD = 256
-"""Waiting requests among which one is looked for that may pass those that lack a place for their adapter."""
+"""Waiting requests searched for one that may pass those that lack a slot for their adapter."""
 
 
 class Planner:
-    """Decides who runs, and what a step computes of them."""
+    """Planner of the running requests, and of the tokens that a step computes of each."""
 
     def __init__(
         self,
@@ -46,22 +46,24 @@ class Planner:
         self._queues = queues
 
     def plan(self, step_id: int, now: float) -> StepPlan:
-        """The next step, as `Scheduler.schedule` describes it."""
+        """Return the next step, as `Scheduler.schedule` describes it."""
         step = StepPlan(step_id, now, self._limits.max_num_batched_tokens, self._prompt_cap())
-        step.max_rounds = self._num_rounds()
+        step.max_decode_steps = self._num_rounds()
         self._plan_running(step, now)
         step.next_running = None
         self._start_waiting(step, now)
-        if len(self._queues.policy) or len(step.chunks) < len(self._queues.running):  # somebody was preempted
-            step.max_rounds = 1
+        if len(self._queues.policy) or len(step.chunks) < len(
+            self._queues.running
+        ):  # a request was preempted
+            step.max_decode_steps = 1
         return step
 
     def _num_rounds(self) -> int:
-        """Tokens that all running requests may generate in the next step, one after the other.
+        """Return the number of tokens that each running request may generate in the next step, one after the other.
 
-        More than one only while no request waits, and all generate: a request that comes meanwhile waits for them all.
-        `RoundLimit` says how many end in time. Without `multi_step_streams` no output may be read before its request
-        ends.
+        It exceeds 1 only while no request waits and all generate: a new request waits for all these tokens.
+        `RoundLimit` gives the number that ends in time. With `multi_step_streams` False, no output may be read before
+        its request ends.
         """
         most = self._rounds.num_rounds()
         if most == 1 or len(self._queues.policy) or not len(self._queues.running):
@@ -76,7 +78,7 @@ class Planner:
         return most
 
     def _prompt_cap(self) -> int:
-        """Most tokens of one prompt in the next step; limited only while somebody generates."""
+        """Return the most tokens of one prompt in the next step; limited only while a request generates."""
         cap = self._limits.long_prefill_token_threshold
         running = self._queues.running
         if cap and any(request.num_missing_tokens(self._max_model_len) == 1 for request in running):
@@ -84,7 +86,7 @@ class Planner:
         return self._limits.max_num_batched_tokens
 
     def _plan_running(self, step: StepPlan, now: float) -> None:
-        """Let running requests catch up, the first ones at the cost of the last if blocks are short."""
+        """Plan missing tokens of running requests; if blocks are short, preempt the last for the first."""
         preempts = self._queues.policy.preempts
         for request in list(self._queues.running):
             if preempts and request.status is RequestStatus.RUNNING:
@@ -93,7 +95,7 @@ class Planner:
             if self._is_full(step) or request.status is not RequestStatus.RUNNING:
                 break
             num_missing = room = num_new_tokens = self._num_missing(request)
-            if num_missing == 0:  # all that it may still have is in flight, or what it goes on from
+            if num_missing == 0:  # its remaining tokens, or the token to continue from, are in flight
                 step.num_satisfied += 1
                 continue
             if num_missing > 1:
@@ -112,38 +114,37 @@ class Planner:
                     self._leave_rest(request, step, is_capped=num_new_tokens < room)
 
     def _num_missing(self, request: Request) -> int:
-        """Tokens of a running request to compute next. Steps of different requests wait for what it samples."""
+        """Return the tokens to compute next; 0 under disjoint steps while a sampled token is in flight."""
         if self._num_disjoint > 1 and request.num_placeholder_tokens:
             return 0
         return request.num_missing_tokens(self._max_model_len)
 
     def _is_full(self, step: StepPlan) -> bool:
-        """Whether a step takes no more running requests."""
         return step.budget == 0 or len(step.chunks) >= self._share(len(self._queues.running))
 
     def _share(self, num_requests: int) -> int:
-        """How many of some requests one step has, where others in flight have the rest.
+        """Return the most of `num_requests` that one of the disjoint steps in flight has.
 
-        So nobody is left behind for more than the others' steps: what these leave over is no more than one may have.
+        So no request waits longer than for the other steps: the requests that these leave fit into one step.
         """
         return -(-num_requests // self._num_disjoint)
 
     def _num_unplanned(self, step: StepPlan) -> int:
-        """Running requests that have yet to get their tokens of a step, of which each will want one."""
+        """Return the number of running requests yet to be planned in a step, each with at least one token."""
         num = len(self._queues.running)
         return max(min(num - step.num_satisfied, self._share(num)) - len(step.chunks), 0)
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int, now: float) -> BlockIds | None:
-        """Blocks for a running request, taken from the last ones if need be; None if it was itself the last.
+        """Return blocks for a running request, preempting the last ones if needed; None if it was itself preempted.
 
-        The first running request always gets what it needs: alone, it fits (see `check_admissible`). So every
-        step advances somebody, unless steps in flight already do, and nobody waits for ever.
+        The first running request always gets its blocks: alone, it fits (see `check_admissible`). So every step
+        advances a request, unless steps in flight already do, and no request waits forever.
         """
         while request.status is RequestStatus.RUNNING:
             block_ids = self._kv.allocate_slots(request, num_new_tokens)
             if block_ids is not None:
                 return block_ids
-            if self._queues.kept.drop_blocks():
+            if self._queues.retained.free_blocks():
                 continue
             self._queues.preempt_last(request, now)
         return None
@@ -151,10 +152,9 @@ class Planner:
     def _allocate_drafts(
         self, request: Request, num_new_tokens: int, block_ids: BlockIds, step: StepPlan
     ) -> tuple[BlockIds, list[int]]:
-        """Drafts to verify behind a request's last token, with the blocks for both, and for what a model drafts next,
-        or further rounds generate.
+        """Return drafts to verify after a request's last token, with blocks for both and for lookahead tokens.
 
-        Nobody waits or is preempted for these: they take what the budget and the free blocks leave.
+        No request waits or is preempted for these: they take what the budget and the free blocks leave.
         """
         limit = step.budget - self._num_unplanned(step) + 1 - num_new_tokens
         drafts = request.next_drafts(limit, self._max_model_len)
@@ -164,18 +164,17 @@ class Planner:
             draft_block_ids = self._kv.allocate_drafts(request, end, step.promised_blocks)
             if draft_block_ids is not None:
                 return [own + new for own, new in zip(block_ids, draft_block_ids, strict=True)], drafts
-            step.max_rounds = 1
+            step.max_decode_steps = 1
         return block_ids, []
 
     def _num_ahead(self, step: StepPlan) -> int:
-        """Tokens behind the known ones for which a request gets blocks: a drafting model's, or further rounds'."""
-        return self._num_lookahead or step.max_rounds - 1
+        """Return the lookahead tokens for which a request gets blocks: a draft model's, or further rounds'."""
+        return self._num_lookahead or step.max_decode_steps - 1
 
     def _start_waiting(self, step: StepPlan, now: float) -> None:
-        """Start waiting requests, in the policy's order, until one does not fit; who lacks no more than a place for an
-        adapter is passed over.
+        """Start waiting requests in the policy's order until one does not fit; skip any that lack only an adapter slot.
 
-        While running ones are yet to be planned, only those that outrank the next of them.
+        While running requests are yet to be planned, only requests that outrank the next of them start.
         """
         while step.blocked is None and (request := self._next_in_line(step)) is not None:
             if step.next_running and not self._queues.policy.outranks(request, step.next_running):
@@ -189,10 +188,10 @@ class Planner:
                 step.blocked = blocked
 
     def _next_in_line(self, step: StepPlan) -> Request | None:
-        """The first that waits, or behind those that are passed over the first that takes no place from them.
+        """Return the first waiting request that takes no adapter slot from those passed over.
 
-        It has no adapter, or one that running requests have while none of those passed over has let as many such by as
-        may run: so the adapters in use come to an end, and no other starves. Only the first `LOOK_AHEAD` are looked at.
+        If some were, it has no adapter, or one in use while each of them was overtaken fewer than `max_num_seqs` times.
+        So adapters in use are released in the end, and no other starves. Only the first `LOOK_AHEAD` are searched.
         """
         policy = self._queues.policy
         if not step.passed_over:
@@ -212,8 +211,8 @@ class Planner:
     def _start(self, request: Request, step: StepPlan, now: float) -> Blocked | None:
         """Start or resume a request if a first chunk fits the budget and all known tokens fit the cache.
 
-        Asking for room for all tokens, not only the chunk's, keeps a preempted request from coming back just
-        to be preempted again. It comes back with all its tokens, so those in flight must be in.
+        Requiring room for all tokens, not only the chunk's, keeps a preempted request from being resumed only to be
+        preempted again. It resumes with all its tokens, so none may be in flight.
         """
         if request.num_steps_in_flight:
             return Blocked(request, Cause.NEXT_STEP)
@@ -242,14 +241,14 @@ class Planner:
     def _find_room(
         self, request: Request, hit: PrefixHit, step: StepPlan, now: float
     ) -> tuple[PrefixHit, Blocked | None]:
-        """A row and free blocks for a waiting request, if need be those of running requests that it outranks.
+        """Find a row and free blocks for a waiting request, preempting running requests that it outranks if needed.
 
-        None is preempted unless that suffices. The victims cannot thrash: they come back after the request, and
-        each was outranked by it for good. Returns what the hit has become, too: a victim that goes to the host may
-        push some of it out, or be the one whose prompt was to be shared.
+        No request is preempted unless that suffices. Victims cannot thrash: the request permanently outranks them, and
+        they resume after it. Also returns the updated hit: a victim swapped to the host may evict part of it, or be the
+        parent of the shared prompt.
         """
         blocked = self._lack(request, hit, step)
-        if blocked is not None and blocked.num_blocks and self._queues.kept.drop_blocks():
+        if blocked is not None and blocked.num_blocks and self._queues.retained.free_blocks():
             hit = self._find_prefix(request, step)
             blocked = self._lack(request, hit, step)
         if blocked is None or not self._outranks_last(request, step):
@@ -266,9 +265,7 @@ class Planner:
         return hit, blocked
 
     def _lack(self, request: Request, hit: PrefixHit, step: StepPlan) -> Blocked | None:
-        """What a waiting request lacks: blocks, of which those promised in this step are as good as taken, a row, or a
-        place for its adapter.
-        """
+        """Return what a waiting request lacks: blocks beyond those promised in this step, a row, or an adapter slot."""
         num_short = self._kv.num_blocks_short(request, hit) + step.promised_blocks
         if num_short > 0:
             return Blocked(request, Cause.BLOCKS, num_short)
@@ -277,22 +274,20 @@ class Planner:
         return Blocked(request, Cause.ADAPTER) if self._lacks_adapter(request) else None
 
     def _lacks_adapter(self, request: Request, without: Collection[Request] = ()) -> bool:
-        """Whether running requests, but for some, have as many adapters as may be, and not that of the request."""
+        """Return whether the other running requests use all adapter slots, none for the request's adapter."""
         if request.adapter is None:
             return False
         used = self._adapters_in_use(without)
         return request.adapter not in used and len(used) >= self._max_adapters
 
     def _adapters_in_use(self, without: Collection[Request] = ()) -> set[str]:
-        """Those that running requests have, but for some."""
         return {other.adapter for other in self._queues.running if other.adapter and other not in without}
 
     def _outranks_last(self, request: Request, step: StepPlan) -> bool:
-        """Whether the policy lets a waiting request take the place of the last running one."""
         return len(self._queues.running) > 0 and self._outranks(request, self._queues.running.last, step)
 
     def _outranks(self, request: Request, running: Request, step: StepPlan) -> bool:
-        """Whether the policy lets a waiting request take the place of a running one, which has none in the step yet."""
+        """Return whether the policy lets a waiting request replace a running one that is not planned yet."""
         return (
             step.next_running is not None
             and running.rank >= step.next_running.rank
@@ -300,9 +295,9 @@ class Planner:
         )
 
     def _leave_rest(self, request: Request, step: StepPlan, *, is_capped: bool) -> None:
-        """Keep free what a planned request needs for known tokens that this step did not reach.
+        """Reserve blocks for known tokens of a planned request that this step did not reach.
 
-        `is_capped` says that there was room for more of them but for `--long-prefill-token-threshold`.
+        `is_capped`: only `--long-prefill-token-threshold` kept more of them out.
         """
         if is_capped:
             step.capped.add(request)
@@ -310,10 +305,10 @@ class Planner:
             step.promised_blocks += self._kv.num_blocks_to_finish(request)
 
     def _find_prefix(self, request: Request, step: StepPlan) -> PrefixHit:
-        """What a request need not compute: what was swapped out, what its parent has, or what is cached.
+        """Return the prefix that a request need not compute: swapped out, its parent's, or cached.
 
-        Prompt logprobs need every position to be computed, and sampler state every position that something was sampled
-        behind; a request may want nothing of the prefix cache. One that starts over was not swapped out either.
+        Prompt logprobs need every position to be computed, and sampler state every position after which a token was
+        sampled; a request may skip the prefix cache. A request that starts over has no swapped blocks, either.
         """
         if request.starts_over:
             return self._kv.no_hit
@@ -326,7 +321,7 @@ class Planner:
         parent, num_tokens = request.parent, request.num_prompt_tokens - 1
         most = num_tokens if request.sampling_params.has_sampler_state else None
         hits = [self._kv.no_hit if is_blind else self._kv.get_computed_blocks(request, most)]
-        if parent and self._queues.kept.has_blocks(parent):
+        if parent and self._queues.retained.has_blocks(parent):
             hits.append(self._kv.get_forked_blocks(parent, parent.num_computed_tokens))
         elif (
             parent and parent.status is RequestStatus.RUNNING and step.num_ready_tokens(parent) >= num_tokens
@@ -335,14 +330,14 @@ class Planner:
         return max(hits, key=lambda hit: hit.num_tokens)
 
     def _budget_to_start(self, step: StepPlan) -> int:
-        """What a step can still compute, less a token for each running request that is yet to be planned."""
+        """Return the rest of a step's budget, less a token for each running request yet to be planned."""
         return step.budget - self._num_unplanned(step)
 
     def _first_chunk(self, request: Request, hit: PrefixHit, step: StepPlan) -> int:
-        """Tokens of a waiting request to compute now; 0 to wait for a step with more room.
+        """Return the tokens of a waiting request to compute now; 0 to wait for a step with more room.
 
-        Without chunked prefill a prompt is computed in one step. Only what exceeds a whole step is split all the
-        same: a resumed request may have grown past it and must still come to its end.
+        Without chunked prefill a prompt is computed in one step. Only one that exceeds a whole step is still split: a
+        resumed request may have grown past it and must still finish.
         """
         num_missing, budget = request.num_tokens - hit.num_tokens, self._budget_to_start(step)
         if num_missing <= budget:
@@ -352,7 +347,7 @@ class Planner:
 
 
 def _note_overtaken(request: Request, step: StepPlan) -> None:
-    """A request has started that keeps an adapter in use, for whose place others may wait."""
+    """Count a started request with an adapter for the requests passed over, which may wait for its slot."""
     if request.adapter is not None:
         for other in step.passed_over:
             other.num_overtaken += 1

@@ -1,8 +1,8 @@
-"""`Request`: one sequence to generate, or to pool, as the scheduler sees it.
+"""State of one generation or pooling request in the scheduler.
 
 Invariant: `status` moves along the edges of `_EDGES` only, and a finished request never changes again.
-`num_computed_tokens` counts tokens whose keys and values are in the cache or will be after the steps in flight; a draft
-counts once it is accepted. A request with drafts in flight is not planned again until it is known which are.
+`num_computed_tokens` counts tokens whose keys and values are in the cache or will be after the steps in flight. A
+draft counts once it is accepted; a request with drafts in flight is not planned again before that.
 """
 
 from __future__ import annotations
@@ -16,21 +16,17 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import WaitLog
 
-Rank = tuple[float, int]
-"""Place in the order of service, lower first: what the policy says, then the number of arrival."""
+Rank = tuple[float, int]  # Order of service, lower first: (policy's rank, arrival number).
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is in its life."""
-
     WAITING = enum.auto()
     """Never scheduled; holds no blocks and no row."""
     RUNNING = enum.auto()
     """Holds blocks and a row of the worker's batch."""
     PREEMPTED = enum.auto()
     """Waiting again: lost its blocks and its row, kept its tokens."""
-    FINISHED = enum.auto()
-    """Over, for one reason, and for good."""
+    FINISHED = enum.auto()  # Final; has a finish reason.
 
 
 _EDGES = {
@@ -42,34 +38,34 @@ _EDGES = {
 
 
 class Request:
-    """State of one request; the keywords of the constructor are the fields of the core's add message.
+    """State of one request; the constructor's keywords are the fields of the core's add message.
 
     Attributes:
-        prompt_token_ids: the list as it was given, which the forks of a prompt share; nobody changes it.
-        pooling_params: what is wanted instead of tokens; with them it ends with its prompt, and samples nothing.
-        second_text_start: where the second of two texts begins in the prompt.
-        instruction_length: tokens at the prompt's start that are read and not pooled.
+        prompt_token_ids: the given list, shared by the forks of a prompt; never changed.
+        pooling_params: set for pooling; the request then finishes with its prompt and samples nothing.
+        second_text_start: position of the second of two texts in the prompt.
+        instruction_length: leading prompt tokens that are computed and not pooled.
         token_ids: all known tokens, `num_prompt_tokens` of the prompt and then the generated ones.
-        num_computed_tokens: how many tokens are computed; the scheduler lets this catch up.
+        num_computed_tokens: computed tokens; the scheduler lets this catch up with `num_tokens`.
         num_placeholder_tokens: tokens that steps in flight sample; they follow `token_ids` and can be planned.
-        draft_token_ids: guesses of the tokens behind `token_ids`, to be verified; they may be wrong.
-        num_drafts_in_flight: how many of them a step in flight verifies.
-        num_steps_in_flight: steps that compute something of it and have not come back.
-        num_cached_tokens: how many were found in the prefix cache when the request first ran.
-        block_hashes: names of the first full blocks, for the KV cache manager.
-        lora_request: the adapter that it is computed with.
-        parent: the request whose tokens it shares, while that may save computing them (`quire.scheduler.forks`).
-        num_beams, beam: it is this one of so many, and is kept when it ends (`quire.scheduler.kept`).
-        num_overtaken: requests with adapters that have started while it waited for a place for its own.
+        draft_token_ids: drafts that follow `token_ids`, to be verified.
+        num_drafts_in_flight: drafts that a step in flight verifies.
+        num_steps_in_flight: steps with a chunk of this request that have not come back.
+        num_cached_tokens: tokens found in the prefix cache when the request first ran.
+        block_hashes: hashes of the first full blocks, for the KV cache manager.
+        lora_request: its LoRA adapter.
+        parent: request whose computed tokens it shares, while that may save work (`quire.scheduler.scheduler`).
+        num_beams, beam: beam index of a beam search; retained when it finishes (`quire.scheduler.queues`).
+        num_overtaken: requests with adapters that started while it waited for an adapter slot.
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
         queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
         number, rank: the order of arrival, set by the scheduler, and of service, set by its policy.
-        starts_over: whether it must be computed from its first token on, without a break, and so takes nothing that was
-            computed before: it is pooled, and that needs every token's hidden state. Set by the scheduler.
-        wait: what kept the request waiting, and how long.
+        starts_over: whether it must be computed from its first token without interruption and without cached prefixes,
+            because its pooling needs every token's hidden state. Set by the scheduler.
+        wait: waiting time by cause.
     """
 
-    # Attributes that would be slow to reach otherwise: 30 are more than CPython keeps in an instance's shared layout.
+    # Slots keep access fast: 30 attributes exceed CPython's shared-key instance layout.
     __slots__ = (
         "_status",
         "arrival_time",
@@ -186,7 +182,7 @@ class Request:
 
     @property
     def adapter(self) -> str | None:
-        """What stands for the weights that are added to the model's."""
+        """Key of the LoRA adapter for prefix hashing; None without one."""
         return self.extra_keys.adapter
 
     @property
@@ -203,10 +199,10 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     def max_computed_tokens(self, max_model_len: int) -> int:
-        """Tokens to compute at most, given the model's limit.
+        """Return the most tokens to compute, given the model's limit.
 
-        That is all of a prompt to pool. The last token that a request may generate is never computed: nothing is
-        sampled from it.
+        For a pooled prompt that is all of it. The last token that a request may generate is never computed, because
+        nothing is sampled from it.
         """
         if self.pooling_params is not None:
             return self.num_prompt_tokens
@@ -215,18 +211,19 @@ class Request:
         return min(self.num_prompt_tokens + self.sampling_params.max_tokens, max_model_len) - 1
 
     def num_missing_tokens(self, max_model_len: int) -> int:
-        """Tokens to compute next, among them at most one that a step in flight has yet to sample, and no drafts."""
-        if self.num_placeholder_tokens == 0:  # one that generates is short of its last token
+        """Return the tokens to compute next: no drafts, at most one token that a step in flight has yet to sample."""
+        if self.num_placeholder_tokens == 0:  # a decoding request lacks its last token
             return len(self.token_ids) - self.num_computed_tokens
-        if self.num_drafts_in_flight:  # then nobody knows where its next token stands
+        if self.num_drafts_in_flight:  # the position of its next token is unknown
             return 0
         num_to_compute = self.max_computed_tokens(max_model_len)
         return min(self.num_tokens + self.num_placeholder_tokens, num_to_compute) - self.num_computed_tokens
 
     def next_drafts(self, max_num_drafts: int, max_model_len: int) -> list[int]:
-        """Drafts to verify in the step that computes the request's last token, which may itself be in flight.
+        """Return the drafts to verify in the step that computes the request's last token, which may itself be in
+        flight.
 
-        What is sampled behind the last draft must still be a token that the request may have.
+        Invariant: the token sampled after the last draft is still within the request's limits.
         """
         first = self.num_placeholder_tokens
         num_known = self.num_tokens + first
@@ -234,7 +231,7 @@ class Request:
         return self.draft_token_ids[first : first + max(room, 0)]
 
     def advance(self, num_tokens: int, num_drafts: int = 0) -> int:
-        """Put the next tokens into a step, and drafts behind the last one; returns how many tokens are sampled."""
+        """Plan the next tokens, and drafts after the last one; returns the number of tokens to sample."""
         self.num_computed_tokens += num_tokens
         self.num_steps_in_flight += 1
         is_short = self.num_computed_tokens < len(self.token_ids) + self.num_placeholder_tokens
@@ -245,8 +242,8 @@ class Request:
         self.num_drafts_in_flight = num_drafts
         return 1 + num_drafts
 
-    def settle(self, num_samples: int) -> None:
-        """The oldest of its steps in flight, which had so many samples, has come back."""
+    def complete_step(self, num_samples: int) -> None:
+        """Complete the oldest step in flight, which had `num_samples` samples."""
         self.num_steps_in_flight -= 1
         if num_samples:
             self.num_placeholder_tokens -= 1
@@ -254,7 +251,7 @@ class Request:
             self.num_drafts_in_flight = 0
 
     def update_drafts(self, new_token_ids: list[int], proposed: list[int] | None) -> None:
-        """Keep what is proposed to follow the tokens just added, or else what is left of earlier guesses."""
+        """Store the drafts proposed for the tokens after those just added, or else what is left of earlier drafts."""
         count = len(new_token_ids)
         is_right = self.draft_token_ids[:count] == new_token_ids
         rest = self.draft_token_ids[count:] if is_right else []
@@ -275,7 +272,7 @@ class Request:
         self.num_preemptions += 1
 
     def finish(self, reason: str) -> bool:
-        """End the request; False, and nothing done, if it has ended already."""
+        """Finish the request; False if it has finished already."""
         if self.is_finished:
             return False
         self._move(RequestStatus.FINISHED)

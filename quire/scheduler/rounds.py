@@ -11,12 +11,12 @@ from quire.scheduler.step import StepPlan
 
 
 class RoundLimit:
-    """A number of rounds that the next plan may have, and that are expected to end in time.
+    """Number of rounds of the next plan that are expected to end in time.
 
-    A round is expected to take as long as those of the last step that only decoded. Where the worker took one round of
-    several though no request ended, some request wants what rounds cannot do, and the next plans are of one. Both keep
-    plans from allocating blocks for rounds that will not be; the worker decides what a round can do and, by its clock,
-    when the time is up.
+    A round is expected to take as long as those of the last step that only decoded. If the worker ran one round of
+    several though no request ended, some request needs what rounds cannot do, and the next plans have one. Both keep
+    plans from allocating blocks for rounds that will not run. The worker decides what a round can do and, by its
+    clock, when the time is up.
 
     Args:
         most: rounds of a plan, whatever they take; at least 1.
@@ -38,12 +38,12 @@ class RoundLimit:
         return max(int(self._max_s / self._round_s), 1)
 
     def note(self, step: StepPlan, output: ModelRunnerOutput, now: float) -> None:
-        """Measure a step whose result has been taken in, if it only decoded."""
+        """Measure a completed step, if it only decoded."""
         if self._most == 1 or not step.only_decodes:
             return
         num_rounds = max(map(len, output.sampled_token_ids.values()), default=1)
         self._round_s = (now - step.planned_ts) / num_rounds
-        is_refused = num_rounds == 1 < step.max_rounds
+        is_refused = num_rounds == 1 < step.max_decode_steps
         if is_refused and not any(chunk.request.is_finished for chunk in step.chunks):
             self._num_single = self._most
         else:
@@ -51,8 +51,8 @@ class RoundLimit:
 
 
 def most_rounds(asked: int, kv_config: KVCacheConfig) -> int:
-    """Return how many tokens of a request a plan may have generated, one after the other.
+    """Return the most tokens of a request that a plan may generate, one after the other.
 
-    A state has a block where these begin and where they end, and perhaps none between: so they lie in two at most.
+    A state has a block at the first and the last of these, and perhaps none between, so they span two at most.
     """
     return max(asked if kv_config.rolls_back else min(asked, kv_config.block_size), 1)

@@ -1,7 +1,16 @@
-"""`Scheduler`: decides what each step computes.
+"""Scheduler: decides what each step computes.
 
-Invariant: pure. Requests, results and the time come in as arguments and plans go out; there is no clock, no
+Invariant: pure. Requests, results and the time come in as arguments and plans go out. There is no clock, no
 I/O, no randomness and no torch here, so the same events always give the same plans.
+
+Forks start with the whole prompt of another request (`n` completions), or with all that a retained request has
+computed (the next beams of a search). Invariant: a child is held only while its parent is unfinished and has sampled
+nothing, so it waits for work that is done anyway and never forever. A preempted parent still resumes, and precedes a
+child of the same priority and tenant.
+
+`check_stop` is a pure function of tokens and parameters; stop strings are left to the front end, which has the text.
+
+Invariant of updates: nothing is reported twice, even if it is computed twice.
 """
 
 from __future__ import annotations
@@ -16,42 +25,184 @@ from quire.kv_cache.manager import IntegrityError, KVCacheManager
 from quire.kv_cache.spec import KVCacheConfig
 from quire.lora_request import name_in
 from quire.plugins import import_subclass
-from quire.scheduler.explain import Explanation
-from quire.scheduler.fair import Fair
-from quire.scheduler.forks import make_fork, make_successor
+from quire.sampling_extras import RepetitionDetectionParams
+from quire.scheduler.explain import Cause, Explanation
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import (
-    WAIST_VERSION,
+    STEP_PROTOCOL_VERSION,
     AdapterStats,
     ModelRunnerOutput,
     RequestUpdate,
     SchedulerOutput,
     SchedulerStats,
     SpecDecodingStats,
+    TokenLogprobs,
 )
 from quire.scheduler.planner import Planner
-from quire.scheduler.policies import FCFS, Policy, Priority
+from quire.scheduler.policies import FCFS, Fair, Policy, Priority
 from quire.scheduler.queues import RequestQueues
 from quire.scheduler.request import Request, RequestStatus
 from quire.scheduler.rounds import RoundLimit, most_rounds
 from quire.scheduler.step import Chunk, StepPlan
-from quire.scheduler.stop import Stop, check_stop
-from quire.scheduler.updates import last_update, update_of
 
+
+def make_fork(child: Request, parent: Request) -> list[Hold]:
+    """Let a new request share the prompt of another one, held until the parent has computed it.
+
+    The hold's key is the parent, to be released when it has sampled its first token. No hold if it has done so already.
+
+    Raises:
+        ValidationError: the two prompts or their extra keys differ.
+    """
+    if not _same_prompt(child, parent):
+        raise ValidationError(
+            f"request {child.request_id!r} is no fork of {parent.request_id!r}: their prompts differ",
+            param="fork_of",
+        )
+    child.parent = parent
+    return [] if parent.num_output_tokens else [Hold(parent, Cause.SHARED_PROMPT)]
+
+
+def make_successor(child: Request, parent: Request) -> None:
+    """Let a new request continue a retained one, sharing all that it has computed and its place in the order.
+
+    Raises:
+        ValidationError: it does not begin with these tokens under the same keys, or is no beam of the same search.
+    """
+    num_tokens = parent.num_computed_tokens
+    is_longer = (
+        child.num_tokens > num_tokens and child.token_ids[:num_tokens] == parent.token_ids[:num_tokens]
+    )
+    if not is_longer or child.extra_keys != parent.extra_keys or child.num_beams != parent.num_beams:
+        raise ValidationError(
+            f"request {child.request_id!r} is no continuation of {parent.request_id!r}", param="fork_of"
+        )
+    child.parent = parent
+
+
+def _same_prompt(child: Request, parent: Request) -> bool:
+    """Compare prompts and keys; forks added in one message share one list, which need not be compared."""
+    mine, theirs = child.prompt_token_ids, parent.prompt_token_ids
+    return (mine is theirs or mine == theirs) and child.extra_keys == parent.extra_keys
+
+
+Stop = tuple[str, int | None]  # (finish reason, stop reason)
+
+
+def check_stop(request: Request, max_model_len: int) -> Stop | None:
+    """Return the reasons if the last token finishes the request, else None.
+
+    A stop token takes precedence over a length limit reached with it, and that over a repetition. The stop reason is
+    the id of a token in `stop_token_ids`, else None.
+    """
+    params, num_output_tokens = request.sampling_params, request.num_output_tokens
+    if num_output_tokens and num_output_tokens >= params.min_tokens:
+        last = request.token_ids[-1]
+        if not params.ignore_eos and last in request.eos_token_ids:
+            return "stop", None
+        if last in params.stop_token_ids:
+            return "stop", last
+    if request.num_tokens >= max_model_len:
+        return "length", None
+    if params.max_tokens is not None and num_output_tokens >= params.max_tokens:
+        return "length", None
+    repetition = params.repetition_detection
+    if repetition is not None and num_output_tokens >= params.min_tokens and _repeats(request, repetition):
+        return "repetition", None
+    return None
+
+
+def _repeats(request: Request, detection: RepetitionDetectionParams) -> bool:
+    """Return whether the output ends in `min_count` repetitions of one pattern.
+
+    The longest relevant tail is copied and compared with itself shifted by each pattern size.
+    """
+    longest = detection.max_pattern_size * detection.min_count
+    tail = request.token_ids[max(request.num_prompt_tokens, request.num_tokens - longest) :]
+    last = len(tail) - 1
+    for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):
+        start = len(tail) - size * detection.min_count
+        if start < 0:
+            return False
+        if tail[last - size] == tail[last] and tail[start + size :] == tail[start:-size]:
+            return True
+    return False
+
+
+def last_update(request: Request, error: str | None = None) -> RequestUpdate:
+    """Return the last update of a request that was finished from outside or by an error."""
+    update = _update(request, [])
+    update.error = error
+    return update
+
+
+def update_of(
+    chunk: Chunk, output: ModelRunnerOutput, new_token_ids: list[int], stop_reason: int | None
+) -> RequestUpdate | None:
+    """Return the update for a request's chunk of a step; None if there is nothing to report."""
+    request_id = chunk.request.request_id
+    prompt_logprobs = _unreported(chunk, output.prompt_logprobs.get(request_id))
+    if not (new_token_ids or prompt_logprobs or request_id in output.pooled):
+        return None
+    logprobs = output.logprobs.get(request_id)
+    update = _update(
+        chunk.request,
+        new_token_ids,
+        stop_reason,
+        None if logprobs is None else logprobs[: len(new_token_ids)],
+        prompt_logprobs,
+    )
+    if chunk.num_drafts:
+        update.num_draft_tokens = chunk.num_drafts
+        update.num_accepted_tokens = min(output.num_accepted(request_id), len(new_token_ids))
+    if output.pooled:
+        update.pooled = output.pooled.get(request_id)
+    return update
+
+
+def _update(
+    request: Request,
+    new_token_ids: list[int],
+    stop_reason: int | None = None,
+    logprobs: list[TokenLogprobs] | None = None,
+    prompt_logprobs: list[TokenLogprobs] | None = None,
+) -> RequestUpdate:
+    """Build an update; timestamps and counters are in the first and the last update only."""
+    update = RequestUpdate(
+        request.request_id, new_token_ids, request.finish_reason, stop_reason, logprobs, prompt_logprobs
+    )
+    if not request.reported or request.is_finished:
+        update.num_cached_tokens = request.num_cached_tokens
+        update.queued_ts, update.scheduled_ts = request.queued_ts, request.scheduled_ts
+        update.num_preemptions = request.num_preemptions
+        request.reported = True
+    return update
+
+
+def _unreported(chunk: Chunk, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+    """Return the chunk's prompt logprobs without those reported before a preemption."""
+    if logprobs is None:
+        return None
+    request = chunk.request
+    unreported = logprobs[max(request.num_prompt_logprobs - chunk.start, 0) :]
+    request.num_prompt_logprobs += len(unreported)
+    return unreported or None
+
+
+# --scheduling-policy -> policy
 POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS, "priority": Priority, "fair": Fair}
-"""`--scheduling-policy` -> policy."""
 
 
 class Scheduler:
-    """Owns all requests that are not finished, and the KV cache's bookkeeping.
+    """Owner of all unfinished requests and of the KV cache's bookkeeping.
 
     `schedule` may be called again before the result of its last plan is in. Tokens that steps in flight sample
     count as known: the worker has them when it gets to the plan that computes them. Blocks that are freed
-    meanwhile can only be rewritten by a later step. A request that was preempted waits until its steps in flight
-    have come back, and surplus results of one that ended are dropped.
+    meanwhile can only be rewritten by a later step. A preempted request waits until its steps in flight
+    have come back, and surplus results of a finished one are dropped.
 
     Attributes:
-        policy_class: for a subclass (`--scheduler-cls`) to say; None: the one that --scheduling-policy names.
+        policy_class: set by a subclass (`--scheduler-cls`); None: as --scheduling-policy says.
     """
 
     policy_class: type[Policy] | None = None
@@ -92,15 +243,15 @@ class Scheduler:
         """Queue a new request; with holds, it is ready to start when all of them are released.
 
         Raises:
-            ValidationError: the id is in use, or the request could not run even with the engine to itself.
+            ValidationError: the id is in use, or the request cannot run even alone.
         """
-        if request.request_id in self._queues.by_id or self._queues.kept.get(request.request_id):
+        if request.request_id in self._queues.by_id or self._queues.retained.get(request.request_id):
             raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
         check_admissible(request, self._max_model_len, self._kv)
         if self._pooling is not None and request.pooling_params is not None:
             request.starts_over = self._pooling.reads_every_token(request.pooling_params)
         if request.fork_of is not None:
-            parent, kept = self._queues.by_id.get(request.fork_of), self._queues.kept.get(request.fork_of)
+            parent, kept = self._queues.by_id.get(request.fork_of), self._queues.retained.get(request.fork_of)
             if parent is not None:
                 holds = [*holds, *make_fork(request, parent)]
             elif kept is not None:
@@ -108,7 +259,7 @@ class Scheduler:
         self._queues.arrive(request, now, holds)
 
     def hold(self, request_id: str, hold: Hold, now: float) -> bool:
-        """Let a request wait for one thing more; False, and nothing done, if it is running or unknown."""
+        """Add a hold to a waiting request; False if it is running or unknown."""
         request = self._queues.by_id.get(request_id)
         if request is None or request.status is RequestStatus.RUNNING:
             return False
@@ -116,29 +267,28 @@ class Scheduler:
         return True
 
     def release(self, key: str, now: float) -> None:
-        """End all holds with this key, if there are any."""
+        """Release all holds with this key, if there are any."""
         self._queues.release(key, now)
 
     def finish_requests(self, request_ids: Iterable[str], reason: str, now: float) -> list[RequestUpdate]:
-        """End these requests, whatever they are doing, and free their blocks; unknown ids are ignored.
+        """Finish requests in any state and free their blocks; unknown ids are ignored.
 
-        Of one that has ended and is kept, no more forks will come.
+        A finished request that is retained for beam search is released.
 
-
-        Returns the last update of each request that this call ended.
+        Returns the last update of each request that this call finished.
         """
         by_id, request_ids = self._queues.by_id, list(dict.fromkeys(request_ids))
         found = [by_id[name] for name in request_ids if name in by_id]
         for request in found:
             self._queues.finish(request, reason, now)
         for name in request_ids:
-            self._queues.kept.close(name)
+            self._queues.retained.close(name)
         return [last_update(request) for request in found]
 
-    def spent_in_vain(self, request_ids: Iterable[str]) -> dict[str, int]:
-        """By tenant, the prompt tokens that were computed for those of these requests that have no token yet.
+    def wasted_prompt_tokens(self, request_ids: Iterable[str]) -> dict[str, int]:
+        """Return, by tenant, the computed prompt tokens of those requests that have no output token yet.
 
-        What a preemption made be forgotten does not count. Unknown ids are ignored, and whoever has no tenant.
+        Tokens discarded by a preemption, unknown ids and requests without a tenant do not count.
         """
         by_id, spent = self._queues.by_id, dict[str, int]()
         for request in [by_id[name] for name in dict.fromkeys(request_ids) if name in by_id]:
@@ -148,45 +298,44 @@ class Scheduler:
         return spent
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while a request is running."""
+        """Clear the prefix cache; False, and nothing done, while a request is running."""
         return self._kv.reset_prefix_cache()
 
     def pause(self, now: float) -> None:
-        """Until `resume`, plan nothing but what the worker is to let go of; requests stay where they are."""
+        """Pause until `resume`: plan only the freeing of worker rows; requests stay where they are."""
         self._is_paused = True
         self._queues.pause(now)
 
     def forget(self, now: float) -> None:
-        """Nothing in the cache is worth anything any more: prefixes are forgotten on both tiers, and requests in flight
-        wait for all their tokens to be computed again. Only while paused, with no step in flight.
+        """Discard all cached content on both tiers; running requests wait for recomputation of all their tokens.
+
+        Requires a paused scheduler without steps in flight.
         """
-        assert self._is_paused, "forgetting is for those who sleep"
+        assert self._is_paused, "forget() requires a paused scheduler"
         assert not self._in_flight, "steps in flight read the cache"
         self._queues.preempt_all(now)
         if not self._kv.reset_prefix_cache():
-            raise EngineError("the cache cannot be forgotten: somebody holds blocks that no request has")
+            raise EngineError("cannot reset the KV cache: blocks are still referenced by no known request")
 
     def resume(self, now: float) -> None:
-        """Plan as before."""
         self._is_paused = False
         self._queues.resume(now)
 
-    def take_kv_events(self) -> list[KVCacheEvent]:
-        """What happened to the prefix cache since the last call; nothing unless events are enabled."""
-        return self._kv.take_events()
+    def pop_kv_events(self) -> list[KVCacheEvent]:
+        """Return prefix cache events since the last call; empty unless events are enabled."""
+        return self._kv.pop_events()
 
     # The step
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step; an empty plan is not to be executed.
 
-        There is no prefill phase and no decode phase. A request has a number of known tokens and a number of
-        computed tokens, and each step lets the second catch up with the first, within the step's token
-        budget: by many tokens for a prompt, by part of them if the budget is short, by what the prefix
-        cache lacks, by everything after a preemption, and by one for a request that only waits for its own
-        last token. Running requests go first, in order; then waiting ones start while budget, rows and
-        blocks last. A prompt leaves one token of the budget to each request that runs after it, so those that
-        generate never stand still for it.
+        There is no prefill phase and no decode phase. A request has a number of known tokens and a number of computed
+        tokens, and each step lets the second catch up with the first, within the step's token budget: by many tokens
+        for a prompt, by part of them if the budget is short, by what the prefix cache lacks, by everything after a
+        preemption, and by one while decoding. Running requests go first, in order; then waiting ones start while
+        budget, rows and blocks last. A prompt leaves one token of the budget to each request that runs after it, so
+        prefills never stall decodes.
         """
         self._num_steps += 1
         step = (
@@ -196,7 +345,7 @@ class Scheduler:
         )
         if not self._is_paused:
             self._queues.note(step, now)
-        plan = step.seal(self._queues.take_vacated(), self._kv.take_moves())
+        plan = step.seal(self._queues.pop_vacated_ids(), self._kv.pop_moves())
         if not plan.is_empty:
             self._in_flight.append(step)
         return plan
@@ -204,21 +353,21 @@ class Scheduler:
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float
     ) -> list[RequestUpdate]:
-        """Take in the result of the oldest step in flight: what was sampled, what ended, what may now be reused.
+        """Apply the result of the oldest step in flight: sampled tokens, finished requests, reusable blocks.
 
-        Requests that ended while the step ran are passed over, even if a new one has taken the same id.
+        Requests that finished while the step ran are skipped, even if a new one has taken the same id.
 
         Raises:
-            EngineError: the worker is of another version than the scheduler.
+            EngineError: the worker has another version than the scheduler.
         """
-        if output.version != WAIST_VERSION:
+        if output.version != STEP_PROTOCOL_VERSION:
             raise EngineError(
-                f"the result of step {plan.step_id} is of version {output.version}, not {WAIST_VERSION}"
+                f"the result of step {plan.step_id} is of version {output.version}, not {STEP_PROTOCOL_VERSION}"
             )
         assert plan.step_id == output.step_id, "steps are out of order"
         step = self._take_from_flight(plan.step_id)
         updates = [
-            self._apply(chunk, output, now, step.max_rounds)
+            self._apply(chunk, output, now, step.max_decode_steps)
             for chunk in step.chunks
             if not chunk.request.is_finished
         ]
@@ -228,19 +377,19 @@ class Scheduler:
     # State
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is waiting or running."""
+        """Return whether any request is waiting or running."""
         return bool(self._queues.by_id)
 
     def has_work(self) -> bool:
-        """Whether there are requests to run, rows for the worker to free, or results to come.
+        """Return whether there are requests to run, rows for the worker to free, or results to come.
 
-        There is nothing to do for requests that are held: a release comes from outside, or from a step.
+        Held requests do not count: a release comes from outside, or from a step.
         """
         waits = self._queues.has_vacated if self._is_paused else self._queues.has_work
         return waits or bool(self._in_flight)
 
     def stats(self) -> SchedulerStats:
-        """Counts and totals, as of now."""
+        """Return current counts and totals."""
         return SchedulerStats(
             num_running=len(self._queues.running),
             num_waiting=self._queues.num_waiting,
@@ -263,11 +412,11 @@ class Scheduler:
         return AdapterStats(sorted(names[True]), sorted(names[False]), self._max_adapters)
 
     def request_ids(self) -> list[str]:
-        """Of the requests that have not ended, oldest first."""
+        """Return ids of unfinished requests, oldest first."""
         return list(self._queues.by_id)
 
     def adapted(self) -> dict[str, list[str]]:
-        """By adapter, the requests that have it and have not ended."""
+        """Return adapter -> ids of unfinished requests that use it."""
         found: dict[str, list[str]] = {}
         for request in self._queues.by_id.values():
             if request.adapter is not None:
@@ -275,14 +424,14 @@ class Scheduler:
         return found
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
-        """Why a request waits or waited; None if it is unknown or ended too long ago."""
+        """Explain why a request waits or waited; None if it is unknown or finished too long ago."""
         return self._queues.explain(request_id, now)
 
     def check_integrity(self) -> None:
         """Check that the queues agree with the requests, and every invariant of the KV cache.
 
         Raises:
-            IntegrityError: a bug of ours; holds the state.
+            IntegrityError: internal bug; holds the state.
         """
         self._kv.check_integrity()
         self._queues.check_integrity()
@@ -295,38 +444,38 @@ class Scheduler:
     # Results
 
     def _take_from_flight(self, step_id: int) -> StepPlan:
-        """The step whose result is in; one that was interrupted never has a result, nor any request left."""
+        """Pop the step whose result is in; interrupted steps before it have no result and no unfinished request."""
         while self._in_flight:
             step = self._in_flight.popleft()
             if step.step_id == step_id:
                 return step
             assert all(chunk.request.is_finished for chunk in step.chunks), "steps are out of order"
-        raise AssertionError("a result came for no step")
+        raise AssertionError("result for an unknown step")
 
     def _apply(
-        self, chunk: Chunk, output: ModelRunnerOutput, now: float, max_rounds: int
+        self, chunk: Chunk, output: ModelRunnerOutput, now: float, max_decode_steps: int
     ) -> RequestUpdate | None:
-        """What one request's share of a step's result means for it; None if there is nothing to tell."""
+        """Apply one chunk's result to its request; None if there is nothing to report."""
         request, request_id = chunk.request, chunk.request.request_id
-        request.settle(chunk.num_samples)
+        request.complete_step(chunk.num_samples)
         error = output.failed.get(request_id)
         if error is not None:
             self._kv.disown(request)
             self._queues.finish(request, "error", now)
             return last_update(request, error)
         sampled = output.sampled_token_ids.get(request_id, [])
-        count, planned = len(sampled), chunk.num_samples * max_rounds
+        count, planned = len(sampled), chunk.num_samples * max_decode_steps
         assert count == planned or 0 < count < planned, f"{request!r}: {sampled} for {planned} samples"
         new_token_ids, stop = self._append(request, sampled)
         if planned == 0 and chunk.pools:
             assert request_id in output.pooled, f"{request!r} was planned to pool, and has nothing"
             stop = "stop", None
         num_further = min(output.num_accepted(request_id), len(new_token_ids))
-        if max_rounds > 1:
-            self._queues.policy.charge([chunk] * num_further)  # the first was when it was planned
+        if max_decode_steps > 1:
+            self._queues.policy.charge([chunk] * num_further)  # the first was charged when planned
         if output.draft_token_ids or request.draft_token_ids:
             request.update_drafts(new_token_ids, output.draft_token_ids.get(request_id))
-        if request.status is RequestStatus.RUNNING:  # else it was preempted since, and its blocks are gone
+        if request.status is RequestStatus.RUNNING:  # else it was preempted meanwhile and has no blocks
             end = chunk.end
             if planned > 1 and (self._kv.rolls_back or not chunk.num_drafts):
                 end += num_further
@@ -341,7 +490,7 @@ class Scheduler:
         return update_of(chunk, output, new_token_ids, stop and stop[1])
 
     def _append(self, request: Request, sampled: list[int]) -> tuple[list[int], Stop | None]:
-        """Add sampled tokens up to the one that ends the request; returns those added and why they are the last."""
+        """Append sampled tokens up to the one that finishes the request; returns those added and the stop."""
         for count, token_id in enumerate(sampled, 1):
             request.token_ids.append(token_id)
             stop = check_stop(request, self._max_model_len)
@@ -374,7 +523,7 @@ def check_admissible(request: Request, max_model_len: int, kv: KVCacheManager) -
 
 
 def resolve_scheduler(name: str) -> type[Scheduler]:
-    """The class that `module:Class` names; the built-in one for an empty name.
+    """Return the class named `module:Class`; the built-in one for an empty name.
 
     Raises:
         ConfigError: there is no such class, or it is no subclass of `Scheduler`.

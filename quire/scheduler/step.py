@@ -1,7 +1,6 @@
-"""`StepPlan`: one step while it is being planned, and the memory of it until its result comes back.
+"""Plan of one step, kept until its result comes back.
 
-Invariant: the chunks are in the order of the plan, their sizes sum to at most the budget, and a request has
-at most one of them.
+Invariant: chunks are in plan order, their sizes sum to at most the budget, and a request has at most one chunk.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from quire.scheduler.request import Request
 
 
 class Chunk(NamedTuple):
-    """Tokens `start` to `end` (exclusive) of a request, computed in one step, and drafts behind them.
+    """Tokens `start` to `end` (exclusive) of a request computed in one step, and the drafts behind them.
 
-    `num_samples` is 0 if they do not reach its last token, or if it is to be pooled, else one more than the drafts.
+    `num_samples` is 0 if the chunk does not reach the request's last token or the request is pooled, else 1 + the
+    number of drafts.
     """
 
     request: Request
@@ -31,12 +31,12 @@ class Chunk(NamedTuple):
 
     @property
     def pools(self) -> bool:
-        """Whether the request is pooled when these are computed, the last of its prompt."""
+        """True if the request is pooled with this chunk, the last of its prompt."""
         return self.request.pooling_params is not None and self.end == self.request.num_tokens
 
 
 class Blocked(NamedTuple):
-    """A waiting request cannot start; `num_blocks` is how many are missing, if that is the cause."""
+    """Waiting request that cannot start; `num_blocks` is the number of missing blocks, if blocks are the cause."""
 
     request: Request
     cause: Cause
@@ -44,19 +44,19 @@ class Blocked(NamedTuple):
 
 
 class StepPlan:
-    """Collects what a step computes.
+    """Plan of one step under construction.
 
     Attributes:
         planned_ts: time of the plan, in seconds.
-        budget: number of tokens it may still take.
+        budget: number of tokens that still fit.
         prompt_cap: most tokens of one prompt.
-        promised_blocks: free blocks that planned requests need for known tokens which later steps compute.
-        num_satisfied: running requests that need nothing, because all that they may still have is in flight.
-        next_running: the running request that is planned next; None once all of them have their tokens.
-        passed_over: waiting requests that lack a place for their adapter alone; others may start.
-        blocked: the first of the other waiting requests and why it cannot start; nothing else starts then.
-        max_rounds: tokens that each request may generate in it, one after the other.
-        capped: requests of which `prompt_cap` alone kept tokens out.
+        promised_blocks: free blocks reserved for known tokens of planned requests that later steps compute.
+        num_satisfied: running requests that need no token in this step, because all they may still get is in flight.
+        next_running: next running request to plan; None once all of them have their tokens.
+        passed_over: waiting requests that lack only an adapter slot; others may start before them.
+        blocked: first other waiting request that cannot start, and the cause; no later request starts then.
+        max_decode_steps: decode steps that the worker may run for this plan (multi-step decode).
+        capped: requests limited by `prompt_cap` alone.
     """
 
     def __init__(self, step_id: int, planned_ts: float, budget: int, prompt_cap: int) -> None:
@@ -65,7 +65,7 @@ class StepPlan:
         self.budget = budget
         self.prompt_cap = prompt_cap
         self.promised_blocks = 0
-        self.max_rounds = 1
+        self.max_decode_steps = 1
         self.num_satisfied = 0
         self.next_running: Request | None = None
         self.passed_over: dict[Request, None] = {}
@@ -99,7 +99,7 @@ class StepPlan:
             lora_request=request.lora_request,
         )
         self._new_requests.append(data)
-        self.max_rounds = 1  # whoever starts has blocks for these tokens and no others
+        self.max_decode_steps = 1  # a new request has blocks for these tokens only
         self._take(request, num_tokens, [], [])
 
     def add_cached(
@@ -114,7 +114,7 @@ class StepPlan:
         return next(planned, request.num_computed_tokens)
 
     def seal(self, removed_request_ids: list[str], moves: PlannedMoves) -> SchedulerOutput:
-        """The plan as the executor gets it."""
+        """Return the finished plan for the executor."""
         return SchedulerOutput(
             step_id=self.step_id,
             new_requests=self._new_requests,
@@ -123,7 +123,7 @@ class StepPlan:
             swap_outs=moves.swap_outs,
             swap_ins=moves.swap_ins,
             block_copies=moves.block_copies,
-            max_rounds=self.max_rounds,
+            max_decode_steps=self.max_decode_steps,
         )
 
     def _take(

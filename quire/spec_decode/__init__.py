@@ -1,1 +1,1 @@
-"""Speculative decoding: who guesses a request's next tokens, and how many guesses are worth their step."""
+"""Speculative decoding: drafters, and the choice of how many draft tokens a step verifies."""

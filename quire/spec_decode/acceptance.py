@@ -1,6 +1,6 @@
-"""How often guesses are right, as seen lately: of a request, and of all guesses of a kind.
+"""Acceptance rates of drafts, recent ones first: by request, and by kind of draft.
 
-Invariant: what is long ago fades, so that a request whose text has changed its nature is tried again.
+Invariant: old trials fade, so a request whose text changes its nature is drafted for again.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-PRIOR_TRIALS = 2.0
-"""What is known of a kind counts like so many guesses of the request's own."""
+PRIOR_TRIALS = 2.0  # weight of the kind's rate, in trials of the request
 FADE_BY_TRIAL = 0.8
 FADE_BY_STEP = 0.98
 KIND_FADE = 0.99
@@ -21,7 +20,7 @@ class _Trials:
     tried: float = 0.0
 
     def add(self, accepted: int, tried: int, fade: float) -> None:
-        """To what is left of those before."""
+        """Add trials to the faded earlier ones."""
         self.accepted = fade * self.accepted + accepted
         self.tried = fade * self.tried + tried
 
@@ -34,14 +33,14 @@ class _Trials:
 
 
 class Acceptance:
-    """Estimates the probability that a guess is right if those before it are."""
+    """Estimate of the probability that a draft token is accepted if those before it are."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, _Trials] = {}
         self._by_kind: dict[Hashable, _Trials] = {}
 
     def note(self, request_id: str, kind: Hashable, num_drafts: int, num_accepted: int) -> None:
-        """A step has verified drafts; those behind a wrong one were not tried."""
+        """Record verified drafts; tokens after a rejected one were not tried."""
         tried = min(num_accepted + 1, num_drafts)
         own, all_of_kind = self._by_request.get(request_id), self._by_kind.get(kind)
         if own is None:
@@ -52,23 +51,23 @@ class Acceptance:
         all_of_kind.add(num_accepted, tried, KIND_FADE)
 
     def note_idle(self, request_id: str) -> None:
-        """A step went by in which nothing was guessed for a request."""
+        """Record a step without drafts of this request."""
         trials = self._by_request.get(request_id)
         if trials is not None:
             trials.fade(FADE_BY_STEP)
 
     def note_unasked(self, kind: Hashable) -> None:
-        """A step went by for which guesses of a kind seemed not worth the asking."""
+        """Record a step for which drafts of a kind did not seem to pay."""
         trials = self._by_kind.get(kind)
         if trials is not None:
             trials.fade(KIND_FADE)
 
     def rate(self, request_id: str, kind: Hashable) -> float:
-        """The probability, for a guess of a kind."""
+        """Return the probability for a draft token of a kind."""
         own, all_of_kind = self._by_request.get(request_id), self._by_kind.get(kind)
         prior = 0.5 if all_of_kind is None else all_of_kind.rate(0.5)
         return prior if own is None else own.rate(prior)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended; what it taught about kinds stays."""
+        """Drop a finished request; its part in the kinds' rates stays."""
         self._by_request.pop(request_id, None)

@@ -1,6 +1,6 @@
-"""What guesses: the one shape of drafters, and the table of them.
+"""Drafter interface, and the table of drafters.
 
-Invariant: a drafter sees texts and changes none. What it says costs time if it is wrong, and nothing else.
+Invariant: a drafter does not change texts. A wrong draft costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -13,56 +13,55 @@ from quire.config.speculative import COMMON_KEYS, DRAFT_MODEL, EAGLE, EAGLE3, ME
 from quire.errors import ConfigError
 from quire.plugins import FACTORY, PluginTable
 
-if TYPE_CHECKING:  # a command that prints its help should not wait for numpy
+if TYPE_CHECKING:  # keeps --help from importing numpy
     import numpy as np
     from numpy.typing import NDArray
 
 Owner = tuple[str, str | None]
-"""Tenant and cache salt: what one request has generated may serve others of the same owner only."""
+"""Tenant and cache salt; outputs of a request serve drafts only for the same owner."""
 
 
 class Text(NamedTuple):
-    """A request that has just sampled."""
+    """Tokens of a request that has just sampled."""
 
     request_id: str
     token_ids: NDArray[np.int32]
-    """All its tokens, of prompt and output; not to be changed, and not to be kept."""
+    """Prompt and output tokens; must not be changed or kept."""
     num_prompt_tokens: int
     owner: Owner
 
 
 class Draft(NamedTuple):
-    """Guessed tokens, which may be none."""
+    """Draft tokens, perhaps none."""
 
     token_ids: list[int]
     strength: int = 0
-    """A small number. Guesses of one drafter that have the same one are taken to be right equally often."""
+    """Small number; drafts of one drafter with equal strength are assumed to be accepted equally often."""
 
 
 NO_DRAFT = Draft([])
-CERTAIN = -1
-"""The strength of guesses to which there is hardly an alternative; they go before all others."""
+CERTAIN = -1  # strength of drafts with hardly an alternative; they precede all others
 
 
 class Drafter(Protocol):
-    """Guesses what follows.
+    """Proposes the next tokens of requests.
 
-    One whose time grows with the tokens that it is asked for says so by an attribute `takes_time`, which is true, and
-    is asked for no more than pays.
+    A drafter whose time grows with the number of tokens has an attribute `takes_time = True`; it is then called for no
+    more tokens than pay.
     """
 
     keys: ClassVar[frozenset[str]]
-    """Of `--speculative-config`, what it understands beside what all do."""
+    """Keys of `--speculative-config` that it reads besides the common ones."""
 
     def propose(self, texts: Sequence[Text], most: int) -> list[Draft]:
-        """A draft of up to `most` tokens for each text. A text has grown at its end since it was last seen."""
+        """Return a draft of up to `most` tokens for each text, which may have grown at its end since the last call."""
 
     def forget(self, request_id: str) -> None:
-        """The request has ended or been preempted; it may never have been seen."""
+        """Drop a request that has finished or been preempted; it may be unknown."""
 
 
 def takes_time(drafter: Drafter) -> bool:
-    """Whether each token that it guesses takes time."""
+    """Return whether each further draft token takes time."""
     return bool(getattr(drafter, "takes_time", False))
 
 
@@ -74,7 +73,7 @@ MODEL_KEYS: Mapping[str, frozenset[str]] = {
     EAGLE3: _MODEL,
     MTP: frozenset({"quantization"}),
 }
-"""Methods by which a model or heads guess, which the worker makes, and the keys that they understand."""
+"""Methods with a model or heads, which the worker makes, and the keys that they read."""
 
 DRAFTERS: PluginTable[Callable[[EngineConfig], Drafter]] = PluginTable(
     "quire.drafters",
@@ -87,40 +86,39 @@ DRAFTERS: PluginTable[Callable[[EngineConfig], Drafter]] = PluginTable(
     FACTORY,
     words=("auto", *MODEL_KEYS),
 )
-AUTO = ("ngram", "suffix")
-"""What costs nothing but microseconds of the host."""
+AUTO = ("ngram", "suffix")  # drafters that cost only microseconds of the host
 
 
 def drafter_names(method: str | None) -> tuple[str, ...]:
-    """Who guesses by a method, of those that need no worker."""
+    """Return the drafters of a method that need no model."""
     if method is None or method in MODEL_KEYS:
         return ()
     return AUTO if method == "auto" else (method,)
 
 
 def check_speculation(config: EngineConfig) -> None:
-    """Refuse a method that there is not, keys that it would ignore, and a model with nothing to guess.
+    """Refuse an unknown method, keys that it does not read, and a pooling model.
 
     Raises:
-        ConfigError: names what is wrong.
+        ConfigError: unknown method, unused key or pooling model.
     """
     given = config.speculative.speculative_config
     method = config.speculative.settings.method
     names = drafter_names(method)
     if method is not None and config.pooling is not None:
-        raise ConfigError("--speculative-config: a model that is pooled says nothing that could be guessed")
+        raise ConfigError("--speculative-config: a pooling model generates no tokens to draft")
     known = COMMON_KEYS | MODEL_KEYS.get(method or "", frozenset())
     known = known.union(*(getattr(DRAFTERS.resolve(name), "keys", ()) for name in names))
     unknown = sorted(given.keys() - known)
     if unknown:
-        raise ConfigError(f"--speculative-config: {unknown[0]} means nothing to method {method!r}")
+        raise ConfigError(f"--speculative-config: {unknown[0]} is not used by method {method!r}")
 
 
 def make_drafters(config: EngineConfig) -> dict[str, Drafter]:
-    """Those that the configuration names, by name.
+    """Return the configured drafters that need no model, by name.
 
     Raises:
-        ConfigError: one cannot be made.
+        ConfigError: a drafter cannot be made.
     """
     names = drafter_names(config.speculative.settings.method)
     return {name: DRAFTERS.resolve(name)(config) for name in names}

@@ -1,9 +1,9 @@
-"""Prompt lookup: what followed the last time that the text went like this.
+"""Prompt lookup: drafts what followed the previous occurrence of the text's end.
 
-Invariant: a step's cost depends on the tokens that are new, not on how long the text is.
+Invariant: a step's cost depends on the number of new tokens, not on the length of the text.
 
-After A. Saxena, "Prompt Lookup Decoding" (2023). Earlier places are found as LZ77 coders find theirs: by a table of
-hashes of the shortest match, and chains of the places that share one.
+After A. Saxena, "Prompt Lookup Decoding" (2023). Earlier positions are found as in LZ77 coders: by a table of hashes
+of the shortest match, and chains of positions that share one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 from quire.config import EngineConfig
 from quire.spec_decode.drafter import NO_DRAFT, Draft, Text
 
-MOST_CANDIDATES = 16
-"""Earlier places that are compared, the latest first."""
+MOST_CANDIDATES = 16  # most earlier positions compared, latest first
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
 class NgramDrafter:
-    """Looks up the end of each text in the text itself."""
+    """Drafter that looks up the end of each text in the text itself."""
 
     keys: ClassVar[frozenset[str]] = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
 
@@ -47,17 +46,17 @@ class NgramDrafter:
         if length == 0:
             return NO_DRAFT
         token_ids: list[int] = text.token_ids[end : end + most].tolist()
-        while len(token_ids) < most:  # a text that repeats itself goes on as what is copied, round and round
+        while len(token_ids) < most:  # the match overlaps the end: repeat it
             token_ids += token_ids[: most - len(token_ids)]
         return Draft(token_ids, length)
 
 
 class NgramIndex:
-    """Where each run of `shortest` tokens ended before, the latest place first.
+    """Index of the earlier ends of each run of `shortest` tokens, latest first.
 
     Args:
-        shortest: tokens of a match, at least.
-        longest: tokens that are compared, at most.
+        shortest: fewest tokens of a match.
+        longest: most tokens compared.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -72,7 +71,7 @@ class NgramIndex:
         self._resize(0)
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
-        """Take in what is new of a text."""
+        """Add the new tokens of a text."""
         if len(token_ids) > len(self._earlier):
             self._resize(len(token_ids))
         first = max(self._num_tokens, self._shortest - 1)
@@ -86,9 +85,9 @@ class NgramIndex:
                 self._latest[key] = place
 
     def find(self, token_ids: NDArray[np.int32]) -> tuple[int, int]:
-        """Where the longest earlier match of the text's end ends, and its tokens; among equals the latest.
+        """Return the end position and length of the longest earlier match of the text's end; ties go to the latest.
 
-        Places are compared as they are, so what only has the same hash counts for nothing.
+        Tokens are compared, so hash collisions do not count.
         """
         place = self._num_tokens - 1
         if place < self._shortest:
@@ -104,14 +103,14 @@ class NgramIndex:
         return (places[0] + 1, length) if length >= self._shortest else (0, 0)
 
     def _before(self, place: int, most: int) -> list[int]:
-        """The latest earlier places whose last tokens have the same hash."""
+        """Return the latest earlier positions with the same hash."""
         places: list[int] = []
         while len(places) < most and (place := self._earlier[place]) >= 0:
             places.append(place)
         return places
 
     def _num_same(self, token_ids: NDArray[np.int32], place: int) -> int:
-        """How many tokens up to a place are the last ones of the text."""
+        """Return how many tokens up to a position equal the last ones of the text."""
         last: list[int] = token_ids[-self._longest :].tolist()
         before: list[int] = token_ids[max(place + 1 - self._longest, 0) : place + 1].tolist()
         if before == last:
@@ -124,7 +123,7 @@ class NgramIndex:
         return count
 
     def _all_same(self, token_ids: NDArray[np.int32], places: list[int]) -> NDArray[np.int64]:
-        """[P] the same of each of several places."""
+        """Return [P] the same for several positions."""
         last = token_ids[-self._longest :][::-1]
         columns = np.array(places)[:, None] - self._offsets[: len(last)]
         differ = np.ones((len(places), len(last) + 1), dtype=np.bool_)
@@ -134,7 +133,7 @@ class NgramIndex:
         return lengths
 
     def _resize(self, num_tokens: int) -> None:
-        """Room for twice so many, all to be added again."""
+        """Make room for twice as many tokens, and start over."""
         bits = max(10, int(2 * num_tokens).bit_length())
         self._shift = 64 - bits
         self._latest_array = np.full(2**bits, -1, dtype=np.int32)
@@ -160,4 +159,4 @@ class NgramIndex:
         before = self._latest_array[keys[order]]
         before[1:][follows[1:]] = places[order[:-1]][follows[1:]]
         self._earlier_array[places[order]] = before
-        self._latest_array[keys] = places  # of equal keys the last one stays
+        self._latest_array[keys] = places  # the last of equal keys stays

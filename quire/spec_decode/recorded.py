@@ -1,8 +1,9 @@
-"""A drafter that knows the answers, to see what speculation would give if so many guesses were right."""
+"""Corpora of recent outputs for the suffix drafter, and a synthetic drafter that replays recorded outputs."""
 
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -11,21 +12,87 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.spec_decode.drafter import NO_DRAFT, Draft, Text
+from quire.spec_decode.drafter import NO_DRAFT, Draft, Owner, Text
+from quire.spec_decode.suffix_automaton import SuffixAutomaton
+
+CORPUS_TOKENS = 4  # overhead of a corpus, in tokens: about two kilobytes
+
+
+class Corpus:
+    """Recent outputs of one owner: a young generation that grows, and an older one.
+
+    Args:
+        most_tokens: limit of both together.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self.young = SuffixAutomaton()
+        self.old = SuffixAutomaton()
+        self.generation = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.young.num_tokens + self.old.num_tokens
+
+    def renew(self) -> None:
+        """Drop the older generation if the young one has become large."""
+        if self.young.num_tokens >= self._most_tokens // 2:
+            self.young, self.old = SuffixAutomaton(), self.young
+            self.generation += 1
+
+
+class Corpora:
+    """Corpora by owner, least recently used dropped first.
+
+    Invariant: the cost of a lookup depends on what it drops, not on the number of owners, which clients control.
+
+    Args:
+        most_tokens: limit of all together, running requests aside; a corpus costs `CORPUS_TOKENS` more.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._by_owner: OrderedDict[Owner, Corpus] = OrderedDict()
+        self._charged: dict[Owner, int] = {}
+        self.num_tokens = 0
+        """Tokens charged."""
+
+    def __len__(self) -> int:
+        return len(self._by_owner)
+
+    def for_owner(self, owner: Owner) -> Corpus:
+        """Return the corpus of an owner, now the most recently used."""
+        corpus = self._by_owner.get(owner)
+        if corpus is None:
+            corpus = self._by_owner[owner] = Corpus(self._most_tokens)
+            self.charge(owner, corpus)
+        self._by_owner.move_to_end(owner)
+        while len(self._by_owner) > 1 and self.num_tokens > self._most_tokens:
+            oldest, _ = self._by_owner.popitem(last=False)
+            self.num_tokens -= self._charged.pop(oldest)
+        return corpus
+
+    def charge(self, owner: Owner, corpus: Corpus) -> None:
+        """Update the tokens charged for a corpus; one that was dropped while a request still uses it is not charged."""
+        if self._by_owner.get(owner) is corpus:
+            tokens = CORPUS_TOKENS + corpus.num_tokens
+            self.num_tokens += tokens - self._charged.get(owner, 0)
+            self._charged[owner] = tokens
 
 
 class RecordedOutput(msgspec.Struct, frozen=True):
-    """What a request said when it was asked before."""
+    """Output of an earlier request."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
 
 
 class RecordedDrafter:
-    """Guesses from a file of recorded outputs, each token right with a given probability.
+    """Drafter with a file of recorded outputs, each token right with a given probability.
 
     Raises:
-        ConfigError: there is no such file, or it is none of recorded outputs.
+        ConfigError: the file is missing or has no recorded outputs.
     """
 
     keys: ClassVar[frozenset[str]] = frozenset({"model", "synthetic_acceptance_rate"})
@@ -60,7 +127,7 @@ class RecordedDrafter:
 
 
 def write_recorded(path: Path, outputs: Sequence[RecordedOutput]) -> None:
-    """Write a file for this drafter."""
+    """Write a file for `RecordedDrafter`."""
     path.write_bytes(msgspec.json.encode(outputs))
 
 

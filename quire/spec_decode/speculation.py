@@ -1,6 +1,6 @@
-"""`Speculation`: asks the drafters of an engine, and decides which of their guesses a step is to verify.
+"""`Speculation`: calls the drafters of an engine and decides which drafts a step verifies.
 
-Invariant: what it decides depends on how long steps took, and no token depends on what it decides.
+Invariant: its decisions depend on how long steps took; no token depends on its decisions.
 """
 
 from __future__ import annotations
@@ -13,61 +13,109 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.config.speculative import MOST_DRAFTS
+from quire.config.speculative import DEFAULT_NUM_DRAFTS
 from quire.spec_decode.acceptance import Acceptance
-from quire.spec_decode.balance import Balance
-from quire.spec_decode.choice import choose_depth, choose_lengths
-from quire.spec_decode.clocks import Clocks, OwnClock
 from quire.spec_decode.drafter import CERTAIN, NO_DRAFT, Draft, Drafter, Owner, Text, takes_time
-from quire.spec_decode.step_costs import StepCosts
+from quire.spec_decode.step_costs import Clocks, OwnClock, StepCosts, choose_depth, choose_lengths
+
+FADE = 0.95
+TRIAL_STEPS = 16  # steps with drafts before a pause
+SHORTEST_REST, LONGEST_REST = 16, 512  # steps of a pause
+SHARE = 0.01  # most of all time that failed trials may take
+
+
+class Balance:
+    """Pauses drafting while it takes more time of the host and of steps than accepted drafts save.
+
+    After each pause it is tried again; each failed trial doubles the next pause.
+
+    Invariant: failed trials take at most `SHARE` of the time since, except for the last of them.
+    """
+
+    def __init__(self) -> None:
+        self._saved = self._spent = 0.0
+        self._num_tried = 0
+        self._rest = 0
+        self._next_rest = SHORTEST_REST
+        self._lost = 0.0
+        """Seconds lost that are not yet within `SHARE`."""
+
+    def note(self, saved_s: float, spent_s: float) -> None:
+        """Record a step with drafts: net savings of verification, and host time of drafting."""
+        self._saved = FADE * self._saved + saved_s
+        self._spent = FADE * self._spent + spent_s
+        self._lost = max(0.0, self._lost + spent_s - saved_s)
+        self._num_tried += 1
+        if self._saved >= self._spent:
+            self._next_rest = SHORTEST_REST
+        elif self._num_tried >= TRIAL_STEPS:
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
+            self._saved = self._spent = 0.0
+            self._num_tried = 0
+
+    def note_time(self, seconds: float) -> None:
+        """Record elapsed time, with or without drafting."""
+        self._lost = max(0.0, self._lost - SHARE * seconds)
+
+    def wake(self) -> None:
+        """Shorten the pause: there is a new text."""
+        self._rest = min(self._rest, SHORTEST_REST)
+
+    def rests(self) -> bool:
+        """Return whether the next step has no drafts; call once per step."""
+        if self._rest == 0:
+            return self._num_tried == 0 and self._lost > 0.0
+        self._rest -= 1
+        return True
+
 
 Filter = Callable[[str, NDArray[np.int32], list[int]], int]
-"""Request, its tokens, and guesses -> how many of the first ones its grammar allows."""
+"""Maps request, its tokens and drafts to the number of leading drafts that its grammar allows."""
 
 
 class Verified(NamedTuple):
-    """What a step found out about a request's drafts."""
+    """Result of verifying a request's drafts."""
 
     num_drafts: int
     num_accepted: int
 
 
-class _Guess(NamedTuple):
-    """A draft, and whose of which kind it is."""
+class _RatedDraft(NamedTuple):
+    """Draft with its request and kind."""
 
     request_id: str
     kind: tuple[str, int]
     token_ids: list[int]
     rate: float
-    """How likely a token of it is to be right, if those before it are."""
+    """Probability that a token is accepted if those before it are."""
 
 
 @dataclass(slots=True)
-class _Asking:
-    """What asking took after one step."""
+class _Drafting:
+    """Time of drafting after one step."""
 
     seconds: float = 0.0
     each: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Of drafters that take time: for how many texts, and the seconds of a guess for all of them."""
+    """Drafters that take time: number of texts, and seconds per draft token for all of them."""
 
 
 class Speculation:
-    """Joins drafters: of the guesses that a request gets, those are taken that are most often right.
+    """Combination of drafters: of a request's drafts, the one most often accepted is used.
 
     Args:
-        drafters: by name.
-        most: tokens that are guessed at a time for a request.
-        adaptive: guess as many as pay; else as many as there are.
-        num_ahead: steps that are planned before the result of one is in.
-        allowed: drops guesses that no grammar lets through; None: there are no grammars.
-        clocks: whose durations decide; None: this process's.
+        drafters: drafters by name.
+        most: most draft tokens of a request.
+        adaptive: verify as many drafts as pay; else all.
+        num_ahead: steps planned before the result of one is available.
+        allowed: counts the drafts that a grammar allows; None: there are no grammars.
+        clocks: measure the durations; None: this process's.
     """
 
     def __init__(
         self,
         drafters: Mapping[str, Drafter],
         *,
-        most: int = MOST_DRAFTS,
+        most: int = DEFAULT_NUM_DRAFTS,
         adaptive: bool = True,
         num_ahead: int = 0,
         allowed: Filter | None = None,
@@ -82,26 +130,26 @@ class Speculation:
         self._kinds: dict[str, tuple[str, int]] = {}
         self._acceptance = Acceptance()
         self._costs = StepCosts()
-        self._guess_costs = {name: StepCosts() for name, one in drafters.items() if takes_time(one)}
+        self._draft_costs = {name: StepCosts() for name, one in drafters.items() if takes_time(one)}
         self._balance = Balance()
         self._clocks = clocks or OwnClock()
-        self._asking: _Asking | None = None
-        """After the last step; None: nobody was asked."""
+        self._drafting: _Drafting | None = None
+        """Drafting after the last step; None: it was paused."""
         self._spent: deque[float | None] = deque()
-        """What asking took for the steps that are planned since; None: guessing rested."""
+        """Seconds of drafting for each step planned since; None: it was paused."""
 
     @property
     def costs(self) -> StepCosts | None:
-        """Those of steps, by which it decides, for whoever can time some beforehand; None: it decides nothing."""
+        """Cost model of steps, for calibration; None: it is not used."""
         return self._costs if self._adaptive else None
 
     def add_request(self, request_id: str, num_prompt_tokens: int, owner: Owner) -> None:
-        """A request was given a row."""
+        """Add a request that was given a row."""
         self._requests[request_id] = num_prompt_tokens, owner
         self._balance.wake()
 
     def remove_request(self, request_id: str) -> None:
-        """It has ended or was preempted."""
+        """Drop a request that has finished or been preempted."""
         del self._requests[request_id]
         self._kinds.pop(request_id, None)
         self._acceptance.forget(request_id)
@@ -111,15 +159,15 @@ class Speculation:
     def note_step(
         self, verified: Mapping[str, Verified], num_requests: int, width: int, seconds: float
     ) -> None:
-        """A step is done, in which so many requests sampled.
+        """Record a finished step in which `num_requests` sampled.
 
         Args:
-            verified: of those that had drafts.
-            width: tokens that were computed, 0 if it did more than to generate.
+            verified: results of requests with drafts.
+            width: tokens computed; 0 if the step also computed prompts.
         """
         if self._adaptive:
             self._note_times(verified, num_requests, width, seconds)
-        for request_id, kind in self._kinds.items():  # nothing was ever guessed for others
+        for request_id, kind in self._kinds.items():  # other requests never had drafts
             found = verified.get(request_id)
             if found is None:
                 self._acceptance.note_idle(request_id)
@@ -129,84 +177,84 @@ class Speculation:
     def _note_times(
         self, verified: Mapping[str, Verified], num_requests: int, width: int, seconds: float
     ) -> None:
-        """What the step took, and what asking took for it."""
-        seconds, spent_s = self._settle(seconds)
+        """Record the time of a step and of drafting for it."""
+        seconds, spent_s = self._agree(seconds)
         self._balance.note_time(seconds)
         if not width:
             return
         self._costs.note(num_requests, width, seconds)
-        if spent_s is not None and self._costs.knows(num_requests):
+        if spent_s is not None and self._costs.is_known(num_requests):
             share = sum([one.num_accepted for one in verified.values()]) / num_requests
             plain_s, took_s = self._costs.of(num_requests), self._costs.of(width)
             self._balance.note((1 + share) * plain_s - took_s, spent_s)
 
-    def _settle(self, seconds: float) -> tuple[float, float | None]:
-        """The durations that count: of the step, and of asking for what it verified, if anybody was asked."""
-        asking = self._asking
-        each = {} if asking is None else asking.each
-        own = [seconds, 0.0 if asking is None else asking.seconds]
+    def _agree(self, seconds: float) -> tuple[float, float | None]:
+        """Return the agreed seconds of the step and of drafting for what it verified, if any."""
+        drafting = self._drafting
+        each = {} if drafting is None else drafting.each
+        own = [seconds, 0.0 if drafting is None else drafting.seconds]
         if each:
             own += [took for _, took in each.values()]
         seconds, asked_s, *took = self._clocks.agreed(own)
-        for (name, (count, _)), guess_s in zip(each.items(), took, strict=True):
-            self._guess_costs[name].note(count, count, guess_s)
-        self._spent.append(None if asking is None else asked_s)
-        is_planned = len(self._spent) > self._num_ahead  # steps that were planned without asking come first
+        for (name, (count, _)), draft_s in zip(each.items(), took, strict=True):
+            self._draft_costs[name].note(count, count, draft_s)
+        self._spent.append(None if drafting is None else asked_s)
+        is_planned = len(self._spent) > self._num_ahead  # the first steps were planned without drafts
         return seconds, self._spent.popleft() if is_planned else None
 
     def rests(self) -> bool:
-        """Whether nobody is to be asked for guesses now; asked once after each step, before `propose`."""
-        self._asking = None
+        """Return whether drafting is paused; call once after each step, before `propose`."""
+        self._drafting = None
         return self._adaptive and self._balance.rests()
 
     def propose(self, known: Mapping[str, NDArray[np.int32]]) -> dict[str, list[int]]:
-        """The tokens of requests that have just sampled -> what may follow them.
+        """Return the drafts of requests that have just sampled.
 
         Args:
-            known: request id -> all its tokens, of prompt and output.
+            known: request id -> its prompt and output tokens.
         """
-        asking, started = _Asking(), self._clocks.now()
+        drafting, started = _Drafting(), self._clocks.now()
         texts = [
             Text(name, tokens, *self._requests[name])
             for name, tokens in known.items()
-            if name in self._requests  # a plan that follows may have removed it
+            if name in self._requests  # a later plan may have removed it
         ]
-        drafts = [self._ask(name, texts, len(known), asking) for name in self._drafters]
-        guesses = list(filter(None, map(self._best, texts, *drafts)))
-        lengths = [len(guess.token_ids) for guess in guesses]
-        if self._adaptive and guesses:
-            rates = [guess.rate for guess in guesses]
+        drafts = [self._ask(name, texts, len(known), drafting) for name in self._drafters]
+        rated = list(filter(None, map(self._best, texts, *drafts)))
+        lengths = [len(draft.token_ids) for draft in rated]
+        if self._adaptive and rated:
+            rates = [draft.rate for draft in rated]
             lengths = choose_lengths(rates, lengths, len(known), self._costs, self._num_ahead)
-        for guess in guesses:
-            self._kinds[guess.request_id] = guess.kind
-        asking.seconds = self._clocks.now() - started
-        self._asking = asking
+        for draft in rated:
+            self._kinds[draft.request_id] = draft.kind
+        drafting.seconds = self._clocks.now() - started
+        self._drafting = drafting
         return {
-            guess.request_id: guess.token_ids[:length]
-            for guess, length in zip(guesses, lengths, strict=True)
+            draft.request_id: draft.token_ids[:length]
+            for draft, length in zip(rated, lengths, strict=True)
             if length
         }
 
-    def _ask(self, name: str, texts: Sequence[Text], num_requests: int, asking: _Asking) -> list[Draft]:
-        """What one drafter says; one that takes time is asked for as many tokens as pay."""
+    def _ask(self, name: str, texts: Sequence[Text], num_requests: int, drafting: _Drafting) -> list[Draft]:
+        """Return one drafter's drafts; one that takes time is called for as many tokens as pay."""
         drafter, most = self._drafters[name], self._most + self._num_ahead
-        costs = self._guess_costs.get(name)
+        costs = self._draft_costs.get(name)
         if costs is None or not texts:
             return drafter.propose(texts, most)
         if self._adaptive:
             rates = [self._acceptance.rate(text.request_id, (name, 0)) for text in texts]
-            seconds = costs.of(len(texts)) if costs.knows(len(texts)) else 0.0
+            seconds = costs.of(len(texts)) if costs.is_known(len(texts)) else 0.0
             most = choose_depth(rates, most, num_requests, self._costs, seconds, self._num_ahead)
         if most == 0:
             self._acceptance.note_unasked((name, 0))
             return [NO_DRAFT] * len(texts)
         started = self._clocks.now()
         drafts = drafter.propose(texts, most)
-        asking.each[name] = len(texts), (self._clocks.now() - started) / most
+        drafting.each[name] = len(texts), (self._clocks.now() - started) / most
         return drafts
 
-    def _best(self, text: Text, *drafts: Draft) -> _Guess | None:
-        """A guess that is certain, or that is most often right; among equals, of the drafter that is named first."""
+    def _best(self, text: Text, *drafts: Draft) -> _RatedDraft | None:
+        """Return a certain draft, or the one most often accepted; ties go to the drafter named first."""
         found = [
             self._rated(text.request_id, (name, draft.strength), draft.token_ids)
             for name, draft in zip(self._drafters, drafts, strict=True)
@@ -214,23 +262,23 @@ class Speculation:
         ]
         if len(found) > 1:
             found.sort(key=_rank)
-        for guess in found:
-            count = self._num_allowed(text, guess)
-            if count == len(guess.token_ids):
-                return guess
+        for draft in found:
+            count = self._num_allowed(text, draft)
+            if count == len(draft.token_ids):
+                return draft
             if count:
-                return guess._replace(token_ids=guess.token_ids[:count])
+                return draft._replace(token_ids=draft.token_ids[:count])
         return None
 
-    def _rated(self, request_id: str, kind: tuple[str, int], token_ids: list[int]) -> _Guess:
-        return _Guess(request_id, kind, token_ids, self._acceptance.rate(request_id, kind))
+    def _rated(self, request_id: str, kind: tuple[str, int], token_ids: list[int]) -> _RatedDraft:
+        return _RatedDraft(request_id, kind, token_ids, self._acceptance.rate(request_id, kind))
 
-    def _num_allowed(self, text: Text, guess: _Guess) -> int:
+    def _num_allowed(self, text: Text, draft: _RatedDraft) -> int:
         if self._allowed is None:
-            return len(guess.token_ids)
-        return self._allowed(text.request_id, text.token_ids, guess.token_ids)
+            return len(draft.token_ids)
+        return self._allowed(text.request_id, text.token_ids, draft.token_ids)
 
 
-def _rank(guess: _Guess) -> tuple[bool, float]:
-    """Of several guesses, the least goes first."""
-    return guess.kind[1] != CERTAIN, -guess.rate
+def _rank(draft: _RatedDraft) -> tuple[bool, float]:
+    """Return the sort key of a draft; the lowest is best."""
+    return draft.kind[1] != CERTAIN, -draft.rate

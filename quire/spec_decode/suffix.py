@@ -1,9 +1,9 @@
-"""Suffix lookup: what followed when this request, or a recent one of the same owner, had generated the same.
+"""Suffix drafter: looks up the end of an output in recent outputs of the same owner, its own included.
 
-Invariant: nobody's text is in the automata of another owner, and all of them together keep a bounded number of tokens,
+Invariant: no owner's text is in another owner's automata, and all automata together hold a bounded number of tokens,
 running requests aside.
 
-Guessing by an automaton of suffixes is after G. Oliaro et al., "SuffixDecoding" (2024).
+After G. Oliaro et al., "SuffixDecoding" (2024).
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from quire.config import EngineConfig
-from quire.spec_decode.corpora import Corpora, Corpus
 from quire.spec_decode.drafter import NO_DRAFT, Draft, Text
+from quire.spec_decode.recorded import Corpora, Corpus
 from quire.spec_decode.suffix_automaton import ROOT
 
-SHORTEST = 2
-"""What follows a single token is no evidence."""
+SHORTEST = 2  # shortest match; a single token is no evidence
 LONGEST_STRENGTH = 16
 
 
 class _Reader:
-    """One request's output: at the end of a text in the young automaton, and of the longest match in the old one."""
+    """Position of one request's output: end of a text in the young automaton, longest match in the old one."""
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
@@ -32,7 +31,7 @@ class _Reader:
         self._old, self._length = ROOT, 0
 
     def read(self, text: Text) -> None:
-        """Take in what is new of the output."""
+        """Add the new tokens of the output."""
         corpus = self.corpus
         start = text.num_prompt_tokens + self._num_read
         self._follow_generation()
@@ -43,7 +42,7 @@ class _Reader:
         corpus.renew()
 
     def propose(self, most: int) -> Draft:
-        """What came behind the longest match."""
+        """Return what followed the longest match."""
         self._follow_generation()
         young, old = self.corpus.young, self.corpus.old
         state, length = young.continued(self._young, young.length(self._young))
@@ -56,7 +55,7 @@ class _Reader:
         return Draft(automaton.follow(state, most), min(length, LONGEST_STRENGTH))
 
     def _follow_generation(self) -> None:
-        """What was the end of a text is a match, once the automaton is the old one."""
+        """Turn the end of a text into a match once its automaton has become the old one."""
         missed = self.corpus.generation - self._generation
         if missed:
             self._old = self._young if missed == 1 else ROOT
@@ -65,7 +64,7 @@ class _Reader:
 
 
 class SuffixDrafter:
-    """Looks up the end of each output in the recent outputs of its owner, its own included."""
+    """Drafter that looks up the end of each output in the recent outputs of its owner."""
 
     keys: ClassVar[frozenset[str]] = frozenset({"suffix_decoding_max_cached_tokens"})
 
@@ -86,5 +85,5 @@ class SuffixDrafter:
     def _reader(self, text: Text) -> _Reader:
         reader = self._readers.get(text.request_id)
         if reader is None:
-            reader = self._readers[text.request_id] = _Reader(self._corpora.of(text.owner))
+            reader = self._readers[text.request_id] = _Reader(self._corpora.for_owner(text.owner))
         return reader

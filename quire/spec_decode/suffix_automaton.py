@@ -1,19 +1,16 @@
-"""The automaton of all suffixes of several texts that grow side by side.
-
-It is that of A. Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985).
-"""
+"""Suffix automaton: accepts every run of tokens of the texts added to it (A. Blumer et al., 1985)."""
 
 from __future__ import annotations
 
 ROOT = 0
-MOST_UPDATES = 8
-"""Shorter contexts that are told what came next; the chain of them may be as long as the text."""
+MOST_UPDATES = 8  # most suffix links followed to record the next token; the chain may be as long as the text
 
 
 class SuffixAutomaton:
-    """Accepts every run of tokens of the texts that were added, and knows what came last behind each.
+    """Suffix automaton of several texts that grow concurrently; stores the latest token after each state.
 
-    A state stands for some runs that ended at the same places so far, of which it knows the longest.
+    A state stands for the token runs that have ended at the same positions so far. A. Blumer et al., "The smallest
+    automaton recognizing the subwords of a text" (1985).
     """
 
     def __init__(self) -> None:
@@ -27,11 +24,11 @@ class SuffixAutomaton:
         return len(self._lengths)
 
     def length(self, state: int) -> int:
-        """Tokens of the longest run of a state."""
+        """Return the length of a state's longest run."""
         return self._lengths[state]
 
     def extend(self, state: int, token_id: int) -> int:
-        """Add a token behind a text that ends in a state; returns the state in which it ends now."""
+        """Append a token to a text that ends in a state; return its new state."""
         self.num_tokens += 1
         known = self._next[state].get(token_id)
         if known is not None:
@@ -48,7 +45,7 @@ class SuffixAutomaton:
         return end
 
     def advance(self, state: int, length: int, token_id: int) -> tuple[int, int]:
-        """From the state of the longest known end of a text, and its tokens, to those with a token more."""
+        """Advance a match (state, length) by one token, shortening it as needed."""
         while token_id not in self._next[state]:
             if state == ROOT:
                 return ROOT, 0
@@ -57,14 +54,14 @@ class SuffixAutomaton:
         return self._next[state][token_id], length + 1
 
     def continued(self, state: int, length: int) -> tuple[int, int]:
-        """The longest end of a run of so many tokens behind which something is known to have come."""
+        """Return the longest suffix of a match (state, length) after which a token is recorded."""
         while self._latest[state] == -1 and state != ROOT:
             state = self._links[state]
             length = self._lengths[state]
         return state, length
 
     def follow(self, state: int, most: int) -> list[int]:
-        """What came behind a state the last time, and behind that."""
+        """Return the latest tokens recorded after a state, one after the other."""
         token_ids: list[int] = []
         latest, following = self._latest, self._next
         while len(token_ids) < most:
@@ -83,7 +80,7 @@ class SuffixAutomaton:
         return len(self._lengths) - 1
 
     def _exactly(self, state: int, token_id: int, target: int) -> int:
-        """The state of the longest run of `state` with a token more, which `target` may hold among longer ones."""
+        """Return the state of exactly `state`'s longest run plus a token, splitting `target` if it is longer."""
         length = self._lengths[state] + 1
         if self._lengths[target] == length:
             return target

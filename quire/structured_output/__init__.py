@@ -1,5 +1,5 @@
-"""Structured output: what a request may ask its text to be, and the grammars that see to it.
+"""Structured output: constraints on a request's text, and the grammars that enforce them.
 
-Invariant: nothing here imports torch, the engine or the scheduler. The front end checks a constraint (`settle`, then
-`Checker`), the worker compiles it (`GrammarStore`) and asks a `Matcher` which tokens may come next.
+Invariant: nothing here imports torch, the engine or the scheduler. The front end checks a constraint (`normalize`,
+then `Checker`); the worker compiles it (`GrammarStore`) and asks a `Matcher` for the allowed tokens.
 """

@@ -1,6 +1,6 @@
-"""The interface to the libraries that turn grammars into masks of tokens.
+"""Interface to the libraries that turn grammars into token masks.
 
-Invariant: a failure of the library, panics included, comes out as `GrammarError`, and concerns one grammar or matcher.
+Invariant: a failure of the library, panics included, becomes a `GrammarError` and concerns one grammar or matcher.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from numpy.typing import NDArray
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
 
-EVERYTHING = -1
-"""A word that allows all of its tokens."""
-DEAD_END = "nothing that the model can write goes on from here"
-"""The message of a `GrammarError` of a mask that would be empty."""
+EVERYTHING = -1  # mask word that allows all of its tokens
+DEAD_END = "the grammar allows no further token"  # message of a `GrammarError` for an empty mask
 
 
 class Masks:
-    """The masks of some samples.
+    """Token masks of some samples.
 
     Attributes:
-        words: [U, ceil(V / 32)] int32: bit i % 32 of word i // 32 says whether token i may come next; at first all may.
+        words: [U, ceil(V / 32)] int32: bit i % 32 of word i // 32 is set if token i is allowed; initially all are.
     """
 
     def __init__(self, num_masks: int, vocab_size: int) -> None:
@@ -33,17 +31,17 @@ class Masks:
         self._address: int = int(self.words.ctypes.data)
 
     def address(self, place: int) -> int:
-        """Where a mask begins, for libraries that write to memory: asking numpy takes longer than most masks do."""
+        """Return the memory address of a mask; asking numpy would take longer than most masks."""
         return self._address + place * self.num_bytes
 
     def set_only(self, place: int, token_ids: Iterable[int]) -> None:
-        """Allow these tokens, and no other."""
+        """Allow only these tokens."""
         bits = np.zeros(self.words.shape[1] * 32, dtype=np.uint8)
         bits[[*token_ids]] = 1
         self.words[place] = np.packbits(bits, bitorder="little").view(np.int32)
 
     def forbid(self, place: int, token_ids: Iterable[int]) -> bool:
-        """Take tokens out; returns whether any is left."""
+        """Forbid tokens; return whether any is left."""
         words = self.words[place]
         for token_id in token_ids:
             words[token_id // 32] &= ~np.uint32(1 << token_id % 32).view(np.int32)
@@ -54,9 +52,9 @@ class Masks:
 
 
 class GrammarError(Exception):
-    """A constraint cannot be compiled, or a text cannot go on; the message is for the client.
+    """A constraint cannot be compiled, or a text cannot continue; the message is for the client.
 
-    `exhausted` says that it is a matter of the limits on a shared state, so that a matcher of its own may go on.
+    `exhausted`: a limit on shared states was hit, so a matcher with its own states may continue.
     """
 
     def __init__(self, message: str, *, exhausted: bool = False) -> None:
@@ -65,81 +63,81 @@ class GrammarError(Exception):
 
 
 class Matcher(ABC):
-    """One text that grows under a grammar. Not to be used by two threads at once."""
+    """Text that grows under a grammar. Not thread-safe."""
 
     @abstractmethod
     def fill(self, masks: Masks, place: int) -> None:
-        """Write which tokens may come next; ends are among them exactly if the text may end here.
+        """Write the mask of allowed tokens; end tokens are allowed exactly if the text may end.
 
         Raises:
-            GrammarError: no token may come, or the grammar takes more than a step may take.
+            GrammarError: no token is allowed, or the step exceeds a limit.
         """
 
     @abstractmethod
     def advance(self, token_id: int) -> bool:
-        """Step over a token that is no end; False, and nothing done, if the grammar does not allow it.
+        """Advance over a token that is no end token; return False, unchanged, if the grammar forbids it.
 
         Raises:
-            GrammarError: a limit is met. The matcher is of no use any more.
+            GrammarError: a limit is exceeded; the matcher is unusable afterwards.
         """
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
-        """Take the last tokens back."""
+        """Undo the last tokens."""
 
     @property
     @abstractmethod
     def is_complete(self) -> bool:
-        """Whether the text is whole, and nothing may follow it."""
+        """True if the text is complete and nothing may follow."""
 
     @property
     @abstractmethod
     def may_end(self) -> bool:
-        """Whether the text is whole."""
+        """True if the text is complete."""
 
     @abstractmethod
     def forced_tokens(self) -> list[int]:
-        """The only tokens that may come next, as far as there is no choice; perhaps fewer."""
+        """Return the tokens that the grammar forces next; perhaps not all of them."""
 
 
 class Grammar(ABC):
-    """A compiled constraint."""
+    """Compiled constraint."""
 
     @abstractmethod
     def new_matcher(self, *, shared: bool = True) -> Matcher:
-        """A matcher at the start of a text.
+        """Return a matcher at the start of a text.
 
         Args:
-            shared: what one matcher finds out saves others work; otherwise this one answers for itself alone.
+            shared: share states with other matchers, which saves work; else use own states.
         """
 
 
 class GrammarBackend(ABC):
-    """A library, for the tokens of one model.
+    """Grammar library for the tokens of one model.
 
     Args:
-        vocabulary: of the model.
+        vocabulary: vocabulary of the model.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
 
     def prepare(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
-        """Do once what need not be done in every process; raises GrammarError as `compile` does."""
+        """Do work that is needed once, not in every process; raises GrammarError as `compile` does."""
         return params
 
     @abstractmethod
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Compile a settled constraint; other threads run meanwhile.
+        """Compile a normalized constraint, without blocking other threads.
 
         Raises:
-            GrammarError: it cannot be compiled; says why.
+            GrammarError: it cannot be compiled.
         """
 
     @abstractmethod
     def matches_beyond(self, pattern: str, bound: str) -> bool:
-        """Whether an expression matches a text that another one does not; both are good expressions.
+        """Return whether an expression matches a text that `bound` does not; both are valid.
 
         Raises:
-            GrammarError: the library cannot tell.
+            GrammarError: the library cannot decide.
         """

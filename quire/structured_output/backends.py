@@ -1,4 +1,4 @@
-"""The table of grammar backends, which imports none of them."""
+"""Table of grammar backends, which imports none of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ if TYPE_CHECKING:
     from quire.structured_output.backend import GrammarBackend
 
 AUTO = "auto"
-EXTRAS = {"xgrammar": "xgrammar"}
-"""Backend -> the package that it needs, and the extra of quire that brings it."""
+EXTRAS = {"xgrammar": "xgrammar"}  # backend -> its package, which is also quire's extra
 
 
 def _is_backend(found: object) -> bool:
     from quire.structured_output.backend import (
-        GrammarBackend,  # numpy, which who asks for names can do without
+        GrammarBackend,  # imports numpy, which listing names does not need
     )
 
     return isinstance(found, type) and issubclass(found, GrammarBackend)
@@ -35,14 +34,14 @@ BACKENDS: PluginTable[type[GrammarBackend]] = PluginTable(
     (_is_backend, "subclass of GrammarBackend"),
     words=(AUTO,),
 )
-"""A backend's library is imported when it is asked for."""
+"""A backend's library is imported on resolution."""
 
 
 def check_backend(name: str) -> None:
-    """Refuse a backend that nobody offers, or whose package is missing, without importing it.
+    """Refuse an unknown backend, or one whose package is missing, without importing it.
 
     Raises:
-        ConfigError: says which there are, or what to install.
+        ConfigError: names the known backends or the package to install.
     """
     known = (AUTO, *BACKENDS.names())
     if name not in known:
@@ -58,10 +57,10 @@ def check_backend(name: str) -> None:
 
 
 def resolve_backend(name: str) -> type[GrammarBackend]:
-    """The backend of a name; "auto" is the one that comes with quire.
+    """Return the backend of a name; "auto" is quire's default.
 
     Raises:
-        ConfigError: as of `check_backend`.
+        ConfigError: see `check_backend`.
     """
     check_backend(name)
     return BACKENDS.resolve("guidance" if name == AUTO else name)

@@ -1,9 +1,8 @@
-"""The process that finds out whether constraints compile: `python -m quire.structured_output.check_process BACKEND`.
+"""Process that checks whether constraints compile: `python -m quire.structured_output.check_process BACKEND`.
 
-Invariant: single-threaded, and it compiles nothing itself: a fork of it does, with a limit on its memory, and is killed
-when its time is over. It says with an empty frame that it is ready, reads questions from its standard input, answers
-them on its standard output, and ends with the input. Time is CPU time, so that other work on the machine refuses
-nothing.
+Invariant: it is single-threaded and compiles nothing itself. A fork with a memory limit does, and is killed on
+timeout. It reports ready with an empty frame, reads requests from stdin, writes results to stdout, and exits at the
+end of its input. Timeouts are of CPU time, so other load on the machine refuses nothing.
 """
 
 from __future__ import annotations
@@ -36,40 +35,38 @@ from quire.structured_output.backend import (
     Matcher,
 )
 from quire.structured_output.backends import resolve_backend
-from quire.structured_output.budget import MaskBudget
-from quire.structured_output.check_messages import (
+from quire.structured_output.checker import (
     INTERRUPTED,
     WALL_FACTOR,
-    Answer,
-    Question,
+    CheckRequest,
+    CheckResult,
     is_stopped,
     read_frame,
     write_frame,
 )
+from quire.structured_output.normalize import FLEXIBLE_SPACE
 from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.pointer import Path as Place
-from quire.structured_output.pointer import pointer
-from quire.structured_output.settle import FLEXIBLE_SPACE
+from quire.structured_output.schema import Path as SchemaPath
+from quire.structured_output.schema import pointer
 from quire.structured_output.structural_tag import at_origin, from_fields
-from quire.structured_output.vocabulary import BYTES_END, Vocabulary
+from quire.structured_output.vocabulary import BYTES_END, MaskBudget, Vocabulary
 
 NICENESS = 10
 WATCH_S = 0.5
 NUM_WALKS = 4
 WALK_STEPS = 32
-MAX_PLACES = 200
-"""Schemas within a schema that are looked at for the cause of an error."""
+MAX_PLACES = 200  # most subschemas searched for the cause of an error
 WHITE_SPACE = r"[ \t\n\r]*"
 
 
-def answer_in_fork(question: Question) -> Answer:
-    """Let a fork find out, which ends when its CPU time is over, or when nobody wants the answer any more."""
+def answer_in_fork(question: CheckRequest) -> CheckResult:
+    """Check in a fork, which exits when its CPU time is over or its parent is gone."""
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _be_child(question, writing, parent)
+        _run_child(question, writing, parent)
     os.close(writing)
     with os.fdopen(reading, "rb") as result:
         frame = _wait(result, child, question.timeout_s * WALL_FACTOR)
@@ -80,37 +77,37 @@ def answer_in_fork(question: Question) -> Answer:
     return msgspec.structs.replace(answer, cpu_s=usage.ru_utime + usage.ru_stime)
 
 
-def _answer(question: Question, frame: bytes | None, signal_number: int) -> Answer:
-    """The answer of a fork that wrote this, and ended by this signal; 0 is none."""
+def _answer(question: CheckRequest, frame: bytes | None, signal_number: int) -> CheckResult:
+    """Return the result of a fork from its output and terminating signal; 0 is none."""
     if frame:
-        return msgspec.msgpack.decode(frame, type=Answer)
+        return msgspec.msgpack.decode(frame, type=CheckResult)
     if frame is None or signal_number == signal.SIGKILL:
-        return INTERRUPTED  # stopped, starved, or killed: for want of memory on the whole machine, or by hand
+        return INTERRUPTED  # stopped, starved, or killed by the OOM killer or by hand
     if signal_number in (signal.SIGPROF, signal.SIGXCPU):
-        error = f"it takes longer to compile than {question.timeout_s:g} s of CPU time"
-        return Answer(error=error, is_of_library=False)
+        error = f"compiling it takes more than {question.timeout_s:g} s of CPU time"
+        return CheckResult(error=error, is_of_library=False)
     how = f"signal {signal_number}" if signal_number else "an error"
-    error = f"it needs more than {question.memory_mb} MiB to compile, or breaks the library ({how})"
-    return Answer(error=error, is_of_library=False)
+    error = f"compiling it needs more than {question.memory_mb} MiB or crashes the library ({how})"
+    return CheckResult(error=error, is_of_library=False)
 
 
-def find_out(question: Question) -> Answer:
-    """Compile, ask for the first mask, and go some steps on."""
+def check(question: CheckRequest) -> CheckResult:
+    """Compile, compute the first mask, and walk some steps."""
     try:
-        backend = resolve_backend(question.backend)(Vocabulary.of_bytes(question.special))
+        backend = resolve_backend(question.backend)(Vocabulary.from_bytes(question.special))
         params = backend.prepare(question.params)
         _check_white_space(backend, params)
         grammar = _try(backend, params)
-        for one in _from_fields(params):  # what nothing fits is seen where it begins
+        for one in _from_fields(params):  # an unsatisfiable part fails at its start
             _try(backend, _alone(one, params))
     except GrammarError as error:
-        return _placed(question, str(error))
+        return _located(question, str(error))
     budget = MaskBudget(question.params, question.mask_time_ms)
     try:
         _walk(grammar, len(backend.vocabulary.tokens), budget)
     except GrammarError as error:
-        return Answer(error=str(error))
-    return Answer(error=budget.refusal, is_of_library=False) if budget.is_spent else Answer(params)
+        return CheckResult(error=str(error))
+    return CheckResult(error=budget.refusal, is_of_library=False) if budget.is_spent else CheckResult(params)
 
 
 def _try(backend: GrammarBackend, params: StructuredOutputsParams) -> Grammar:
@@ -120,10 +117,10 @@ def _try(backend: GrammarBackend, params: StructuredOutputsParams) -> Grammar:
 
 
 def _walk(grammar: Grammar, vocab_size: int, budget: MaskBudget) -> None:
-    """Take a step behind each first token, and then many along some texts unless these spend the budget.
+    """Take a step after each first token, then many along a few texts, until the budget is spent.
 
     Raises:
-        GrammarError: a limit of the library is met.
+        GrammarError: a limit of the library is exceeded.
     """
     matcher, rng = grammar.new_matcher(), random.Random(0)
     for first in _allowed(matcher, vocab_size):
@@ -144,7 +141,7 @@ def _walk(grammar: Grammar, vocab_size: int, budget: MaskBudget) -> None:
 
 
 def _allowed(matcher: Matcher, vocab_size: int) -> list[int]:
-    """The tokens that may come next, without ends; none where nothing goes on."""
+    """Return the allowed tokens without end tokens; none at a dead end."""
     masks = Masks(1, vocab_size)
     if matcher.is_complete:
         return []
@@ -158,7 +155,7 @@ def _allowed(matcher: Matcher, vocab_size: int) -> list[int]:
 
 
 def _check_white_space(backend: GrammarBackend, params: StructuredOutputsParams) -> None:
-    """A pattern of white space must match nothing else: then there is no text that matches it and not that."""
+    """Check that a whitespace pattern matches only whitespace."""
     pattern = params.whitespace_pattern
     if not pattern or pattern == FLEXIBLE_SPACE:
         return
@@ -170,20 +167,20 @@ def _check_white_space(backend: GrammarBackend, params: StructuredOutputsParams)
         raise GrammarError("whitespace_pattern must match spaces, tabs and line ends only")
 
 
-def _placed(question: Question, error: str) -> Answer:
-    """The error with a pointer to the innermost schema that has it."""
+def _located(question: CheckRequest, error: str) -> CheckResult:
+    """Return the error with a pointer to the innermost schema that has it."""
     if question.params.json is not None:
-        place = _place_of(question, json.loads(str(question.params.json)), error)
-        return Answer(error=error if place is None else f"at {pointer(place)}: {error}")
+        place = _failing_path(question, json.loads(str(question.params.json)), error)
+        return CheckResult(error=error if place is None else f"at {pointer(place)}: {error}")
     for one in _from_fields(question.params):
         refusal = _refusal_of(question, one, error)
         if refusal is not None:
-            return Answer(error=refusal.message, field=refusal.param or "")
-    return Answer(error=error)
+            return CheckResult(error=refusal.message, field=refusal.param or "")
+    return CheckResult(error=error)
 
 
 def _from_fields(params: StructuredOutputsParams) -> list[dict[str, Any]]:
-    """The parts of a tag that are fields of the request."""
+    """Return the parts of a tag that come from fields of the request."""
     return from_fields(json.loads(params.structural_tag)) if isinstance(params.structural_tag, str) else []
 
 
@@ -191,12 +188,12 @@ def _alone(one: dict[str, Any], params: StructuredOutputsParams) -> StructuredOu
     return StructuredOutputsParams(structural_tag=one, whitespace_pattern=params.whitespace_pattern)
 
 
-def _refusal_of(question: Question, one: dict[str, Any], error: str) -> ValidationError | None:
-    """The error as one of this part of a tag, if that has it."""
+def _refusal_of(question: CheckRequest, one: dict[str, Any], error: str) -> ValidationError | None:
+    """Return the error as one of this part of a tag, if the part causes it."""
     if "json_schema" in one:
-        place = _place_of(question, one["json_schema"], error)
+        place = _failing_path(question, one["json_schema"], error)
         return None if place is None else at_origin(one["origin"], place, error)
-    backend = resolve_backend(question.backend)(Vocabulary.of_bytes(question.special))
+    backend = resolve_backend(question.backend)(Vocabulary.from_bytes(question.special))
     try:
         _try(backend, _alone(one, question.params))
     except GrammarError as found:
@@ -205,10 +202,10 @@ def _refusal_of(question: Question, one: dict[str, Any], error: str) -> Validati
     return None
 
 
-def _place_of(question: Question, schema: dict[str, Any], error: str) -> Place | None:
-    """Where the innermost part of a schema is that has an error."""
-    places = sorted(_places(schema, ()), key=lambda place: -len(place[0]))[:MAX_PLACES]
-    backend = resolve_backend(question.backend)(Vocabulary.of_bytes())
+def _failing_path(question: CheckRequest, schema: dict[str, Any], error: str) -> SchemaPath | None:
+    """Return the path of the innermost part of a schema that has an error."""
+    places = sorted(_object_paths(schema, ()), key=lambda place: -len(place[0]))[:MAX_PLACES]
+    backend = resolve_backend(question.backend)(Vocabulary.from_bytes())
     shared: dict[str, Any] = {
         name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema
     }
@@ -222,28 +219,28 @@ def _place_of(question: Question, schema: dict[str, Any], error: str) -> Place |
     return None
 
 
-def _places(value: Any, path: Place) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Every object in a document, which need not be a schema."""
+def _object_paths(value: Any, path: SchemaPath) -> Iterator[tuple[SchemaPath, dict[str, Any]]]:
+    """Yield every object in a document, not only schemas, with its path."""
     if isinstance(value, dict):
         yield path, value
         for name, inner in value.items():
-            yield from _places(inner, (*path, name))
+            yield from _object_paths(inner, (*path, name))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _places(inner, (*path, str(index)))
+            yield from _object_paths(inner, (*path, str(index)))
 
 
-def _be_child(question: Question, writing: int, parent: int) -> None:
-    """Answer once, and end without coming back; `parent` as it was, since who asks for it may be an orphan already."""
+def _run_child(question: CheckRequest, writing: int, parent: int) -> None:
+    """Write one result and exit; `parent` is passed in, because this process may be an orphan already."""
     log = os.dup(2)
-    # The parent's pipes are not the child's, and a library that breaks has much to say.
+    # Detach from the parent's pipes, and silence a crashing library.
     for number in (0, 1, 2):
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
     try:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
         _limit(question)
         with os.fdopen(writing, "wb") as out:
-            out.write(msgspec.msgpack.encode(find_out(question)))
+            out.write(msgspec.msgpack.encode(check(question)))
     except BaseException:
         os.dup2(log, 2)
         traceback.print_exc()
@@ -251,27 +248,27 @@ def _be_child(question: Question, writing: int, parent: int) -> None:
         os._exit(0)
 
 
-def _end_with(parent: int) -> None:
-    """End when there is nobody any more to kill this process."""
+def _exit_with(parent: int) -> None:
+    """Exit when the parent, which would kill this process, is gone."""
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os._exit(1)
 
 
-def _limit(question: Question) -> None:
+def _limit(question: CheckRequest) -> None:
     os.nice(NICENESS)
-    signal.setitimer(signal.ITIMER_PROF, question.timeout_s)  # its signal ends the process
-    seconds = math.ceil(question.timeout_s) + 1  # for a library that takes the timer away
+    signal.setitimer(signal.ITIMER_PROF, question.timeout_s)  # its signal kills the process
+    seconds = math.ceil(question.timeout_s) + 1  # in case the library resets the timer
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # no such file or limit on this system
+    with contextlib.suppress(OSError, ValueError):  # the system has no such file or limit
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + question.memory_mb * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _wait(result: IO[bytes], child: int, timeout_s: float) -> bytes | None:
-    """All that the child writes until it ends; None if it is stopped, or does not end in time."""
+    """Return all output of the child; None if it is stopped or does not exit in time."""
     deadline = time.monotonic() + timeout_s
     data = b""
     while time.monotonic() < deadline:
@@ -291,7 +288,7 @@ def main() -> None:
     resolve_backend(sys.argv[1])  # imported once, here
     write_frame(sys.stdout.buffer, b"")
     while (frame := read_frame(sys.stdin.buffer)) is not None:
-        answer = answer_in_fork(msgspec.msgpack.decode(frame, type=Question))
+        answer = answer_in_fork(msgspec.msgpack.decode(frame, type=CheckRequest))
         write_frame(sys.stdout.buffer, msgspec.msgpack.encode(answer))
 
 

@@ -1,8 +1,8 @@
-"""Check of constraints within limits of CPU time and memory, in processes that can be killed.
+"""Checks of constraints within limits of CPU time and memory, in processes that can be killed.
 
-Invariant: whatever a constraint does to the library (no end, all memory, a crash), it does it in a process of its own,
-and the answer is an error with a reason. Such a process knows the 256 bytes as its tokens: what compiling takes depends
-on the constraint and hardly on the vocabulary.
+Invariant: whatever a constraint does to the library (no end, all memory, a crash), it happens in a separate process
+and results in an error with a reason. That process uses the 256 bytes as its vocabulary, because compile cost depends
+on the constraint and hardly on the vocabulary. Frames over pipes carry requests and results.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import signal
+import struct
 import subprocess
 import threading
 import time
@@ -22,40 +23,85 @@ import msgspec
 from quire.errors import UnavailableError, ValidationError
 from quire.processes import start_python
 from quire.structured_output.backends import AUTO
-from quire.structured_output.check_messages import (
-    INTERRUPTED,
-    WALL_FACTOR,
-    Answer,
-    Question,
-    is_stopped,
-    read_frame,
-    write_frame,
-)
-from quire.structured_output.params import StructuredOutputsParams, invalid
-from quire.structured_output.settings import StructuredOutputsSettings
+from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings, invalid
 from quire.structured_output.turns import FairTurns, Turn
 
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""A process that forks has no threads of libraries, which a fork has not."""
-GRACE_S = 5.0
-"""More than its deadline that a checker gets to answer."""
-START_S = 120.0
-"""What it gets to start, on a machine with much else to do: some libraries take seconds to import on a quiet one."""
-MAX_WAIT_S = 30.0
-"""What a request waits for its turn, at least as long as two checks may take."""
-POLL_S = 0.5
-"""How often a process that should answer is asked for its state."""
+SIZE = struct.Struct("<I")
+WALL_FACTOR = (
+    30.0  # wall time over CPU time; a loose backstop, because a busy machine gives a check little CPU
+)
+
+
+class CheckRequest(msgspec.Struct, array_like=True, frozen=True):
+    """Request to compile a normalized constraint within seconds of CPU time and MiB of memory."""
+
+    params: StructuredOutputsParams
+    special: tuple[str, ...]
+    backend: str
+    timeout_s: float
+    memory_mb: int
+    mask_time_ms: float
+
+
+class CheckResult(msgspec.Struct, array_like=True, frozen=True):
+    """Result of a check.
+
+    Attributes:
+        params: constraint to compile; None if it is refused or unknown.
+        error: reason of a refusal; the whole message if another `field` is at fault.
+        is_of_library: True if the library refused it; else a limit of time or memory was hit, which may not recur.
+        was_interrupted: True if the check was killed or stopped from outside, without a verdict.
+        cpu_s: seconds of CPU time.
+    """
+
+    params: StructuredOutputsParams | None = None
+    error: str = ""
+    field: str = ""
+    is_of_library: bool = True
+    was_interrupted: bool = False
+    cpu_s: float = 0.0
+
+
+INTERRUPTED = CheckResult(was_interrupted=True)
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """Return the next frame; None at the end of the stream."""
+    head = stream.read(SIZE.size)
+    return stream.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else None
+
+
+def write_frame(stream: IO[bytes], frame: bytes) -> None:
+    stream.write(SIZE.pack(len(frame)) + frame)
+    stream.flush()
+
+
+def is_stopped(child: int) -> bool:
+    """Return whether a child was stopped by a signal; False where the system cannot tell."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        return os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it has exited and was reaped
+        return False
+
+
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # library threads do not survive a fork
+GRACE_S = 5.0  # time that a checker gets beyond its deadline
+START_S = 120.0  # time to start on a busy machine; imports take seconds on an idle one
+MAX_WAIT_S = 30.0  # wait for a turn, but at least the time of two checks
+POLL_S = 0.5  # interval at which the state of a checker is polled
 NUM_TRIES = 2
 
 
 class CheckLimitError(ValidationError):
-    """The check met a limit of time or memory, which another check of the same constraint need not meet."""
+    """The check hit a limit of time or memory, which another check of the constraint may not hit."""
 
 
 class Checker:
-    """Up to `num_checkers` processes, started when they are first needed.
+    """Up to `num_checkers` processes, started on demand.
 
-    Threads may share one. A check needs a turn of the fair queue `turns`.
+    Thread-safe. A check needs a turn of the fair queue `turns`.
     """
 
     def __init__(self, settings: StructuredOutputsSettings) -> None:
@@ -70,17 +116,17 @@ class Checker:
     def checked(
         self, params: StructuredOutputsParams, turn: Turn, special: Sequence[str] = ()
     ) -> StructuredOutputsParams:
-        """The constraint as it is to be compiled, once it is known to be good.
+        """Return the constraint to compile, after a successful check.
 
         Args:
-            params: settled.
-            turn: granted; is charged with the CPU time.
+            params: normalized constraint.
+            turn: granted turn, charged with the CPU time.
             special: literals of special tokens.
 
         Raises:
             CheckLimitError: it cannot be compiled within the limits.
             ValidationError: it cannot be compiled at all.
-            UnavailableError: the processes were killed or stopped while they checked it.
+            UnavailableError: the processes were killed or stopped during the check.
         """
         answer = self._answer(params, special, turn)
         if answer.field:
@@ -92,7 +138,7 @@ class Checker:
             raise refusal if answer.is_of_library else CheckLimitError(refusal.message, param=refusal.param)
         return answer.params
 
-    def _answer(self, params: StructuredOutputsParams, special: Sequence[str], turn: Turn) -> Answer:
+    def _answer(self, params: StructuredOutputsParams, special: Sequence[str], turn: Turn) -> CheckResult:
         for _ in range(NUM_TRIES):
             answer = self._ask(params, special)
             turn.cost_s += answer.cpu_s
@@ -103,18 +149,18 @@ class Checker:
         )
 
     def close(self) -> None:
-        """End the processes; calling it twice is fine."""
+        """End the processes; idempotent."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
             for process in self._busy:
-                process.stop()  # and who waits for its answer does the rest
+                process.stop()  # the waiting thread does the rest
         for process in idle:
             process.kill()
 
-    def _ask(self, params: StructuredOutputsParams, special: Sequence[str]) -> Answer:
+    def _ask(self, params: StructuredOutputsParams, special: Sequence[str]) -> CheckResult:
         process = self._take()
-        question = Question(
+        question = CheckRequest(
             params,
             tuple(special),
             self._settings.backend,
@@ -146,7 +192,7 @@ class Checker:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise UnavailableError("constraints are not checked any more, because the engine shuts down")
+            raise UnavailableError("constraints cannot be checked: the engine is shutting down")
 
     def _put_back(self, process: CheckProcess, *, is_well: bool) -> None:
         with self._lock:
@@ -158,10 +204,10 @@ class Checker:
 
 
 class CheckProcess:
-    """The parent's end of a process of `check_process`, which ends when this end does.
+    """Parent's handle of a `check_process`, which exits when the handle's pipes close.
 
     Args:
-        backend: which it imports, before it says that it is ready.
+        backend: backend that it imports before it reports ready.
     """
 
     def __init__(self, backend: str = AUTO) -> None:
@@ -186,18 +232,18 @@ class CheckProcess:
 
     @property
     def is_well(self) -> bool:
-        """Whether the process has neither ended nor been stopped."""
+        """True if the process has neither exited nor been stopped."""
         return self.is_alive and not is_stopped(self._process.pid)
 
-    def ask(self, question: Question, timeout_s: float) -> Answer | None:
-        """The answer; None if there is none in time, or the process has ended or is stopped."""
+    def ask(self, question: CheckRequest, timeout_s: float) -> CheckResult | None:
+        """Return the result; None on a timeout, or if the process has exited or is stopped."""
         try:
             self._is_ready = self._is_ready or self._read(START_S) is not None
             if not self._is_ready:
                 return None
             write_frame(self._to, msgspec.msgpack.encode(question))
             frame = self._read(timeout_s)
-            return None if frame is None else msgspec.msgpack.decode(frame, type=Answer)
+            return None if frame is None else msgspec.msgpack.decode(frame, type=CheckResult)
         except (OSError, msgspec.DecodeError):
             return None
 
@@ -211,13 +257,13 @@ class CheckProcess:
         return None
 
     def stop(self) -> None:
-        """End the process and its fork, also if they are stopped; who waits for an answer gets none."""
+        """Kill the process and its fork, even if stopped; a waiting thread gets no result."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """End the process, and let go of what led to it; nobody may wait for an answer."""
+        """Kill the process and close its pipes; no thread may be waiting for a result."""
         self.stop()
         self._process.wait()
         self._to.close()

@@ -1,7 +1,7 @@
-"""Regular expressions of JSON Schema (ECMA-262, with the flag u) in the syntax of the grammar library (Rust's regex).
+"""JSON Schema's regular expressions (ECMA-262, flag u) in the grammar library's syntax (Rust's regex).
 
-Invariant: what is returned matches what the original matches, or it is refused: an escape or a group that the two read
-differently is never passed on as it stands. Anchors, quantifiers and alternatives are the same in both.
+Invariant: the result matches what the original matches, or the expression is refused: an escape or group that the two
+interpret differently is never passed on. Anchors, quantifiers and alternatives are the same in both.
 
 Source: ECMA-262 (2024), 22.2.1 and 22.2.2; syntax of the Rust crate `regex` 1.11.
 """
@@ -22,20 +22,20 @@ _CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "v": r"\u{b}", "f": r"\u{c}", "
 
 
 class RegexError(ValueError):
-    """The expression has no equal; the message says which part of it."""
+    """The expression has no equivalent; the message names the part."""
 
 
 def to_rust(pattern: str) -> str:
-    """The same expression in Rust's syntax.
+    """Return the same expression in Rust's syntax.
 
     Raises:
-        RegexError: it has a lookaround, a back reference, a word boundary, or what is no expression at all.
+        RegexError: it has a lookaround, a backreference or a word boundary, or is invalid.
     """
     return _Reader(pattern).read()
 
 
 class _Reader:
-    """Walks over an expression once."""
+    """Reader of one expression."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -83,7 +83,7 @@ class _Reader:
         return found[0]
 
     def _escape(self, *, in_class: bool) -> tuple[str, bool]:
-        """What an escape stands for, and whether that is one character."""
+        """Return the meaning of an escape, and whether it is one character."""
         code = _CODE.match(self._pattern, self._place)
         if code is not None:
             self._place = code.end()
@@ -121,7 +121,7 @@ class _Reader:
         return f"\\u{{{ord(letter) % 32:x}}}"
 
     def _code_point(self, first: int) -> str:
-        """A character, which may be written as two surrogates."""
+        """Return a character, which may be written as two surrogates."""
         if not 0xD800 <= first < 0xE000:
             if first > 0x10FFFF:
                 raise RegexError(f"there is no character {first:#x}")
@@ -129,7 +129,7 @@ class _Reader:
         second = _CODE.match(self._pattern, self._place)
         low = int(second[2], 16) if second is not None and second[2] else 0
         if first >= 0xDC00 or not 0xDC00 <= low < 0xE000 or second is None:
-            raise RegexError("half of a surrogate pair is no character")
+            raise RegexError("half of a surrogate pair is not a character")
         self._place = second.end()
         return chr(0x10000 + ((first - 0xD800) << 10) + (low - 0xDC00))
 
@@ -149,7 +149,7 @@ class _Reader:
         return f"{start}{''.join(parts)}]"
 
     def _class_item(self) -> str:
-        """A character, a range or an escape that stands for several characters."""
+        """Return a character, a range, or an escape for several characters."""
         first, is_char = self._class_atom()
         is_range = self._pattern.startswith("-", self._place) and self._pattern[self._place + 1 :][:1] != "]"
         if not is_range or not is_char:
@@ -169,5 +169,5 @@ class _Reader:
 
 
 def _literal(char: str) -> str:
-    """A character that stands for itself, inside and outside of brackets."""
+    """Return a character that stands for itself, inside and outside of brackets."""
     return char if char.isalnum() and char.isascii() else f"\\u{{{ord(char):x}}}"

@@ -1,8 +1,8 @@
-"""The formats of JSON Schema as regular expressions, so that they are enforced exactly.
+"""JSON Schema formats as regular expressions, so that they are enforced exactly.
 
-Invariant: an expression matches what the format's RFC allows and nothing else, but for leap seconds, which are allowed
-where the time is written in UTC, and the year 0, which is not allowed. Formats that the standard defines and that are
-not here are refused; one that it does not define says nothing about a value (JSON Schema 2020-12, validation, 7.2.3).
+Invariant: an expression matches what the format's RFC allows and nothing else, except leap seconds, allowed if the
+time is in UTC, and year 0, not allowed. Formats of the standard that are missing here are refused; unknown formats are
+ignored (JSON Schema 2020-12, validation, 7.2.3).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LS32 = f"(?:{_H16}:{_H16}|{IPV4})"
 
 
 def _ipv6() -> str:
-    """RFC 3986, section 3.2.2: so many groups before and behind the two colons."""
+    """Return RFC 3986, section 3.2.2: the allowed numbers of groups before and after the two colons."""
     before = ["", f"(?:{_H16})?", *(f"(?:(?:{_H16}:){{0,{count}}}{_H16})?" for count in range(1, 7))]
     behind = [*(f"(?:{_H16}:){{{count}}}{_LS32}" for count in range(5, 0, -1)), _LS32, _H16, ""]
     pairs = [f"{left}::{right}" for left, right in zip(before, behind, strict=True)]
@@ -48,12 +48,12 @@ AS_PATTERN = {
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
 }
-"""Format -> expression, in Rust's syntax, that the whole string matches."""
+"""Format -> expression in Rust's syntax for the whole string."""
 
 LIBRARY = frozenset({"duration", "hostname", "ipv4", "uuid", "uri"})
-"""Those that the grammar library enforces as the standard has them."""
+"""Formats that the grammar library enforces as the standard defines them."""
 
 REFUSED = frozenset(
     {"idn-email", "idn-hostname", "iri", "iri-reference", "regex", "uri-reference", "uri-template"}
 )
-"""Those that the standard defines and nobody here enforces."""
+"""Formats of the standard that are not enforced, and so refused."""

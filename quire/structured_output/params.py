@@ -1,39 +1,68 @@
-"""`StructuredOutputsParams`: what a request's text must be. Names and meanings are vLLM's.
+"""`StructuredOutputsParams` with vLLM's names and meanings, and the keys of `--structured-outputs-config`.
 
-Invariant: an instance holds exactly one constraint, of the right type; whether it can be honoured is for `settle` and
-the backend to say.
+Invariant: an instance holds exactly one constraint, of the right type; `normalize` and the backend decide whether it
+can be enforced.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from quire.errors import ValidationError
 
+MiB = 2**20
+
+
+class StructuredOutputsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys of `--structured-outputs-config`, named as in vLLM where it has them.
+
+    Args:
+        backend: "auto", or the name of a backend.
+        disable_any_whitespace: JSON without whitespace, unless a request has a whitespace_pattern.
+        disable_additional_properties: objects have only named properties, unless the schema sets additionalProperties.
+        compile_timeout_s: most CPU seconds to compile one constraint.
+        compile_memory_mb: most MiB to compile one constraint.
+        cache_mb: MiB of cached compiled grammars.
+        num_checkers: processes that check constraints concurrently.
+        mask_time_ms: mean CPU time per step of a constrained text; see `MaskBudget`.
+        jump_ahead: most tokens drafted where a grammar forces the text; None: by model size.
+    """
+
+    backend: str = "auto"
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    compile_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    compile_memory_mb: Annotated[int, msgspec.Meta(ge=16)] = 256
+    cache_mb: Annotated[int, msgspec.Meta(ge=1)] = 256
+    num_checkers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    mask_time_ms: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    jump_ahead: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
+
+
 PARAM = "structured_outputs"
 FAULT = f"{PARAM} cannot be enforced any further: "
-"""Beginning of the reason why a text failed, where the constraint of its request is at fault."""
+"""Prefix of a failure reason where the request's constraint is at fault."""
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
-    """One constraint, and how it is read. None is absent.
+    """One constraint and its options. None is absent.
 
     Args:
-        json: a JSON schema, as an object or as its text; the text is a JSON value that it validates.
+        json: a JSON schema, as an object or as JSON text; the output is a JSON value that it validates.
         regex: the whole text matches this expression.
         choice: the text is one of these.
         grammar: a context-free grammar in EBNF, either as Lark writes it or as llama.cpp's GBNF.
         json_object: true: the text is a JSON object.
-        structural_tag: pieces of fixed and of free text, schemas and expressions (see structured_output.md).
-        disable_any_whitespace: JSON without spaces or line breaks between its tokens.
-        disable_additional_properties: objects have no properties but those that a schema names, unless it says so.
-        whitespace_pattern: expression for what may stand between the tokens of JSON.
+        structural_tag: pieces of fixed and free text, schemas and expressions (see structured_output.md).
+        disable_any_whitespace: JSON without whitespace between tokens.
+        disable_additional_properties: objects have only named properties, unless the schema sets additionalProperties.
+        whitespace_pattern: expression for the whitespace between JSON tokens.
 
     Raises:
         ValidationError: there is not exactly one constraint, or a value is of the wrong type; `param` names it.
@@ -67,12 +96,12 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
 
     @property
     def kind(self) -> str:
-        """The name of the constraint."""
+        """Name of the constraint."""
         return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
 
     @property
     def json_value(self) -> Any:
-        """The schema; raises ValidationError if its text is no JSON."""
+        """Parsed schema; raises ValidationError if its text is not JSON."""
         try:
             return json.loads(str(self.json))
         except (ValueError, RecursionError) as error:
@@ -80,7 +109,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
 
     @property
     def key(self) -> bytes:
-        """Equal for equal parameters."""
+        """Encoding, equal for equal parameters."""
         return msgspec.msgpack.encode(self)
 
     def _check_text(self, name: str) -> None:
@@ -95,7 +124,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
             raise invalid(name, "must not hold the character NUL")
 
     def _normalize(self) -> None:
-        """JSON is kept as text, which cannot change and keeps the order of its keys."""
+        """Store JSON as text, which is immutable and keeps the order of keys."""
         for name in ("json", "structural_tag"):
             value = getattr(self, name)
             if isinstance(value, dict | bool):
@@ -107,10 +136,10 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
 
 
 def structured_outputs_of(value: Any) -> StructuredOutputsParams:
-    """Parameters from an object with their names, as a request has it; null is absent.
+    """Return parameters from an object with their names, as in a request; null is absent.
 
     Raises:
-        ValidationError: as of `StructuredOutputsParams`, or a name is unknown.
+        ValidationError: see `StructuredOutputsParams`; or a name is unknown.
     """
     if not isinstance(value, dict):
         raise ValidationError(f"{PARAM} must be an object, got {type(value).__name__}", param=PARAM)
@@ -122,12 +151,12 @@ def structured_outputs_of(value: Any) -> StructuredOutputsParams:
 
 
 def checked_structured_outputs(value: Any) -> StructuredOutputsParams | None:
-    """The parameters, of which a program may also give the fields; None is none. Raises ValidationError."""
+    """Return the parameters, which may be given as an object. Raises ValidationError."""
     return value if isinstance(value, StructuredOutputsParams | None) else structured_outputs_of(value)
 
 
 def invalid(name: str, why: str) -> ValidationError:
-    """An error about one of the fields."""
+    """Return an error about one of the fields."""
     field = f"{PARAM}.{name}"
     return ValidationError(f"{field} {why}", param=field)
 

@@ -1,23 +1,284 @@
-"""A JSON schema as a client sends it, to one that the grammar library enforces as the standard means it.
+"""Normalizes a client's JSON schema into one that the grammar library enforces as the standard means it.
 
-Invariant: what is returned accepts a value only if the client's schema (draft 2020-12) does; whatever cannot be kept to
-that is refused, with a JSON pointer to it. A keyword that the standard does not define says nothing.
+Invariant: the result accepts a value only if the client's schema (draft 2020-12) does. Whatever cannot be enforced is
+refused with a JSON pointer (RFC 6901). Every keyword of the standard is in `VALUES`, in `NOT_ENFORCED` or without
+effect; other keywords are ignored.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from quire.errors import ValidationError
-from quire.structured_output import keywords
 from quire.structured_output.ecma_regex import RegexError, to_rust
-from quire.structured_output.endless import Endless
 from quire.structured_output.formats import AS_PATTERN
+from quire.structured_output.formats import LIBRARY as LIBRARY_FORMATS
 from quire.structured_output.formats import REFUSED as REFUSED_FORMATS
 from quire.structured_output.params import invalid
-from quire.structured_output.pointer import Path, find, path_of
+
+SCALAR = "scalar"
+KINDS = frozenset({"object", "array", SCALAR})
+Kinds = frozenset[str]
+Key = tuple[int, Kinds]  # identity of a schema, and the kinds that its value may have
+Need = list[tuple[Any, Kinds]]  # schemas of which one must have a value
+
+
+class EndlessSchemas:
+    """Schemas of a document that no finite value matches, because of their references.
+
+    Invariant: what is found here matches nothing; time and memory are linear in the document. Contradictions of values
+    (lengths, numbers, types) are left to the grammar library.
+
+    Args:
+        schemas: all schemas of the document.
+        target: resolves a `$ref`; None if unknown.
+    """
+
+    def __init__(self, schemas: Iterable[Any], target: Callable[[str], Any]) -> None:
+        self._target = target
+        self._open: dict[Key, int] = {}
+        """Unmet needs of each schema."""
+        self._waiting: dict[Key, list[tuple[Key, int]]] = defaultdict(list)
+        """Schema -> needs that it meets, with the number of each."""
+        self._met: set[tuple[Key, int]] = set()
+        self._solve(schemas)
+
+    def holds(self, schema: Any) -> bool:
+        """Return whether no finite value matches a schema."""
+        return self._open[id(schema), KINDS] > 0
+
+    def _solve(self, schemas: Iterable[Any]) -> None:
+        todo: Need = [(schema, KINDS) for schema in schemas]
+        possible = []
+        while todo:
+            schema, kinds = todo.pop()
+            key = id(schema), kinds
+            if key in self._open:
+                continue
+            needs = [*self._needs(schema, kinds)]
+            self._open[key] = len(needs)
+            if not needs:
+                possible.append(key)
+            for number, options in enumerate(needs):
+                for option, own in options:
+                    self._waiting[id(option), own].append((key, number))
+                todo += options
+        self._spread(possible)
+
+    def _spread(self, possible: list[Key]) -> None:
+        while possible:
+            for need in self._waiting.pop(possible.pop(), ()):
+                if need not in self._met:
+                    self._met.add(need)
+                    self._open[need[0]] -= 1
+                    if not self._open[need[0]]:
+                        possible.append(need[0])
+
+    def _needs(self, schema: Any, kinds: Kinds) -> Iterator[Need]:
+        if schema is False:
+            yield []
+        if not isinstance(schema, dict):
+            return
+        kinds = kinds.intersection(*map(_kinds, (schema, *schema.get("allOf", ()))))
+        if "$ref" in schema and (target := self._target(schema["$ref"])) is not None:
+            yield [(target, kinds)]
+        yield from ([(one, kinds)] for one in schema.get("allOf", ()))
+        yield from ([(one, kinds) for one in schema[word]] for word in ("anyOf", "oneOf") if word in schema)
+        if kinds in (frozenset({"object"}), frozenset({"array"})) and not schema.keys() & {"enum", "const"}:
+            inner = _members(schema) if "object" in kinds else _items(schema)
+            yield from ([(one, KINDS)] for one in inner)
+
+
+def _kinds(schema: Any) -> Kinds:
+    if not isinstance(schema, dict) or "type" not in schema:
+        return KINDS
+    names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    return frozenset(name if name in KINDS else SCALAR for name in names)
+
+
+def _members(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the schemas of the properties that an object must have."""
+    named = schema.get("properties", {})
+    others = None if "patternProperties" in schema else schema.get("additionalProperties")
+    for name in schema.get("required", ()):
+        inner = named.get(name, others)
+        if inner is not None:
+            yield inner
+
+
+def _items(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the schemas of the items that an array must have."""
+    least, first = int(schema.get("minItems", 0)), schema.get("prefixItems", [])
+    yield from first[:least]
+    if least > len(first) and "items" in schema:
+        yield schema["items"]
+
+
+__all__ = ["LIBRARY_FORMATS"]
+
+TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
+COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+OPENING = frozenset({"additionalProperties", "patternProperties"})
+"""Keywords that allow further properties."""
+
+NOT_ENFORCED: dict[str, tuple[Any, ...]] = {
+    "not": (False,),
+    "if": (),
+    "then": (),
+    "else": (),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "contains": (),
+    "minContains": (),
+    "maxContains": (),
+    "uniqueItems": (False,),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "$dynamicRef": (),
+    "$dynamicAnchor": (),
+    "$recursiveRef": (),
+    "$recursiveAnchor": (False,),
+}
+"""Keyword -> values without effect. Any other value is refused."""
+
+IDLE_WITHOUT = {
+    "if": frozenset({"then", "else"}),
+    "then": frozenset({"if"}),
+    "else": frozenset({"if"}),
+    "minContains": frozenset({"contains"}),
+    "maxContains": frozenset({"contains"}),
+}
+"""Keyword -> keywords of which it needs one to have an effect."""
+
+_ONE = ("additionalProperties", "items", "additionalItems")
+_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+
+
+class Rule(NamedTuple):
+    accepts: Callable[[Any], bool]
+    words: str
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and int(value) == value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_type(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+
+
+_COUNT = Rule(_is_count, "a whole number that is not negative")
+_NUMBER = Rule(_is_number, "a number")
+_TEXT = Rule(lambda value: isinstance(value, str), "text")
+_SCHEMA = Rule(_is_schema, "a schema: an object, true or false")
+_SCHEMAS = Rule(
+    lambda value: isinstance(value, list) and bool(value) and all(map(_is_schema, value)),
+    "a list of at least one schema",
+)
+_NAMED_SCHEMAS = Rule(
+    lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())),
+    "an object of schemas",
+)
+_NAMES = Rule(
+    lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of names"
+)
+
+VALUES: dict[str, Rule] = {
+    **dict.fromkeys(COUNTS, _COUNT),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),
+    "multipleOf": Rule(lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(("pattern", "format", "$ref", "$anchor", "$id", "$schema"), _TEXT),
+    **dict.fromkeys(("additionalProperties", "additionalItems", "propertyNames"), _SCHEMA),
+    "items": Rule(lambda value: _is_schema(value) or _SCHEMAS.accepts(value), "a schema"),
+    **dict.fromkeys(_MANY, _SCHEMAS),
+    **dict.fromkeys(_NAMED, _NAMED_SCHEMAS),
+    "required": _NAMES,
+    "type": Rule(_is_type, f"one or a list of {', '.join(sorted(TYPES))}"),
+    "enum": Rule(lambda value: isinstance(value, list) and bool(value), "a list of at least one value"),
+}
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yield the schemas in a valid schema with their paths; for names see `name_pattern`."""
+    for word, value in schema.items():
+        if word in _NAMED:
+            yield from ((inner, (word, name)) for name, inner in value.items())
+        elif word in _MANY or (word == "items" and isinstance(value, list)):
+            yield from ((inner, (word, str(index))) for index, inner in enumerate(value))
+        elif word in _ONE:
+            yield value, (word,)
+
+
+def asks_for_nothing(word: str, schema: dict[str, Any]) -> bool:
+    """Return whether an unenforced keyword has no effect on what is accepted."""
+    if word in IDLE_WITHOUT and not schema.keys() & IDLE_WITHOUT[word]:
+        return True
+    value = schema[word]
+    return any(value == idle and type(value) is type(idle) for idle in NOT_ENFORCED[word])
+
+
+def name_pattern(names: Any) -> str | None:
+    """Return a JSON Schema expression for the names that `propertyNames` allows; None if there is no simple one."""
+    if names is True or names == {}:
+        return ""
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return None
+    rest = names.keys() - {"type", "title", "description", "default", "examples", "$comment"}
+    if rest == {"pattern"}:
+        return str(names["pattern"])
+    values = names["enum"] if rest == {"enum"} else [names["const"]] if rest == {"const"} else None
+    if values is None or not all(isinstance(value, str) for value in values):
+        return "" if not rest else None
+    return f"^(?:{'|'.join(re.escape(value) for value in values)})$"
+
+
+Path = tuple[str, ...]
+
+
+def pointer(path: Path) -> str:
+    """Return the JSON pointer of a path for an error message; "/" is the whole document."""
+    return "/" + "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def path_of(fragment: str) -> Path:
+    """Return the path of a `$ref` fragment ("#/a/b")."""
+    parts = unquote(fragment.removeprefix("#")).split("/")[1:]
+    return tuple(part.replace("~1", "/").replace("~0", "~") for part in parts)
+
+
+def find(document: Any, path: Path) -> Any:
+    """Return the value at a path.
+
+    Raises:
+        LookupError: there is nothing.
+    """
+    for part in path:
+        if isinstance(document, list):
+            if not part.isdigit() or int(part) >= len(document):
+                raise LookupError(part)
+            document = document[int(part)]
+        elif isinstance(document, dict):
+            document = document[part]
+        else:
+            raise LookupError(part)
+    return document
+
 
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_DEPTH = 64
@@ -26,10 +287,10 @@ Refusal = Callable[[Path, str], ValidationError]
 
 
 def parse_json(name: str, text: str) -> Any:
-    """The value that a field's text stands for.
+    """Return the value of a field's JSON text.
 
     Raises:
-        ValidationError: it is too long, too deep, no JSON, or an object in it has a key twice.
+        ValidationError: too long, too deep, not JSON, or an object with a duplicate key.
     """
     num_bytes = len(text.encode(errors="surrogatepass"))
     if num_bytes > MAX_SCHEMA_BYTES:
@@ -47,25 +308,25 @@ def parse_json(name: str, text: str) -> Any:
 
 
 def dump_json(value: Any) -> str:
-    """JSON in its short form."""
+    """Return JSON in its short form."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def settle_schema(schema: Any, refusal: Refusal, *, closed: bool) -> Schema:
-    """A copy of a schema in the grammar library's terms.
+def normalize_schema(schema: Any, refusal: Refusal, *, closed: bool) -> Schema:
+    """Return a copy of a schema in the grammar library's terms.
 
     Args:
-        refusal: the error that something is wrong at a place of the schema.
-        closed: objects have no properties but those that are named, unless the schema says so.
+        refusal: makes the error about a path of the schema.
+        closed: objects have only named properties, unless the schema sets additionalProperties.
 
     Raises:
         ValidationError: a keyword has a bad value or cannot be enforced.
     """
-    return _Settler(schema, refusal, closed).settled()
+    return _Normalizer(schema, refusal, closed).normalized()
 
 
-class _Settler:
-    """Walks over every place of a document that is a schema, once."""
+class _Normalizer:
+    """Normalization of one document, each schema visited once."""
 
     def __init__(self, document: Any, refusal: Refusal, closed: bool) -> None:
         self._document = json.loads(dump_json(document))
@@ -77,11 +338,11 @@ class _Settler:
             one["$anchor"]: one for one in _objects(self._document) if isinstance(one.get("$anchor"), str)
         }
         self._schemas: list[Schema] = []
-        """All that were walked over."""
+        """All visited schemas."""
         self._has_references = False
         self._has_ids = any(isinstance(one.get("$id"), str) for one in _objects(self._document))
 
-    def settled(self) -> Schema:
+    def normalized(self) -> Schema:
         if self._document is False:
             raise self._error((), "false accepts nothing")
         if self._document is True:
@@ -91,20 +352,18 @@ class _Settler:
             self._walk(*self._referred.pop())
         if self._has_references and not self._has_ids:
             self._forbid_endless()
-        settled: Schema = self._document
-        return settled
+        normalized: Schema = self._document
+        return normalized
 
     def _forbid_endless(self) -> None:
-        """Forbid the parts that no finite value fits.
+        """Forbid the parts that no finite value matches.
 
         Raises:
-            ValidationError: the whole schema is one.
+            ValidationError: the whole schema is unsatisfiable.
         """
-        endless = Endless(self._schemas, self._target)
+        endless = EndlessSchemas(self._schemas, self._target)
         if endless.holds(self._document):
-            raise self._error(
-                (), "no value fits it: it refers back to itself without end, or to what is false"
-            )
+            raise self._error((), "no value matches it: it refers to itself without end, or to false")
         for schema in filter(endless.holds, self._schemas):
             schema["allOf"] = [*schema.get("allOf", ()), False]
 
@@ -118,35 +377,40 @@ class _Settler:
         self._seen.add(id(schema))
         self._schemas.append(schema)
         self._check_values(schema, path)
-        for inner, place in [*keywords.subschemas(schema)]:
+        for inner, place in [*subschemas(schema)]:
             self._walk(inner, path + place)
-        for change in (self._set_aside, self._rewrite_items, self._rewrite_names, self._rewrite_patterns):
+        for change in (
+            self._drop_unenforced,
+            self._rewrite_items,
+            self._rewrite_names,
+            self._rewrite_patterns,
+        ):
             change(schema, path)
         self._rewrite_format(schema, path)
         if "$ref" in schema:
             self._follow(schema["$ref"], (*path, "$ref"))
-        if self._closed and "properties" in schema and not schema.keys() & keywords.OPENING:
+        if self._closed and "properties" in schema and not schema.keys() & OPENING:
             schema["additionalProperties"] = False
 
     def _check_values(self, schema: Schema, path: Path) -> None:
         for word, value in schema.items():
-            rule = keywords.VALUES.get(word)
+            rule = VALUES.get(word)
             if rule is not None and not rule.accepts(value):
                 raise self._error((*path, word), f"{word} must be {rule.words}")
 
-    def _set_aside(self, schema: Schema, path: Path) -> None:
-        """Take out what asks for nothing; refuse what is left of the keywords that nobody enforces."""
+    def _drop_unenforced(self, schema: Schema, path: Path) -> None:
+        """Drop keywords without effect; refuse other unenforced keywords."""
         for word in [*schema]:
-            if word in keywords.NOT_ENFORCED:
-                if not keywords.asks_for_nothing(word, schema):
+            if word in NOT_ENFORCED:
+                if not asks_for_nothing(word, schema):
                     raise self._error((*path, word), f"the keyword {word} is not supported")
                 del schema[word]
-            elif word in keywords.COUNTS:
+            elif word in COUNTS:
                 schema[word] = int(schema[word])
         schema.pop("x-guidance", None)
 
     def _rewrite_items(self, schema: Schema, path: Path) -> None:
-        """A list of items is an older draft's word for what is prefixItems now."""
+        """Rewrite a list of items, an older draft's form of prefixItems."""
         if isinstance(schema.get("items"), list):
             if "prefixItems" in schema:
                 raise self._error((*path, "items"), "items must be one schema")
@@ -156,11 +420,11 @@ class _Settler:
         schema.pop("additionalItems", None)
 
     def _rewrite_names(self, schema: Schema, path: Path) -> None:
-        """propertyNames, where there are no named properties, is a pattern of property names and nothing else."""
+        """Rewrite propertyNames without named properties as patternProperties."""
         if "propertyNames" not in schema:
             return
         names = schema.pop("propertyNames")
-        pattern = keywords.name_pattern(names)
+        pattern = name_pattern(names)
         if pattern is None or schema.keys() & {"properties", "patternProperties"}:
             why = "propertyNames is supported without properties, and as an enum, a const or a pattern only"
             raise self._error((*path, "propertyNames"), why)
@@ -193,26 +457,28 @@ class _Settler:
                 schema["allOf"] = [*schema.get("allOf", []), pattern]
             else:
                 schema |= pattern
-        elif name is not None and name not in keywords.LIBRARY_FORMATS:
+        elif name is not None and name not in LIBRARY_FORMATS:
             del schema["format"]
 
     def _follow(self, reference: str, path: Path) -> None:
-        """What a reference names must be a schema in the document, and is walked over like any other."""
-        if self._has_ids:  # then what it is relative to is for the library to find out; it fetches nothing
+        """Queue the schema that a reference names, which must be in the document."""
+        if self._has_ids:  # the library resolves relative references; it fetches nothing
             return
         self._has_references = True
         if not reference.startswith("#"):
-            raise self._error(path, f"{reference!r:.200} is not in this schema, and nothing is fetched")
+            raise self._error(
+                path, f"{reference!r:.200} is not in this schema, and references are not fetched"
+            )
         if reference.startswith("#/") or reference == "#":
             try:
                 self._referred.append((self._target(reference), path_of(reference)))
             except LookupError:
-                raise self._error(path, f"{reference!r:.200} names nothing") from None
+                raise self._error(path, f"{reference!r:.200} does not exist") from None
         elif reference[1:] not in self._anchors:
-            raise self._error(path, f"{reference!r:.200} is no $anchor of this schema")
+            raise self._error(path, f"{reference!r:.200} is not an $anchor of this schema")
 
     def _target(self, reference: str) -> Any:
-        """Find what a reference names; raises LookupError if that is nothing."""
+        """Return what a reference names; raises LookupError."""
         if reference.startswith("#/") or reference == "#":
             return find(self._document, path_of(reference))
         return self._anchors[reference[1:]]
@@ -228,11 +494,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_writable(value: Any) -> None:
-    """Numbers beyond float and half surrogate pairs can be read and not written."""
+    """Check that the value can be written: numbers beyond float and lone surrogates cannot."""
     dump_json(value).encode()
 
 

@@ -1,7 +1,7 @@
-"""Compiled grammars, kept by what they were compiled from.
+"""Cache of compiled grammars by constraint, and the table of grammar backends, which imports none of them.
 
-Invariant: what is kept stays within a number of bytes, and what is compiled again is the same. Compiling happens in one
-thread, beside whoever asks; a constraint that cannot be compiled is remembered like one that can.
+Invariant: the cache is bounded in bytes, and recompiling gives the same grammar. One background thread compiles; a
+constraint that cannot be compiled is cached like one that can.
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ from weakref import WeakValueDictionary
 
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Matcher
 from quire.structured_output.backends import resolve_backend
-from quire.structured_output.budget import MaskBudget
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.settings import MiB, StructuredOutputsSettings
-from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_output.params import MiB, StructuredOutputsParams, StructuredOutputsSettings
+from quire.structured_output.vocabulary import MaskBudget, Vocabulary
 
 logger = logging.getLogger(__name__)
 
 BASE_BYTES = 192 * 1024
 BYTES_PER_BYTE = 64
-"""What a compiled grammar takes in memory, roughly and from above: so much, and so much for each byte of its text."""
+"""Upper estimate of a compiled grammar's memory: a base, plus so much per byte of its text."""
 COMPILE_NICENESS = 10
 
 
 class GrammarStore:
-    """The grammars of one model.
+    """Compiled grammars of one model.
 
     Args:
-        settings: names the backend and how much is kept.
-        limits_time: a text whose masks take too much time fails. Of ranks that sample the same tokens one may do so.
+        settings: backend and cache size.
+        limits_time: fail texts that spend their mask budget; at most one of the ranks that sample the same tokens may.
     """
 
     def __init__(self, settings: StructuredOutputsSettings, *, limits_time: bool = True) -> None:
@@ -50,26 +48,26 @@ class GrammarStore:
         self._thread: ThreadPoolExecutor | None = None
 
     def use_vocabulary(self, source: Callable[[], Vocabulary]) -> None:
-        """Where to find the model's tokens, when the first grammar needs them."""
+        """Set the source of the model's tokens, called when the first grammar needs them."""
         self._source = source
 
     @property
     def num_bytes(self) -> int:
-        """Of what is kept, as it is counted."""
+        """Estimated bytes of the cache."""
         return self._num_bytes
 
     def prepare(self, params: StructuredOutputsParams) -> Future[None]:
-        """Compile in the background; done when `matcher` will not take long, which may be at once."""
+        """Compile in the background; done when `matcher` will be fast, perhaps at once."""
         done: Future[None] = Future()
         if self._find(params.key) is not None:
             done.set_result(None)
             return done
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "quire-grammars", initializer=_be_modest)
+            self._thread = ThreadPoolExecutor(1, "quire-grammars", initializer=_lower_priority)
         return self._thread.submit(self._prepare, params)
 
     def matcher(self, params: StructuredOutputsParams, *, shared: bool = True) -> Matcher:
-        """A matcher at the start of a text.
+        """Return a matcher at the start of a text.
 
         Raises:
             GrammarError: the constraint cannot be compiled.
@@ -77,7 +75,7 @@ class GrammarStore:
         return self._compiled(params).new_matcher(shared=shared)
 
     def budget(self, params: StructuredOutputsParams, request: str) -> MaskBudget | None:
-        """Return the account of the request of a new text; None: nothing limits its time here."""
+        """Return the budget of the request of a new text; None: time is not limited here."""
         if not self._limits_time:
             return None
         account = self._budgets.get(request)
@@ -87,12 +85,12 @@ class GrammarStore:
         return account
 
     def renew(self, params: StructuredOutputsParams) -> None:
-        """Forget a grammar whose shared states have become too many; those who use it go on."""
+        """Drop a grammar whose shared states are exhausted; its users keep it."""
         with self._lock:
             self._drop(params.key)
 
     def close(self) -> None:
-        """Compile nothing more in the background; calling it twice is fine."""
+        """Stop background compiling; idempotent."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -100,7 +98,7 @@ class GrammarStore:
         try:
             self._compiled(params)
         except GrammarError as error:
-            logger.info("a grammar cannot be compiled: %s", error)
+            logger.info("cannot compile a grammar: %s", error)
 
     def _compiled(self, params: StructuredOutputsParams) -> Grammar:
         found = self._find(params.key)
@@ -117,10 +115,10 @@ class GrammarStore:
         except GrammarError as error:
             return GrammarError(
                 str(error), exhausted=error.exhausted
-            )  # without the traceback, which holds frames
-        except Exception:  # a tokenizer or a library that fails costs those who need it, and no core
-            logger.exception("a grammar could not be compiled")
-            return GrammarError("grammars cannot be compiled here; the server's log says why")
+            )  # without the traceback, which keeps frames alive
+        except Exception:  # fails the requests that need it, not the core
+            logger.exception("compiling a grammar failed")
+            return GrammarError("grammars cannot be compiled here; see the server's log")
 
     def _loaded_backend(self) -> GrammarBackend:
         with self._making_backend:
@@ -136,7 +134,7 @@ class GrammarStore:
             return self._kept.get(key)
 
     def _keep(self, key: bytes, found: Grammar | GrammarError) -> None:
-        """The newest is always kept, whatever it takes."""
+        """Cache a result; the newest is always kept, whatever its size."""
         with self._lock:
             self._drop(key)
             self._kept[key] = found
@@ -153,10 +151,10 @@ def _cost(key: bytes) -> int:
     return BASE_BYTES + BYTES_PER_BYTE * len(key)
 
 
-def _be_modest() -> None:
-    """Let the model go first, where the system has priorities of threads."""
+def _lower_priority() -> None:
+    """Lower the priority of this thread, where the system supports it."""
     if hasattr(os, "setpriority"):
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
         except OSError as error:
-            logger.debug("compiling has the priority of everything else: %s", error)
+            logger.debug("cannot lower the priority of the compile thread: %s", error)

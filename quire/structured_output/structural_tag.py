@@ -1,63 +1,193 @@
-"""Structural tags: constraints made of pieces, some fixed, some free, some of a schema.
+"""Structural tags: constraints of fixed text, free text and schemas; and their conversion to grammar rules.
 
-Invariant: after `settle_tag` a tag is one tree of the formats below, every schema in it is settled, and nothing is left
-to look up. Two spellings come in, both vLLM's: `{"type": "structural_tag", "format": FORMAT}`, and the older one of
-`structures` and `triggers`. `{"type": "sequence", ...}` and its like are also how a program says "this text, then a
-value of that schema".
+Invariant: after `normalize_tag` a tag is one tree of the formats below, with normalized schemas and no references.
+Input has vLLM's two forms: `{"type": "structural_tag", "format": FORMAT}`, and the older one of `structures` and
+`triggers`. Grammars are built from quoted pieces only, so nothing in a tag can be read as a rule.
 
-| format | text that it takes |
+| format | accepted text |
 |---|---|
 | `const_string` `value` | that text |
 | `json_schema` `json_schema` | a JSON value of the schema |
-| `regex` `pattern` | what matches as a whole |
-| `grammar` `grammar` | what a Lark grammar takes |
+| `regex` `pattern` | a full match |
+| `grammar` `grammar` | text of a Lark grammar |
 | `any_text` | anything |
 | `sequence` `elements` | one after the other |
 | `or` `elements` | one of them |
 | `tag` `begin` `content` `end` | the content between two texts |
-| `triggered_tags` `triggers` `tags` `at_least_one` `stop_after_first` | free text, in which a trigger begins a tag |
-| `tags_with_separator` `tags` `separator` `at_least_one` `stop_after_first` | tags, and that text between them |
-| `until` `end` `pattern` | text that matches, if an expression is given, up to and with the first `end` |
-| `fields` `elements` `required` `separator` | these in this order, without some that are not required |
-| `list` `element` `separator` `min_items` `max_items` | so many of them |
+| `triggered_tags` `triggers` `tags` `at_least_one` `stop_after_first` | free text in which a trigger starts a tag |
+| `tags_with_separator` `tags` `separator` `at_least_one` `stop_after_first` | tags separated by that text |
+| `until` `end` `pattern` | text, matching the expression if given, up to and including the first `end` |
+| `fields` `elements` `required` `separator` | these in order; some may be missing if not required |
+| `list` `element` `separator` `min_items` `max_items` | that many elements |
 
-A format may have an `origin`: the field of the request that it is from, and its place there, by which errors call it.
-`any_text` and `triggered_tags` may have `excludes`, texts that no free text holds, and `not_first`, characters with
-which the text does not begin as long as it is free, white space aside.
+A format may have an `origin`, the request field and path that errors name. `any_text` and `triggered_tags` may have
+`excludes`, texts that free text does not contain, and `not_first`, characters that free text does not start with after
+whitespace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.errors import ValidationError
 from quire.structured_output.params import PARAM, StructuredOutputsParams, invalid
-from quire.structured_output.pointer import Path, pointer
-from quire.structured_output.schema import parse_json, settle_schema
+from quire.structured_output.schema import Path, normalize_schema, parse_json, pointer
 
-NAME = "structural_tag"
-ANY = "(?s:.)*"
-"""The expression of any text."""
-MAX_ITEMS = 1024
-"""Of a list, where their number is given."""
 Format = dict[str, Any]
 
 
-def settle_tag(tag: Any, *, closed: bool) -> Format:
-    """The tree of formats of a structural tag.
+class TagWriter(ABC):
+    """Writes a rule for each format. Dialects share sequences, `|`, `*`, `?`, `{m,n}` and parentheses.
+
+    Args:
+        special: literals of special tokens, as texts name them -> ids.
+    """
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._ids = special
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if special else None
+        self._writers: dict[str, Callable[[Format], str]] = {
+            "const_string": lambda one: self._literal(one["value"]),
+            "choice": lambda one: " | ".join(map(self._quoted, one["choice"])),
+            "json_schema": self._schema,
+            "regex": self._regex,
+            "grammar": self._grammar,
+            "any_text": lambda one: self._free(one.get("excludes", []), one.get("not_first", "")),
+            "sequence": lambda one: " ".join(map(self._rule, one["elements"])),
+            "or": lambda one: " | ".join(map(self._rule, one["elements"])),
+            "tag": self._tag,
+            "triggered_tags": self._triggered,
+            "tags_with_separator": self._separated,
+            "until": self._until,
+            "fields": self._fields,
+            "list": self._list,
+        }
+
+    @abstractmethod
+    def _named(self, body: str) -> str:
+        """Return the name of a rule with that body."""
+
+    @abstractmethod
+    def _quoted(self, text: str) -> str:
+        """Quote a text."""
+
+    @abstractmethod
+    def _token(self, name: str) -> str:
+        """Return the notation of a special token."""
+
+    @abstractmethod
+    def _schema(self, one: Format) -> str: ...
+
+    @abstractmethod
+    def _regex(self, one: Format) -> str: ...
+
+    @abstractmethod
+    def _grammar(self, one: Format) -> str: ...
+
+    @abstractmethod
+    def _free(self, excluded: list[str], not_first: str = "") -> str:
+        """Write text without the excluded texts, not starting with the given characters."""
+
+    @abstractmethod
+    def _triggered(self, one: Format) -> str: ...
+
+    @abstractmethod
+    def _until(self, one: Format) -> str: ...
+
+    def _rule(self, one: Format) -> str:
+        return self._named(self._writers[one["type"]](one))
+
+    def _literal(self, text: str) -> str:
+        """Write a text in which names of special tokens stand for the tokens."""
+        parts = self._special.split(text) if self._special else [text]
+        names = [self._token(part) if place % 2 else self._quoted(part) for place, part in enumerate(parts)]
+        return " ".join(name for name in names if name != '""') or '""'
+
+    def _before_special(self, text: str) -> str:
+        """Return the text before the first name of a special token."""
+        return self._special.split(text)[0] if self._special else text
+
+    def _tag(self, one: Format) -> str:
+        return f"{self._literal(one['begin'])} {self._rule(one['content'])} {self._literal(one['end'])}"
+
+    def _rests(self, trigger: str, tags: list[Format]) -> list[str]:
+        """Return the continuations of the tags that begin with a trigger."""
+        return [
+            f"{self._literal(tag['begin'][len(trigger) :])} {self._rule(tag['content'])} {self._literal(tag['end'])}"
+            for tag in tags
+            if tag["begin"].startswith(trigger)
+        ]
+
+    def _fields(self, one: Format) -> str:
+        """Write from the end: what may follow after a field, and what at the start."""
+        separator = self._named(self._literal(one["separator"]))
+        begun = fresh = self._named('""')
+        for element, is_required in reversed(list(zip(one["elements"], one["required"], strict=True))):
+            rule = self._rule(element)
+            with_it = f"{rule} {begun}"
+            fresh = self._named(with_it if is_required else f"{with_it} | {fresh}")
+            begun = self._named(
+                f"{separator} {with_it}" if is_required else f"{separator} {with_it} | {begun}"
+            )
+        return fresh
+
+    def _list(self, one: Format) -> str:
+        rule, least, most = self._rule(one["element"]), one["min_items"], one["max_items"]
+        if most == 0:
+            return '""'
+        if most == 1:
+            many = rule
+        else:
+            more = self._named(f"{self._literal(one['separator'])} {rule}")
+            many = f"{rule} {more}{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        return many if least else f'{self._named(many)} | ""'
+
+    def _separated(self, one: Format) -> str:
+        tag = self._named(" | ".join(self._rule(tag) for tag in one["tags"]))
+        if one["stop_after_first"]:
+            return tag if one["at_least_one"] else f"{tag} | {self._literal('')}"
+        many = f"{tag} ({self._literal(one['separator'])} {tag})*"
+        return many if one["at_least_one"] else f"({many})?"
+
+
+def format_of(params: StructuredOutputsParams) -> Format:
+    """Return a normalized constraint of any kind as a format."""
+    if params.json is not None:
+        return {"type": "json_schema", "json_schema": json.loads(str(params.json))}
+    if params.regex is not None:
+        return {"type": "regex", "pattern": params.regex}
+    if params.choice is not None:
+        return {"type": "choice", "choice": params.choice}
+    if params.grammar is not None:
+        return {"type": "grammar", "grammar": params.grammar}
+    tag: Format = json.loads(str(params.structural_tag))
+    return tag
+
+
+NAME = "structural_tag"
+ANY = "(?s:.)*"  # expression of any text
+MAX_ITEMS = 1024  # most items of a list whose number is given
+
+
+def normalize_tag(tag: Any, *, closed: bool) -> Format:
+    """Return the format tree of a structural tag.
 
     Raises:
-        ValidationError: it has another shape, or a schema in it cannot be enforced; the message has the JSON pointer.
+        ValidationError: wrong form, or a schema in it cannot be enforced; the message has the JSON pointer.
     """
     return _Reader(closed).format(tag, (f"{PARAM}.{NAME}",))
 
 
 def as_format(params: StructuredOutputsParams) -> Format:
-    """A constraint as it came, as a part of a structural tag; its flags are for the tag.
+    """Return a constraint as sent as part of a structural tag; its flags belong to the tag.
 
     Raises:
-        ValidationError: its text is no JSON, or no object.
+        ValidationError: its text is not a JSON object.
     """
     return {**_as_format(params), "origin": [f"{PARAM}.{params.kind}"]}
 
@@ -80,7 +210,7 @@ def _as_format(params: StructuredOutputsParams) -> Format:
 
 
 def as_tag(tag: Format, wanted: StructuredOutputsParams | None = None) -> StructuredOutputsParams:
-    """A structural tag as a constraint, with the flags of one that is a part of it."""
+    """Return a structural tag as a constraint, with the flags of a constraint that is part of it."""
     if wanted is None:
         return StructuredOutputsParams(structural_tag=tag)
     return StructuredOutputsParams(
@@ -92,7 +222,7 @@ def as_tag(tag: Format, wanted: StructuredOutputsParams | None = None) -> Struct
 
 
 def parts_of(tag: Format) -> Iterator[Format]:
-    """A settled format and all that it is made of."""
+    """Yield a normalized format and all its parts."""
     yield tag
     inner = [tag[key] for key in ("content", "element") if key in tag]
     for one in (*inner, *tag.get("elements", ()), *tag.get("tags", ())):
@@ -100,12 +230,12 @@ def parts_of(tag: Format) -> Iterator[Format]:
 
 
 def from_fields(tag: Format) -> list[Format]:
-    """The parts of a settled format that are fields of the request, or of one."""
+    """Return the parts of a normalized format that come from fields of the request."""
     return [one for one in parts_of(tag) if "origin" in one]
 
 
 def at_origin(origin: Sequence[str], path: Path, why: str) -> ValidationError:
-    """An error at a place of a schema that is part of another field; definitions are those of all of it."""
+    """Return an error at a path of a schema within another field; definitions belong to the whole."""
     field, *above = origin
     whole = path if path[:1] in (("$defs",), ("definitions",)) else (*above, *path)
     return ValidationError(f"{field} at {pointer(whole)}: {why}", param=field)
@@ -117,7 +247,7 @@ def _error(path: Path, why: str) -> ValidationError:
 
 
 class _Reader:
-    """Checks formats, and settles the schemas in them; a path begins with the field of the request."""
+    """Checks formats and normalizes their schemas; a path begins with the request field."""
 
     def __init__(self, closed: bool) -> None:
         self._closed = closed
@@ -139,7 +269,7 @@ class _Reader:
         }
 
     def format(self, one: Any, path: Path) -> Format:
-        """One format in its one form."""
+        """Return one format in normal form."""
         origin = self._texts(one, "origin", path) if isinstance(one, dict) and one.get("origin") else []
         path = tuple(origin) or path
         if not isinstance(one, dict) or one.get("type") not in self._readers:
@@ -149,7 +279,7 @@ class _Reader:
         return {"type": one["type"], **self._readers[one["type"]](one, path), **more}
 
     def _old_form(self, tag: Format, path: Path) -> Format:
-        """{"structures": [{begin, schema, end}], "triggers": [...]}"""
+        """Convert {"structures": [{begin, schema, end}], "triggers": [...]}."""
         structures = self._list(tag, "structures", path)
         tags = []
         for index, structure in enumerate(structures):
@@ -185,7 +315,9 @@ class _Reader:
     def _with_triggers(self, tags: list[Format], triggers: list[str], one: Format, path: Path) -> Format:
         for index, tag in enumerate(tags):
             if not any(tag["begin"].startswith(trigger) for trigger in triggers):
-                raise _error(path, f"tag {index} begins with {tag['begin']!r:.100}, and no trigger does")
+                raise _error(
+                    path, f"tag {index} begins with {tag['begin']!r:.100}, which starts with no trigger"
+                )
         more = {**self._free(one, path), **self._flags(one, path)}
         return {"type": "triggered_tags", "tags": tags, "triggers": triggers, **more}
 
@@ -246,7 +378,7 @@ class _Reader:
         def refusal(place: Path, why: str) -> ValidationError:
             return at_origin(origin, place, why) if origin else _error((*path, key, *place), why)
 
-        return settle_schema(one.get(key, True), refusal, closed=self._closed)
+        return normalize_schema(one.get(key, True), refusal, closed=self._closed)
 
     def _text(self, one: Format, key: str, path: Path) -> str:
         if not isinstance(one.get(key), str):

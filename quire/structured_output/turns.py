@@ -1,9 +1,8 @@
-"""Fair queue for a few places of work, by tenant.
+"""Fair queue for a few concurrent checks, by tenant.
 
-Invariant: a named tenant occupies at most half of the places, and at least one; the waiting tenant that was charged
-least is next. What waits is bounded, per tenant and in sum.
-
-An unnamed tenant stands for all who have no name. It may occupy every place until a named tenant comes.
+Invariant: a named tenant occupies at most half of the places, and at least one; the waiting tenant charged least is
+next. Waiting is bounded per tenant and in total. The unnamed tenant stands for all requests without one; it may occupy
+every place until a named tenant comes.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from quire.errors import UnavailableError
 
 MAX_WAITING = 256
 MAX_WAITING_OF_TENANT = 64
-MAX_TENANTS = 1024  # accounts that are kept
-MIN_COST_S = 0.01  # of any turn, so that many cheap ones count
+MAX_TENANTS = 1024  # most accounts kept
+MIN_COST_S = 0.01  # minimal charge of a turn, so that many cheap ones count
 
 
 class Turn:
-    """Place in the queue, and then one of the places of work; ends with its `with` block, or with the work in it.
+    """Entry in the queue, then one of the places; ends with its `with` block, or with the work in it.
 
     Attributes:
-        granted: done when the work may begin.
-        cost_s: what the work took, which its tenant is charged with.
+        granted: completed when the work may begin.
+        cost_s: seconds charged to the tenant.
     """
 
     def __init__(self, queue: FairTurns, tenant: str) -> None:
@@ -38,10 +37,10 @@ class Turn:
         self.cost_s = 0.0
 
     def start(self) -> None:
-        """Claim the place for a thread that calls `end` itself, because nobody may wait for it any more.
+        """Claim the place for a thread that calls `end` itself, because the request may be cancelled.
 
         Raises:
-            UnavailableError: the `with` block was left before.
+            UnavailableError: the `with` block has ended.
         """
         with self._queue.lock:
             if self._is_ended:
@@ -49,7 +48,7 @@ class Turn:
             self.is_running = True
 
     def end(self) -> None:
-        """Give the place back; calling it twice is fine."""
+        """Release the place; idempotent."""
         with self._queue.lock:
             if not self._is_ended:
                 self._is_ended = True
@@ -81,10 +80,10 @@ class _Tenant:
 
 
 class FairTurns:
-    """See the module. Threads may share one.
+    """Fair queue; thread-safe.
 
     Args:
-        num_places: turns that are granted at the same time.
+        num_places: turns granted at the same time.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -98,7 +97,7 @@ class FairTurns:
         """Join the queue.
 
         Raises:
-            UnavailableError: as many wait as may, of this tenant or in all.
+            UnavailableError: the queue is full, for this tenant or in total.
         """
         with self.lock:
             account = self._account(tenant)
@@ -107,7 +106,7 @@ class FairTurns:
                 (self._num_waiting, MAX_WAITING, ""),
             ):
                 if num >= most:
-                    raise UnavailableError(f"{num} constraints{whose} wait to be checked, the most that may")
+                    raise UnavailableError(f"{num} constraints{whose} wait to be checked, which is the limit")
             turn = Turn(self, tenant)
             account.waiting.append(turn)
             self._num_waiting += 1
@@ -115,7 +114,7 @@ class FairTurns:
             return turn
 
     def leave(self, turn: Turn) -> None:
-        """Take a turn out, wherever it is; for `Turn.end`, which holds the lock."""
+        """Remove a turn, waiting or granted; for `Turn.end`, which holds the lock."""
         account = self._tenants[turn.tenant]
         if turn in account.waiting:
             account.waiting.remove(turn)
@@ -127,7 +126,7 @@ class FairTurns:
         self._grant()
 
     def _account(self, name: str) -> _Tenant:
-        """The account of a tenant; one that comes back has saved up nothing while it was away."""
+        """Return the account of a tenant; absence does not accumulate credit."""
         account = self._tenants.pop(name, None) or _Tenant()
         if not account.is_active:
             levels = [one.charged_s for one in self._tenants.values() if one.is_active]

@@ -1,20 +1,71 @@
-"""What a grammar must know of a model's tokens."""
+"""Vocabulary of a model as grammars need it, and the CPU budget of a request's masks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-BYTES_END = 256
-"""Id of the end in `Vocabulary.of_bytes`."""
+from quire.structured_output.params import StructuredOutputsParams
+
+LEAST_MS = 0.5  # least mean per text of a request with many texts
+BURST_MS = 250.0  # allowance beyond the mean, for lexer states built once
+BURST_MS_PER_KIB = (
+    20.0  # of the constraint's text: many alternatives are expensive where all of them are possible
+)
+
+
+class MaskBudget:
+    """CPU budget of one request: `mask_time_ms` per step of all its texts together, plus a burst.
+
+    Invariant: the steps of a request delay others by at most a burst plus the mean, or `LEAST_MS` times its number of
+    texts. Time of other threads and processes does not count.
+
+    Args:
+        params: normalized constraint, whose size decides the burst.
+        mean_ms: `mask_time_ms`.
+    """
+
+    def __init__(self, params: StructuredOutputsParams, mean_ms: float) -> None:
+        self._mean_ms = mean_ms
+        self._num_texts = 0
+        self._burst_ms = BURST_MS + BURST_MS_PER_KIB * len(params.key) / 1024
+        self._left_ms = self._burst_ms
+
+    def add_text(self) -> None:
+        """Count one more text of the request; `n` asks for several."""
+        self._num_texts += 1
+
+    def remove_text(self) -> None:
+        """Count one text less: finished or preempted."""
+        self._num_texts -= 1
+
+    def charge(self, spent_ns: int, num_steps: int) -> None:
+        """Charge the CPU time of some steps; a step makes one mask or reads one token."""
+        mean_ms = max(self._mean_ms / max(self._num_texts, 1), min(LEAST_MS, self._mean_ms))
+        self._left_ms = min(self._left_ms + num_steps * mean_ms - spent_ns / 1e6, self._burst_ms)
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left_ms < 0
+
+    @property
+    def refusal(self) -> str:
+        """Reason for the client once the budget is spent."""
+        return (
+            f"computing the allowed tokens takes more than {self._mean_ms:g} ms of CPU time per step; make the grammar "
+            "less ambiguous, with only one way to derive a text, or the constraint smaller"
+        )
+
+
+BYTES_END = 256  # id of the end token in `Vocabulary.from_bytes`
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model, by id.
+    """Tokens of a model, by id.
 
     Attributes:
-        tokens: bytes that each adds to a text, which need not be whole characters; nothing for ids that are no text.
-        special: literals of special tokens -> their ids. They are in no text, but a grammar may ask for them.
+        tokens: bytes that each token adds to a text, perhaps partial characters; empty for ids without text.
+        special: literals of special tokens -> ids; they are no text, but a grammar may name them.
         ends: ids that end a text, at least one.
     """
 
@@ -23,8 +74,8 @@ class Vocabulary:
     ends: tuple[int, ...]
 
     @staticmethod
-    def of_bytes(special: tuple[str, ...] = ()) -> Vocabulary:
-        """A token for each byte, and behind them an end and these special tokens."""
+    def from_bytes(special: tuple[str, ...] = ()) -> Vocabulary:
+        """Return a vocabulary of all bytes, an end token and these special tokens."""
         tokens = [bytes([byte]) for byte in range(256)]
         names = dict.fromkeys(("<end>", *special))
         ids = {name: BYTES_END + place for place, name in enumerate(names)}
@@ -32,10 +83,10 @@ class Vocabulary:
 
 
 class LongestTokens:
-    """Spells texts in tokens.
+    """Greedy longest-match tokenizer.
 
     Args:
-        tokens: bytes of each, by id.
+        tokens: bytes of each token, by id.
     """
 
     def __init__(self, tokens: list[bytes]) -> None:
@@ -43,7 +94,7 @@ class LongestTokens:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens that spell a text, each as long as can be, up to where none goes on."""
+        """Tokenize a text greedily, up to where no token matches."""
         ids: list[int] = []
         place = 0
         while place < len(text):

@@ -1,8 +1,7 @@
-"""The backend on xgrammar (https://github.com/mlc-ai/xgrammar): context-free grammars over bytes, and tokens.
+"""Grammar backend on xgrammar (https://github.com/mlc-ai/xgrammar): context-free grammars over bytes and tokens.
 
-Invariant: the library gets grammars that are written here (`ebnf`), and no schema or expression: its own reading
-of these lets through what they forbid. It bounds neither the work of a mask nor that of compiling, which grows with the
-vocabulary.
+Invariant: the library gets only grammars written here (`ebnf`), no schemas or expressions: its own conversion accepts
+texts that they forbid. It bounds neither the work of a mask nor that of compiling, which grows with the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,19 +16,16 @@ import xgrammar
 
 from quire.structured_output.backend import DEAD_END, Grammar, GrammarBackend, GrammarError, Masks, Matcher
 from quire.structured_output.ebnf.constraints import ebnf_of
-from quire.structured_output.ebnf.rules import refusal
+from quire.structured_output.ebnf.expressions import refusal
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import LongestTokens, Vocabulary
 
 MAX_REASON_CHARS = 300
 PLACE = re.compile(r"^\[[\d:]+\] \S+: (?:Check failed: .* is false: )?")
-NO_TEXT = b"\xff"
-"""In front of the names of tokens that are no text: no character has this byte."""
+NO_TEXT = b"\xff"  # prefix for names of tokens without text; no character contains this byte
 
 
 class XGrammarBackend(GrammarBackend):
-    """See `GrammarBackend`."""
-
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
         self._tokens = _Tokens(vocabulary)
@@ -50,13 +46,11 @@ class XGrammarBackend(GrammarBackend):
             return _XGrammar(self._compiler.compile_grammar(text), self._tokens, has_tokens="Token(" in text)
 
     def matches_beyond(self, pattern: str, bound: str) -> bool:
-        raise refusal(
-            "a whitespace_pattern"
-        )  # which is what is asked about; there is no difference of expressions
+        raise refusal("a whitespace_pattern")  # the library has no difference of expressions
 
 
 class _Tokens:
-    """What the matchers of a vocabulary have to know of it."""
+    """Facts about a vocabulary that its matchers need."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.names = [*vocabulary.tokens]
@@ -73,7 +67,7 @@ class _Tokens:
 
 
 class _XGrammar(Grammar):
-    """Matchers share nothing that could run out."""
+    """Compiled grammar; its matchers share no bounded states."""
 
     def __init__(self, compiled: Any, tokens: _Tokens, *, has_tokens: bool) -> None:
         self._compiled = compiled
@@ -86,8 +80,6 @@ class _XGrammar(Grammar):
 
 
 class _XGrammarMatcher(Matcher):
-    """See `Matcher`."""
-
     def __init__(self, matcher: Any, tokens: _Tokens, has_tokens: bool) -> None:
         self._matcher = matcher
         self._tokens = tokens
@@ -98,7 +90,7 @@ class _XGrammarMatcher(Matcher):
             raise GrammarError(DEAD_END)
 
     def _fill(self, masks: Masks, place: int) -> bool:
-        """Write the mask; returns whether any token but ends may come."""
+        """Write the mask; return whether any token but end tokens is allowed."""
         with library_errors():
             self._matcher.fill_next_token_bitmask(masks.words, place)
         return bool(np.any(masks.words[place] & self._tokens.no_ends))
@@ -120,7 +112,7 @@ class _XGrammarMatcher(Matcher):
         return bool(self._matcher.is_completed())
 
     def forced_tokens(self) -> list[int]:
-        """None where the grammar asks for special tokens: the library does not count these among the choices."""
+        """Return the forced tokens; none if the grammar names special tokens, which the library ignores here."""
         if self._has_tokens:
             return []
         with library_errors():
@@ -129,7 +121,7 @@ class _XGrammarMatcher(Matcher):
     def _forced_bytes(self) -> bytes:
         try:
             return str(self._matcher.find_jump_forward_string()).encode()
-        except UnicodeDecodeError as error:  # it ends, or begins, within a character
+        except UnicodeDecodeError as error:  # it begins or ends within a character
             return bytes(error.object)
 
 

@@ -1,7 +1,7 @@
 """Copies of whole KV cache blocks: between the device and the host tier, and on the device.
 
-Invariant: block ids are checked here before they index anything. A block is copied as a whole, in every tensor, each of
-which is [blocks, bytes]; what the bytes are is nobody's business here.
+Invariant: block ids are checked here before they index anything. A block is copied whole in every tensor [blocks,
+bytes], whatever the bytes mean.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from quire.scheduler.output import SchedulerOutput
 Moves = list[tuple[int, int]]
 
 CopyBlocks = Callable[[Sequence[Tensor], Sequence[Tensor], Moves], None]
-"""Copies blocks from each source tensor to the target in its place; moves are (source block, target block), checked."""
+"""Copies blocks from each source tensor to the target at its index; moves are checked (source block, target block)."""
 
 
 class BlockCopier:
-    """Carries out the block moves of a plan.
+    """Executor of the block moves of a plan.
 
     Args:
-        device: the cache tensors, which all layers share.
-        host: as many tensors of the same shapes but for the number of blocks, in host memory.
-        copy: the device's way to copy blocks, in the order of its other work.
+        device: cache tensors, shared by all layers.
+        host: tensors of the host tier, of the same shapes but for the number of blocks.
+        copy: copies blocks in the order of the device's other work.
     """
 
     def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], copy: CopyBlocks) -> None:
@@ -37,11 +37,11 @@ class BlockCopier:
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> None:
-        """Make the plan's swap-outs, swap-ins and copies, in this order.
+        """Execute the plan's swap-outs, swap-ins and copies, in this order.
 
         Raises:
-            EngineError: a block is out of range, or written twice, or both read and written; nothing of that list
-                was copied.
+            EngineError: a block is out of range, written twice, or both read and written; nothing of that list is
+                copied.
         """
         self._copy("swap_outs", plan.swap_outs, self._device, self._host)
         self._copy("swap_ins", plan.swap_ins, self._host, self._device)
@@ -56,19 +56,19 @@ class BlockCopier:
         if len(set(target_ids)) < len(target_ids):
             raise EngineError(f"{name} {moves} write a block twice")
         if sources is targets and set(source_ids) & set(target_ids):
-            raise EngineError(f"{name} {moves} read a block that they write")
+            raise EngineError(f"{name} {moves} read and write the same block")
         self._copy_blocks(sources, targets, moves)
 
 
 def copy_on_host(sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
-    """`CopyBlocks` of a CPU."""
+    """Copy blocks on a CPU (`CopyBlocks`)."""
     source_ids, target_ids = torch.tensor(moves).unbind(1)
     for source, target in zip(sources, targets, strict=True):
         target.index_copy_(0, target_ids, source.index_select(0, source_ids))
 
 
 def _check_range(what: str, block_ids: list[int], tensors: Sequence[Tensor]) -> None:
-    """Block 0 is the null block of either tier."""
+    """Check the ids; block 0 is the null block of either tier."""
     num_blocks = min(map(len, tensors))
     if min(block_ids) <= 0 or max(block_ids) >= num_blocks:
-        raise EngineError(f"{what} blocks {block_ids}: they must be in [1, {num_blocks})")
+        raise EngineError(f"{what} blocks {block_ids}: ids must be in [1, {num_blocks})")

@@ -1,48 +1,172 @@
-"""What verifying guesses costs, read from a few steps before the first request.
+"""Steps run at startup: the rehearsal before memory is measured, and the calibration of the draft cost model.
 
-Invariant: nothing is left behind but what steps took, and steps that are recorded now and not when somebody waits.
-They are steps of requests that nobody knows of and that are gone when the last one ends; what they write into the
-cache is in blocks that are nobody's; and noise has no state. How many are run follows from durations on which all ranks
-agree.
+Neither leaves anything behind: the requests are unknown to the scheduler, and the blocks belong to no request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import count, islice
 
+import torch
+
 from quire.config import EngineConfig
-from quire.kv_cache.spec import KVCacheConfig
+from quire.distributed.group import Group
+from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, RecurrentStateSpec
 from quire.models.stages import Stage
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.spec_decode.step_costs import WIDEST, StepCosts
+from quire.spec_decode.step_costs import WIDEST, Clocks, OwnClock, StepCosts
 
-BUDGET_S = 0.3
-"""No further step is begun once they have taken so long."""
-NUM_TIMED = 2
-"""Steps of each shape that count, behind one that may be recorded; the fastest says what such a step takes."""
-FEW_REQUESTS = 8
-"""Requests of the steps that are not of one alone."""
+_EVERYTHING = SamplingParams(
+    seed=0, temperature=0.9, top_k=2, top_p=0.9, repetition_penalty=1.1, logprobs=1, max_tokens=1
+)
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
+_RANDOM = SamplingParams(seed=0, max_tokens=1, logprobs=20)
+_SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+
+_SMALL: tuple[tuple[list[int], SamplingParams], ...] = (
+    ([1], _GREEDY),
+    ([1, 1], _RANDOM),
+    *(([length], _SCORED) for length in (9, 20, 40, 80, 300)),
+)
+"""Small steps as (tokens of each request, params): few rows use other kernel tiles than many."""
+
+
+def rehearsed_groups(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+    """Return one group of all layers if one kind of metadata suffices, ignoring windows; else one per kind."""
+    will_do = len({(isinstance(spec, RecurrentStateSpec), spec.planes) for spec in specs.values()}) == 1
+    kinds: dict[Hashable, list[str]] = {}
+    for name, spec in specs.items():
+        kinds.setdefault(None if will_do else (spec.kind, spec.block_bytes), []).append(name)
+    return tuple(KVCacheGroup(tuple(names), specs[names[0]]) for names in kinds.values())
+
+
+class Rehearsal:
+    """Largest prefill step, largest decode step and, for compiled kernels, small steps of other kinds.
+
+    Invariant: they use as many tokens and requests as the limits allow, and launch every kernel variant that a plan
+    can reach. Their output is meaningless.
+
+    Args:
+        max_num_tokens: most tokens of the prefill step.
+        max_num_seqs: most requests of the decode step; 0: no decode step.
+        groups: KV cache groups; each gets its own blocks.
+        every_variant: add small steps for every kernel variant.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        groups: Sequence[KVCacheGroup],
+        *,
+        every_variant: bool = False,
+    ) -> None:
+        limits = config.scheduler
+        num_tokens = min(max_num_tokens, limits.max_num_batched_tokens)
+        longest = max(config.model.max_model_len - 1, 1)
+        prompt = min(num_tokens, longest)
+        self._pooled = None if config.pooling is None else PoolingParams()
+        self._block_size = groups[0].spec.block_size
+        self._num_groups = len(groups)
+        num_decodes = min(max_num_seqs, limits.max_num_seqs)
+        self._steps = [([prompt] * min(max(num_tokens // prompt, 1), limits.max_num_seqs), _EVERYTHING)]
+        if num_decodes:
+            self._steps.append(([1] * num_decodes, _EVERYTHING))
+        if every_variant and config.pooling is None:
+            self._steps += (s for s in _SMALL if max(s[0]) <= prompt and len(s[0]) <= limits.max_num_seqs)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks needed, the null block included."""
+        most = max(sum(map(self._blocks_of, lengths)) for lengths, _ in self._steps)
+        return 1 + self._num_groups * most
+
+    def plans(self) -> list[SchedulerOutput]:
+        """Return the plans, for a runner with as many groups."""
+        steps: list[SchedulerOutput] = []
+        names: list[str] = []
+        for step_id, (lengths, params) in enumerate(self._steps, 1):
+            before, names = names, [f"{step_id}, {index}" for index in range(len(lengths))]
+            steps.append(self._plan(step_id, dict(zip(names, lengths, strict=True)), params, before))
+        return steps
+
+    def _plan(
+        self, step_id: int, lengths: dict[str, int], params: SamplingParams, removed: list[str]
+    ) -> SchedulerOutput:
+        new, scheduled, unused = [], [], count(1)
+        for name, length in lengths.items():
+            block_ids = [list(islice(unused, self._blocks_of(length))) for _ in range(self._num_groups)]
+            pools = self._pooled is not None
+            new.append(
+                NewRequestData(name, [0] * length, length, params, block_ids, 0, pooling_params=self._pooled)
+            )
+            scheduled.append(
+                ScheduledRequest(
+                    name,
+                    start=0,
+                    num_tokens=length,
+                    num_samples=int(not pools),
+                    new_block_ids=[],
+                    pools=pools,
+                )
+            )
+        return SchedulerOutput(step_id, new, scheduled, removed)
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+class AgreedClocks(OwnClock):
+    """Clocks of a group: every rank measures, and the first rank's measurement counts for all.
+
+    One small all-gather per step. Ranks that exchange drafts must draft alike.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def agreed(self, seconds: Sequence[float]) -> list[float]:
+        first: list[float] = self._group.all_gather(torch.tensor(seconds, dtype=torch.float64))[0].tolist()
+        return first
+
+
+def make_clocks(config: EngineConfig, group: Group) -> Clocks:
+    """Return agreed clocks if drafts cross ranks or each rank makes its own plans, else this process's."""
+    crosses = config.draft is not None or config.parallel.plans_on_each_rank
+    return group_clocks(group) if crosses else OwnClock()
+
+
+def group_clocks(group: Group) -> Clocks:
+    """Return clocks of a group whose ranks all measure: they agree on every duration."""
+    return AgreedClocks(group) if group.size > 1 else OwnClock()
+
+
+BUDGET_S = 0.3  # no further step is started after so many seconds
+NUM_TIMED = 2  # timed steps of each shape, after one that may be recorded; the fastest counts
+FEW_REQUESTS = 8  # requests of steps with several requests
 _PARAMS = SamplingParams(seed=0, max_tokens=1)
 
 Shape = tuple[int, int]
-"""Requests of a step, and guesses for each of them."""
+"""(requests of a step, drafts of each request)"""
 Run = Callable[[SchedulerOutput], float]
-"""Runs a plan -> the seconds that it took, for all ranks the same."""
+"""Runs a plan and returns its seconds, equal on all ranks."""
 
 
 def is_calibrated(config: EngineConfig, stage: Stage) -> bool:
-    """Whether steps can be timed by a model alone, without anybody's noticing.
+    """Return whether a model alone can time steps without side effects.
 
-    A stage waits for others, as a replica does that shares experts; and an operator's logits processors would be asked
-    about requests that nobody made.
+    A pipeline stage waits for others, and so does a replica with shared experts. Custom logits processors would see
+    requests that nobody sent.
     """
     return stage.of == 1 and not config.parallel.shares_experts and not config.model.logits_processors
 
 
 def shapes_of(config: EngineConfig) -> list[Shape]:
-    """One request without guesses, with the most, and with fewer; then the same, more roughly, of several."""
+    """Return one request without drafts, with most and with fewer drafts; then, more coarsely, several requests."""
     limits, most = config.scheduler, config.speculative.settings.most_drafts
     most = min(most, config.model.max_model_len - 1)
     few = min(FEW_REQUESTS, limits.max_num_seqs)
@@ -55,11 +179,14 @@ def shapes_of(config: EngineConfig) -> list[Shape]:
 
 
 class Calibration:
-    """Times steps of some shapes.
+    """Timing of a few steps of some shapes, before the first request.
+
+    Invariant: nothing is left behind but durations and recorded steps. The number of steps depends only on durations
+    that all ranks agree on.
 
     Args:
-        shapes: in the order of what they are worth.
-        kv_config: of the cache, in which no request has a block; shapes that need more than it has are left out.
+        shapes: most useful first.
+        kv_config: cache config; no request holds a block. Shapes that need more blocks are skipped.
     """
 
     def __init__(self, shapes: Sequence[Shape], kv_config: KVCacheConfig) -> None:
@@ -68,7 +195,7 @@ class Calibration:
         self._shapes = [shape for shape in shapes if self._num_blocks(shape) <= room]
 
     def run(self, run: Run, costs: StepCosts, budget_s: float = BUDGET_S) -> None:
-        """Tell `costs` what steps take; all shapes once, and again while there is time."""
+        """Pass the durations of steps to `costs`: each shape once, and again while there is time."""
         names: list[str] = []
         fastest: dict[int, float] = {}
         step_id = 0
@@ -85,7 +212,7 @@ class Calibration:
         run(SchedulerOutput(step_id + 1, [], [], names))
 
     def _steps(self) -> Iterator[tuple[Shape, bool]]:
-        """Shapes, and whether what the step takes counts."""
+        """Yield shapes, and whether the duration counts."""
         for number in range(NUM_TIMED):
             for shape in self._shapes:
                 if number == 0:
@@ -93,7 +220,7 @@ class Calibration:
                 yield shape, True
 
     def _plan(self, step_id: int, names: list[str], num_drafts: int, removed: list[str]) -> SchedulerOutput:
-        """New requests of a token each, so that a step that generates is all that there is to them."""
+        """Plan new one-token requests, so that the step only decodes."""
         new, scheduled, unused = [], [], count(1)
         for name in names:
             block_ids = [list(islice(unused, -(-(1 + num_drafts) // size))) for size in self._block_sizes]

@@ -1,6 +1,6 @@
-"""The host's processor as the worker's device.
+"""Host processor as the worker's device.
 
-Invariant: what is handed to it is done when the call has returned, so nothing is ever copied or waited for.
+Invariant: every operation is done when its call returns, so nothing is ever copied or waited for.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kernels.cpu import float_mode, library
+from quire.kernels.cpu import library
 from quire.kernels.cpu.arena import Arena
 from quire.kernels.cpu.calls import lending
-from quire.kernels.cpu.threads import set_num_threads
-from quire.kernels.cpu.unrecorded import UnrecordedOps
+from quire.kernels.cpu.library import set_num_threads
+from quire.kernels.cpu.sized_graph import UnrecordedOps
 from quire.layers.kv_cache import why_not_captured
 from quire.platforms import Host
 from quire.processes import collect_garbage
+from quire.spec_decode.worker.proposer import kept_bytes, passing_bytes
 from quire.worker.block_copies import Moves, copy_on_host
-from quire.worker.devices import Mark
-from quire.worker.guessing_memory import kept_bytes, passing_bytes
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import Body, Forward, HostPipeline, LanguageModel, Pipeline, eager_forward
-from quire.worker.step_memory import FLOAT_BYTES, GAPS, ForwardPeak
+from quire.worker.stage_sizes import FLOAT_BYTES, GAPS, ForwardPeak
 from quire.worker.taped_forward import TapedForward
 from quire.worker.taped_rounds import TapedRounds
+from quire.worker.transfers import Mark
 
 logger = logging.getLogger(__name__)
 
 MIB = 2**20
 UNASKED_SHARE = 0.5
-"""Of the memory that is free after loading: who did not say how much has other programs, too."""
+"""Default share of the memory that is free after loading; other programs get the rest."""
 LOGITS_ELEMENTS = 1 << 23
-"""32 MiB of float32."""
+"""Most elements of logits at once: 32 MiB of float32."""
 SMALL_STEP = 128
-"""Tokens. Of larger steps, Python between the kernels is a small part."""
+"""Tokens; in larger steps, Python between the kernels takes a small part of the time."""
 
 
 def taped_tokens(config: EngineConfig) -> int:
-    """Tokens of the largest step that is recorded: one of every request, or a few requests' drafts and prompts."""
+    """Return the tokens of the largest recorded step: one of every request, or a few requests' drafts and prompts."""
     limits = config.scheduler
     return max(limits.max_num_seqs, min(SMALL_STEP, limits.max_num_batched_tokens))
 
 
 class HostMark:
-    """A moment."""
+    """Point in time."""
 
     def __init__(self) -> None:
         self._time = time.perf_counter()
 
     def wait(self) -> None:
-        """It has passed."""
+        """Return at once: the time has passed."""
 
     def seconds_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, HostMark), "marks of one device"
@@ -68,7 +68,7 @@ class HostMark:
 
 
 class HostTransfers:
-    """The host is where everything is, and what was handed over is done."""
+    """Transfers on the host, which holds all tensors and completes each call at once."""
 
     torch_device = torch.device("cpu")
 
@@ -82,7 +82,7 @@ class HostTransfers:
         return HostMark()
 
     def host_memory(self, shape: tuple[int, ...]) -> Tensor:
-        """Untouched pages cost no memory."""
+        """Return uninitialized memory; untouched pages cost none."""
         return torch.empty(shape, dtype=torch.uint8)
 
     def copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Moves) -> None:
@@ -90,15 +90,15 @@ class HostTransfers:
 
 
 class CpuMemory:
-    """Memory that is shared with everybody else on the machine.
+    """Memory that all programs of the machine share.
 
     Attributes:
-        forward_peak: what forward passes take; whoever runs a rehearsal's measures them.
-        outputs: where the large ones of a step lie, one step's where those of the last one were; None: anywhere.
+        forward_peak: memory that forward passes take; the pipeline of a rehearsal measures it.
+        outputs: arena for the large outputs of a step, reused by the next one; None: they are allocated anywhere.
     """
 
     warm_up_tokens = 32
-    warm_up_seqs = 1  # shows whether decode steps can be recorded; doing so is for the first that is needed
+    warm_up_seqs = 1  # shows whether decode steps can be recorded; the first one needed is
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -106,11 +106,11 @@ class CpuMemory:
         self.outputs: Arena | None = None
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """The pipeline of a rehearsal measures its forward passes itself."""
+        """Return an empty context: the pipeline of a rehearsal measures its forward passes itself."""
         return nullcontext()
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
-        """Of what is free after loading and not kept for the swap space, which is the same memory."""
+        """Return the usable bytes, and the reason; the swap space, in the same memory, is excluded."""
         share, limits = config.cache.memory_share, config.scheduler
         free, (step, tapes) = self._free_bytes(config), self._working_bytes(config)
         reason = (
@@ -121,13 +121,13 @@ class CpuMemory:
         return max(0, int(share * free) - step - tapes), reason
 
     def unasked_bytes(self, config: EngineConfig) -> int | None:
-        """Half of what is free, unless a share is given."""
+        """Return half of the free bytes, less those of steps; None if a share is given."""
         if config.cache.gpu_memory_utilization is not None:
             return None
         return max(0, int(UNASKED_SHARE * self._free_bytes(config)) - sum(self._working_bytes(config)))
 
     def _free_bytes(self, config: EngineConfig) -> int:
-        """A replica has its share, whatever the others have taken of theirs."""
+        """Return the free bytes; for a replica those of its own share, whatever the others have taken of theirs."""
         free = self._host.available_bytes()
         if config.share is not None:
             taken = self._host.own_bytes(config.share.num_replicas) * config.parallel.num_ranks
@@ -135,7 +135,7 @@ class CpuMemory:
         return max(0, free - config.cache.swap_space_bytes)
 
     def _working_bytes(self, config: EngineConfig) -> tuple[int, int]:
-        """What the largest step takes, with states that are kept to guess by, and what recorded steps keep."""
+        """Return the bytes of the largest step, with states kept for drafting, and those of recorded steps."""
         step = self._output_bytes(config) + kept_bytes(config) + self.size_of_rounds(config)[1]
         step += config.scheduler.max_num_batched_tokens * passing_bytes(config)
         num_models = 1 if config.draft is None else 2
@@ -143,7 +143,7 @@ class CpuMemory:
         return step, 0 if config.device.enforce_eager else tapes
 
     def size_of_rounds(self, config: EngineConfig) -> tuple[int, int]:
-        """Most requests of a step that goes on, and bytes for the tensors of a round of them, logits among these."""
+        """Return the most requests of a multi-step decode, and bytes for the tensors of a round, logits among them."""
         if config.scheduler.num_scheduler_steps <= 1:
             return 0, 0
         num_rows = max(1, min(taped_tokens(config), LOGITS_ELEMENTS // config.arch.vocab_size))
@@ -151,18 +151,17 @@ class CpuMemory:
         return num_rows, self.forward_peak.bytes_of_tapes(num_rows) + logits_bytes
 
     def _output_bytes(self, config: EngineConfig) -> int:
-        """For those of the largest step."""
         limits = config.scheduler
         num_logits = min(limits.max_num_seqs * config.arch.vocab_size, LOGITS_ELEMENTS)
         return int(GAPS * self.forward_peak.bytes_of_step(limits.max_num_batched_tokens, num_logits))
 
     def place_outputs(self, config: EngineConfig) -> None:
-        """From now on, until memory is given back; pages that no step reaches cost none."""
+        """Place outputs in an arena until `give_back`; pages that no step reaches cost no memory."""
         if self.outputs is None:
             self.outputs = Arena(self._output_bytes(config))
 
     def give_back(self) -> None:
-        """Also what the C library keeps for later, where it can be asked to (glibc)."""
+        """Free the outputs, garbage, and what the C library keeps for later, if it has `malloc_trim` (glibc)."""
         self.outputs = None
         collect_garbage()
         trim = getattr(CDLL(None), "malloc_trim", None)
@@ -171,10 +170,10 @@ class CpuMemory:
 
 
 class CpuDevice:
-    """One team of threads."""
+    """CPU with one team of threads."""
 
     is_asynchronous = False
-    parks_weights = False  # that is where they are
+    parks_weights = False  # the host holds them already
     compiles_kernels = False
     logits_elements = LOGITS_ELEMENTS
 
@@ -195,8 +194,8 @@ class CpuDevice:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Torch's operations between the kernels, too, are with floats as those have them."""
-        with float_mode.as_in_kernels(), lending.of(self.memory.outputs):
+        """Run a step, in which torch's operations between the kernels handle floats as the kernels do."""
+        with library.as_in_kernels(), lending.of(self.memory.outputs):
             yield
 
     def pipeline(
@@ -208,7 +207,7 @@ class CpuDevice:
         is_rehearsal: bool = False,
         samples_here: bool = True,
     ) -> Pipeline:
-        """Steps that only decode, and an encoder's small ones, are played from tapes, unless --enforce-eager."""
+        """Return the pipeline, which replays decode steps and an encoder's small ones, unless --enforce-eager."""
         peak = self.memory.forward_peak
         if is_rehearsal:
             return HostPipeline(batch, self._rehearsed(eager_forward(model)))
@@ -234,15 +233,15 @@ class CpuDevice:
         return HostPipeline(batch, taped, record, rounds)
 
     def _rounds(self, model: Body, batch: InputBatch, config: EngineConfig) -> TapedRounds | None:
-        """Where plans may ask for several."""
+        """Return the recorded rounds; None if a plan has only one."""
         if config.scheduler.num_scheduler_steps <= 1:
             return None
         num_rows, num_bytes = self.memory.size_of_rounds(config)
-        generates = cast(LanguageModel, model)  # plans of no other ask for rounds
+        generates = cast(LanguageModel, model)  # plans of other models have one round
         return TapedRounds(generates, batch, num_rows, num_bytes, config.scheduler.max_multi_step_s)
 
     def _rehearsed(self, forward: Forward) -> Forward:
-        """The same passes: of prompts, measured; of a token, it is noted what no tape could hold."""
+        """Return the forward pass; it measures prompts, and for one token notes an unrecordable operation."""
         peak = self.memory.forward_peak
         measured = peak.measured(forward)
 
@@ -262,10 +261,10 @@ class CpuDevice:
         return self._host.num_threads()
 
     def _pin(self, num_threads: int) -> None:
-        """Keep the team on cores of their own.
+        """Pin each thread of the team to its own core.
 
         Raises:
-            ConfigError: there are too few cores, no C++ kernels, or the system does not let us.
+            ConfigError: there are too few cores, no C++ kernels, or the system refuses.
         """
         cpus, loaded = self._host.processors(), library.loaded()
         if loaded is None or num_threads > len(cpus):

@@ -1,104 +1,67 @@
-"""What the worker has to know of a device, and the table of devices.
+"""Device interface of the worker, and the table of devices.
 
-Invariant: nothing else in the worker asks which kind of device it runs on. Work is handed to a device in order; one
-that is asynchronous goes on when the call has returned, and then what was downloaded may be read only after a later
-mark was waited for.
+Invariant: nothing else in the worker asks for the device type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.plugins import FACTORY, PluginTable
+from quire.worker.transfers import Transfers
 
 if TYPE_CHECKING:
     from quire.worker.input_batch import InputBatch
     from quire.worker.pipeline import Body, Pipeline
 
 
-class Mark(Protocol):
-    """A point in the order of a device's work."""
-
-    def wait(self) -> None:
-        """Until everything before it is done."""
-
-    def seconds_since(self, earlier: Mark) -> float:
-        """The device's time between two marks that were waited for."""
-
-
 class DeviceMemory(Protocol):
-    """How a device's memory is counted."""
+    """Memory accounting of a device."""
 
     warm_up_tokens: int
     warm_up_seqs: int
-    """Tokens of the step of prompts, and requests of the step that decodes, that are run before memory is measured."""
+    """Most tokens of the prefill step and most requests of the decode step that run before memory is measured."""
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """Around a step like those to come: what it takes on top will not be offered to the KV cache."""
+        """Wrap a representative step; its peak memory is withheld from the KV cache."""
 
     def usable_bytes(self, config: EngineConfig) -> tuple[int, str]:
-        """What the KV cache may take of the memory now, with the reason."""
+        """Return the bytes that the KV cache may take now, with the reason."""
 
     def unasked_bytes(self, config: EngineConfig) -> int | None:
-        """The part of it that the KV cache may take if nobody has said how much; None: all of it."""
+        """Return the default size of the KV cache within `usable_bytes`; None: all of it."""
 
     def give_back(self) -> None:
-        """Hand memory that nobody holds any more to the system."""
-
-
-class Transfers(Protocol):
-    """How data gets from the host to a device and back, in the order of the device's work."""
-
-    torch_device: torch.device
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host, whose memory may change afterwards on an asynchronous device only."""
-
-    def download(self, tensor: Tensor) -> Tensor:
-        """A tensor of the device as one of the host, to be read when a later mark was waited for."""
-
-    def mark(self) -> Mark:
-        """A mark behind everything handed over so far."""
-
-    def host_memory(self, shape: tuple[int, ...]) -> Tensor:
-        """Uninitialised bytes of the host, to and from which `copy_blocks` can copy."""
-
-    def copy_blocks(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: list[tuple[int, int]]
-    ) -> None:
-        """See `CopyBlocks`; tensors [blocks, bytes] uint8."""
+        """Return unused memory to the system."""
 
 
 class Device(Protocol):
-    """One kind of device, as this process uses it: its memory, the ways to it, and how it runs a step."""
+    """Device as this process uses it: memory, transfers and pipelines."""
 
     memory: DeviceMemory
     transfers: Transfers
     is_asynchronous: bool
     parks_weights: bool
-    """Whether weights that are not used for a while are better kept in the host's memory."""
+    """True if unused weights should be moved to host memory."""
     compiles_kernels: bool
-    """Whether a kernel is compiled at its first launch, so that the first launch had better be at start."""
+    """True if kernels are compiled at first launch, so that startup should launch them all."""
     logits_elements: int
-    """Bounds the logits that exist at once."""
+    """Most elements of logits that exist at once."""
 
     def start(self, config: EngineConfig) -> None:
         """Prepare the device for this process.
 
         Raises:
-            ConfigError: it cannot be used.
+            ConfigError: the device cannot be used.
         """
 
     def step(self) -> AbstractContextManager[None]:
-        """Around what a step hands over: what of the calling thread changes what it computes is as it has to be."""
+        """Wrap a step; sets what the calling thread's state changes in the computation."""
 
     def pipeline(
         self,
@@ -109,10 +72,10 @@ class Device(Protocol):
         is_rehearsal: bool = False,
         samples_here: bool = True,
     ) -> Pipeline:
-        """How this device makes a step's inputs and runs the model on them.
+        """Return the pipeline that makes a step's inputs and runs the model.
 
-        Of a rehearsal, what its steps take may be measured on the way. Tokens that are not sampled here are in the
-        host's rows before a step reads them.
+        `is_rehearsal`: the memory of steps may be measured. `samples_here` False: sampled tokens are in the host's
+        rows before a step reads them.
         """
 
 
@@ -129,19 +92,11 @@ DEVICES: PluginTable[Callable[[], Device]] = PluginTable(
 
 
 def make_device(name: str) -> Device:
-    """The device of a prepared config's `device`, under torch's name; ROCm answers to cuda.
+    """Return the device of a prepared config's `device`, by torch's name (ROCm is cuda).
 
     Raises:
-        ConfigError: what its kernels are written in is not installed.
+        ConfigError: Triton is not installed.
     """
     if name in ("cuda", "xpu") and find_spec("triton") is None:
-        raise ConfigError(f"--device {name} needs Triton, which comes with torch's builds for GPUs")
+        raise ConfigError(f"--device {name} needs Triton; install a GPU build of torch, which includes it")
     return DEVICES.resolve(name)()
-
-
-Parts = TypeVar("Parts", bound=tuple[Any, ...])
-
-
-def moved(parts: Parts, move: Callable[[Tensor], Tensor]) -> Parts:
-    """A named tuple with its tensors moved by `Transfers.upload` or `Transfers.download`."""
-    return type(parts)(*(move(part) if isinstance(part, Tensor) else part for part in parts))

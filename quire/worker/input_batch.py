@@ -1,9 +1,8 @@
-"""The persistent batch: one row per request for its whole life.
+"""Persistent batch: one row per request for its whole life, and the block tables of the rows.
 
-Invariant: adding, growing or removing a request touches its own row only, and never moves another; a step
-reads rows by gathering them (`quire.worker.inputs`). What stands behind a row's `num_tokens` tokens, drafts and what
-was sampled behind wrong ones, means nothing and is written over. Big arrays are zero pages of the kernel until a row
-is really used.
+Invariant: adding, growing or removing a request touches only its own row and never moves another; a step gathers the
+rows (`quire.worker.inputs`). Columns from `num_tokens` on (drafts, samples after rejected drafts) are meaningless and
+are overwritten. Large arrays are zero pages of the kernel until a row is used.
 """
 
 from __future__ import annotations
@@ -15,34 +14,111 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import EngineError
+from quire.kv_cache.spec import NULL_BLOCK_ID, KVCacheSpec, RecurrentStateSpec
+from quire.lora.row_adapters import RowAdapters
 from quire.scheduler.output import NewRequestData, ScheduledRequest
-from quire.worker.block_table import BlockTable
-from quire.worker.row_adapters import RowAdapters
+
+
+class BlockTable:
+    """Block table of one KV cache group: one row of block ids, as the group's kernels count them, per request.
+
+    Invariant: `block_ids[row, :num_blocks[row]]` are valid blocks of the pool (times `parts_per_block`), or their
+    kernel-sized parts. They are checked on entry, so a kernel never indexes with anything else. The null block 0
+    stands only where the spec needs no block. Blocks freed while a request runs stay in its row and are never read
+    again.
+
+    Args:
+        max_num_rows: rows, one per running request.
+        max_model_len: tokens of the longest request.
+        spec: KV cache spec of the group.
+        pool_size: blocks in the cache, the null block included.
+        parts_per_block: factor from the pool's block ids to the layers'.
+    """
+
+    def __init__(
+        self,
+        max_num_rows: int,
+        max_model_len: int,
+        spec: KVCacheSpec,
+        pool_size: int,
+        parts_per_block: int = 1,
+    ) -> None:
+        self.block_size = spec.kernel_block_size
+        self.pool_size = pool_size
+        self.has_states = isinstance(spec, RecurrentStateSpec)
+        self._spec = spec
+        self._parts_per_block = parts_per_block
+        self._kernel_blocks = np.arange(spec.kernel_blocks) * spec.planes
+        width = spec.num_blocks(max_model_len) * spec.kernel_blocks
+        self.block_ids: NDArray[np.int32] = np.zeros((max_num_rows, width), dtype=np.int32)
+        self.num_blocks: NDArray[np.int64] = np.zeros(max_num_rows, dtype=np.int64)
+
+    def append(self, row: int, block_ids: list[int], num_computed_tokens: int) -> None:
+        """Append blocks to a row whose next computed token is at `num_computed_tokens`.
+
+        Raises:
+            EngineError: a block id is not in the pool, is 0 where a block is read, or the row is full.
+        """
+        if not block_ids:
+            return
+        parts = len(self._kernel_blocks)
+        start = int(self.num_blocks[row]) // parts
+        end = start + len(block_ids)
+        nulls = [index for index, block_id in enumerate(block_ids, start) if block_id == NULL_BLOCK_ID]
+        missing = any(self._spec.needs_block(index, num_computed_tokens, end) for index in nulls)
+        if min(block_ids) < 0 or max(block_ids) >= self.pool_size or missing:
+            raise EngineError(
+                f"block ids {block_ids} must be in [1, {self.pool_size}), or 0 where the spec needs no block"
+            )
+        if end * parts > self.block_ids.shape[1]:
+            raise EngineError(f"a row has {end} blocks; the limit is {self.block_ids.shape[1] // parts}")
+        firsts = np.array(block_ids)[:, None]
+        ids = np.where(firsts == NULL_BLOCK_ID, 0, firsts * self._parts_per_block + self._kernel_blocks)
+        self.block_ids[row, start * parts : end * parts] = ids.ravel()
+        self.num_blocks[row] = end * parts
+
+    def clear(self, row: int) -> None:
+        self.num_blocks[row] = 0
+
+    def capacity(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens that the blocks of each row can hold."""
+        return self.num_blocks.take(rows) * self.block_size
+
+    def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slot of each token: rows [T], positions [T] -> block_id * block_size + offset, [T] int64."""
+        blocks = self.block_ids[rows, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
+
+    def gather(self, rows: NDArray[np.int64], num_tokens: int) -> NDArray[np.int32]:
+        """Return a copy of some rows, wide enough for `num_tokens` tokens: [R, blocks] int32."""
+        width = -(-num_tokens // self.block_size)
+        gathered: NDArray[np.int32] = self.block_ids[:, :width].take(rows, axis=0)
+        return gathered
 
 
 class Samples(NamedTuple):
-    """The N samples of a step, or some of them: a row may have several, whose columns follow each other."""
+    """N samples of a step; a row with drafts has several, in adjacent columns."""
 
     rows: NDArray[np.int64]
     """[N]."""
     columns: NDArray[np.int64]
-    """[N] where the sampled token is to stand: all before it in the row are known, or drafts taken to be right."""
+    """[N] column of each sampled token: all tokens before it are known, or drafts assumed to be right."""
 
     def part(self, part: slice) -> Samples:
         return Samples(self.rows[part], self.columns[part])
 
 
 class TokenPlaces(NamedTuple):
-    """Where sampled tokens stand: their rows, their columns, and the generations that the rows had."""
+    """Places of sampled tokens: rows, columns, and the rows' generations at that time."""
 
     rows: NDArray[np.int64]
     columns: NDArray[np.int64]
     generations: NDArray[np.int64]
     num_added: int
-    """Requests that had been added to the batch; while there are no more, no generation has changed."""
+    """Requests added to the batch so far; if equal to the batch's count, no generation has changed."""
 
     def at(self, indices: NDArray[np.int64]) -> TokenPlaces:
-        """Some of them."""
+        """Return the places at some indices."""
         return TokenPlaces(
             self.rows[indices], self.columns[indices], self.generations[indices], self.num_added
         )
@@ -51,14 +127,14 @@ class TokenPlaces(NamedTuple):
 class InputBatch:
     """Tokens and progress of all running requests.
 
-    A row has one column more than `max_model_len`, for the token sampled when the context is just full. Its generation
-    is the number of requests that it has been given to.
+    A row has `max_model_len` + 1 columns; the last is for the token sampled when the context is just full. A row's
+    generation counts the requests that it was given to.
 
     Args:
         max_num_seqs: number of rows.
         max_model_len: most tokens of a request.
         block_tables: one per KV cache group.
-        adapters: those of the rows, where adapters are served.
+        adapters: LoRA adapters of the rows, if adapters are served.
         rolls_back: whether accepted drafts count as computed (`KVCacheConfig.rolls_back`).
     """
 
@@ -80,9 +156,11 @@ class InputBatch:
         self.num_computed_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.generations: NDArray[np.int64] = np.zeros(max_num_seqs, dtype=np.int64)
         self.second_text_starts: NDArray[np.int64] | None = None
-        """[S] where the second of a row's two texts begins, `max_model_len` where it has one; None: no row had two."""
+        """[S] start of the second text of a pair, `max_model_len` for a row with one text; None: no row has had a
+        pair.
+        """
         self.device_tokens: Tensor | None = None
-        """`token_ids` as a device keeps them, if one does: whatever stands before a sample is there in time."""
+        """Device copy of `token_ids`, if there is one; it has all tokens before a sample in time."""
         self.adapters = adapters
         self.rolls_back = rolls_back
         self._num_added = 0
@@ -96,7 +174,7 @@ class InputBatch:
         return request_id in self._row_of
 
     def add(self, request: NewRequestData) -> int:
-        """Give the request a row and return it. Its tokens are known to fit (`quire.worker.validation`).
+        """Assign a row and return it. The caller has checked that the tokens fit (`quire.worker.model_runner`).
 
         Raises:
             EngineError: it has a row already, no row is free, or a block id is bad.
@@ -113,13 +191,13 @@ class InputBatch:
         self.num_tokens[row] = len(request.token_ids)
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
-        self._tell_texts_apart(row, request.second_text_start)
+        self._set_second_text(row, request.second_text_start)
         self._append_blocks(row, request.block_ids, request.num_computed_tokens)
         if self.adapters is not None:
             self.adapters.add_request(row, request.lora_request)
         return row
 
-    def _tell_texts_apart(self, row: int, second_text_start: int | None) -> None:
+    def _set_second_text(self, row: int, second_text_start: int | None) -> None:
         if self.second_text_starts is None:
             if second_text_start is None:
                 return
@@ -127,10 +205,10 @@ class InputBatch:
         self.second_text_starts[row] = self.max_model_len if second_text_start is None else second_text_start
 
     def grow(self, request: ScheduledRequest) -> None:
-        """Take over the blocks and the drafts that a plan brings for a request.
+        """Append the blocks and the drafts that a plan has for a request.
 
         Raises:
-            EngineError: it has no row, a block id is bad, or the drafts are not what is to be sampled.
+            EngineError: no row, a bad block id, or a number of drafts that does not match the samples.
         """
         row = self.row(request.request_id)
         if any(request.new_block_ids):
@@ -138,8 +216,8 @@ class InputBatch:
         drafts, first = request.draft_token_ids, int(self.num_tokens[row])
         if len(drafts) != max(request.num_samples - 1, 0) or first + len(drafts) > self.max_model_len:
             raise EngineError(
-                f"request {request.request_id}: {len(drafts)} drafts behind {first} tokens, "
-                f"for {request.num_samples} samples in a context of {self.max_model_len}"
+                f"request {request.request_id}: {len(drafts)} drafts after {first} tokens, "
+                f"for {request.num_samples} samples and max_model_len {self.max_model_len}"
             )
         self.token_ids[row, first : first + len(drafts)] = drafts
 
@@ -159,7 +237,7 @@ class InputBatch:
         return row
 
     def row(self, request_id: str) -> int:
-        """The row of a request.
+        """Return the row of a request.
 
         Raises:
             EngineError: it has none.
@@ -170,7 +248,7 @@ class InputBatch:
         return row
 
     def rows(self, request_ids: list[str]) -> NDArray[np.int64]:
-        """The rows of requests, [R].
+        """Return the rows of requests, [R].
 
         Raises:
             EngineError: one has none.
@@ -186,16 +264,16 @@ class InputBatch:
         num_computed: NDArray[np.int64],
         num_new: NDArray[np.int64] | NDArray[np.bool_],
     ) -> None:
-        """Some rows [R], all different, have computed so many tokens and have so many new ones, set later."""
+        """Record for distinct rows [R] the computed tokens and the number of new ones, whose values follow."""
         self.num_computed_tokens[rows] = num_computed
         self.num_tokens[rows] += num_new
 
     def places(self, samples: Samples) -> TokenPlaces:
-        """Where the tokens of these samples are to be set."""
+        """Return the places where the tokens of these samples are to be written."""
         return TokenPlaces(*samples, self.generations[samples.rows], self._num_added)
 
     def set_tokens(self, places: TokenPlaces, token_ids: NDArray[np.int64]) -> None:
-        """Set what was sampled, but in rows that others have been given since."""
+        """Write sampled tokens, except to rows that were reassigned since."""
         rows, columns, generations, num_added = places
         if num_added == self._num_added:
             self.token_ids[rows, columns] = token_ids
@@ -204,7 +282,7 @@ class InputBatch:
             self.token_ids[rows[same], columns[same]] = token_ids[same]
 
     def keep(self, first: TokenPlaces, num_kept: NDArray[np.int64]) -> None:
-        """Of the tokens set from some places [R] on, the first count: accepted drafts, and the one behind them."""
+        """Keep the first `num_kept` [R] tokens from some places on: the accepted drafts and one more token."""
         same = first.generations == self.generations[first.rows]
         rows = first.rows[same]
         self.num_tokens[rows] = first.columns[same] + num_kept[same]
@@ -212,7 +290,7 @@ class InputBatch:
             self.num_computed_tokens[rows] += num_kept[same] - 1
 
     def output_indices(self, samples: Samples) -> NDArray[np.int64]:
-        """[N] how many generated tokens stand before each sample."""
+        """Return [N] the number of generated tokens before each sample."""
         return samples.columns - self.num_prompt_tokens[samples.rows]
 
     def _append_blocks(self, row: int, block_ids: list[list[int]], num_computed_tokens: int) -> None:

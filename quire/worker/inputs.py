@@ -1,7 +1,7 @@
-"""From rows to one step's flat inputs.
+"""Flat inputs of one step, gathered from the rows of the batch.
 
-Invariant: numpy vector operations only, so the cost does not depend on Python visiting tokens; a plain loop
-that does the same is the oracle in the tests.
+Invariant: numpy vector operations only, so the cost does not depend on Python visiting tokens. A plain loop is the
+oracle in the tests.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from quire.errors import EngineError
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.layers.step import StepContext
 from quire.scheduler.output import ScheduledRequest
-from quire.worker.block_table import BlockTable
-from quire.worker.graph_shapes import GraphShape
-from quire.worker.input_batch import InputBatch, Samples
+from quire.worker.graphs import GraphShape
+from quire.worker.input_batch import BlockTable, InputBatch, Samples
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Which tokens of which rows a step computes: R requests and T tokens, behind N of which one is sampled."""
+    """Tokens of a step: T tokens of R requests, with N samples."""
 
     rows: NDArray[np.int64]
     """[R] batch row of each request, in the plan's order."""
@@ -36,17 +35,17 @@ class StepLayout:
     query_start_loc: NDArray[np.int64]
     """[R + 1] index of each request's first token in the flat inputs, and T."""
     num_samples: NDArray[np.int64]
-    """[R] of each request: 0, or 1 and one for each of its drafts."""
+    """[R] samples of each request: 0, or 1 plus its number of drafts."""
     sampling: NDArray[np.int64]
     """[N] index, into `rows`, of each sample's request."""
     logits_indices: NDArray[np.int64]
-    """[N] index, in the flat inputs, of the token behind which it is sampled."""
+    """[N] flat index of the token whose logits give the sample."""
     pools: NDArray[np.bool_]
-    """[R] whether a request is pooled with this step, the last of its prompt."""
+    """[R] True for a request that is pooled after this step, its last."""
     num_drafts: NDArray[np.int64] | None = None
-    """[R]; None: there are none."""
+    """[R] drafts of each request; None: the step has none."""
     catches_up: bool = False
-    """Whether requests may compute several tokens that they have generated, and none of their prompts but the last."""
+    """True if requests may recompute several generated tokens, but of a prompt at most the last token."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,22 +61,22 @@ class StepLayout:
 
     @property
     def is_one_token_each(self) -> bool:
-        """Whether every request computes one token, as in a step that only decodes."""
+        """True if every request computes one token, as in a pure decode step."""
         return self.num_tokens == len(self.rows)
 
     @property
     def is_all_sampled(self) -> bool:
-        """Whether a token is sampled behind every one, as in most steps that only decode."""
+        """True if every token has a sample, as in most pure decode steps."""
         return self.num_tokens == len(self.sampling)
 
     @property
     def only_generates(self) -> bool:
-        """Whether nothing of a prompt is computed but perhaps its last token: what is taped, or costs a step alike."""
+        """True if no prompt token but perhaps the last is computed: such steps are recorded and cost alike."""
         return self.is_one_token_each or self.is_all_sampled or self.catches_up
 
     @property
     def samples(self) -> Samples:
-        """The rows and columns of all samples."""
+        """Rows and columns of all samples."""
         if self.is_all_sampled and self.is_one_token_each:
             return Samples(self.rows, self.ends)
         positions = (self.ends - self.query_start_loc[1:])[self.sampling] + self.logits_indices
@@ -86,7 +85,7 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of one step, on the device."""
+    """Inputs of one step, on the device."""
 
     layout: StepLayout
     input_ids: Tensor
@@ -97,14 +96,14 @@ class StepInputs:
     """[N] int32 or int64: those of the layout."""
     step: StepContext
     graph: GraphShape | None = None
-    """The shape of the captured graph for which they were made, with padding behind R requests and T tokens."""
+    """Shape of the captured graph for these inputs, padded after R requests and T tokens; None: eager."""
 
 
 def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLayout:
-    """Lay the tokens of some requests, all different and with their drafts in their rows, side by side.
+    """Lay out the tokens of distinct requests, whose drafts are in their rows, side by side.
 
     Raises:
-        EngineError: the plan is not one for what the rows know, have computed and have blocks for.
+        EngineError: the plan does not match the rows' tokens, progress or blocks.
     """
     rows = batch.rows([request.request_id for request in scheduled])
     starts = np.array([request.start for request in scheduled], dtype=np.int64)
@@ -137,7 +136,7 @@ def lay_out(batch: InputBatch, scheduled: Sequence[ScheduledRequest]) -> StepLay
 
 
 def first_tokens(num_tokens: int) -> StepLayout:
-    """The first so many tokens of row 0; where nobody has it, they are tokens 0 in the null block."""
+    """Return a layout of the first tokens of row 0; if the row is free, they are tokens 0 in the null block."""
     none = np.zeros(0, dtype=np.int64)
     return StepLayout(
         rows=np.array([0]),
@@ -152,7 +151,7 @@ def first_tokens(num_tokens: int) -> StepLayout:
 
 
 def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
-    """The inputs of a layout, gathered by the host."""
+    """Gather the inputs of a layout on the host."""
     token_rows, positions = _places(layout)
     return StepInputs(
         layout=layout,
@@ -173,7 +172,7 @@ def _adapter_rows(batch: InputBatch, layout: StepLayout) -> Tensor | None:
 
 
 def gather_adapter_slots(batch: InputBatch, layout: StepLayout) -> NDArray[np.int32] | None:
-    """[T] the slots of the tokens' adapters, negative where there is none; None: no token of the step has one."""
+    """Return [T] LoRA slots of the tokens, negative for none; None: no token of the step has an adapter."""
     slots = None if batch.adapters is None else batch.adapters.slots_of(layout.rows)
     if slots is None or layout.is_one_token_each:
         return slots
@@ -181,13 +180,13 @@ def gather_adapter_slots(batch: InputBatch, layout: StepLayout) -> NDArray[np.in
 
 
 def has_token_types(batch: InputBatch, layout: StepLayout) -> bool:
-    """Whether a step has tokens of a second text."""
+    """Return whether a step has tokens of a second text."""
     starts = batch.second_text_starts
     return starts is not None and bool((starts[layout.rows] < layout.ends).any())
 
 
 def gather_token_types(batch: InputBatch, layout: StepLayout) -> Tensor | None:
-    """[T] int64 on the host, 1 for tokens of a second text; None: the step has none."""
+    """Return [T] int64 on the host, 1 for tokens of a second text; None: the step has none."""
     starts = batch.second_text_starts
     if starts is None or not has_token_types(batch, layout):
         return None
@@ -196,7 +195,7 @@ def gather_token_types(batch: InputBatch, layout: StepLayout) -> Tensor | None:
 
 
 def _places(layout: StepLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[T] row and position of each token."""
+    """Return [T] row and position of each token."""
     if layout.is_one_token_each:
         return layout.rows, layout.starts
     num_tokens = layout.ends - layout.starts
@@ -215,7 +214,7 @@ def group_metadata(
     max_seq_len: int,
     kept_lens: Tensor | None = None,
 ) -> GroupMetadata:
-    """What the layers of a table's group read: of its kind, and of what is given as much as that kind needs."""
+    """Return the metadata of a table's group, as attention or as state layers read it."""
     shared = (query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len)
     if table.has_states:
         return StateMetadata(*shared, table.block_size, kept_lens)
@@ -227,7 +226,7 @@ def _metadata(
     layout: StepLayout,
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]],
 ) -> tuple[GroupMetadata, ...]:
-    """`tokens` are the row and the position of each."""
+    """Return the metadata of all groups; `tokens` are the row and position of each token."""
     starts = torch.from_numpy(layout.query_start_loc.astype(np.int32))
     seq_lens = torch.from_numpy(layout.ends.astype(np.int32))
     max_query_len, longest = layout.max_query_len, layout.max_seq_len
@@ -256,17 +255,19 @@ def _check(
     tokens: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
     gives: NDArray[np.bool_],
 ) -> None:
-    """What the plan counts on, against what the rows have.
+    """Check the plan against the rows.
 
-    `tokens` [R] each: the first that a request computes, the end of those that are no drafts, and of all. `gives` [R]:
-    whether something is sampled behind them, or they are pooled.
+    `tokens` [R] each: first computed token, end without drafts, end. `gives` [R]: True if the request is sampled or
+    pooled.
     """
     starts, last, ends = tokens
     known, computed = batch.num_tokens.take(rows), batch.num_computed_tokens.take(rows)
     is_good = (starts == computed) & (starts < last) & (last <= known) & ((last == known) == gives)
-    _require(is_good, scheduled, "the request has other tokens, or has computed others")
+    _require(is_good, scheduled, "the request's known or computed tokens differ from the plan")
     for table in batch.block_tables:
-        _require(ends <= table.capacity(rows), scheduled, "the request has no cache blocks for these tokens")
+        _require(
+            ends <= table.capacity(rows), scheduled, "the request has no KV cache blocks for these tokens"
+        )
 
 
 def _require(is_good: NDArray[np.bool_], scheduled: Sequence[ScheduledRequest], problem: str) -> None:

@@ -1,7 +1,7 @@
-"""Jumping ahead: where a grammar leaves one text only, such as the keys of an object, its tokens are guessed.
+"""Jump-ahead decoding: drafts the tokens that a grammar forces, such as the keys of an object.
 
-Invariant: they are guesses like any others (`quire.spec_decode`). A text can be cut into tokens in several ways, and
-which of them the model takes is for it to say; so nothing is forced on it, and no token is another than without.
+Invariant: they are drafts like any other (`quire.spec_decode`). A text can be tokenized in several ways, and the model
+decides among them; so output is the same as without jump-ahead.
 """
 
 from __future__ import annotations
@@ -15,22 +15,19 @@ from quire.spec_decode.drafter import CERTAIN, NO_DRAFT, Draft, Text
 from quire.worker.input_batch import InputBatch
 from quire.worker.sampler.grammar import GrammarMask
 
-MAX_REQUESTS = 4
-"""In larger steps a row more costs what a row of a step costs, so a wrong guess takes what a right one gives."""
-
-
-MOST = 8
-"""Tokens that are guessed at a time, unless somebody says otherwise."""
-MIN_LAYER_WIDTHS = 8192
-"""Layers times hidden size. A step of a smaller model is as short as what guesses take of the host."""
+MAX_REQUESTS = 4  # in larger steps every row costs, so a wrong draft loses what a right one gains
+MOST = 8  # default number of drafts
+MIN_LAYER_WIDTHS = (
+    8192  # layers x hidden size; a step of a smaller model is no longer than drafting on the host
+)
 
 
 def jump_ahead(
     config: EngineConfig, kv_config: KVCacheConfig, batch: InputBatch, grammars: GrammarMask
 ) -> JumpAhead | None:
-    """Who guesses for this engine.
+    """Return the jump-ahead drafter of this engine, or None.
 
-    Nobody does where the next step is planned before its guesses are known, or where right guesses are computed again,
+    It is disabled where the next step is planned before its drafts exist, and where accepted drafts are recomputed
     because a layer keeps a state.
     """
     most = config.structured_outputs.settings.jump_ahead
@@ -41,12 +38,12 @@ def jump_ahead(
 
 
 class JumpAhead:
-    """A `Drafter` for requests that a grammar constrains.
+    """`Drafter` for requests with a grammar.
 
     Args:
-        batch: whose requests sample.
-        grammars: has read of each text what it has to know, or will.
-        most: tokens that are guessed at a time.
+        batch: rows of the requests.
+        grammars: grammar state of each row.
+        most: most drafts of a request.
     """
 
     keys: ClassVar[frozenset[str]] = frozenset()
@@ -62,7 +59,7 @@ class JumpAhead:
         return [Draft(self._forced(text)[: self._most], CERTAIN) for text in texts]
 
     def forget(self, request_id: str) -> None:
-        """The grammars know."""
+        """Do nothing: `GrammarMask` holds the state."""
 
     def _forced(self, text: Text) -> list[int]:
         return self._grammars.forced_tokens(self._batch.row(text.request_id), text.token_ids)

@@ -1,87 +1,332 @@
-"""The model runner: carries out plans.
+"""Model runner: executes the scheduler's plans.
 
-Invariant: plan -> batch -> gather -> forward -> sample -> keep -> result, each a call to the part that owns it; what a
-request may ask for lives in those parts, and what kind of device it is in `Device` and `Pipeline`, and neither as a
-branch here. Nothing is read from the device before the result is asked for, but for what needs sampled tokens on the
-host. A request that fails costs itself alone.
+Order: update batch -> gather -> forward -> sample -> keep -> result, each a call to its owner. Request features live
+in those owners; device specifics live in `Device` and `Pipeline`. Nothing is read from the device before the result is
+requested, except where sampling needs earlier tokens on the host.
+
+Invariant: a failing request fails alone. A result is read once, and reading it writes the sampled tokens to the host's
+rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.errors import EngineError
+from quire.config.pooling import PoolingSpec
+from quire.errors import EngineError, ValidationError
 from quire.kv_cache.spec import KVCacheConfig
 from quire.logits_processors import make_logits_processors
+from quire.lora.row_adapters import RowAdapters
 from quire.models.stages import ALL, Stage
+from quire.pooling.worker import PooledNumbers, Pooler
+from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
-    WAIST_VERSION,
+    STEP_PROTOCOL_VERSION,
     ModelRunnerOutput,
     NewRequestData,
     ScheduledRequest,
     SchedulerOutput,
+    TokenLogprobs,
 )
-from quire.spec_decode.clocks import Clocks
-from quire.spec_decode.speculation import Speculation
+from quire.spec_decode.speculation import Speculation, Verified
+from quire.spec_decode.step_costs import Clocks
+from quire.spec_decode.worker.drafts import MODEL_PROPOSERS, count_kept, make_speculation
+from quire.spec_decode.worker.proposer import ModelProposer
 from quire.structured_output.store import GrammarStore
-from quire.worker.block_table import BlockTable
 from quire.worker.calibration import Calibration
-from quire.worker.devices import Device, Mark
-from quire.worker.drafts import GUESSING_MODELS, make_speculation
-from quire.worker.graph_shapes import most_samples
-from quire.worker.guessing_model import GuessingModel
-from quire.worker.input_batch import InputBatch
+from quire.worker.devices import Device
+from quire.worker.graphs import most_samples
+from quire.worker.input_batch import BlockTable, InputBatch, TokenPlaces
 from quire.worker.inputs import StepInputs, lay_out
-from quire.worker.launched_step import LaunchedStep, Marks, SampledTokens
 from quire.worker.pipeline import LanguageModel
-from quire.worker.pooling import Pooler
-from quire.worker.prompt_logprobs import PromptLogprobs
-from quire.worker.row_adapters import RowAdapters
-from quire.worker.row_logits import RowLogits
-from quire.worker.sample_graphs import SampleGraphs
-from quire.worker.sampler import Sampler
+from quire.worker.sampler import NON_FINITE, Sampler, SamplerOutput
 from quire.worker.sampler.logprobs import LogprobsMode
-from quire.worker.samplers import Samplers
-from quire.worker.sampling import RowSampling, Sampling
-from quire.worker.stage_pipeline import SampledElsewhere, pipeline_of
-from quire.worker.validation import why_unusable
+from quire.worker.sampling import (
+    PromptEntries,
+    PromptLogprobs,
+    RowLogits,
+    RowSampling,
+    SampledPart,
+    SampleGraphs,
+    Samplers,
+    Sampling,
+)
+from quire.worker.stage_pipeline import ReceivedSampling, pipeline_of
+from quire.worker.transfers import Mark
+
+Value = TypeVar("Value")
+
+_NON_FINITE_NUMBERS = "the model produced non-finite pooling output"
+
+
+class Marks(NamedTuple):
+    """Device marks of a step: before it, after its forward pass, and after all downloads."""
+
+    started: Mark
+    forwarded: Mark
+    done: Mark
+
+
+class Outcome(NamedTuple):
+    """Results of a step, by request index within the step."""
+
+    token_ids: dict[int, list[int]]
+    logprobs: dict[int, list[TokenLogprobs]]
+    failed: dict[int, str]
+
+
+class SampledTokens(NamedTuple):
+    """Samples of a step on their way to the host."""
+
+    indices: NDArray[np.int64]
+    """[N] index, in the step, of each sample's request."""
+    parts: Sequence[SampledPart]
+    """Parts of the samples, in order."""
+    places: TokenPlaces
+    """[N] places of the tokens in the host's rows."""
+    drafts: dict[int, list[int]]
+    """Verified drafts, by request index."""
+    further: Sequence[NDArray[np.int64]] = ()
+    """[N] tokens of each further multi-step decode round."""
+    further_s: float = 0.0
+    """Seconds of these rounds, nearly all of it forward passes."""
+
+    def read(self, batch: InputBatch) -> Outcome:
+        """Write the downloaded tokens to the batch and return the outcome."""
+        output = self._join()
+        batch.set_tokens(self.places, output.token_ids)
+        if self.drafts:
+            return self._verified(output, batch)
+        for count, token_ids in enumerate(self.further, 1):
+            batch.set_tokens(self.places._replace(columns=self.places.columns + count), token_ids)
+        indices, rounds = self.indices.tolist(), (output.token_ids, *self.further)
+        tokens = [list(of_request) for of_request in zip(*(one.tolist() for one in rounds), strict=True)]
+        return Outcome(
+            dict(zip(indices, tokens, strict=True)),
+            {indices[sample]: [entry] for sample, entry in output.logprobs.items()},
+            {indices[sample]: reason for sample, reason in output.failed.items()},
+        )
+
+    def known_tokens(self, batch: InputBatch, outcome: Outcome) -> dict[int, NDArray[np.int32]]:
+        """Return all tokens up to those of the outcome, for the requests that continue."""
+        indices, firsts = self._firsts()
+        rows, columns, generations, _ = self.places.at(firsts)
+        return {
+            index: batch.token_ids[row, : column + len(outcome.token_ids[index])]
+            for index, row, column, generation in zip(
+                indices.tolist(), rows, columns, generations, strict=True
+            )
+            if index not in outcome.failed and generation == batch.generations[row]
+        }
+
+    def _firsts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return [R] each request that sampled and the index of its first sample; its samples are adjacent."""
+        is_first = np.ones(len(self.indices), dtype=np.bool_)
+        np.not_equal(self.indices[1:], self.indices[:-1], out=is_first[1:])
+        firsts = is_first.nonzero()[0]
+        return self.indices[firsts], firsts
+
+    def _join(self) -> SamplerOutput:
+        """Concatenate the parts to the output of all N samples."""
+        outputs = [part.read() for part in self.parts]
+        if len(outputs) == 1:
+            return outputs[0]
+        joined = SamplerOutput(np.zeros(len(self.indices), dtype=np.int64), {}, {})
+        first = 0
+        for token_ids, logprobs, failed in outputs:
+            joined.token_ids[first : first + len(token_ids)] = token_ids
+            joined.logprobs.update({first + sample: entry for sample, entry in logprobs.items()})
+            joined.failed.update({first + sample: reason for sample, reason in failed.items()})
+            first += len(token_ids)
+        return joined
+
+    def _verified(self, output: SamplerOutput, batch: InputBatch) -> Outcome:
+        """Return the outcome where requests have drafts: only the samples up to the first rejection count."""
+        outcome, tokens = Outcome({}, {}, {}), output.token_ids.tolist()
+        indices, firsts = self._firsts()
+        for index, first in zip(indices.tolist(), firsts.tolist(), strict=True):
+            drafts = self.drafts.get(index, [])
+            is_bad = [sample in output.failed for sample in range(first, first + 1 + len(drafts))]
+            sampled = tokens[first : first + 1 + len(drafts)]
+            outcome.token_ids[index] = sampled[: count_kept(sampled, drafts, is_bad)]
+            if first in output.failed:
+                outcome.failed[index] = output.failed[first]
+            if first in output.logprobs:
+                last = first + len(outcome.token_ids[index])
+                outcome.logprobs[index] = [output.logprobs[sample] for sample in range(first, last)]
+        drafted = [place for place, index in enumerate(indices.tolist()) if index in self.drafts]
+        num_kept = [len(outcome.token_ids[index]) for index in indices[drafted].tolist()]
+        batch.keep(self.places.at(firsts[drafted]), np.array(num_kept))
+        return outcome
+
+
+@dataclass(eq=False, slots=True)
+class LaunchedStep:
+    """Launched step, whose result is read when the device is done."""
+
+    step_id: int
+    request_ids: list[str]
+    """Requests of the step, in its order."""
+    unusable: dict[str, str]
+    """Requests that got no row, with the reason."""
+    marks: Marks
+    batch: InputBatch
+    sampled: SampledTokens | None = None
+    prompts: list[PromptEntries] = field(default_factory=list)
+    pooled: list[PooledNumbers] = field(default_factory=list)
+    speculation: Speculation | None = None
+    width: int = 0
+    """Tokens computed, for the cost model of drafting; 0 if the step also computes prompts."""
+    _result: ModelRunnerOutput | None = None
+
+    @property
+    def is_read(self) -> bool:
+        return self._result is not None
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the device and return the output; further calls return the same output."""
+        if self._result is None:
+            self.marks.done.wait()
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> ModelRunnerOutput:
+        ids, outcome, further_s = self.request_ids, Outcome({}, {}, {}), 0.0
+        if self.sampled is not None:
+            outcome, further_s = self.sampled.read(self.batch), self.sampled.further_s
+        failed = outcome.failed
+        prompts = {prompt.request: prompt.read() for prompt in self.prompts}
+        failed.update({index: NON_FINITE for index, entries in prompts.items() if entries is None})
+        found = {index: entries for index, entries in prompts.items() if entries is not None}
+        pooled = {one.request: one.read() for one in self.pooled}
+        failed.update({index: _NON_FINITE_NUMBERS for index, numbers in pooled.items() if numbers is None})
+        numbers = {index: one for index, one in pooled.items() if one is not None}
+
+        def by_id(values: Mapping[int, Value]) -> dict[str, Value]:
+            return {ids[index]: value for index, value in values.items() if index not in failed}
+
+        return ModelRunnerOutput(
+            step_id=self.step_id,
+            sampled_token_ids=by_id(outcome.token_ids),
+            logprobs=by_id(outcome.logprobs),
+            prompt_logprobs=by_id(found),
+            pooled=by_id(numbers),
+            failed=self.unusable | {ids[index]: reason for index, reason in failed.items()},
+            draft_token_ids=self._propose(outcome),
+            forward_s=self.marks.forwarded.seconds_since(self.marks.started) + further_s,
+            sample_s=self.marks.done.seconds_since(self.marks.forwarded) - further_s,
+        )
+
+    def _propose(self, outcome: Outcome) -> dict[str, list[int]]:
+        """Record the step's cost and return drafts for the next plan; none while speculation is paused."""
+        if self.speculation is None or self.sampled is None:
+            return {}
+        ids = self.request_ids
+        verified = {
+            ids[index]: Verified(len(drafts), len(outcome.token_ids[index]) - 1)
+            for index, drafts in self.sampled.drafts.items()
+        }
+        took = self.marks.done.seconds_since(self.marks.started)
+        self.speculation.note_step(verified, len(outcome.token_ids), self.width, took)
+        if self.speculation.rests():
+            return {}
+        known = self.sampled.known_tokens(self.batch, outcome)
+        return self.speculation.propose({ids[index]: tokens for index, tokens in known.items()})
+
+
+def why_unusable(
+    request: NewRequestData, vocab_size: int, max_model_len: int, pooling: PoolingSpec | None = None
+) -> str | None:
+    """Return why the request cannot get a row, or None. `pooling` is the model's.
+
+    The front end validates requests with better messages. This check makes a bug there cost one request and never
+    memory.
+    """
+    num_tokens = len(request.token_ids)
+    if not 0 < num_tokens <= max_model_len:
+        return f"the request has {num_tokens} tokens, the limit is 1 to {max_model_len}"
+    if not 0 < request.num_prompt_tokens <= num_tokens:
+        return f"the request has {request.num_prompt_tokens} prompt tokens of {num_tokens} tokens"
+    refusal = _why_not_pooled(request, pooling)
+    if refusal is not None:
+        return refusal
+    params = request.sampling_params
+    if params.thinking_token_budget is not None and params.thinking_markers is None:
+        return "thinking_token_budget needs thinking_markers"
+    indexed: dict[str, Iterable[int]] = {
+        "token id": request.token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": params.logit_bias or (),
+        "logprob_token_ids": params.logprob_token_ids or (),
+        "bad_words_token_ids": [token_id for word in params.bad_words_token_ids for token_id in word],
+        "thinking_markers": _markers(params),
+    }
+    return next((bad for name, ids in indexed.items() if (bad := _out_of_range(name, ids, vocab_size))), None)
+
+
+def _why_not_pooled(request: NewRequestData, pooling: PoolingSpec | None) -> str | None:
+    params = request.pooling_params
+    if pooling is None or params is None:
+        generates, pools = params is None, pooling is not None
+        if generates != pools:
+            return None
+        return "the model pools prompts and generates nothing" if pools else "the model has no pooler"
+    try:
+        pooling.check(params)
+    except ValidationError as error:
+        return str(error)
+    return None
+
+
+def _markers(params: SamplingParams) -> tuple[int, ...]:
+    markers = params.thinking_markers
+    return () if markers is None else (*markers.start_ids, *markers.end_ids)
+
+
+def _out_of_range(name: str, token_ids: Iterable[int], vocab_size: int) -> str | None:
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low >= 0 and high < vocab_size:
+        return None
+    return f"{name} {low if low < 0 else high} is not in the vocabulary of {vocab_size} tokens"
+
 
 _TOKENS_PER_READ_ROW = 4
-"""From so many on, picking the rows that are read costs less than what is left out of the others."""
+"""Tokens per sample from which computing the last layer for sampled rows only pays for the gather."""
 
 
 class KeepsRows(Protocol):
-    """Keeps something of the requests that have a row."""
+    """Owner of per-row state."""
 
     def add_request(self, row: int, request: NewRequestData) -> None:
-        """A request was given a row."""
+        """Store the state of a request that was given a row."""
 
     def remove_request(self, row: int) -> None:
-        """It has lost it."""
+        """Drop the state of a row."""
 
 
 class ModelRunner:
-    """Owns the batch and everything kept per row.
+    """Owner of the batch and of all per-row state.
 
     Args:
         model: loaded, its KV cache bound.
         config: prepared.
         kv_config: the cache that was allocated.
         device: where the model and its cache are.
-        grammars: where constraints are compiled; its own, if nobody prepares any.
-        adapters: those of the rows, where adapters are served.
-        draft: a model that guesses what this one says, or heads that do, its KV cache bound.
-        stage: that the model is; what the last one samples is told to the others, and is the result of the last alone.
-        speculation: guesses tokens for later plans to verify; by default as the configuration says.
-        clocks: that decide how much is guessed; None: this process's.
-        is_rehearsal: its steps are run to see what memory steps take.
+        grammars: compiles structured-output constraints; None: the runner makes its own.
+        adapters: LoRA adapters of the rows, if adapters are served.
+        draft: draft model or draft heads, KV cache bound.
+        stage: pipeline stage of the model; the last one samples and sends the tokens to the others.
+        speculation: proposes draft tokens; None: as configured.
+        clocks: decide the number of drafts; None: this process's.
+        is_rehearsal: the steps are run to measure memory.
     """
 
     def __init__(
@@ -140,14 +385,14 @@ class ModelRunner:
             self._logits, self._samplers, self._slice_size, device.transfers, self._sample_graphs(config)
         )
         if not stage.is_last:
-            self._sampling = SampledElsewhere(stage)
-        self._guessing = None
+            self._sampling = ReceivedSampling(stage)
+        self._draft_model = None
         if draft is not None:
-            self._guessing = self._guessing_model(draft, config, device, is_rehearsal=is_rehearsal)
+            self._draft_model = self._make_draft_model(draft, config, device, is_rehearsal=is_rehearsal)
         if speculation is None and stage.is_last and not is_rehearsal:
             grammars_read = self._samplers.plain.grammar_mask
             speculation = make_speculation(
-                config, kv_config, self.batch, grammars_read, self._guessing, clocks
+                config, kv_config, self.batch, grammars_read, self._draft_model, clocks
             )
         self._speculation = speculation
         self._prompt_logprobs = PromptLogprobs(
@@ -155,21 +400,21 @@ class ModelRunner:
         )
         self._pooling = config.pooling
         self._pooler = Pooler(self.batch, model, config.pooling, device.transfers)
-        self._rows_of: tuple[KeepsRows, ...] = (self._pooler,)
-        """What keeps something of each request: pooled models sample nothing, nor do stages before the last."""
+        self._row_users: tuple[KeepsRows, ...] = (self._pooler,)
+        """Owners of per-row state; a pooling model and stages before the last do not sample."""
         if config.pooling is None:
-            guessing = () if self._guessing is None else (self._guessing,)
-            self._rows_of = (self._sampling, self._prompt_logprobs, *guessing)
+            drafting = () if self._draft_model is None else (self._draft_model,)
+            self._row_users = (self._sampling, self._prompt_logprobs, *drafting)
         if not stage.is_last:
-            self._rows_of = ()
+            self._row_users = ()
         self._rounds = self._pipeline.rounds
         if self._rounds is not None:
-            self._rows_of = (*self._rows_of, self._rounds)
-        # A rehearsal is of steps that leave out nothing; a device has compiled its kernels for such.
+            self._row_users = (*self._row_users, self._rounds)
+        # A rehearsal measures full steps, and an asynchronous device has compiled its kernels for full steps.
         self._reads_samples_only = (
             stage.is_last
             and config.pooling is None
-            and self._guessing is None
+            and self._draft_model is None
             and not device.is_asynchronous
             and not is_rehearsal
         )
@@ -178,7 +423,7 @@ class ModelRunner:
         self._unread: list[LaunchedStep] = []
 
     def _sample_graphs(self, config: EngineConfig) -> SampleGraphs | None:
-        """Where the pipeline has graphs, and something is sampled behind them."""
+        """Return the sampling graphs if the pipeline captures graphs and the model samples."""
         room = self._pipeline.room
         if room is None or config.pooling is not None:
             return None
@@ -193,15 +438,15 @@ class ModelRunner:
             adapts=config.lora.enable_lora,
         )
 
-    def _guessing_model(
+    def _make_draft_model(
         self, model: LanguageModel, config: EngineConfig, device: Device, *, is_rehearsal: bool
-    ) -> GuessingModel:
-        """On a device its passes are launched kernel by kernel: what they read has no lasting place."""
+    ) -> ModelProposer:
+        """Build the draft model; on a device it runs eagerly, because its inputs have no fixed address."""
         method, launched = config.speculative.settings.method, config
-        assert method is not None, "whoever has a model for guesses says how it guesses"
+        assert method is not None, "a draft model needs a speculative method"
         if device.is_asynchronous:
             launched = replace(config, device=replace(config.device, enforce_eager=True))
-        return GUESSING_MODELS[method](
+        return MODEL_PROPOSERS[method](
             model,
             self.batch,
             device.pipeline(model, self.batch, launched, is_rehearsal=is_rehearsal),
@@ -212,19 +457,19 @@ class ModelRunner:
         )
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step from beginning to end."""
+        """Launch one step and wait for its result."""
         return self.launch(plan).result()
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
-        """Hand a step over to the device.
+        """Launch a step on the device.
 
         Raises:
-            EngineError: the plan contradicts itself or the batch, or is of another version, which is a bug of ours.
+            EngineError: the plan contradicts itself or the batch, or has another version; this is an internal bug.
         """
-        if plan.version != WAIST_VERSION:
+        if plan.version != STEP_PROTOCOL_VERSION:
             raise EngineError(
-                f"step {plan.step_id} is planned in version {plan.version}, not {WAIST_VERSION}"
+                f"step {plan.step_id} has plan version {plan.version}; this worker expects {STEP_PROTOCOL_VERSION}"
             )
         if self._pipeline.reads_host_tokens:
             self._read_results({request.request_id for request in plan.scheduled})
@@ -234,18 +479,18 @@ class ModelRunner:
         started = self._transfers.mark()
         if not ids:
             return LaunchedStep(plan.step_id, ids, unusable, Marks(started, started, started), self.batch)
-        inputs = self._of_wanted(self._pipeline.gather(lay_out(self.batch, scheduled)))
+        inputs = self._restrict_rows(self._pipeline.gather(lay_out(self.batch, scheduled)))
         hidden = self._pipeline.forward(inputs)
-        if self._guessing is not None:
-            self._guessing.follow(inputs, hidden)
+        if self._draft_model is not None:
+            self._draft_model.follow(inputs, hidden)
         forwarded = self._transfers.mark()
         prompts = self._prompt_logprobs.compute(inputs.layout, hidden, inputs.step.adapter_rows)
         pooled = self._pooler.compute(inputs.layout, hidden, inputs.step.adapter_rows)
         if self._sampling.reads_tokens(inputs):
             self._read_results(set(ids))
         sampled = self._sample(inputs, hidden, scheduled)
-        if plan.max_rounds > 1 and sampled is not None:
-            sampled = self._go_on(inputs, sampled, plan.max_rounds - 1, started)
+        if plan.max_decode_steps > 1 and sampled is not None:
+            sampled = self._decode_further(inputs, sampled, plan.max_decode_steps - 1, started)
         marks = Marks(started, forwarded, self._transfers.mark())
         step = LaunchedStep(
             plan.step_id,
@@ -262,27 +507,28 @@ class ModelRunner:
         self._unread = [*(earlier for earlier in self._unread if not earlier.is_read), step]
         return step
 
-    def _of_wanted(self, inputs: StepInputs) -> StepInputs:
-        """With the rows that are read, where they are few and samples are all that is made of them."""
+    def _restrict_rows(self, inputs: StepInputs) -> StepInputs:
+        """Restrict the last layer to the sampled rows, if they are few and nothing else reads the others."""
         layout, step = inputs.layout, inputs.step
         are_few = layout.num_tokens >= _TOKENS_PER_READ_ROW * len(layout.logits_indices)
         if not are_few or not self._reads_samples_only:
             return inputs
         if self._prompt_logprobs.are_wanted or self._sampling.replays:
             return inputs
-        if step.adapter_rows is not None:  # of which the MLP has one for each row
+        if step.adapter_rows is not None:  # the MLP reads one adapter row per token
             return inputs
         return replace(inputs, step=replace(step, wanted=inputs.logits_indices))
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Do before the first step what should not hold one up; of a rehearsal, to see what it takes."""
+        """Do one-time work (graph capture, recording) before the first step."""
         self._pipeline.prepare()
 
     def calibrate(self, calibration: Calibration, clocks: Clocks) -> None:
-        """Time some steps if anybody decides by what they take; who guesses sees none of it. There are no requests yet.
+        """Time some steps for the cost model of drafting; the speculation does not see them. There are no requests
+        yet.
 
-        `clocks` say how long steps took, for all ranks that run them.
+        `clocks` agree on durations among all ranks that run the steps.
         """
 
         def timed(plan: SchedulerOutput) -> float:
@@ -301,13 +547,13 @@ class ModelRunner:
             self._speculation = speculation
 
     def read_all(self) -> None:
-        """Take in what steps that have run still have to say."""
+        """Read the results of all launched steps."""
         self._read(len(self._unread))
 
     def _read_results(self, request_ids: Set[str]) -> None:
-        """Wait until the host's rows have all that was sampled so far for some requests.
+        """Wait until the host's rows have all tokens sampled so far for some requests.
 
-        What is further back than steps can be in flight is there already, and is not left lying.
+        Steps older than the in-flight limit are read too, so that they are freed.
         """
         behind = [
             number
@@ -322,9 +568,9 @@ class ModelRunner:
         self._unread = self._unread[num_steps:]
 
     def _update_batch(self, plan: SchedulerOutput) -> dict[str, str]:
-        """Bring the rows in line with the plan; returns requests that cannot have one, with the reason.
+        """Add, remove and extend rows as planned; return unusable requests with their reasons.
 
-        These are remembered, because plans made before the scheduler hears of it still name them.
+        They are remembered, because plans made before the scheduler receives the failure still name them.
         """
         for request_id in plan.removed_request_ids:
             self._remove(request_id)
@@ -344,7 +590,7 @@ class ModelRunner:
 
     def _add(self, request: NewRequestData) -> None:
         row = self.batch.add(request)
-        for part in self._rows_of:
+        for part in self._row_users:
             part.add_request(row, request)
         if self._speculation is not None:
             self._speculation.add_request(request.request_id, request.num_prompt_tokens, request.owner)
@@ -353,13 +599,13 @@ class ModelRunner:
         if scheduled.draft_token_ids:
             num_tokens = self._logits.num_tokens(self.batch.row(scheduled.request_id))
             if not all(0 <= token_id < num_tokens for token_id in scheduled.draft_token_ids):
-                raise EngineError(f"the plan has {scheduled}, and the request's model {num_tokens} tokens")
+                raise EngineError(f"the plan has {scheduled}, but the vocabulary has {num_tokens} tokens")
         self.batch.grow(scheduled)
 
     def _remove(self, request_id: str) -> None:
         if self._unusable.pop(request_id, None) is None:
             row = self.batch.remove(request_id)
-            for part in self._rows_of:
+            for part in self._row_users:
                 part.remove_request(row)
             if self._speculation is not None:
                 self._speculation.remove_request(request_id)
@@ -367,7 +613,7 @@ class ModelRunner:
     def _sample(
         self, inputs: StepInputs, hidden: Tensor, scheduled: list[ScheduledRequest]
     ) -> SampledTokens | None:
-        """Sample what is planned, and make room in the rows for it; how far drafts lead is known with the result."""
+        """Sample as planned and advance the rows; the number of accepted drafts follows with the result."""
         layout = inputs.layout
         parts = self._sampling.sample(inputs, hidden)
         drafts: dict[int, list[int]] = {}
@@ -382,18 +628,20 @@ class ModelRunner:
         downloaded = [part.moved(self._transfers.download) for part in parts]
         return SampledTokens(layout.sampling, downloaded, self.batch.places(layout.samples), drafts)
 
-    def _go_on(
+    def _decode_further(
         self, inputs: StepInputs, sampled: SampledTokens, num_rounds: int, started: Mark
     ) -> SampledTokens:
-        """With what further rounds generate, if there are any.
+        """Decode further tokens by multi-step decode, if the pipeline supports it.
 
         Raises:
-            EngineError: requests have no blocks for so many.
+            EngineError: a request has too few blocks.
         """
         layout, began = inputs.layout, self._transfers.mark()
         for table in self.batch.block_tables:
             if (layout.ends + num_rounds > table.capacity(layout.rows)).any():
-                raise EngineError(f"the plan has {num_rounds} further rounds and no cache blocks for them")
+                raise EngineError(
+                    f"the plan has {num_rounds} further decode rounds but no KV cache blocks for them"
+                )
         if self._rounds is None or len(sampled.parts) > 1 or not self._logits.are_of_model(layout.rows):
             return sampled
         token_ids = sampled.parts[0].codes.numpy()

@@ -1,4 +1,4 @@
-"""How a step's inputs are made and the model is run on them, and how the host does it.
+"""Pipeline from rows of the batch to hidden states, and its host implementation.
 
 Invariant: `gather`, `forward` and `keep` are called in this order, once per step.
 """
@@ -14,51 +14,52 @@ from torch import Tensor
 
 from quire.layers.step import StepContext
 from quire.scheduler.output import NewRequestData
-from quire.worker.graphs import GraphRoom
+from quire.worker.graphs import GraphMemory
 from quire.worker.input_batch import InputBatch
 from quire.worker.inputs import StepInputs, StepLayout, first_tokens, gather_inputs
 from quire.worker.sampler import Sampler
 
 
 class Body(Protocol):
-    """What a pipeline needs of a model."""
+    """Model interface of a pipeline."""
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """Ids and positions [T] int64 -> hidden states [T, H]."""
+        """Map ids and positions [T] int64 to hidden states [T, H]."""
 
 
 class LanguageModel(Body, Protocol):
-    """What the runner needs of a model."""
+    """Model interface of the runner."""
 
     def compute_logits(
         self, hidden: Tensor, adapter_rows: Tensor | None = None, num_added: int = 0
     ) -> Tensor:
-        """[N, H], and perhaps the adapter of each [N], -> [N, V] float32, a tensor the caller may change.
+        """Map hidden states [N, H], and the adapter of each [N], to [N, V] float32, which the caller may change.
 
-        With `num_added` there are so many more, of tokens that adapters add; others than a row's own mean nothing.
+        With `num_added` there are that many more logits, for tokens added by adapters; only those of a row's own
+        adapter are meaningful.
         """
 
     def apply_heads(self, pooled: Tensor, task: str, adapter_rows: Tensor | None = None) -> Tensor:
-        """Of a model that is pooled, for a task: float32 [N, H], and perhaps the adapter of each -> [N, size]."""
+        """Map pooled states float32 [N, H], and the adapter of each, to [N, size] for a pooling task."""
 
 
 Forward = Callable[[StepInputs], Tensor]
-"""Hidden states [T, H] of a step, which the next step may overwrite."""
+"""Computes hidden states [T, H] of a step, which the next step may overwrite."""
 
 
 def eager_forward(model: Body) -> Forward:
-    """Calls the model as it is, each time."""
+    """Return a forward function that calls the model directly."""
     return lambda inputs: model.forward(inputs.input_ids, inputs.positions, inputs.step)
 
 
 class Rounds(Protocol):
-    """Generates further tokens of a step's requests."""
+    """Multi-step decode: generates further tokens after a step."""
 
     def add_request(self, row: int, request: NewRequestData) -> None:
-        """A request was given a row."""
+        """Store the state of a request that was given a row."""
 
     def remove_request(self, row: int) -> None:
-        """It has lost it."""
+        """Drop the state of a row."""
 
     def more(
         self,
@@ -68,46 +69,49 @@ class Rounds(Protocol):
         num_rounds: int,
         took_s: float,
     ) -> list[NDArray[np.int64]]:
-        """What follows the tokens [R] that a step has sampled in so much time: [R] of each round, at most so many."""
+        """Return up to `num_rounds` arrays [R] of tokens that follow `token_ids` [R].
+
+        `took_s` is the duration of the step that sampled `token_ids`.
+        """
 
 
 class Pipeline(Protocol):
-    """A device's way from rows to hidden states."""
+    """Device-specific path from rows to hidden states."""
 
     reads_host_tokens: bool
-    """Whether `gather` reads sampled tokens from the host's rows; else `keep` has put them where it reads them."""
+    """True if `gather` reads sampled tokens from the host's rows; else `keep` has stored them on the device."""
 
     @property
-    def room(self) -> GraphRoom | None:
-        """Where what comes behind the model may make graphs, too; None: nothing is recorded."""
+    def room(self) -> GraphMemory | None:
+        """Shared graph memory, for graphs of what follows the model; None: nothing is captured."""
 
     @property
     def rounds(self) -> Rounds | None:
-        """None: a step is one round."""
+        """Multi-step decode; None: not supported."""
 
     def gather(self, layout: StepLayout) -> StepInputs:
-        """See `gather_inputs`."""
+        """Gather the inputs of a layout; see `gather_inputs`."""
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Hidden states, a row for each token and perhaps more behind them, which the next step may overwrite."""
+        """Return hidden states, one row per token and perhaps padding; the next step may overwrite them."""
 
     def keep(self, codes: list[Tensor]) -> None:
-        """Take in what the step's requests sampled: `Sampled.codes` of all that do, in order."""
+        """Store what the step sampled: `Sampled.codes` of all samples, in order."""
 
     def prepare(self) -> None:
-        """Do before the first step what should not hold one up."""
+        """Do one-time work before the first step."""
 
 
 class HostPipeline:
-    """numpy and the model, one call after the other.
+    """Pipeline of the host: numpy gather, then the model.
 
     Args:
-        record: has steps like a given one recorded, whatever their size, and computes none of them.
-        rounds: what a step may have behind it.
+        record: records steps like a given one, of any size, without computing them.
+        rounds: multi-step decode after a step, if supported.
     """
 
     reads_host_tokens = True
-    room: GraphRoom | None = None
+    room: GraphMemory | None = None
 
     def __init__(
         self,
@@ -128,9 +132,9 @@ class HostPipeline:
         return self._forward(inputs)
 
     def keep(self, codes: list[Tensor]) -> None:
-        """The runner appends them to the host's rows."""
+        """Do nothing: the runner appends the tokens to the host's rows."""
 
     def prepare(self) -> None:
-        """Only to record is slow the first time."""
+        """Record the step, which is slow the first time."""
         if self._record is not None:
-            self._record(self.gather(first_tokens(2)))  # one token's steps have a recording of their own
+            self._record(self.gather(first_tokens(2)))  # single-token steps are recorded separately

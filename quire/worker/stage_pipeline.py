@@ -1,9 +1,8 @@
-"""One of several pipeline stages: hidden states come from the stage before and go on to the next; what the last one
-samples goes back to all others.
+"""Pipeline-parallel stage: receives hidden states, sends its own on; the last stage sends sampled tokens to all.
 
-Invariant: all stages of a share run the same plans in the same order, so what arrives needs no name. Hidden states go
-forward, between devices in the order of their work, and tokens go back from host to host; a stage waits for these only
-where a step needs them. So nobody waits for a stage that waits for it.
+Invariant: all stages of a shard run the same plans in the same order, so messages need no tags. Hidden states go
+forward, device to device in the order of their work. Tokens go back, host to host, and a stage waits for them only
+where a step needs them. So no two stages wait for each other.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ def pipeline_of(
     *,
     is_rehearsal: bool,
 ) -> Pipeline:
-    """How a device runs a stage, of which the model has its part."""
+    """Return the pipeline that runs this stage's part of the model."""
     make = partial(device.pipeline, batch=batch, config=config, is_rehearsal=is_rehearsal)
     if stage.of == 1:
         return make(model)
-    assert isinstance(model, CausalLM), "others are not cut"
+    assert isinstance(model, CausalLM), "only a CausalLM is partitioned into stages"
     stack = model.stack()
-    assert stack is not None, "others are not cut"
+    assert stack is not None, "only a CausalLM is partitioned into stages"
     shape = (config.scheduler.max_num_batched_tokens, stack.stream_size(stack.own.start))
     stream = torch.zeros(
         (0, 0) if stage.is_first else shape,
@@ -59,7 +58,7 @@ def pipeline_of(
 
 
 class LaterLayers(nn.Module):
-    """Layers that go on from a stream [tokens, S], which stands where graphs and tapes may read it."""
+    """Layers that start from a stream [tokens, S] at a fixed address, for graphs and recorded graphs."""
 
     def __init__(self, model: CausalLM, stream: Tensor) -> None:
         super().__init__()
@@ -67,17 +66,16 @@ class LaterLayers(nn.Module):
         self._stream = stream
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
-        """See `Body`."""
         stream = self._stream[: len(inputs)]
         hidden: Tensor = self.model.forward(inputs, positions, replace(step, intermediate={STREAM: stream}))
         return hidden
 
 
 class StagePipeline:
-    """A device's pipeline, of one stage.
+    """Pipeline of one stage, around the device's pipeline.
 
     Args:
-        stream: where its layers find what the stage before hands on; empty in the first.
+        stream: buffer of the hidden states received from the previous stage; empty in the first.
     """
 
     rounds: Rounds | None = None
@@ -112,34 +110,34 @@ class StagePipeline:
         self._pipeline.prepare()
 
 
-class AwaitedSamples(NamedTuple):
-    """`Sampled` where the last stage samples: codes only, once they are read."""
+class ReceivedSamples(NamedTuple):
+    """`Sampled` received from the last stage: codes only."""
 
     codes: Tensor
     group: Group
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> AwaitedSamples:
-        """They come to the host."""
+    def moved(self, move: Callable[[Tensor], Tensor]) -> ReceivedSamples:
+        """Return self: the codes arrive on the host."""
         return self
 
     @torch.inference_mode()
     def read(self) -> SamplerOutput:
-        """Wait for the last stage."""
+        """Wait for the last stage and return its samples."""
         ops.recv(self.codes, self.group, self.group.size - 1)
         return Sampled.of_codes(self.codes).read()
 
 
-class SampledElsewhere:
-    """In a stage before the last, in the place of `RowSampling`."""
+class ReceivedSampling:
+    """`Sampling` of a stage before the last, which receives the tokens."""
 
     def __init__(self, stage: Stage) -> None:
         self._group = stage.group
 
     def add_request(self, row: int, request: NewRequestData) -> None:
-        """Nothing has to be known of it."""
+        """Do nothing."""
 
     def remove_request(self, row: int) -> None:
-        """Nothing is."""
+        """Do nothing."""
 
     def reads_tokens(self, inputs: StepInputs) -> bool:
         return False
@@ -148,8 +146,8 @@ class SampledElsewhere:
     def replays(self) -> bool:
         return False
 
-    def sample(self, inputs: StepInputs, hidden: Tensor) -> list[AwaitedSamples]:
+    def sample(self, inputs: StepInputs, hidden: Tensor) -> list[ReceivedSamples]:
         num_samples = len(inputs.layout.sampling)
         return (
-            [AwaitedSamples(torch.empty(num_samples, dtype=torch.int64), self._group)] if num_samples else []
+            [ReceivedSamples(torch.empty(num_samples, dtype=torch.int64), self._group)] if num_samples else []
         )

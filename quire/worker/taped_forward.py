@@ -1,11 +1,11 @@
-"""The forward pass of a CPU: small steps are played from a tape that is open to any number of requests and tokens.
+"""Forward pass of a CPU with replay of small steps: one recorded kernel graph for any number of requests and tokens.
 
-There is another for steps of one token, and others where tokens have adapters or are of second texts. No number is
-rounded up to few sizes, as those of CUDA graphs are: on a CPU a padded row costs as much as any other. The tensors of
-all tapes share one arena, which the largest step fills.
+There is another graph for steps of one token, and others for steps with adapters or token types. Sizes are not rounded
+up, as for CUDA graphs: on a CPU a padded row costs as much as any other. The tensors of all graphs share one arena,
+which the largest step fills.
 
-Invariant: a tape has the kernels, and so the bits, of the pass that it was recorded from. Whatever differs from step to
-step is copied to where the tape reads it; models and steps that cannot be recorded run as they are.
+Invariant: a graph has the kernels, and so the bits, of the recorded pass. Inputs that differ between steps are copied
+to the buffers that the graph reads; models and steps that cannot be recorded run eagerly.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
 from quire.kernels.cpu.arena import Arena, ArenaFullError
-from quire.kernels.cpu.open_tape import OpenTape, StepSize, record_open
-from quire.kernels.cpu.tape import RecordingError, Tape, record
+from quire.kernels.cpu.recorded_graph import RecordedGraph, RecordingError, record
+from quire.kernels.cpu.sized_graph import SizedGraph, StepSize, record_sized
 from quire.layers.step import StepContext
 from quire.worker.inputs import StepInputs
 from quire.worker.pipeline import Body, eager_forward
@@ -32,7 +32,7 @@ from quire.worker.pipeline import Body, eager_forward
 logger = logging.getLogger(__name__)
 
 _Traits = tuple[bool, bool]
-"""Whether tokens of a step have adapters, and types."""
+"""Flags of a step: its tokens have adapters; its tokens have types."""
 
 
 class TapedForward:
@@ -40,9 +40,9 @@ class TapedForward:
 
     Args:
         model: loaded, its KV cache bound.
-        max_num_tokens: most tokens of a step that is taped.
+        max_num_tokens: most tokens of a recorded step.
         table_widths: for each KV cache group, block ids of the longest request.
-        arena_bytes: memory for the tensors of tapes; a step that needs more runs as it is.
+        arena_bytes: memory for the tensors of graphs; a step that needs more runs eagerly.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class TapedForward:
         self._max_taped = max_num_tokens
         self.places = Places(max_num_tokens, table_widths)
         self._arena = Arena(arena_bytes)
-        self._of_one: dict[_Traits, Tape] = {}
-        self._of_more: dict[_Traits, OpenTape] = {}
+        self._of_one: dict[_Traits, RecordedGraph] = {}
+        self._of_more: dict[_Traits, SizedGraph] = {}
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         self.record(inputs)
@@ -63,31 +63,31 @@ class TapedForward:
         return self.player(inputs)()
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Whether there is a tape for steps of this size."""
+        """Return whether steps of this size are recorded."""
         return _size_of(inputs).tokens <= self._max_taped
 
     def player(self, inputs: StepInputs) -> Callable[[], Tensor]:
-        """Computes a step like this one, of what stands in the places."""
+        """Return a function that computes a step like this one from the contents of `places`."""
         size, traits = _size_of(inputs), _traits_of(inputs)
         if size.tokens == 1:
             return partial(self._play_one, inputs, traits)
         return partial(self._play, inputs, size, traits)
 
     def record(self, inputs: StepInputs) -> None:
-        """Make the tape of steps like this one, of several tokens, unless there is one; nothing is computed."""
+        """Record steps like this one, of several tokens, unless they are recorded; nothing is computed."""
         traits = _traits_of(inputs)
         if 1 < _size_of(inputs).tokens <= self._max_taped and traits not in self._of_more:
             self._record_open(inputs, traits)
 
     def _play(self, inputs: StepInputs, size: StepSize, traits: _Traits) -> Tensor:
         tape = self._of_more[traits]
-        self._check(inputs, tape.play(size))
+        self._check(inputs, tape.replay(size))
         return tape.result(size.tokens)
 
     def _play_one(self, inputs: StepInputs, traits: _Traits) -> Tensor:
         tape = self._of_one.get(traits)
         if tape is not None:
-            self._check(inputs, tape.play())
+            self._check(inputs, tape.replay())
             return tape.result
         placed = self.places.of(inputs, _size_of(inputs))
         try:
@@ -98,12 +98,12 @@ class TapedForward:
         return tape.result
 
     def _record_open(self, inputs: StepInputs, traits: _Traits) -> None:
-        """For steps like this one, whatever their size; of fewer tokens, if there is too little memory."""
-        self.places.fill(inputs)  # all that there is of them is made before
+        """Record steps like this one, of any size; if memory is short, of fewer tokens."""
+        self.places.fill(inputs)  # allocates all buffers before recording
         while self._max_taped > 1 and traits not in self._of_more:
             largest = StepSize(self._max_taped, self._max_taped)
             try:
-                self._of_more[traits] = record_open(
+                self._of_more[traits] = record_sized(
                     lambda size: self._eager(self.places.of(inputs, size)), largest, self._arena
                 )
             except ArenaFullError as reason:
@@ -117,7 +117,7 @@ class TapedForward:
 
     def _check(self, inputs: StepInputs, was_played: bool) -> None:
         if not was_played:
-            self._eager(self.places.of(inputs, _size_of(inputs)))  # raises what the kernel has to say
+            self._eager(self.places.of(inputs, _size_of(inputs)))  # raises the kernel's own error
             raise EngineError("a kernel refused a recorded step and took the same step afterwards")
 
 
@@ -130,7 +130,7 @@ def _traits_of(inputs: StepInputs) -> _Traits:
 
 
 class Places:
-    """Where tapes read the inputs of a step; tapes of fewer requests or tokens read the first rows."""
+    """Input buffers of recorded graphs; graphs of fewer requests or tokens read the first rows."""
 
     def __init__(self, max_num_tokens: int, table_widths: tuple[int, ...]) -> None:
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int64)
@@ -148,7 +148,7 @@ class Places:
         self._slot_arrays = [slots.numpy() for slots in self._slots]
 
     def fill(self, inputs: StepInputs) -> None:
-        """Copy a step's tensors to their places."""
+        """Copy a step's tensors to the buffers."""
         requests, tokens = _size_of(inputs)
         self._input_ids[:tokens] = inputs.input_ids
         self._positions[:tokens] = inputs.positions
@@ -168,8 +168,11 @@ class Places:
             self._handed_over(name, rows)[:tokens] = rows
 
     def go_on(self, token_ids: NDArray[np.int64], slots: Iterable[NDArray[np.int64]]) -> None:
-        """Of a step of one token of each request, make the next: the tokens behind those [R], and where their keys and
-        values lie in each group's cache, [R] each.
+        """Advance a step of one token of each request to the next one.
+
+        Args:
+            token_ids: the next inputs [R].
+            slots: of their keys and values in each group's cache, [R] each.
         """
         count = len(token_ids)
         self._ids_array[:count] = token_ids
@@ -179,12 +182,12 @@ class Places:
             place[:count] = own
 
     def widen(self, tables: Sequence[NDArray[np.int32]]) -> None:
-        """Have more blocks of each request, [R, blocks] of each group."""
+        """Set block tables with more blocks of each request, [R, blocks] of each group."""
         for place, table in zip(self._tables, tables, strict=True):
             place.numpy()[: len(table), : table.shape[1]] = table
 
     def of(self, inputs: StepInputs, size: StepSize) -> StepInputs:
-        """A step like this one but of that size, whose tensors are what stands in their places."""
+        """Return a step like this one but of that size, with tensors in the buffers."""
         step, tokens = inputs.step, size.tokens
         handed_over = {
             name: self._handed_over(name, rows)[:tokens] for name, rows in (step.intermediate or {}).items()
@@ -203,7 +206,7 @@ class Places:
         )
 
     def _handed_over(self, name: str, rows: Tensor) -> Tensor:
-        """The place of rows that a model reads beside tokens; it always does, or never, and they are of one size."""
+        """Return the buffer of rows that a model reads beside tokens: in every step or in none, always of one width."""
         if name not in self._intermediate:
             self._intermediate[name] = rows.new_zeros(len(self._input_ids), rows.shape[1])
         return self._intermediate[name]

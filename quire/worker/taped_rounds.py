@@ -1,11 +1,11 @@
-"""Further tokens of requests that generate, one after the other, without a plan between them.
+"""Multi-step decode: further tokens of generating requests, without a plan between them.
 
-Between two steps a plan is made, packed and reported on. That is a fifth of a millisecond of Python, but in caches that
-a model's weights have just passed through it takes seven times as long, which is a tenth of a small model's token. So a
-tape holds a whole round: the pass, the head and the choice; between two rounds a few numbers are written.
+Between two steps a plan is made, packed and reported on. That is a fifth of a millisecond of Python, but takes seven
+times as long in caches just flushed by a model's weights: a tenth of a small model's token. So a recorded graph holds a
+whole round: forward pass, head and sampling. Between two rounds a few numbers are written.
 
-Invariant: a round is of the kernels of a step, in their order, so its tokens are those of steps. What a round cannot do
-it leaves undone, and the next step does it: that ends a request, or says why it fails.
+Invariant: a round has the kernels of a step, in their order, so its tokens are those of steps. Work that a round cannot
+do is left to the next step, which ends the request or reports its failure.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Tokens = NDArray[np.int64]
 
 
 class RoundOfModel:
-    """Ids and positions [R] -> the tokens that follow [R], negative where none does; a body for a tape.
+    """Model body to record: ids and positions [R] -> next tokens [R], negative for none.
 
     Raises:
-        UnusableLogitsError: instead of choosing by logits of which some are not finite.
+        UnusableLogitsError: some logits are not finite.
     """
 
     def __init__(self, model: LanguageModel, most: int) -> None:
@@ -45,13 +45,13 @@ class RoundOfModel:
         self._place_of_draw = self._positions.numpy()
 
     def use(self, settings: NDArray[np.float64], keys: Tokens) -> None:
-        """How the rows [R] draw, and with which seeds and places [R, 2]."""
+        """Set the sampling settings of the rows [R], and their seeds and positions [R, 2]."""
         count = len(settings)
         self._settings.numpy()[:count] = settings
         self._seeds.numpy()[:count], self._place_of_draw[:count] = keys.T
 
     def go_on(self, count: int) -> None:
-        """Each of the first rows draws at the next place."""
+        """Advance the sampling position of the first `count` rows."""
         self._place_of_draw[:count] += 1
 
     def forward(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
@@ -63,7 +63,7 @@ class RoundOfModel:
 
 
 class StopTokens:
-    """By row, those that may end a request."""
+    """Stop token ids of each row."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._ids = np.full((max_num_seqs, 1), -1, dtype=np.int64)
@@ -78,21 +78,21 @@ class StopTokens:
         self._ids[row, : len(ids)] = ids
 
     def of(self, rows: NDArray[np.int64]) -> Tokens:
-        """[R, any number] of rows [R]; negative ones are none."""
+        """Return the ids [R, any number] of rows [R]; negative ones are padding."""
         ids: Tokens = self._ids[rows]
         return ids
 
 
 class TapedRounds:
-    """Goes on where a step of one token of each request ends, by tapes.
+    """Recorded rounds after a step of one token of each request.
 
     Args:
         model: loaded, its KV cache bound.
-        batch: whose rows generate; their tables have blocks for what the plan allows.
-        most: rows of a step that has further rounds.
+        batch: source of the rows; their tables have blocks for all tokens that the plan allows.
+        most: rows of a step with further rounds.
         arena_bytes: memory for the tensors of a round.
-        max_s: seconds within which a step ends that has further rounds; these are expected to take equally long.
-        clock: seconds, never going back.
+        max_s: seconds for a step with its further rounds, which are expected to take equally long.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -114,27 +114,31 @@ class TapedRounds:
         self._stops = StopTokens(batch.max_num_seqs)
 
     def add_request(self, row: int, request: NewRequestData) -> None:
-        """A request was given a row."""
+        """Add a request with its row."""
         self._stops.add_request(row, request)
 
     def remove_request(self, row: int) -> None:
-        """It has lost it; the next one writes over what is kept."""
+        """Do nothing: the next request of the row overwrites the stop tokens."""
 
     def record(self, inputs: StepInputs) -> None:
-        """Make the tape of rounds of several requests, unless there is one; nothing is computed."""
+        """Record rounds of several requests, unless they are recorded; nothing is computed."""
         self._taped.record(inputs)
 
     def more(
         self, inputs: StepInputs, token_ids: Tokens, sampler: Sampler, num_rounds: int, took_s: float
     ) -> list[Tokens]:
-        """What follows the tokens [R] that a step has sampled in so much time: [R] of each round, at most so many.
+        """Return the tokens [R] of each of at most `num_rounds` further rounds.
 
-        There are fewer if there is no time, a request may have ended, or a round could not be.
+        There are fewer if time is up, a request may have ended, or a round cannot run.
+
+        Args:
+            token_ids: sampled by the step [R].
+            took_s: seconds that the step took.
         """
         began = self._clock() - took_s
         if not self._has_time(took_s, 1) or not self._can_go_on(inputs, token_ids, sampler):
             return []
-        # Whatever can be done before is: between two rounds Python is slow.
+        # Python is slow between two rounds, so all possible work is done before.
         slots = self._begin(inputs, sampler, num_rounds)
         play, stops = self._taped.player(inputs), self._stops.of(inputs.layout.rows)
         found = list[Tokens]()
@@ -153,7 +157,7 @@ class TapedRounds:
         return found
 
     def _can_go_on(self, inputs: StepInputs, token_ids: Tokens, sampler: Sampler) -> bool:
-        """Whether rounds can do what these requests ask for."""
+        """Return whether rounds support all that these requests ask for."""
         step, rows, layout = inputs.step, inputs.layout.rows, inputs.layout
         is_plain = step.adapter_rows is None and step.token_types is None
         generates = layout.is_all_sampled and layout.is_one_token_each
@@ -168,7 +172,7 @@ class TapedRounds:
         return self._taped.takes(inputs)
 
     def _begin(self, inputs: StepInputs, sampler: Sampler, num_rounds: int) -> list[Tokens]:
-        """Put down what is the same for all rounds; returns where the tokens of each go, [rounds, R] of each group."""
+        """Set the inputs that all rounds share; return the slots of their tokens, [rounds, R] of each group."""
         rows, ends, tables = inputs.layout.rows, inputs.layout.ends, self._batch.block_tables
         self._round.use(*sampler.draws(Samples(rows, ends + 1)))
         self._taped.places.fill(inputs)
@@ -178,5 +182,5 @@ class TapedRounds:
         return [table.slots(rows, positions) for table in tables]
 
     def _has_time(self, took_s: float, num_rounds: int) -> bool:
-        """Return whether another round, that takes as long as each of those before, ends in time."""
+        """Return whether another round, as long as each of those before, ends in time."""
         return took_s * (num_rounds + 1) <= self._max_s * num_rounds

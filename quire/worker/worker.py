@@ -1,8 +1,7 @@
-"""The worker: one model on one device, from loading to the last step.
+"""Worker: one model on one device, from loading to the last step.
 
-Invariant: memory is taken in this order and never again: weights, warm-up, KV cache; what sleeps gives its own back and
-takes as much when it wakes. What a device is like
-comes from a `Device`; nothing here asks which one it is.
+Invariant: memory is allocated in this order and never again: weights, warm-up, KV cache. Sleep frees memory and
+wake-up allocates as much again. Device specifics come from `Device`; nothing here asks for the device type.
 """
 
 from __future__ import annotations
@@ -25,32 +24,55 @@ from quire.layers.base import lora_dtype, model_dtype
 from quire.layers.experts import take_part
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.shard import WHOLE, Shard
-from quire.lora.slots import AdapterSlots
-from quire.lora.store import AdapterStore
+from quire.lora.row_adapters import RowAdapters
+from quire.lora.store import AdapterSlots, AdapterStore
 from quire.lora.targets import Targets
 from quire.models.base import CausalLM
-from quire.models.draft_heads.autoregressive import AutoregressiveHead
 from quire.models.loader import load_model
 from quire.models.stages import ALL, Stage
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from quire.sleep.parked_weights import ParkedWeights
+from quire.spec_decode.models.eagle import AutoregressiveHead
+from quire.spec_decode.worker.drafts import DRAFT_PREFIX
+from quire.spec_decode.worker.proposer import uses_draft_heads
 from quire.structured_output.store import GrammarStore
 from quire.worker.block_copies import BlockCopier
-from quire.worker.calibration import Calibration, is_calibrated, shapes_of
+from quire.worker.calibration import (
+    Calibration,
+    Rehearsal,
+    group_clocks,
+    is_calibrated,
+    make_clocks,
+    rehearsed_groups,
+    shapes_of,
+)
 from quire.worker.devices import Device
-from quire.worker.drafts import DRAFT_PREFIX
-from quire.worker.guessing_memory import guesses_by_states
-from quire.worker.launched_step import LaunchedStep
-from quire.worker.model_runner import ModelRunner
-from quire.worker.parked_weights import ParkedWeights
-from quire.worker.refused_memory import refused_memory
-from quire.worker.rehearsal import Rehearsal, rehearsed_groups
-from quire.worker.row_adapters import RowAdapters
-from quire.worker.shared_clocks import all_clocks, clocks_of
-from quire.worker.stage_sizes import with_sizes
+from quire.worker.model_runner import LaunchedStep, ModelRunner
+from quire.worker.stage_sizes import resolve_stage_sizes
 
 logger = logging.getLogger(__name__)
 
-_COPIED_BYTES = 8 * 2**20
+_TRIED = "you tried to allocate"  # part of the RuntimeError that torch's CPU allocator raises
+_COPIED_BYTES = 8 * 2**20  # size of the copy that measures the swap rate
+
+
+@contextmanager
+def refused_memory(purpose: str, remedy: str) -> Iterator[None]:
+    """Turn a failed allocation into a StartupError; any other error passes through.
+
+    Raises:
+        StartupError: names the purpose, the size and the flags that reduce it.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error)
+        if isinstance(error, RuntimeError) and _TRIED not in reason:
+            raise
+        tried = (
+            reason[reason.index(_TRIED) :].split(".")[0] if _TRIED in reason else "Python's allocator failed"
+        )
+        raise StartupError(f"not enough memory for {purpose} ({tried}); {remedy}") from error
 
 
 class Worker:
@@ -58,8 +80,8 @@ class Worker:
 
     Args:
         config: prepared.
-        shard: what this worker computes of each layer; a draft model it computes as a whole.
-        stage: of which layers.
+        shard: tensor-parallel shard of each layer; the draft model is not sharded.
+        stage: pipeline stage, which decides the layers.
     """
 
     def __init__(
@@ -76,8 +98,8 @@ class Worker:
         self._tokens_per_s = 0.0
         self._kv_config: KVCacheConfig | None = None
         self._parked: ParkedWeights | None = None
-        # Time differs among ranks that must sample the same tokens: one decides for all, or, where each has a
-        # scheduler of its own, none.
+        # Ranks must sample the same tokens but measure different times: rank 0 enforces the grammar time limit, or,
+        # where each rank has a scheduler, none does.
         limits_time = shard.rank == 0 and not config.parallel.plans_on_each_rank
         self.grammars = GrammarStore(config.structured_outputs.settings, limits_time=limits_time)
         self.adapters = AdapterStore(
@@ -98,10 +120,8 @@ class Worker:
         """
         started = time.monotonic()
         self._device.start(self._config)
-        with refused_memory(
-            "the model", "--max-model-len, --dtype and --quantization decide how much it takes"
-        ):
-            self._stage = with_sizes(self._config, self._shard, self._stage)
+        with refused_memory("the model", "reduce it with --max-model-len, --dtype or --quantization"):
+            self._stage = resolve_stage_sizes(self._config, self._shard, self._stage)
             self._load_model()
             loaded = time.monotonic()
             self._warm_up()
@@ -110,23 +130,23 @@ class Worker:
         )
 
     def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
-        """Layer name -> what it needs of the cache."""
+        """Return each layer's KV cache spec by layer name."""
         return kv_cache_specs(self._models())
 
     def kv_memory(self) -> KVMemory:
-        """What the cache may take of the memory that is free now."""
+        """Return the memory that the KV cache may take of what is free now."""
         memory = self._device.memory
         usable, reason = memory.usable_bytes(self._config)
         return KVMemory(usable, reason, memory.unasked_bytes(self._config), self._swap_costs())
 
     def initialize_kv_cache(self, kv_config: KVCacheConfig) -> None:
-        """Allocate the cache of this stage's layers, and be ready for steps.
+        """Allocate the KV cache of this stage's layers and build the model runner.
 
         Raises:
-            StartupError: the machine has not so much memory.
+            StartupError: not enough memory.
         """
         kv_config = self._kv_config = kv_config.of_layers(self.kv_cache_specs())
-        with refused_memory("the KV cache", "give it less by --kv-cache-memory-bytes, and less --swap-space"):
+        with refused_memory("the KV cache", "reduce --kv-cache-memory-bytes or --swap-space"):
             tensors, transfers = self._bind_cache(kv_config), self._device.transfers
             shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
             host_tier = [transfers.host_memory(shape) for shape in shapes]
@@ -140,17 +160,18 @@ class Worker:
             adapters=self._row_adapters(),
             draft=self._draft,
             stage=self._stage,
-            clocks=clocks_of(self._config, self._shard.group),
+            clocks=make_clocks(self._config, self._shard.group),
         )
         self._runner.prepare()
         if is_calibrated(self._config, self._stage):
             calibration = Calibration(shapes_of(self._config), kv_config)
-            self._runner.calibrate(calibration, all_clocks(self._shard.group))
+            self._runner.calibrate(calibration, group_clocks(self._shard.group))
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Run one step, or hand it to a device that goes on by itself; returns what waits for the result.
+        """Launch one step and return a function that waits for its result.
 
-        Of a stage before the last the result says nothing but that the last has ended its part.
+        An asynchronous device computes after the call has returned. The result of a stage before the last carries no
+        tokens; it only says that the last stage has finished.
         """
         assert self._runner is not None, "submit before initialize_kv_cache"
         assert self._copier is not None
@@ -158,13 +179,13 @@ class Worker:
         with self._device.step():
             step = self._runner.launch(plan)
             if plan.scheduled and not step.request_ids:
-                self.take_part()  # others count on a step
+                self.take_part()  # other replicas wait for this step's expert exchange
             if self._stage.is_last and not self._device.is_asynchronous:
                 step.result()
         return step.result if self._config.parallel.num_ranks == 1 else partial(self._result, step)
 
     def _result(self, step: LaunchedStep) -> ModelRunnerOutput:
-        """A device that has lost another goes on, and whatever comes of that is nobody's error but the loss."""
+        """Wait for the result; if a rank of either group is lost, raise that error in place of its consequences."""
         try:
             return step.result()
         finally:
@@ -173,16 +194,16 @@ class Worker:
 
     @torch.inference_mode()
     def take_part(self) -> None:
-        """Compute for tokens of other replicas alone, if there are any that share experts with this one."""
+        """Run the experts for tokens of other replicas only, if replicas share experts."""
         if self._config.parallel.shares_experts:
             take_part(self._loaded())
 
     def sleep(self, level: int) -> None:
-        """Give back the cache, and park the weights (level 1) or let go of them (2); rows are lost."""
+        """Free the KV cache, and park (level 1) or drop (level 2) the weights. All rows are lost."""
         if self._runner is not None:
             self._runner.read_all()
             self._runner = self._copier = None
-            self._bind_least_cache()
+            self._bind_minimal_cache()
         if level == 2:
             self._model = self._draft = self._parked = self._slots = None
         elif self._model is not None and self._parked is None and self._device.parks_weights:
@@ -191,10 +212,10 @@ class Worker:
         self._device.memory.give_back()
 
     def wake_up(self, tag: str) -> None:
-        """Have the weights, or the cache, again.
+        """Restore the weights or the KV cache.
 
         Raises:
-            StartupError: they cannot be loaded, or memory does not suffice; they sleep on.
+            StartupError: loading failed or memory does not suffice; the engine stays asleep.
         """
         WAKERS[tag](self)
 
@@ -207,17 +228,16 @@ class Worker:
             self._parked = None
 
     def _wake_cache(self) -> None:
-        assert self._kv_config is not None, "a cache that sleeps was there before"
+        assert self._kv_config is not None, "wake_up of a KV cache that was never initialized"
         self.initialize_kv_cache(self._kv_config)
 
     def shutdown(self) -> None:
-        """Let go of the model and the cache."""
         self._model = self._draft = self._runner = self._copier = None
         self.grammars.close()
         self.adapters.close()
 
     def _load_model(self) -> None:
-        """The model, with slots for adapters if they are served, and what guesses for it, if anything does."""
+        """Load the model, its LoRA slots if adapters are served, and the draft model if there is one."""
         self._model = load_model(self._config, self._shard, self._stage)
         if self._config.draft is not None and self._stage.is_last:
             self._draft = load_model(self._config.draft, prefix=DRAFT_PREFIX)
@@ -249,43 +269,45 @@ class Worker:
         return self._model
 
     def _models(self) -> nn.ModuleList:
-        """All whose layers share the cache."""
+        """Return all models whose layers share the KV cache."""
         return nn.ModuleList([self._loaded(), *([] if self._draft is None else [self._draft])])
 
     def _swap_costs(self) -> SwapCosts:
-        """Rates of copying and computing, roughly: a copy of a few MiB, and the step of prompts that warmed up."""
+        """Estimate the rates of copying (one copy of a few MiB) and of prefill (the warm-up steps)."""
         blocks = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=self._device.transfers.torch_device)
         started = time.perf_counter()
         blocks.to("cpu", copy=True)
         return SwapCosts(_COPIED_BYTES / (time.perf_counter() - started), self._tokens_per_s)
 
     def _bind_cache(self, kv_config: KVCacheConfig) -> tuple[Tensor, ...]:
-        """Allocate a cache, and give it to the model."""
+        """Allocate a KV cache and bind it to the models."""
         with _enough_memory(f"a KV cache of {kv_config.bytes / 2**20:.0f} MiB"):
             tensors = allocate_kv_cache(kv_config, self._device.transfers.torch_device)
         bind_kv_cache(self._models(), kv_config, tensors)
         return tensors
 
     def _warm_up(self) -> None:
-        """Run the largest steps in a cache of their own, so that all that they need exists when memory is measured."""
+        """Run the largest steps with a temporary KV cache, so that everything they allocate exists when memory is
+        measured.
+        """
         device, memory = self._device, self._device.memory
-        least = self._least_cache()
+        minimal = self._minimal_cache()
         rehearsal = Rehearsal(
             self._config,
             memory.warm_up_tokens,
             memory.warm_up_seqs,
-            least.groups,
+            minimal.groups,
             every_variant=device.compiles_kernels,
         )
-        cache = replace(least, num_blocks=rehearsal.num_blocks)
+        cache = replace(minimal, num_blocks=rehearsal.num_blocks)
         tensors = self._bind_cache(cache)
         if device.compiles_kernels:
-            self._launch_what_no_plan_reaches(tensors)
-        heads = self._draft if guesses_by_states(self._config) else None
+            self._compile_remaining_kernels(tensors)
+        heads = self._draft if uses_draft_heads(self._config) else None
         if self._draft is not None and heads is None:
             self._rehearse(self._draft, rehearsal, cache)
         self._tokens_per_s = self._rehearse(self._loaded(), rehearsal, cache, self._stage, heads)
-        self._bind_least_cache()
+        self._bind_minimal_cache()
 
     def _rehearse(
         self,
@@ -295,9 +317,9 @@ class Worker:
         stage: Stage = ALL,
         heads: CausalLM | None = None,
     ) -> float:
-        """Run its steps, and what heads make of them; returns the most tokens per second."""
+        """Run the rehearsal steps, with the draft heads if there are any; return the highest tokens per second."""
         memory, best = self._device.memory, 0.0
-        # A draft model may have more or fewer rows than its target.
+        # The vocabulary of a draft model may differ in size from its target's.
         arch = replace(self._config.arch, vocab_size=model.config.arch.vocab_size)
         config = replace(self._config, model_arch=arch)
         with memory.rehearsal():
@@ -313,8 +335,8 @@ class Worker:
             runner.prepare()
         return best
 
-    def _launch_what_no_plan_reaches(self, cache: tuple[Tensor, ...]) -> None:
-        """Copies of blocks, masks of grammars, whose vocabulary comes later, and what adapters add."""
+    def _compile_remaining_kernels(self, cache: tuple[Tensor, ...]) -> None:
+        """Launch the kernels that no plan reaches: block copies, grammar masks and LoRA."""
         transfers, vocab_size = self._device.transfers, self._config.arch.vocab_size
         transfers.copy_blocks(cache, cache, [(0, 1)])
         logits = torch.zeros(1, vocab_size, device=transfers.torch_device)
@@ -323,19 +345,19 @@ class Worker:
         if self._slots is not None:
             self._slots.launch()
 
-    def _bind_least_cache(self) -> None:
-        """Have the model let go of its cache."""
-        self._bind_cache(self._least_cache())
+    def _bind_minimal_cache(self) -> None:
+        """Release the KV cache by binding one of a single block."""
+        self._bind_cache(self._minimal_cache())
 
-    def _least_cache(self) -> KVCacheConfig:
-        """The null block, for groups as a rehearsal has them."""
+    def _minimal_cache(self) -> KVCacheConfig:
+        """Return a cache config of the null block only, with the groups of a rehearsal."""
         specs = fit_states(self.kv_cache_specs())
         return KVCacheConfig(1, rehearsed_groups(specs), specs)
 
 
 @contextmanager
 def _enough_memory(purpose: str) -> Iterator[None]:
-    """Raises StartupError where torch finds too little memory, which is all that can fail in such a block."""
+    """Raise StartupError for a RuntimeError; inside such a block only a failed allocation raises one."""
     try:
         yield
     except RuntimeError as error:
@@ -345,5 +367,4 @@ def _enough_memory(purpose: str) -> Iterator[None]:
 WAKERS: dict[str, Callable[[Worker], None]] = {
     "weights": Worker._wake_weights,
     "kv_cache": Worker._wake_cache,
-}
-"""Tag -> how it wakes."""
+}  # wake-up tag -> function

@@ -6,12 +6,11 @@ import itertools
 
 import pytest
 
-from quire.bench import attention, kernels
-from quire.bench.attention import AttentionShape
-from quire.bench.case import Case
-from quire.bench.kernels import KernelsResult, Limits, ModelShape, measure_case
+from quire.bench import kernels
+from quire.bench.kernels import AttentionShape, KernelsResult, MachineLimits, ModelShape, measure_case
+from quire.bench.workload import Case
 
-LIMITS = Limits(threads=2, flops=100e9, bandwidth=10e9)
+LIMITS = MachineLimits(threads=2, flops=100e9, bandwidth=10e9)
 
 
 def ticking(step: float) -> itertools.count[float]:
@@ -44,14 +43,14 @@ def test_linear_cases_count_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
 def test_attention_cases_count_what_a_call_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_POOL_BYTES", 2**16)
-    shape, dtype = AttentionShape(4, 2, 16), attention.DTYPES[name]
-    case = attention.attention_case("decode", shape, dtype, 3, 1, 40)
+    monkeypatch.setattr(kernels, "_POOL_BYTES", 2**16)
+    shape, dtype = AttentionShape(4, 2, 16), kernels.DTYPES[name]
+    case = kernels.attention_case("decode", shape, dtype, 3, 1, 40)
     assert case.flops == 3 * 40 * 4 * 16 * 4
     stored = 16 + 4 if name == "int8" else 16
     assert case.num_bytes == 3 * 48 * 2 * 2 * stored * dtype.itemsize + 2 * 3 * 4 * 16 * 4
     case.run()
-    prefill = attention.attention_case("prefill", shape, dtype, 1, 5, 5)
+    prefill = kernels.attention_case("prefill", shape, dtype, 1, 5, 5)
     assert (prefill.rows, prefill.flops) == (5, 15 * 4 * 16 * 4)
     prefill.run()
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.serve import LoadPlan, error_counts, run_load
-from quire.bench.serve_metrics import ServeResult
+from quire.bench.serve import LoadPlan, ServeResult, error_counts, run_load
 from quire.entrypoints.cli.client import ServerClient
 from quire.entrypoints.cli.main import main
 from quire.errors import ClientError

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from quire.bench.serve_metrics import RequestRecord, ServeResult, peak_concurrency, peak_tokens_per_s
+from quire.bench.serve import RequestRecord, ServeResult, peak_concurrency, peak_tokens_per_s
 
 FAST = RequestRecord(0.0, [0.1, 0.2, 0.4], 0.4, num_prompt_tokens=10, num_output_tokens=4)
 SLOW = RequestRecord(0.5, [0.8, 1.8], 2.0, num_prompt_tokens=20, num_output_tokens=2)

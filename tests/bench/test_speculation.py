@@ -43,5 +43,5 @@ class Liar(FakeBackend):
 def test_other_answers_are_an_error() -> None:
     clock = FakeClock()
     plain = FakeBackend("plain", clock, [1.0])
-    with pytest.raises(EngineError, match="other tokens with drafts"):
+    with pytest.raises(EngineError, match="different tokens with drafts"):
         measure(plain, lambda recorded, rate: Liar("liar", clock, [1.0]), BATCHES, 8, [1.0], clock)

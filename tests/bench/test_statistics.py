@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.bench.statistics import mean, percentile, standard_deviation
+from quire.bench.workload import mean, percentile, standard_deviation
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=50)
 

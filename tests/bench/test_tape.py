@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench import tape
-from quire.bench.tape import OpTime, TapeResult
+from quire.bench import step_profile
+from quire.bench.step_profile import OpTime, StepProfile
 from quire.engine import startup
 from quire.kernels import cpu
 
@@ -18,13 +18,15 @@ if not cpu.available():
 
 
 def test_a_step_is_the_sum_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "NUM_STEPS", 2)
+    monkeypatch.setattr(step_profile, "NUM_STEPS", 2)
     monkeypatch.setattr(startup, "MAX_MULTI_STEP_S", 1000.0)
     monkeypatch.setattr(
-        tape, "SHAPE", tape.SHAPE | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 128}
+        step_profile,
+        "SHAPE",
+        step_profile.SHAPE | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 128},
     )
-    monkeypatch.setattr(tape, "SHAPE", tape.SHAPE | {"num_attention_heads": 4})
-    (step,) = tape.measure(["int8"], [2], threads=1, quick=True).results
+    monkeypatch.setattr(step_profile, "SHAPE", step_profile.SHAPE | {"num_attention_heads": 4})
+    (step,) = step_profile.measure(["int8"], [2], threads=1, quick=True).results
     calls = {op.name: op.calls for op in step.ops}
     assert calls["packed_linear 256x64"] == 1  # gate and up
     assert calls["packed_linear 64x128"] == calls["paged_attention"] == 1
@@ -49,8 +51,8 @@ def test_a_step_is_the_sum_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_states_are_read_and_written(
     name: str, op: str, states: int, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tape, "NUM_STEPS", 2)
-    (step,) = tape.measure(["float32"], [3], model=tiny_model(name), threads=1, quick=True).results
+    monkeypatch.setattr(step_profile, "NUM_STEPS", 2)
+    (step,) = step_profile.measure(["float32"], [3], model=tiny_model(name), threads=1, quick=True).results
     (found,) = (one for one in step.ops if one.name == op)
     assert found.num_bytes == found.calls * 2 * 4 * 3 * states
     assert step.state_bytes == found.num_bytes
@@ -59,17 +61,17 @@ def test_states_are_read_and_written(
 def test_of_experts_those_that_a_step_asks_are_read(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tape, "NUM_STEPS", 2)
+    monkeypatch.setattr(step_profile, "NUM_STEPS", 2)
     directory = tiny_model("qwen3moe")
     config = json.loads((directory / "config.json").read_text())
     matrices = 3 * config["hidden_size"] * config["moe_intermediate_size"]
-    (step,) = tape.measure(["float32"], [1], model=directory, threads=1, quick=True).results
+    (step,) = step_profile.measure(["float32"], [1], model=directory, threads=1, quick=True).results
     (found,) = (one for one in step.ops if one.name == "experts")
     assert found.num_bytes == found.calls * config["num_experts_per_tok"] * 4 * matrices
 
 
 def test_the_share_is_one_of_neighbours() -> None:
-    step = TapeResult("int8", 1, [OpTime("op", 2, 0.5e-3, 1e6)], 1e-3, 8 * 10**6, 2 * 10**6, 20e9)
+    step = StepProfile("int8", 1, [OpTime("op", 2, 0.5e-3, 1e6)], 1e-3, 8 * 10**6, 2 * 10**6, 20e9)
     assert step.of_probe == 0.5
     first, _, op = step.lines()
     assert "8 MB of weights and moves 2 MB of states: 50% of the 20.0 GB/s" in first

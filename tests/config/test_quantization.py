@@ -48,11 +48,11 @@ def test_bad_values_are_named(given: dict[str, Any], message: str) -> None:
 
 
 def test_keys_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigError, match="symmetric means nothing with int8"):
+    with pytest.raises(ConfigError, match="symmetric has no effect with int8"):
         QuantizationConfig("int8", {"group_size": 32, "symmetric": True}).check("cpu")
-    with pytest.raises(ConfigError, match="symmetric means nothing with int4"):
+    with pytest.raises(ConfigError, match="symmetric has no effect with int4"):
         QuantizationConfig("int4", {"symmetric": False}).check("cpu")
-    with pytest.raises(ConfigError, match="mode means nothing with no --quantization"):
+    with pytest.raises(ConfigError, match="mode has no effect with no --quantization"):
         QuantizationConfig(None, {"mode": "fast"}).check("cpu")
     QuantizationConfig(None, {"mode": "fast"}).check("cpu", encoded=True)
     QuantizationConfig().check("cpu")
@@ -60,9 +60,9 @@ def test_keys_without_effect_are_refused() -> None:
 
 def test_only_quantised_checkpoints_say_how_activations_are_rounded() -> None:
     QuantizationConfig(None, {"mode": "checkpoint"}).check("cpu", encoded=True)
-    with pytest.raises(ConfigError, match=r"mode checkpoint .* means nothing with --quantization"):
+    with pytest.raises(ConfigError, match=r"mode checkpoint .* has no effect with --quantization"):
         QuantizationConfig("int8", {"mode": "checkpoint"}).check("cpu", encoded=True)
-    with pytest.raises(ConfigError, match=r"mode checkpoint .* means nothing with a checkpoint in floats"):
+    with pytest.raises(ConfigError, match=r"mode checkpoint .* has no effect with a checkpoint in floats"):
         QuantizationConfig("int4", {"mode": "checkpoint"}).check("cpu")
 
 
@@ -79,7 +79,7 @@ def test_a_head_alone_may_be_rounded() -> None:
     config = QuantizationConfig(None, {"head": "int8", "mode": "precise"})
     config.check("cpu")
     assert config.rounds_head
-    with pytest.raises(ConfigError, match="ignore means nothing with no --quantization"):
+    with pytest.raises(ConfigError, match="ignore has no effect with no --quantization"):
         QuantizationConfig(None, {"head": "int8", "group_size": 32, "ignore": ["lm_head"]}).check("cpu")
 
 
@@ -108,5 +108,5 @@ def test_fp8_is_for_gpus() -> None:
 
 
 def test_the_mode_is_for_cpus() -> None:
-    with pytest.raises(ConfigError, match="mode means nothing with int4 on cuda"):
+    with pytest.raises(ConfigError, match="mode has no effect with int4 on cuda"):
         QuantizationConfig("int4", {"mode": "fast", "group_size": 64}).check("cuda")

@@ -39,10 +39,10 @@ def test_what_is_out_of_range_is_refused_by_name(given: dict[str, Any], message:
             {"method": "medusas"},
             "one of auto, draft_model, medusa, eagle, eagle3, mtp, ngram, suffix",
         ),
-        ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min means nothing to method 'suffix'"),
-        ({"method": "auto", "model": "x"}, "model means nothing to method 'auto'"),
-        ({"method": "draft_model", "prompt_lookup_min": 2}, "prompt_lookup_min means nothing"),
-        ({"method": "mtp", "model": "x"}, "model means nothing to method 'mtp'"),
+        ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min is not used by method 'suffix'"),
+        ({"method": "auto", "model": "x"}, "model is not used by method 'auto'"),
+        ({"method": "draft_model", "prompt_lookup_min": 2}, "prompt_lookup_min is not used"),
+        ({"method": "mtp", "model": "x"}, "model is not used by method 'mtp'"),
     ],
 )
 def test_what_would_be_ignored_is_refused(given: dict[str, Any], message: str) -> None:

@@ -25,7 +25,7 @@ def test_ranks_that_differ_are_named_with_what_differs() -> None:
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(agree, groups)) == [None] * 4
         said = list(threads.map(compare, groups))
-    assert said == ["all ranks must have the same checkpoint, and rank 0 has another than 1, 3"] * 4
+    assert said == ["all ranks must have the same checkpoint, but rank 0's differs from that of 1, 3"] * 4
 
 
 def test_ranks_that_say_different_words_are_told_which() -> None:

@@ -12,14 +12,12 @@ import pytest
 import torch
 import torch.distributed
 
-from quire.distributed import device_group, nccl
-from quire.distributed.device_group import DeviceGroup, join_devices
-from quire.distributed.gloo import Gloo, Store, file_store, part_of
-from quire.distributed.nccl import Nccl
-from quire.distributed.watch import LOOKS_AT_STOPPED, Watch
+from quire.distributed import device_group
+from quire.distributed.device_group import STOPPED_POLLS, DeviceGroup, NcclTransport, Watch, join_devices
+from quire.distributed.gloo import Gloo, Store, file_store, prefix_store
 from quire.errors import RankLostError, StartupError
 from quire.kernels import ops
-from quire.kernels.reference_collectives import tree_sum
+from quire.kernels.reference import tree_sum
 from quire.processes import ENDED, STOPPED
 from tests.distributed.test_group import on_all
 from tests.fixtures.device_ways import device_ranks
@@ -37,7 +35,7 @@ def test_what_devices_have_goes_their_own_way_and_is_captured(pair: list[DeviceG
     parts = [torch.randn(3, 5, dtype=dtype) for dtype in (torch.float32,) * 2]
     got = on_all(pair, lambda group: ops.all_reduce(parts[group.rank], group))
     assert all(torch.equal(one, tree_sum(parts)) for one in got)
-    assert [group._way.num_gathered for group in pair] == [1, 1]
+    assert [group._transport.num_gathered for group in pair] == [1, 1]
     assert [group.why_not_captured() for group in pair] == [None, None]
 
 
@@ -45,19 +43,19 @@ def test_tensors_of_another_device_go_by_way_of_the_host(
     pair: list[DeviceGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for group in pair:
-        monkeypatch.setattr(group._way, "device_type", "cuda")
+        monkeypatch.setattr(group._transport, "device_type", "cuda")
     got = on_all(pair, lambda group: group.all_gather(torch.tensor([group.rank])))
     assert got == [[0, 1], [0, 1]]
     out = torch.zeros(1)
     pair[0].send(torch.ones(1), 1)
     pair[1].recv(out, 0)
     assert out.tolist() == [1.0]
-    assert [(group._way.num_gathered, group._way.num_received) for group in pair] == [(0, 0)] * 2
+    assert [(group._transport.num_gathered, group._transport.num_received) for group in pair] == [(0, 0)] * 2
 
 
 def test_what_one_device_sends_another_goes_their_way_in_its_order(pair: list[DeviceGroup]) -> None:
     sent = [torch.randn(4, 3), torch.arange(5), torch.randn(2, 2).bfloat16(), torch.zeros(0, 2)]
-    received = pair[1]._way.num_received
+    received = pair[1]._transport.num_received
 
     def pass_on(group: DeviceGroup) -> list[torch.Tensor]:
         if group.rank == 0:
@@ -71,7 +69,7 @@ def test_what_one_device_sends_another_goes_their_way_in_its_order(pair: list[De
 
     _, got = on_all(pair, pass_on)
     assert all(torch.equal(one, x) for one, x in zip(got, sent, strict=True))
-    assert pair[1]._way.num_received - received == len(sent)
+    assert pair[1]._transport.num_received - received == len(sent)
 
 
 def test_a_rank_that_is_lost_while_a_device_waits_for_it_is_named() -> None:
@@ -87,30 +85,30 @@ def test_a_rank_that_is_lost_while_a_device_waits_for_it_is_named() -> None:
         first.check_nobody_lost()
     first.close()
     second.close()
-    assert not first._way.is_open
+    assert not first._transport.is_open
 
 
 def test_a_failure_without_a_loss_names_those_it_may_be(pair: list[DeviceGroup]) -> None:
-    pair[0]._way.abort()
+    pair[0]._transport.abort()
     with pytest.raises(RankLostError, match=r"rank 1 is lost.*the communicator was aborted$"):
         pair[0].all_gather(torch.zeros(3))
     for broken in (lambda: pair[0].send(torch.zeros(3), 1), lambda: pair[0].recv(torch.zeros(3), 1)):
         with pytest.raises(RankLostError, match=r"rank 1 is lost.*the communicator was aborted$"):
             broken()
-    with pytest.raises(StartupError, match=r"devices cannot be joined: the communicator was aborted$"):
+    with pytest.raises(StartupError, match=r"devices cannot be connected: the communicator was aborted$"):
         pair[1].warm_up()
 
 
 def test_one_that_is_stopped_is_given_up_after_some_looks() -> None:
     seen: dict[int, str] = {2: STOPPED}
-    watch = Watch(lambda: seen, lambda: None, look_s=60.0)
-    assert [watch.look() for _ in range(LOOKS_AT_STOPPED - 1)] == [None] * (LOOKS_AT_STOPPED - 1)
+    watch = Watch(lambda: seen, lambda: None, poll_s=60.0)
+    assert [watch.poll() for _ in range(STOPPED_POLLS - 1)] == [None] * (STOPPED_POLLS - 1)
     seen.clear()
-    assert watch.look() is None  # it goes on
+    assert watch.poll() is None  # it goes on
     seen[2] = STOPPED
-    assert [watch.look() for _ in range(LOOKS_AT_STOPPED)][-2:] == [None, (2, STOPPED)]
+    assert [watch.poll() for _ in range(STOPPED_POLLS)][-2:] == [None, (2, STOPPED)]
     seen[0] = ENDED
-    assert watch.look() == (2, STOPPED)
+    assert watch.poll() == (2, STOPPED)
     watch.close()
 
 
@@ -121,7 +119,7 @@ class GlooAsNccl:
         _timeout: Any = None
 
     def __new__(cls, store: Store, rank: int, size: int, options: Options) -> Any:
-        assert options._timeout == nccl._NEVER
+        assert options._timeout == device_group._NEVER
         asked = torch.distributed.ProcessGroupGloo._Options()
         asked._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         asked._timeout = options._timeout
@@ -130,13 +128,13 @@ class GlooAsNccl:
 
 @pytest.fixture
 def gloo_as_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in nccl._SETTINGS:
+    for name in device_group._SETTINGS:
         monkeypatch.setenv(name, "0")  # so that it is as before afterwards
         monkeypatch.delenv(name)
-    monkeypatch.setattr(nccl._torch, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(nccl._torch, "ProcessGroupNCCL", GlooAsNccl, raising=False)
+    monkeypatch.setattr(device_group._torch, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(device_group._torch, "ProcessGroupNCCL", GlooAsNccl, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    monkeypatch.setattr(Nccl, "device_type", "cpu")
+    monkeypatch.setattr(NcclTransport, "device_type", "cpu")
 
 
 def joined(directory: Path) -> list[Any]:
@@ -146,7 +144,7 @@ def joined(directory: Path) -> list[Any]:
         store = file_store(directory / "meet", 2)
         group = Gloo(rank, 2, store)
         try:
-            return join_devices(group, part_of(store, "devices"), "cuda")
+            return join_devices(group, prefix_store(store, "devices"), "cuda")
         except StartupError as error:
             group.close()
             return error
@@ -157,7 +155,7 @@ def joined(directory: Path) -> list[Any]:
 
 def test_nccl_is_called_as_its_kind_wants_to_be(gloo_as_nccl: None, tmp_path: Path) -> None:
     groups = joined(tmp_path)
-    assert all(os.environ[name] == value for name, value in nccl._SETTINGS.items())
+    assert all(os.environ[name] == value for name, value in device_group._SETTINGS.items())
     parts = [torch.randn(4, 6).bfloat16(), torch.randn(4, 6).bfloat16()]
     got = on_all(groups, lambda group: ops.all_gather(parts[group.rank], group, 0))
     assert all(torch.equal(one, torch.cat(parts)) for one in got)
@@ -172,18 +170,18 @@ def test_nccl_is_called_as_its_kind_wants_to_be(gloo_as_nccl: None, tmp_path: Pa
 def test_devices_of_other_kinds_are_refused(
     gloo_as_nccl: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Other(Nccl):
+    class Other(NcclTransport):
         def __init__(self, rank: int, size: int, store: Store) -> None:
             super().__init__(rank, size, store)
             self.device_name = ("H100", "L4")[rank]
 
-    monkeypatch.setitem(device_group.WAYS, "cuda", Other)
+    monkeypatch.setitem(device_group.TRANSPORTS, "cuda", Other)
     for error in joined(tmp_path):
         said = "all ranks must have the same kind of device: H100 on ranks 0, L4 on ranks 1; CUDA_VISIBLE_DEVICES"
         assert str(error).startswith(said)
 
 
 def test_a_torch_without_nccl_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl._torch, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(device_group._torch, "is_nccl_available", lambda: False)
     with pytest.raises(StartupError, match="need NCCL, which this torch was built without"):
-        Nccl(0, 2, file_store(tmp_path / "meet", 2))
+        NcclTransport(0, 2, file_store(tmp_path / "meet", 2))

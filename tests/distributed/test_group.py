@@ -20,14 +20,14 @@ from torch import Tensor
 
 from quire.distributed.gloo import Gloo, file_store
 from quire.distributed.group import ALONE, Group
-from quire.distributed.hosts import Hosts, size_of_hosts
+from quire.distributed.hosts import HostGroups, ranks_per_host
 from quire.distributed.in_process import InProcess
-from quire.distributed.shared_memory import MOST_RANKS, SharedMemory, share_memory
+from quire.distributed.shared_memory import MAX_RANKS, SharedMemory, share_memory
 from quire.errors import EngineError, RankLostError, StartupError
 from quire.kernels import ops
 from quire.kernels.cpu import library
-from quire.kernels.cpu.threads import set_num_threads
-from quire.kernels.reference_collectives import tree_sum
+from quire.kernels.cpu.library import set_num_threads
+from quire.kernels.reference import tree_sum
 from tests.fixtures.threads import shuffle
 
 SIZES = [2, 3, 4]
@@ -67,7 +67,7 @@ def hosts(size: int, directory: Path) -> Sequence[Group]:
 
     def join(world: Group) -> Group:
         host, place = divmod(world.rank, 2)
-        return Hosts(world, share_memory(near[host][place], piece_bytes=64), far[place][host])
+        return HostGroups(world, share_memory(near[host][place], piece_bytes=64), far[place][host])
 
     return on_all(worlds, join)
 
@@ -255,7 +255,7 @@ def test_ranks_that_cannot_all_have_the_memory_go_on_without(monkeypatch: pytest
     for able in ([True, False], [False, True]):
         groups = InProcess.group(2, timeout_s=20)
         assert on_all(groups, lambda group, able=able: share_memory(group, able=able[group.rank])) == groups
-    many = InProcess.group(MOST_RANKS + 1, timeout_s=20)
+    many = InProcess.group(MAX_RANKS + 1, timeout_s=20)
     assert on_all(many, share_memory) == many
     monkeypatch.setattr(os, "memfd_create", lambda name: os.open(os.devnull, os.O_RDWR))  # of no size
     groups = InProcess.group(2, timeout_s=20)
@@ -282,7 +282,7 @@ def test_a_process_that_is_silent_is_named(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        StartupError, match=r"rank 1 has waited 0.05 s for ranks 0, 2 of 3, which did not come"
+        StartupError, match=r"rank 1 has waited 0.05 s for ranks 0, 2 of 3, which did not join"
     ):
         Gloo(1, 3, file_store(tmp_path / "meet", 3), join_s=0.05)
 
@@ -397,4 +397,4 @@ def test_sums_across_hosts_have_the_bits_of_one_tree(dtype: torch.dtype, count: 
     ],
 )
 def test_hosts_have_equally_many_neighbours_or_no_memory_in_common(ranks: str, size: int | None) -> None:
-    assert size_of_hosts(ranks) == size
+    assert ranks_per_host(ranks) == size

@@ -18,7 +18,7 @@ import pytest
 from tests.end_to_end.server import CORE, Server, has_ended
 from tests.end_to_end.test_faults import BODIES, events, serving, whole
 
-MEMBER = "quire.entrypoints.openai.processes.member"
+MEMBER = "quire.entrypoints.openai.processes.worker_process"
 NUM_PROCESSES = 3
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 400, "ignore_eos": True, "seed": 3}
 LONG |= {"stream_options": {"include_usage": True}}
@@ -40,7 +40,7 @@ def several(tmp_path: Path, *args: str) -> Iterator[Server]:
 
 def num_starts(server: Server) -> int:
     """Of processes besides the first."""
-    return server.log.read_text().count("serves, too")
+    return server.log.read_text().count("is ready (pid")
 
 
 def all_are_ready(server: Server) -> bool:
@@ -164,7 +164,7 @@ def test_a_process_that_hangs_is_replaced_and_costs_its_streams_alone(tmp_path: 
         wait_until(lambda: num_starts(server) == NUM_PROCESSES)
         assert has_ended(before[0])
         assert before[1] in server.children(MEMBER)
-        assert "has not gone on for" in server.log.read_text()
+        assert "made no progress for" in server.log.read_text()
         wait_until(lambda: metric(server, "num_requests_running") == 0)
         assert Streams(server, pool).results() == [wanted] * NUM_STREAMS
 

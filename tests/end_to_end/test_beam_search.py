@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.beam_search import BeamSearch
+from quire.beam_search.requests import BeamSearch
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.replay import replay
-from quire.engine.trace import read_trace
+from quire.engine.trace import read_trace, replay
 from quire.entrypoints.llm import LLM
 from quire.errors import ValidationError
 from quire.outputs import BeamSearchOutput, RequestOutput
@@ -99,7 +98,7 @@ def test_equals_transformers(
     llm = make_llm(
         model_dir, hf_overrides={"eos_token_id": eos}, override_generation_config={"eos_token_id": eos}
     )
-    eos = llm.llm_engine.input_processor.lexicons.model.end_ids  # the tokenizer has one, too
+    eos = llm.llm_engine.input_processor.tokenizers.model.end_ids  # the tokenizer has one, too
     outputs = llm.beam_search(prompts(), params)
     for prompt, output in zip(prompts(), outputs, strict=True):
         expected = transformers_search(model_dir, prompt, eos, params)
@@ -117,7 +116,7 @@ def all_resubmitted(model_dir: Path, params: BeamSearchParams) -> list[list[tupl
 
 def resubmitted(llm: LLM, prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
     """The slow way: each beam of each step is a new prompt, which is computed, or found in the prefix cache."""
-    search = BeamSearch(params, llm.llm_engine.input_processor.lexicons.model.end_ids)
+    search = BeamSearch(params, llm.llm_engine.input_processor.tokenizers.model.end_ids)
     one_token = SamplingParams(temperature=0, max_tokens=1, logprobs=search.num_candidates)
     while not search.is_done:
         outputs = llm.generate([prompt + beam.token_ids for beam in search.live], one_token, use_tqdm=False)

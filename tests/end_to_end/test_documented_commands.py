@@ -192,3 +192,30 @@ def test_functions_in_the_life_of_a_request_exist() -> None:
         source = (ROOT / path).read_text(encoding="utf-8")
         for part in name.split("."):
             assert re.search(rf"(def|class) {part}\b", source), f"{name} is not in {path}"
+
+
+def test_files_in_the_design_define_their_names() -> None:
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ●? ?\| `(quire/[\w/.]+)` \| `(\w+)` \|", page, flags=re.MULTILINE)
+    assert len(rows) == len(re.findall(r"^\| ●? ?\| `", page, flags=re.MULTILINE)) > 50
+    for path, name in rows:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^(async def|def|class) {name}\b", source, re.MULTILINE), (
+            f"{name} is not in {path}"
+        )
+
+
+def test_tree_in_the_design_names_every_package() -> None:
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    tree = page.split("## 1. The tree")[1].split("```")[1]
+    listed = re.findall(r"^(quire/[\w/]*)  *\S", tree, flags=re.MULTILINE)
+    folders = {file.parent.relative_to(ROOT).as_posix() + "/" for file in (ROOT / "quire").rglob("*.py")}
+    assert sorted(listed) == sorted(folders | {"quire/assets/"})
+
+
+@pytest.mark.parametrize("page", ["design", "internals", "life_of_a_request"])
+def test_paths_in_pages_about_the_code_exist(page: str) -> None:
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:quire|csrc|tests|demo_model)/[\w/.]+)`", text))
+    assert paths
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []

@@ -15,7 +15,7 @@ from quire import LLM
 from quire.errors import ConfigError, StartupError
 from quire.sampling_params import SamplingParams
 from quire.spec_decode.drafter import NO_DRAFT, Draft, Text
-from quire.worker.guessing_model import GuessingModel
+from quire.spec_decode.worker.proposer import ModelProposer
 from tests.end_to_end.test_draft_model import FEW_BLOCKS
 from tests.end_to_end.test_overlapped import STEM, Job, jobs_of_all_kinds, overlapped, serve
 from tests.fixtures.draft_heads import HEADS, MTP, MTPOracle, Target, write_mtp
@@ -35,15 +35,15 @@ def guessing(heads: Path, method: str, **keys: Any) -> dict[str, Any]:
 def proposed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """The texts that were guessed for, and what was guessed."""
     seen: list[tuple[list[int], list[int]]] = []
-    propose = GuessingModel.propose
+    propose = ModelProposer.propose
 
-    def spied(self: GuessingModel, texts: Sequence[Text], most: int) -> list[Draft]:
+    def spied(self: ModelProposer, texts: Sequence[Text], most: int) -> list[Draft]:
         known = [text.token_ids.tolist() for text in texts]
         drafts = propose(self, texts, most)
         seen.extend((ids, draft.token_ids) for ids, draft in zip(known, drafts, strict=True))
         return drafts
 
-    monkeypatch.setattr(GuessingModel, "propose", spied)
+    monkeypatch.setattr(ModelProposer, "propose", spied)
     return seen
 
 
@@ -81,14 +81,14 @@ def test_states_behind_which_nothing_is_guessed_are_not_lost(
     restore_threads: None,
 ) -> None:
     """Forty tokens are generated between questions, which is more than are kept."""
-    heads, model, propose = HEADS["eagle"], tiny_model(MODEL), GuessingModel.propose
+    heads, model, propose = HEADS["eagle"], tiny_model(MODEL), ModelProposer.propose
 
-    def seldom(self: GuessingModel, texts: Sequence[Text], most: int) -> list[Draft]:
+    def seldom(self: ModelProposer, texts: Sequence[Text], most: int) -> list[Draft]:
         due = [len(text.token_ids) % 40 == 0 for text in texts]
         drafts = iter(propose(self, list(compress(texts, due)), most) if any(due) else ())
         return [next(drafts) if is_due else NO_DRAFT for is_due in due]
 
-    monkeypatch.setattr(GuessingModel, "propose", seldom)
+    monkeypatch.setattr(ModelProposer, "propose", seldom)
     directory = heads.write(tmp_path / "heads")
     params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     texts = [Job(STEM[:number], params) for number in (5, 12, 31)]
@@ -135,24 +135,28 @@ def test_stops_and_aborts_leave_nothing_behind(
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "medusa of another size": ("medusa-named", {"hidden_size": 32}, "hidden_size is 32, and that of .* 64"),
+    "medusa of another size": (
+        "medusa-named",
+        {"hidden_size": 32},
+        "hidden_size is 32, but the target's is 64",
+    ),
     "medusa of other tokens": (
         "medusa-named",
         {"vocab_size": 32},
-        f"vocab_size is 32, and that of .* {VOCAB_SIZE}",
+        f"vocab_size is 32, but the target's is {VOCAB_SIZE}",
     ),
     "medusa's fewer tokens": ("medusa-named", {"truncated_vocab_size": 32}, "truncated_vocab_size = 32"),
-    "eagle of another size": ("eagle", {"hidden_size": 32}, "hidden_size is 32, and that of .* 64"),
+    "eagle of another size": ("eagle", {"hidden_size": 32}, "hidden_size is 32, but the target's is 64"),
     "eagle of other tokens": (
         "eagle3",
         {"vocab_size": 32000},
-        f"vocab_size is 32000, and that of .* {VOCAB_SIZE}",
+        f"vocab_size is 32000, but the target's is {VOCAB_SIZE}",
     ),
     "eagle of more tokens than it says": ("eagle3", {"vocab_size": 32}, "draft_vocab_size must be"),
     "eagle of another model": (
         "eagle3",
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 30]}},
-        r"layers \[1, 2, 30\] are read, and the model that is guessed for has 3",
+        r"layers \[1, 2, 30\] are read, but the target has 3 layers",
     ),
     "medusa's more heads": ("medusa", {"medusa_num_heads": 4}, "tensor '3.0.linear.weight' is in none"),
 }
@@ -165,7 +169,7 @@ def test_offsets_outside_of_the_vocabulary_are_refused(
     tensors = load_file(directory / "model.safetensors")
     tensors["d2t"][-1] = VOCAB_SIZE
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(StartupError, match="'d2t' names tokens that are not among"):
+    with pytest.raises(StartupError, match="'d2t' has token ids outside"):
         LLM(str(tiny_model(MODEL)), max_model_len=64, **guessing(directory, "eagle3"))
 
 
@@ -181,11 +185,11 @@ def test_heads_that_do_not_fit_are_refused(
 
 def test_a_model_is_no_heads(tiny_model: Callable[[str], Path]) -> None:
     model = tiny_model(MODEL)
-    with pytest.raises(ConfigError, match="these are no Medusa heads"):
+    with pytest.raises(ConfigError, match="not Medusa heads"):
         LLM(str(model), max_model_len=96, **guessing(model, "medusa"))
     with pytest.raises(StartupError, match=r"tensor 'model.embed_tokens\.weight' has no place in Eagle3Head"):
         LLM(str(model), max_model_len=96, **guessing(model, "eagle3"))
-    with pytest.raises(ConfigError, match="has no num_nextn_predict_layers: no layer of the model guesses"):
+    with pytest.raises(ConfigError, match="has no num_nextn_predict_layers: the model has no MTP layer"):
         LLM(str(model), max_model_len=96, speculative_config={"method": "mtp"})
     with pytest.raises(ConfigError, match='method "medusa" needs a "model"'):
         LLM(str(model), max_model_len=96, speculative_config={"method": "medusa"})

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.engine.draft_model import different_token
 from quire.errors import ConfigError
+from quire.spec_decode.draft_model import different_token
 from quire.spec_decode.speculation import Speculation
 from tests.end_to_end.test_overlapped import STEM, Job, jobs_of_all_kinds, overlapped, serve
 from tests.fixtures.quick import quick
@@ -123,9 +123,9 @@ def test_models_that_do_not_fit_are_refused(tiny_model: Callable[[str], Path], t
             f"its vocabulary has {VOCAB_SIZE + 8} tokens, and that of",
         ),
         "shorter": (drafting(shorter), "--max-model-len is 96, but the model was made for 64 positions"),
-        "renamed": (drafting(renamed), "its tokenizer does not fit that of .*: (token|id)"),
+        "renamed": (drafting(renamed), "its tokenizer differs from that of .*: (token|id)"),
         "nowhere": (drafting(tmp_path / "nowhere"), "model '.*nowhere': .* is no directory"),
-        "pooled": (drafting("quire-demo-embed"), "--max-model-len|pooled"),
+        "pooled": (drafting("quire-demo-embed"), "--max-model-len|pooling model"),
         "precision": (drafting(model, quantization="int3"), "--quantization"),
         "far": (drafting(model, num_speculative_tokens=65), "<= 64"),
     }

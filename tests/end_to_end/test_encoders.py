@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quire.errors import StartupError
 from quire.kernels import cpu
-from quire.kernels.cpu.open_tape import OpenTape, StepSize
+from quire.kernels.cpu.sized_graph import SizedGraph, StepSize
 from quire.pooling_params import PoolingParams
 from tests.fixtures.pooled import pool, pooling_core
 from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle
@@ -75,8 +75,8 @@ def test_small_steps_are_recorded_and_played(
 ) -> None:
     """Texts of any length have the bits that they have without tapes."""
     directory, batch, played = tiny_encoder(name), texts((9, 14, 6, 9, 14)), list[StepSize]()
-    play = OpenTape.play
-    monkeypatch.setattr(OpenTape, "play", lambda tape, size: played.append(size) or play(tape, size))
+    replay = SizedGraph.replay
+    monkeypatch.setattr(SizedGraph, "replay", lambda tape, size: played.append(size) or replay(tape, size))
     plain, taped = pooling_core(directory, max_num_seqs=2, enforce_eager=True), pooling_core(directory)
     expected = [one.tobytes() for one in pool(plain, batch, together=False)]
     assert not played

@@ -13,13 +13,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from quire import LLM, SamplingParams
-from quire.entrypoints.chat.answer_grammar import Calls
-from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.constraint import Form, json_of
 from quire.entrypoints.chat.formats.harmony import MARKERS
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
-from quire.entrypoints.chat.tool_grammar import Function
-from quire.outputs import Answer
+from quire.entrypoints.chat.formats.selection import choose
+from quire.entrypoints.chat.tool_grammar import Calls, Function
+from quire.outputs import ChatAnswer
 from quire.structured_output.structural_tag import as_tag
 from tests.fixtures.tiny_models import VOCAB_SIZE
 
@@ -47,7 +46,7 @@ class Speaker:
         self._llm = llm
         self.format = ModelFormat(choose("openai", "openai_gptoss", None), llm.get_tokenizer())
 
-    def finished(self, form: Form) -> list[Answer]:
+    def finished(self, form: Form) -> list[ChatAnswer]:
         """The answers that were finished, most random ones."""
         encode = self._llm.get_tokenizer().encode
         bias = {encode(marker, add_special_tokens=False)[0]: bias for marker, bias in ENDING.items()}
@@ -55,7 +54,10 @@ class Speaker:
             SamplingParams(temperature=1.5, seed=seed, max_tokens=180, logit_bias=bias)
             for seed in range(NUM_ANSWERS)
         ]
-        settled = [self.format.settled(one, BEGIN).settled(structured_outputs=as_tag(form)) for one in params]
+        settled = [
+            self.format.with_format_options(one, BEGIN).replace_unchecked(structured_outputs=as_tag(form))
+            for one in params
+        ]
         outputs = [
             one.outputs[0] for one in self._llm.generate([PROMPT] * NUM_ANSWERS, settled, use_tqdm=False)
         ]
@@ -92,7 +94,7 @@ def _speak_harmony(folder: Path) -> None:
         (folder / name).write_text(json.dumps(content | {"eos_token_id": ends}))
 
 
-def names_of(answer: Answer) -> list[str]:
+def names_of(answer: ChatAnswer) -> list[str]:
     """Of the calls, whose arguments are valid."""
     for call in answer.tool_calls:
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])

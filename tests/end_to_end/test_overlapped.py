@@ -176,8 +176,8 @@ def test_stages_that_work_at_once_change_nothing(
     restore_threads: None,
 ) -> None:
     """Steps in flight are of different requests; aborts, stops and preemptions come while others are computed."""
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
     args = {"model": str(tiny_model("llama-tied-bias")), "max_model_len": 96, "max_num_batched_tokens": 24}
     args |= {"max_num_seqs": 8, "num_gpu_blocks_override": 16, "speculative_config": speculation}
     jobs = jobs_of_all_kinds()

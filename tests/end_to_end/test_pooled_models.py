@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quire.errors import StartupError
 from quire.kernels import cpu
-from quire.models.pooling.sentence_transformers import _FLAGS
+from quire.pooling.models.sentence_transformers import _FLAGS
 from quire.pooling_params import PoolingParams
 from tests.fixtures.pooled import pool, pooling_core, write_json, write_model, write_sentence_transformer
 from tests.fixtures.tiny_models import VOCAB_SIZE

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire import LLM
 from quire.config import EngineConfig
-from quire.kernels.reference_states import leave_state, state_before, state_pieces
+from quire.kernels.reference_scan import leave_state, state_before, state_pieces
 from quire.layers.attention import Attention
 from quire.layers.states import StateCache
 from quire.layers.step import StepContext

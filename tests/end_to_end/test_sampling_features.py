@@ -14,8 +14,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.replay import replay
-from quire.engine.trace import read_trace
+from quire.engine.trace import read_trace, replay
 from quire.entrypoints.llm import LLM
 from quire.errors import ConfigError, StartupError, ValidationError
 from quire.logits_processors import LogitsProcessor, RequestLogitsProcessor
@@ -114,7 +113,7 @@ def test_a_request_brings_its_own_processors(llm: LLM) -> None:
     assert outputs[0].token_ids == outputs[2].token_ids[:2] + outputs[0].token_ids[2:]
     assert [one.finish_reason for one in outputs] == ["length", "length", "error", "error", "error"]
     assert [len(one.token_ids) for one in outputs] == [4, 4, 2, 0, 0]
-    for one, words in zip(outputs[2:], ("KeyError", "no numbers", "shape"), strict=True):
+    for one, words in zip(outputs[2:], ("KeyError", "NaN or infinite", "shape"), strict=True):
         assert words in one.stop_reason
 
 
@@ -122,7 +121,7 @@ def test_a_request_brings_its_own_processors(llm: LLM) -> None:
     ("named", "why"),
     [
         ("no_such_module:X", "cannot import"),
-        (f"{__name__}:NoProcessor", "no subclass"),
+        (f"{__name__}:NoProcessor", "not a subclass"),
         (f"{__name__}:Broken", "no such table"),
     ],
 )

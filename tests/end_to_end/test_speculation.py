@@ -255,7 +255,7 @@ def test_a_drafter_of_another_package_guesses(
     got, stats = serve(jobs, **args, speculative_config=given)
     assert facts(got) == facts(expected)
     assert stats["spec_decoding"]["num_draft_tokens"] > 20
-    with pytest.raises(ConfigError, match="prompt_lookup_max means nothing to method 'echo'"):
+    with pytest.raises(ConfigError, match="prompt_lookup_max is not used by method 'echo'"):
         LLM(str(tiny_model(FAMILIES[0])), speculative_config={"method": "echo", "prompt_lookup_max": 3})
 
 
@@ -269,5 +269,5 @@ def test_a_request_is_told_what_became_of_its_drafts(restore_threads: None) -> N
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "auto", "mtp"])
 def test_a_model_that_is_pooled_has_nothing_to_guess(method: str) -> None:
-    with pytest.raises(ConfigError, match="a model that is pooled says nothing that could be guessed"):
+    with pytest.raises(ConfigError, match="a pooling model generates no tokens to draft"):
         LLM("quire-demo-embed", speculative_config={"method": method})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire import LoRARequest, SamplingParams
-from quire.spec_decode.clocks import OwnClock
+from quire.spec_decode.step_costs import OwnClock
 from quire.worker.cpu import HostMark
 from tests.end_to_end.test_draft_heads import MODEL, guessing
 from tests.end_to_end.test_draft_heads import proposed as proposed  # a fixture
@@ -40,8 +40,8 @@ def ranks_with_clocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every duration is another, so ranks that went by theirs would soon differ in what they do."""
     draw = random.Random(6)
     passed = itertools.accumulate(0.01 * draw.random() for _ in itertools.repeat(None))
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
     monkeypatch.setattr("tests.fixtures.thread_ranks.TIMEOUT_S", 20.0)
     monkeypatch.setattr(HostMark, "seconds_since", lambda self, earlier: 1.0 + draw.random())
     monkeypatch.setattr(OwnClock, "now", lambda self: next(passed))

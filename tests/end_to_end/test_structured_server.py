@@ -288,7 +288,7 @@ def test_ambiguous_grammar_ends_with_its_reason(demo_server: Server) -> None:
         assert completion(demo_server, other).json()["choices"] == expected
         reply = attack.result()
     assert reply.status_code == 400
-    assert "CPU time at each step; make the grammar less ambiguous" in reply.text
+    assert "CPU time per step; make the grammar less ambiguous" in reply.text
 
 
 @pytest.mark.more

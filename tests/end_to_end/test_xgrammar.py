@@ -24,7 +24,7 @@ CITY = {
     "required": ["city", "n"],
     "additionalProperties": False,
 }
-NOT_KEPT_TO = re.compile("structured_outputs[.]json at /.*: the xgrammar backend does not keep to ")
+NOT_KEPT_TO = re.compile("structured_outputs[.]json at /.*: the xgrammar backend does not support ")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_spaces_come_to_an_end(llm: LLM) -> None:
 
 def test_what_is_not_kept_to_is_refused_at_its_place(llm: LLM) -> None:
     with pytest.raises(
-        ValidationError, match="at /properties/a: the xgrammar backend does not keep to oneOf"
+        ValidationError, match="at /properties/a: the xgrammar backend does not support oneOf"
     ):
         generate(llm, [{"json": {"properties": {"a": {"oneOf": [{}, {"type": "null"}]}}}}])
     with pytest.raises(ValidationError, match="whitespace_pattern"):

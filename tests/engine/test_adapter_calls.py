@@ -40,10 +40,10 @@ def test_no_step_waits_for_an_adapter(async_scheduling: bool, null_model_dir: Pa
     assert core.handle(UtilityCall(7, "add_lora", [msgspec.to_builtins(A)])) is None
     for _ in range(20):
         assert len(core.step().updates) == NUM_STREAMS
-        assert core.take_answers() == []
+        assert core.pop_answers() == []
     reading.set_result(None)
     assert len(core.step().updates) == NUM_STREAMS
-    (answer,) = core.take_answers()
+    (answer,) = core.pop_answers()
     assert (answer.call_id, answer.result, answer.error) == (7, True, None)
     for call, result in (
         (UtilityCall(8, "add_lora", [msgspec.to_builtins(A)]), True),
@@ -61,6 +61,6 @@ def test_who_calls_for_an_adapter_that_cannot_be_used_is_told_and_nobody_else(nu
     core.handle(UtilityCall(7, "add_lora", [msgspec.to_builtins(A)]))
     reading.set_exception(ValidationError("it is no adapter"))
     assert {update.finish_reason for update in core.step().updates} == {None}
-    (answer,) = core.take_answers()
+    (answer,) = core.pop_answers()
     assert (answer.error, answer.refused) == ("it is no adapter", True)
     core.shutdown()

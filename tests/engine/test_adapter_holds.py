@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.config.lora import LoRAConfig
-from quire.engine.adapter_holds import AdapterHolds
+from quire.config.model import LoRAConfig
 from quire.errors import ValidationError
+from quire.lora.holds import AdapterHolds
 from quire.lora_request import LoRARequest
 from quire.scheduler.output import RequestUpdate
 
@@ -67,7 +67,7 @@ class Setting:
 
     def add(self, name: str, adapter: LoRARequest) -> list[str]:
         """The keys that a new request is held for."""
-        keys = [str(hold.key) for hold in self.holds.of(adapter)]
+        keys = [str(hold.key) for hold in self.holds.holds_for(adapter)]
         self.requests.of.setdefault(adapter.key, []).append(name)
         return keys
 
@@ -130,10 +130,10 @@ def test_what_cannot_be_read_ends_its_requests_and_may_be_tried_again() -> None:
 def test_a_name_and_number_stand_for_one_path() -> None:
     setting = Setting()
     setting.add("one", A)
-    with pytest.raises(ValidationError, match="'a' has the number 1 already, with another path"):
-        setting.holds.of(LoRARequest("a", 1, "elsewhere"))
+    with pytest.raises(ValidationError, match="'a' with number 1 exists already, with another path"):
+        setting.holds.holds_for(LoRARequest("a", 1, "elsewhere"))
     with pytest.raises(ValidationError, match="--enable-lora"):
-        Setting(enable_lora=False).holds.of(A)
+        Setting(enable_lora=False).holds.holds_for(A)
 
 
 def test_an_adapter_can_be_read_before_a_request_wants_it() -> None:

@@ -7,14 +7,12 @@ import random
 import msgspec
 import pytest
 
-from quire.beam_search_params import BeamSearchParams
-from quire.engine.beam_search import BeamSearch
-from quire.engine.beam_searches import BeamSearches
+from quire.beam_search.requests import BeamSearch, BeamSearches
 from quire.engine.messages import AbortRequests, AddRequest, CoreRequest, EngineCoreRequest
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.metrics.stats import IterationStats
 from quire.outputs import RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.output import RequestUpdate, TokenLogprobs
 
 VOCAB_SIZE = 11

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from quire.engine.async_llm import AsyncLLM
+from quire.engine.client import CoreAddress
 from quire.engine.cores import BorrowedCores
-from quire.engine.ledger import Ledger
-from quire.engine.remote import CoreAddress
 from quire.errors import EngineDeadError, EngineError, UnavailableError
 from quire.metrics.stats import IterationStats, StatLogger
+from quire.routing.counters import SharedCounters
 from quire.scheduler.output import SchedulerStats
 from tests.engine.slow_schedulers import POISON, Poisoned
 from tests.engine.test_restart import collect, params, process_of, started
@@ -101,9 +101,9 @@ async def test_requests_of_one_label_at_several_front_ends_are_several_requests(
 @pytest.mark.more
 async def test_all_front_ends_use_all_replicas_and_lose_nothing_with_one(null_model_dir: Path) -> None:
     async with front_ends(null_model_dir, 1, data_parallel_size=2) as (owner, (other,)):
-        ledger = Ledger(2, num_cores=2)
+        ledger = SharedCounters(2, num_cores=2)
         for index, engine in enumerate((owner, other)):
-            engine.share(ledger.page(index))
+            engine.share(ledger.slot(index))
         alone = [await tokens(owner, prompt, n=2) for prompt in PROMPTS]
         tasks = [asyncio.create_task(tokens(one, p, n=2)) for p in PROMPTS for one in (owner, other)]
         await begun(owner, 2 * len(PROMPTS))
@@ -155,7 +155,7 @@ async def test_statistics_are_told_to_one_front_end(null_model_dir: Path) -> Non
 async def test_a_killed_core_is_a_pause_for_every_front_end(
     num_deaths: int, null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.supervisor.BACKOFF_S", (0.0, 0.1, 0.1))
+    monkeypatch.setattr("quire.supervision.progress.BACKOFF_S", (0.0, 0.1, 0.1))
     args: dict[str, Any] = {"enable_prefix_caching": False}
     async with front_ends(null_model_dir, 2, **args) as (owner, others):
         engines = [owner, *others]
@@ -192,7 +192,7 @@ async def test_a_killed_core_is_a_pause_for_every_front_end(
 async def test_who_was_in_work_at_two_deaths_ends_at_whichever_front_end(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.supervisor.BACKOFF_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("quire.supervision.progress.BACKOFF_S", (0.0, 0.0, 0.0))
     async with front_ends(null_model_dir, 1, Poisoned, max_num_seqs=1) as (owner, (other,)):
         poison = asyncio.create_task(tokens(other, [POISON, 1]))
         await begun(other, 1)
@@ -293,9 +293,9 @@ async def test_a_front_end_that_takes_nothing_in_holds_up_nobody(null_model_dir:
 async def test_the_queue_limit_is_one_for_all_front_ends(null_model_dir: Path) -> None:
     args: dict[str, Any] = {"max_num_seqs": 1, "max_num_queued_reqs": 3}
     async with front_ends(null_model_dir, 1, **args) as (owner, (other,)):
-        ledger = Ledger(2)
+        ledger = SharedCounters(2)
         for index, engine in enumerate((owner, other)):
-            engine.share(ledger.page(index))
+            engine.share(ledger.slot(index))
         process_of(owner).send_signal(signal.SIGSTOP)
         tasks = [asyncio.create_task(tokens(engine, [1, 2])) for engine in (owner, other, other)]
         await begun(other, 2)

@@ -7,8 +7,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.cache_news import CacheNotes, keys_of
-from quire.engine.recent import CachedPrefixes
 from quire.kv_cache.events import (
     DEVICE,
     HOST,
@@ -17,6 +15,8 @@ from quire.kv_cache.events import (
     BlockStored,
     KVCacheEvent,
 )
+from quire.routing.counters import CacheDeltaBuffer, block_keys
+from quire.routing.router import CachedPrefixes
 
 BLOCKS = [bytes([number]) * 32 for number in range(6)]
 
@@ -39,7 +39,7 @@ events: st.SearchStrategy[Any] = st.one_of(
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(st.tuples(events, st.booleans()), max_size=30))
 def test_what_is_taken_in_is_what_is_on_the_device(happened: list[tuple[KVCacheEvent, bool]]) -> None:
-    notes, known, there = CacheNotes(), CachedPrefixes(0), set[bytes]()
+    notes, known, there = CacheDeltaBuffer(), CachedPrefixes(0), set[bytes]()
     for event, is_taken in happened:
         notes.note([event])
         if isinstance(event, AllBlocksCleared):
@@ -48,8 +48,8 @@ def test_what_is_taken_in_is_what_is_on_the_device(happened: list[tuple[KVCacheE
             hashes = {block for block in event.block_hashes if isinstance(block, bytes)}
             there = there | hashes if isinstance(event, BlockStored) else there - hashes
         if is_taken and (news := notes.take()) is not None:
-            known.take_in(news)
+            known.apply(news)
     if (news := notes.take()) is not None:
-        known.take_in(news)
+        known.apply(news)
     assert notes.take() is None
-    assert [key in known for key in keys_of(BLOCKS)] == [block in there for block in BLOCKS]
+    assert [key in known for key in block_keys(BLOCKS)] == [block in there for block in BLOCKS]

@@ -17,13 +17,13 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine.client import (
     SPIN_COUNT,
+    CoreClient,
     InProcessClient,
     ProcessClient,
     core_environment,
     make_client,
-    settled_spinning,
+    openmp_spin_count,
 )
-from quire.engine.core_client import CoreClient
 from quire.engine.messages import (
     AddRequest,
     CoreReady,
@@ -82,7 +82,7 @@ def test_the_users_environment_is_a_cores_only_while_one_is_made(
     if chosen is not None:
         monkeypatch.setenv("GOMP_SPINCOUNT", chosen)
     before = dict(os.environ)
-    with settled_spinning():
+    with openmp_spin_count():
         assert os.environ["GOMP_SPINCOUNT"] == (chosen or str(SPIN_COUNT))
     assert dict(os.environ) == before
 
@@ -136,10 +136,10 @@ def test_a_core_of_another_version_is_refused(
 ) -> None:
     from quire.engine import messages
 
-    monkeypatch.setattr("quire.engine.remote.WIRE_VERSION", 99)
+    monkeypatch.setattr("quire.engine.client.WIRE_VERSION", 99)
     client = ProcessClient(make_config())
     try:
-        with pytest.raises(StartupError, match=rf"version {messages.WIRE_VERSION} .*this process 99"):
+        with pytest.raises(StartupError, match=rf"version {messages.WIRE_VERSION} .*this process version 99"):
             client.receive()
     finally:
         client.close()

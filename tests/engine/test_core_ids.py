@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.core_ids import CoreIds
-from quire.scheduler.wait_account import NUM_REMEMBERED
+from quire.engine.front_end import CoreIds
+from quire.scheduler.queues import NUM_REMEMBERED
 
 
 def test_names_are_unique_and_begin_with_the_label() -> None:
@@ -29,7 +29,7 @@ def test_what_is_in_flight_is_what_was_added_and_has_not_ended(requests: list[tu
         model.append((now + duration, label, core_ids))
         for end, other, theirs in model:
             if end == now:
-                ids.end(other, theirs)
+                ids.finish(other, theirs)
         model = [entry for entry in model if entry[0] > now]
         for one in "ab":
             expected = [core_id for _, other, theirs in model if other == one for core_id in theirs]
@@ -44,7 +44,7 @@ def test_the_last_request_of_a_label_is_known_for_a_while() -> None:
     for number in range(NUM_REMEMBERED + 1):
         for turn in "xy":
             ids.add(f"r{number}", [f"{number}{turn}"])
-            ids.end(f"r{number}", [f"{number}{turn}"])
+            ids.finish(f"r{number}", [f"{number}{turn}"])
     assert ids.known("r0") == []
     assert ids.known("r1") == ["1y"]
     assert ids.in_flight("r1") == []

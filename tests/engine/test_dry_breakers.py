@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.dry_breakers import MAX_HEADS, dry_breakers
-from quire.engine.lexicons import Lexicon
+from quire.engine.tokenizer_cache import MAX_HEADS, TokenizerContext, dry_breakers
 from quire.errors import ValidationError
 from quire.sampling_extras import DRY_SEQUENCE_BREAKERS
 from quire.sampling_params import SamplingParams
 from tests.engine.tokenizer_kinds import KINDS, Kind
 
 
-def lexicon_of(kind: Kind) -> Lexicon:
-    return Lexicon(kind.tokenizer, [], None, kind.num_ids)
+def get_tokenizer_context(kind: Kind) -> TokenizerContext:
+    return TokenizerContext(kind.tokenizer, [], None, kind.num_ids)
 
 
 def expected_forms(kind: Kind, breaker: str) -> set[tuple[int, tuple[int, ...]]]:
@@ -37,32 +36,32 @@ def test_breakers_are_the_tokens_that_spell_them(name: str) -> None:
     texts = ["a", "th", "he.", "an", "n't", "日本", "</s>", "a</s>", ",", "zzz", "ab" * 20]
     for text in texts:
         params = SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[text])
-        forms = dry_breakers(params, lexicon_of(kind))
+        forms = dry_breakers(params, get_tokenizer_context(kind))
         found = [(head, form.tail) for form in forms for head in form.heads]
         assert set(found) == expected_forms(kind, text), text
 
 
 def test_default_breakers_are_llamas() -> None:
     kind = Kind("byte_level")
-    default = dry_breakers(SamplingParams(dry_multiplier=1.0), lexicon_of(kind))
+    default = dry_breakers(SamplingParams(dry_multiplier=1.0), get_tokenizer_context(kind))
     named = SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=list(DRY_SEQUENCE_BREAKERS))
-    assert default == dry_breakers(named, lexicon_of(kind)) != ()
+    assert default == dry_breakers(named, get_tokenizer_context(kind)) != ()
     none = SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[])
-    assert dry_breakers(none, lexicon_of(kind)) == ()
+    assert dry_breakers(none, get_tokenizer_context(kind)) == ()
 
 
 def test_breakers_without_a_tokenizer_are_refused_if_named() -> None:
-    lexicon = Lexicon(None, [], None, 9)
-    assert dry_breakers(SamplingParams(dry_multiplier=1.0), lexicon) == ()
+    tokenizer_context = TokenizerContext(None, [], None, 9)
+    assert dry_breakers(SamplingParams(dry_multiplier=1.0), tokenizer_context) == ()
     with pytest.raises(ValidationError, match="need a tokenizer"):
-        dry_breakers(SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["x"]), lexicon)
+        dry_breakers(SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["x"]), tokenizer_context)
 
 
 def test_breakers_that_stand_everywhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.dry_breakers.MAX_HEADS", 1)
+    monkeypatch.setattr("quire.engine.tokenizer_cache.MAX_HEADS", 1)
     assert MAX_HEADS > 1
     with pytest.raises(ValidationError, match="the limit is 1"):
         dry_breakers(
             SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["a", "b"]),
-            lexicon_of(Kind("byte_level")),
+            get_tokenizer_context(Kind("byte_level")),
         )

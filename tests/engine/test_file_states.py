@@ -14,7 +14,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.file_states import check_files, states_of
 from quire.engine.front_end import FrontEnd
 from quire.engine.startup import prepare
-from quire.engine.vocabulary import load_vocabulary
+from quire.engine.tokenizer_cache import load_vocabulary
 from quire.errors import EngineDeadError, EngineError, ModelLoadError
 from quire.sampling_params import SamplingParams
 from tests.engine.test_restart import collect, params, process_of, started

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from quire.engine.fitting import Fitter
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
+from quire.pooling.inputs import Fitter
 from tests.fixtures.pooling import CLS, LETTERS, SEP, pair_tokenizer
 
 

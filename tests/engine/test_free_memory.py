@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.free_memory import MIB, READ_EVERY_S, FreeMemory, bytes_to_keep
+from quire.engine.queue_limits import MIB, READ_EVERY_S, FreeMemory, bytes_to_keep
 from quire.errors import MemoryShortError
 from quire.metrics.stats import StatLogger
 from quire.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ class Machine:
 
 
 def test_the_refusal_has_the_numbers_and_says_when_to_come_again() -> None:
-    with pytest.raises(MemoryShortError, match=r"99 MiB are left, .* from 100 MiB on") as caught:
+    with pytest.raises(MemoryShortError, match=r"99 MiB are free .* need 100 MiB") as caught:
         Machine(99).memory(100).check()
     assert caught.value.retry_after > 0
     Machine(100).memory(100).check()

@@ -18,13 +18,12 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.front_end import FrontEnd, Outgoing
 from quire.engine.messages import AbortRequests, AddRequest, CoreMessage, CoreRequest
-from quire.engine.recent import Recent
-from quire.engine.routing_policies import LongestPrefix, RoutedRequest
 from quire.engine.startup import prepare
 from quire.errors import EngineDeadError, EngineError, ValidationError
 from quire.kv_cache.hashing import ExtraKeys
 from quire.metrics.stats import IterationStats, StatLogger
 from quire.outputs import RequestOutput
+from quire.routing.router import LongestPrefix, Recent, RoutedRequest
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import SchedulerStats
 from tests.engine.test_state_machine import parameters, prompts
@@ -293,7 +292,7 @@ def test_a_timeout_is_refused_where_each_rank_has_a_clock_of_its_own(monkeypatch
 
 @pytest.mark.parametrize("error", [RuntimeError, Panic])
 @pytest.mark.parametrize(
-    "method", ["_append_tokens", "_record_history", "_record_tokens", "completion", "_end"]
+    "method", ["_append_tokens", "_record_history", "_record_tokens", "completion", "_finish"]
 )
 def test_an_error_in_one_sequence_takes_nothing_from_its_neighbours(
     method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -308,7 +307,7 @@ def test_an_error_in_one_sequence_takes_nothing_from_its_neighbours(
             original = getattr(sequence, method)
 
             def broken(*args: Any) -> Any:
-                if next(steps) == (0 if method == "_end" else 3):
+                if next(steps) == (0 if method == "_finish" else 3):
                     raise error("a bug")
                 return original(*args)
 
@@ -325,7 +324,7 @@ def test_an_error_in_one_sequence_takes_nothing_from_its_neighbours(
         "the engine failed while it made the output",
     )
     assert sum(isinstance(one, RequestOutput) and one.finished for one in cores.outputs["r1"]) == 1
-    if method != "_end":  # by then the core has ended it
+    if method != "_finish":  # by then the core has ended it
         assert (0, AbortRequests(["r1-1"], "error")) in cores.sent
     assert len(cores.front_end) == 0
 
@@ -398,9 +397,9 @@ def test_requests_of_a_core_that_is_gone_go_on_at_once_on_others_and_new_ones_pa
     cores.add("e", [1, 2], max_tokens=3)
     assert cores.sent[-1][0] == 1
     assert not cores.front_end.in_flight(0)
-    assert cores.front_end.whereabouts("a") == [(1, "a-0")]
+    assert cores.front_end.locate_sequences("a") == [(1, "a-0")]
     cores.run()
-    assert cores.front_end.whereabouts("a") == [(1, "a-0")], "of those that are there"
+    assert cores.front_end.locate_sequences("a") == [(1, "a-0")], "of those that are there"
     assert cores.front_end.unfinished(0) == []
 
 

@@ -14,16 +14,16 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.constraints import Constraints
 from quire.engine.core import EngineCore
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.messages import AddRequest, EngineCoreRequest
 from quire.engine.startup import prepare
-from quire.engine.vocabulary import end_ids, vocabulary_of
+from quire.engine.tokenizer_cache import end_ids, vocabulary_of
 from quire.errors import ConfigError, QuireError, UnavailableError, ValidationError
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.output import RequestUpdate
 from quire.structured_output.checker import CheckLimitError
+from quire.structured_output.request_constraints import Constraints
 from quire.structured_output.turns import MAX_WAITING_OF_TENANT, Turn
 from tests.engine.tokenizer_kinds import EOS, KINDS, Kind, write_model_dir
 
@@ -112,12 +112,12 @@ def test_a_tokenizer_is_fit_for_grammars_or_the_request_is_refused(name: str, tm
     kind = Kind(name)
     checks = constraints(kind, tmp_path)
     if kind.tokenizer.is_bytewise:
-        assert checks.settled(params("a+")).structured_outputs == StructuredOutputsParams(regex="a+")
+        assert checks.validated(params("a+")).structured_outputs == StructuredOutputsParams(regex="a+")
         vocabulary = vocabulary_of(kind.tokenizer, kind.num_ids, [kind.backend.token_to_id(EOS)])
         assert all(not vocabulary.tokens[token_id] for token_id in kind.special_ids)
     else:
         with pytest.raises(ValidationError, match="depends on its neighbours"):
-            checks.settled(params("a+"))
+            checks.validated(params("a+"))
     checks.close()
 
 
@@ -132,7 +132,7 @@ def test_a_prompt_without_text_is_refused_where_a_text_would_lose_its_first_spac
     if name in ("byte_level", "gemma"):
         checks.check_prompt(only_special)
     else:
-        with pytest.raises(ValidationError, match="some text in it"):
+        with pytest.raises(ValidationError, match="a prompt that contains text"):
             checks.check_prompt(only_special)
 
 
@@ -166,9 +166,9 @@ def test_an_answer_is_remembered(null_model_dir: Path) -> None:
     checks._checker.checked = counted  # type: ignore[method-assign]
     for _ in range(3):
         assert checks.known(params("b")) is None or asked
-        checks.settled(params("b"))
+        checks.validated(params("b"))
         with pytest.raises(ValidationError, match="unclosed group"):
-            checks.settled(params("("))
+            checks.validated(params("("))
     assert [wanted.regex for wanted in asked] == ["b", "("]
     assert checks.known(params("b")) is not None
     engine.shutdown()
@@ -187,10 +187,10 @@ def test_refusal_by_circumstances_is_forgotten(null_model_dir: Path, error: Quir
 
         checks._checker.checked = failed  # type: ignore[method-assign]
         with pytest.raises(type(error)):
-            checks.settled(wanted)
+            checks.validated(wanted)
         assert checks.known(wanted) is None
         checks._checker.checked = check  # type: ignore[method-assign]
-        assert checks.settled(wanted).structured_outputs == wanted.structured_outputs
+        assert checks.validated(wanted).structured_outputs == wanted.structured_outputs
     engine.shutdown()
 
 
@@ -207,15 +207,15 @@ async def test_slow_constraints_of_a_tenant_delay_no_other(null_model_dir: Path)
 
     checks._checker.checked = slow  # type: ignore[method-assign]
     slow_ones = [
-        asyncio.ensure_future(engine._checks.settled(params(f"slow{number}"), "a")) for number in range(12)
+        asyncio.ensure_future(engine._checks.validated(params(f"slow{number}"), "a")) for number in range(12)
     ]
     for number in range(3):
-        settled = await engine._checks.settled(params(f"fast{number}"), "b")
+        settled = await engine._checks.validated(params(f"fast{number}"), "b")
         assert settled.structured_outputs == StructuredOutputsParams(regex=f"fast{number}")
     assert not any(one.done() for one in slow_ones)
     checks._checker.max_wait_s = 0.01
     with pytest.raises(UnavailableError, match="constraints of other requests are being checked"):
-        await engine._checks.settled(params("slow12"), "a")
+        await engine._checks.validated(params("slow12"), "a")
     goes_on.set()
     assert len({(await one).structured_outputs for one in slow_ones}) == 12
     await engine.shutdown()
@@ -233,35 +233,37 @@ async def test_cancelled_check_gives_its_turn_back(null_model_dir: Path) -> None
         return check(wanted, *args)
 
     checks._checker.checked = slow  # type: ignore[method-assign]
-    running, waiting = (asyncio.ensure_future(engine._checks.settled(params("slow"), "a")) for _ in range(2))
+    running, waiting = (
+        asyncio.ensure_future(engine._checks.validated(params("slow"), "a")) for _ in range(2)
+    )
     assert await asyncio.to_thread(begun.wait, WAIT_S)
     for one in (running, waiting):
         one.cancel()
         with pytest.raises(asyncio.CancelledError):
             await one
     goes_on.set()
-    assert (await engine._checks.settled(params("next"), "a")).structured_outputs is not None
+    assert (await engine._checks.validated(params("next"), "a")).structured_outputs is not None
     await engine.shutdown()
 
 
 def test_a_model_without_an_end_cannot_be_constrained(null_model_dir: Path) -> None:
     config = prepare(EngineConfig.from_args(model=str(null_model_dir), **NULL), "offline")
     with pytest.raises(ValidationError, match="end-of-sequence token"):
-        Constraints(config, Kind("byte_level").tokenizer, []).settled(params("a"))
+        Constraints(config, Kind("byte_level").tokenizer, []).validated(params("a"))
     with pytest.raises(ValidationError, match="needs a tokenizer"):
-        Constraints(config, None, []).settled(params("a"))
+        Constraints(config, None, []).validated(params("a"))
 
 
 async def test_the_event_loop_goes_on_while_a_constraint_is_checked(null_model_dir: Path) -> None:
     engine = AsyncLLM(EngineConfig.from_args(model=str(null_model_dir), **NULL), in_process=True)
     checks, goes_on = engine.input_processor.constraints, threading.Event()
-    checked = checks.checked
+    checked = checks.validated_in_turn
 
     def slow(given: SamplingParams, turn: Turn) -> SamplingParams:
         assert goes_on.wait(WAIT_S)
         return checked(given, turn)
 
-    checks.checked = slow  # type: ignore[method-assign]
+    checks.validated_in_turn = slow  # type: ignore[method-assign]
     constrained = engine.generate([1, 2], params("a"), "slow")
     waiting = asyncio.ensure_future(anext(constrained))
     async for output in engine.generate([1, 2], params(None), "fast"):

@@ -15,25 +15,25 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.client import ProcessClient
-from quire.engine.guest_host import GuestHost
-from quire.engine.guests import Guests
 from quire.engine.messages import AddRequest, CoreReady, EngineCoreOutputs, EngineCoreRequest
-from quire.engine.progress import Progress
-from quire.engine.replica_wire import (
+from quire.engine.replicas.remote_replicas import RemoteReplicas
+from quire.engine.replicas.replica_host import ReplicaAgent
+from quire.engine.replicas.replica_wire import (
     Alive,
     CoreLost,
     ReplicaHello,
-    Wire,
+    ReplicaWire,
     arithmetic_of,
     facts_of,
-    heard_from,
+    received_from,
     sent_to,
 )
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, EngineDeadError, StartupError
-from quire.joining import introduced, opened
+from quire.joining import connect_to_first_host, introduce
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate
+from quire.supervision.progress import Progress
 from tests.end_to_end.server import free_port
 from tests.engine.slow_schedulers import Slow
 from tests.engine.test_progress import plan
@@ -59,7 +59,7 @@ class OtherHost:
 
     def __init__(self, model: Path, port: int) -> None:
         config = prepare(config_of(model, port, data_parallel_start_rank=1, scheduler_cls=SLOW), "headless")
-        self.host = GuestHost(config, facts_of(config))
+        self.host = ReplicaAgent(config, facts_of(config))
         self.thread = threading.Thread(target=self.host.run)
         self.thread.start()
 
@@ -109,8 +109,8 @@ async def test_a_host_that_goes_costs_no_request_anything_and_may_come_back(
 
 
 @contextmanager
-def open_guests(config: EngineConfig) -> Iterator[Guests]:
-    guests = Guests(config)
+def open_guests(config: EngineConfig) -> Iterator[RemoteReplicas]:
+    guests = RemoteReplicas(config)
     try:
         guests.open(config.parallel.join_place)
         yield guests
@@ -119,11 +119,11 @@ def open_guests(config: EngineConfig) -> Iterator[Guests]:
 
 
 def join(config: EngineConfig, hello: ReplicaHello) -> socket.socket:
-    return introduced(reached(config), hello, config.parallel.join_place)
+    return introduce(reached(config), hello, config.parallel.join_place)
 
 
 def reached(config: EngineConfig) -> socket.socket:
-    way = opened(config.parallel.join_place, "replica 1", 5.0)
+    way = connect_to_first_host(config.parallel.join_place, "replica 1", 5.0)
     assert way is not None
     return way
 
@@ -149,7 +149,7 @@ def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
     with open_guests(config) as guests:
         client = guests.client(1)
         with pytest.raises(StartupError, match="--data-parallel-address and --data-parallel-rpc-port"):
-            Guests(config).open(config.parallel.join_place)
+            RemoteReplicas(config).open(config.parallel.join_place)
         for stranger in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64):
             with reached(config) as way, suppress(OSError):  # it is left before all of it is read
                 way.sendall(stranger)
@@ -159,13 +159,13 @@ def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
         for words, hello in wrong.items():
             with pytest.raises(StartupError, match=words):
                 join(config, hello)
-        assert caplog.text.count("this is no replica of quire") == 2
+        assert caplog.text.count("the peer is not a quire replica") == 2
         assert client.stalls
         with reached(config), join(config, right) as way:  # while somebody else says nothing
             with pytest.raises(StartupError, match="replica 1 has joined before"):
                 join(config, right)
             way.sendall(b"\0\0\0\1x")  # a frame that is no message
-            with pytest.raises(EngineDeadError, match=r"replica 1 .* a frame of 1 bytes is no message"):
+            with pytest.raises(EngineDeadError, match=r"replica 1 .* a frame of 1 bytes is not a message"):
                 client.receive()
         join(config, right).close()
         client = guests.client(1)
@@ -193,9 +193,7 @@ def test_a_host_that_computes_by_other_instructions_may_join_and_the_log_says_so
                 pass
             joined.wire.release()
             guests.left(1)
-            words = (
-                f"replica 1 computes by abacus and this host by {own}: the same request may have other tokens"
-            )
+            words = f"replica 1 computes with abacus and this host with {own}: the same request may get other tokens"
             assert caplog.text.count(words) == warnings
 
 
@@ -208,7 +206,7 @@ def test_what_a_host_says_of_its_core_counts_as_if_it_were_here(
     progress = Progress.create(tmp_path / "progress", 2)
     progress.begin(plan(["0.1-0"], []))
     with open_guests(config) as guests:
-        client, wire = guests.client(1), Wire(join(config, hello))
+        client, wire = guests.client(1), ReplicaWire(join(config, hello))
         for message in (Alive(stalls=True), EngineCoreOutputs([])):
             wire.send(message)
         assert client.receive() == [EngineCoreOutputs([], timestamp=pytest.approx(0.0, abs=5.0))]
@@ -218,9 +216,9 @@ def test_what_a_host_says_of_its_core_counts_as_if_it_were_here(
             client.receive()
         assert client.in_work(["0.0-0", "0.1-0"]) == {"0.1-0"}
         wire.release()
-        monkeypatch.setattr("quire.engine.guests.SILENCE_S", 0.3)
-        client, wire = guests.client(1), Wire(join(config, hello))
-        with pytest.raises(EngineDeadError, match=r"is gone: its host is silent for 0\.3 s"):
+        monkeypatch.setattr("quire.engine.replicas.remote_replicas.SILENCE_S", 0.3)
+        client, wire = guests.client(1), ReplicaWire(join(config, hello))
+        with pytest.raises(EngineDeadError, match=r"is gone: its host has been silent for 0\.3 s"):
             client.receive()
         wire.release()
 
@@ -255,7 +253,7 @@ def test_each_host_counts_time_by_its_own_clock() -> None:
     assert isinstance(sent, AddRequest)
     assert sent.request.arrival_time == 60.0
     updates = [RequestUpdate("r", [2], queued_ts=60.5, scheduled_ts=61.0), RequestUpdate("s", [3])]
-    heard = heard_from(EngineCoreOutputs(updates, timestamp=62.0), ahead_s=40.0)
+    heard = received_from(EngineCoreOutputs(updates, timestamp=62.0), ahead_s=40.0)
     assert isinstance(heard, EngineCoreOutputs)
     assert heard.timestamp == 102.0
     assert [(one.queued_ts, one.scheduled_ts) for one in heard.updates] == [(100.5, 101.0), (0.0, 0.0)]
@@ -267,14 +265,14 @@ def test_each_host_counts_time_by_its_own_clock() -> None:
         (
             {"data_parallel_start_rank": 1},
             "server",
-            "replicas 1 to 1 of 2 .* want --headless on all hosts but",
+            "replicas 1 to 1 of 2 .* require --headless on all hosts but",
         ),
         (
             {"data_parallel_size_local": None},
             "headless",
-            "replicas 0 to 1 of 2 .* want --headless on all hosts but",
+            "replicas 0 to 1 of 2 .* require --headless on all hosts but",
         ),
-        ({}, "headless", "replicas 0 to 0 of 2 .* want --headless on all hosts but"),
+        ({}, "headless", "replicas 0 to 0 of 2 .* require --headless on all hosts but"),
         ({}, "offline", r"is 1 of 2: LLM\(\.\.\.\) has replicas of its own host only"),
     ],
 )

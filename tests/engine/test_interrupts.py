@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.interrupts import HeldInterrupts
+from quire.engine.client import HeldInterrupts
 from quire.errors import ConflictError, EngineDeadError
 from quire.inputs import PromptType
 from quire.sampling_params import RequestOutputKind

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
-from quire.config.kv_events import KVEventsSettings
+from quire.config.cache import KVEventsSettings
 from quire.engine.kv_events import KVEventPublisher, low_64_bits
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError

@@ -12,44 +12,44 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.ledger import Column, Ledger
 from quire.engine.queue_limits import SharedWaiting
+from quire.routing.counters import CounterField, SharedCounters
 
 OTHER = """
 import sys
-from quire.engine.ledger import Column, Ledger
+from quire.routing.counters import CounterField, SharedCounters
 
-ledger = Ledger(2, 1, open(int(sys.argv[1]), "r+b"))
-page, account = ledger.page(1), ledger.account(0)
+ledger = SharedCounters(2, 1, open(int(sys.argv[1]), "r+b"))
+page, account = ledger.slot(1), ledger.account(0)
 for _ in range(20_000):
-    page.add(Column.WAITING, 1)
+    page.add(CounterField.WAITING, 1)
     with ledger.locked():
         account[0] += 1
 """
 DIES = """
 import os, signal, sys
-from quire.engine.ledger import Ledger
+from quire.routing.counters import SharedCounters
 
-with Ledger(1, 0, open(int(sys.argv[1]), "r+b")).locked():
+with SharedCounters(1, 0, open(int(sys.argv[1]), "r+b")).locked():
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_processes_that_write_at_once_lose_no_count() -> None:
-    with closing(Ledger.create(2, 1)) as ledger:
+    with closing(SharedCounters.create(2, 1)) as ledger:
         number = ledger.fileno()
         with subprocess.Popen([sys.executable, "-c", OTHER, str(number)], pass_fds=[number]) as other:
             account = ledger.account(0)
             for _ in range(20_000):
-                ledger.page(0).add(Column.WAITING, 1)
+                ledger.slot(0).add(CounterField.WAITING, 1)
                 with ledger.locked():
                     account[0] += 1
         assert other.returncode == 0
-        assert (ledger.total(Column.WAITING), account[0]) == (40_000, 40_000)
+        assert (ledger.total(CounterField.WAITING), account[0]) == (40_000, 40_000)
 
 
 def test_a_lock_is_let_go_by_a_process_that_dies() -> None:
-    with closing(Ledger.create(1, 0)) as ledger:
+    with closing(SharedCounters.create(1, 0)) as ledger:
         command = [sys.executable, "-c", DIES, str(ledger.fileno())]
         assert subprocess.run(command, pass_fds=[ledger.fileno()], check=False).returncode == -signal.SIGKILL
         with ledger.locked():
@@ -58,9 +58,9 @@ def test_a_lock_is_let_go_by_a_process_that_dies() -> None:
 
 def test_a_shared_ledger_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with closing(Ledger.create(2, 2)) as ledger:
+    with closing(SharedCounters.create(2, 2)) as ledger:
         assert not list(tmp_path.iterdir())
-        assert ledger.total(Column.HANDED) == 0
+        assert ledger.total(CounterField.HANDED) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 50)), max_size=30))
@@ -68,8 +68,8 @@ def test_what_waits_anywhere_is_counted_until_it_leaves_or_its_process_does(
     events: list[tuple[int, int, int]],
 ) -> None:
     """A sequence that is there already leaves; each has one prompt."""
-    ledger = Ledger(3)
-    waiting = [SharedWaiting(ledger.page(index)) for index in range(3)]
+    ledger = SharedCounters(3)
+    waiting = [SharedWaiting(ledger.slot(index)) for index in range(3)]
     expected: dict[tuple[int, int], int] = {}
     for page, name, num_tokens in events:
         if (page, name) in expected:

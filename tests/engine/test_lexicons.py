@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.lexicons import Lexicons
 from quire.engine.startup import load_tokenizer, prepare
+from quire.engine.tokenizer_cache import TokenizerCache
 from quire.errors import ValidationError
 from quire.lora_request import LoRARequest
 from tests.fixtures.tiny_models import VOCAB_SIZE, write_tiny_tokenizer
@@ -20,7 +20,7 @@ KEPT = 2
 
 
 @pytest.fixture(scope="module")
-def lexicons(tiny_model: Callable[[str], Path]) -> Lexicons:
+def tokenizers(tiny_model: Callable[[str], Path]) -> TokenizerCache:
     args = {
         "model": str(tiny_model("llama")),
         "enable_lora": True,
@@ -28,51 +28,51 @@ def lexicons(tiny_model: Callable[[str], Path]) -> Lexicons:
         "lora_extra_vocab_size": 0,
     }
     config = prepare(EngineConfig.from_args(**args), "offline")
-    return Lexicons(config, load_tokenizer(config))
+    return TokenizerCache(config, load_tokenizer(config))
 
 
 def adapter_in(directory: Path, number: int = 1) -> LoRARequest:
     return LoRARequest(directory.name, number, str(directory))
 
 
-def test_what_an_adapter_does_not_bring_is_the_models(lexicons: Lexicons, tmp_path: Path) -> None:
-    assert lexicons.of(None) is lexicons.model
-    assert lexicons.of(adapter_in(tmp_path / "nowhere")) is lexicons.model
-    assert lexicons.of(adapter_in(tmp_path)) is lexicons.model
+def test_what_an_adapter_does_not_bring_is_the_models(tokenizers: TokenizerCache, tmp_path: Path) -> None:
+    assert tokenizers.of(None) is tokenizers.model
+    assert tokenizers.of(adapter_in(tmp_path / "nowhere")) is tokenizers.model
+    assert tokenizers.of(adapter_in(tmp_path)) is tokenizers.model
     write_tiny_tokenizer(tmp_path)
-    assert lexicons.of(adapter_in(tmp_path, 2)) is lexicons.model, "what it brings is the same"
+    assert tokenizers.of(adapter_in(tmp_path, 2)) is tokenizers.model, "what it brings is the same"
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "chat_template.jinja").write_text("Arr!")
-    own, model = lexicons.of(adapter_in(tmp_path, 3)).tokenizer, lexicons.model.tokenizer
+    own, model = tokenizers.of(adapter_in(tmp_path, 3)).tokenizer, tokenizers.model.tokenizer
     assert own is not None
     assert model is not None
     assert own.chat_template == "Arr!" != model.chat_template
     assert own.encode("a<eos>") == model.encode("a<eos>")
 
 
-def test_added_tokens_are_the_adapters_alone(lexicons: Lexicons, tmp_path: Path) -> None:
+def test_added_tokens_are_the_adapters_alone(tokenizers: TokenizerCache, tmp_path: Path) -> None:
     tokens = [added(FIRST_FREE, "<|arr|>"), added(FIRST_FREE + 1, "matey", special=False)]
     write_own_tokenizer(
         tmp_path, lambda file: file["added_tokens"].extend(tokens), eos_token={"content": "<|arr|>"}
     )
-    lexicon, model = lexicons.of(adapter_in(tmp_path)), lexicons.model
-    own, plain = lexicon.tokenizer, model.tokenizer
+    tokenizer_context, model = tokenizers.of(adapter_in(tmp_path)), tokenizers.model
+    own, plain = tokenizer_context.tokenizer, model.tokenizer
     assert own is not None
     assert plain is not None
     assert own.encode("<|arr|>matey") == [FIRST_FREE, FIRST_FREE + 1]
     assert len(plain.encode("<|arr|>matey")) == len("<|arr|>matey")
     assert own.decode([FIRST_FREE, FIRST_FREE + 1]) == "matey"
     assert own.encode("<|arr|>", allow_special=False) == plain.encode("<|arr|>")
-    assert lexicon.end_ids == [*model.end_ids, FIRST_FREE]
+    assert tokenizer_context.end_ids == [*model.end_ids, FIRST_FREE]
     assert (own.bos_token, own.chat_templates) == (plain.bos_token, plain.chat_templates)
 
 
-def test_files_are_read_once_and_the_oldest_forgotten(lexicons: Lexicons, tmp_path: Path) -> None:
+def test_files_are_read_once_and_the_oldest_forgotten(tokenizers: TokenizerCache, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("Arr!")
     requests = [adapter_in(tmp_path, number) for number in range(10, 11 + KEPT)]
-    found = [lexicons.of(request) for request in requests]
-    assert [lexicons.known(request) for request in requests] == [None, *found[1:]]
-    assert lexicons.of(requests[-1]) is found[-1]
+    found = [tokenizers.of(request) for request in requests]
+    assert [tokenizers.known(request) for request in requests] == [None, *found[1:]]
+    assert tokenizers.of(requests[-1]) is found[-1]
 
 
 def _swap(file: dict[str, Any]) -> None:
@@ -82,26 +82,37 @@ def _swap(file: dict[str, Any]) -> None:
 
 Edit = Callable[[dict[str, Any]], Any]
 EDITS: dict[str, tuple[Edit, str]] = {
-    "missing": (lambda file: file["model"]["vocab"].pop("a"), "'a' is missing; to the model it is"),
-    "moved": (_swap, r"is \d+; to the model it is \d+"),
-    "taken": (lambda file: file["model"]["vocab"].update(arr=70), "'arr' is 70, which is another token's"),
+    "missing": (
+        lambda file: file["model"]["vocab"].pop("a"),
+        "'a' is missing; in the model's tokenizer it is",
+    ),
+    "moved": (_swap, r"is \d+; in the model's tokenizer it is \d+"),
+    "taken": (
+        lambda file: file["model"]["vocab"].update(arr=70),
+        "'arr' has id 70, which is another token's",
+    ),
     "beyond": (
         lambda file: file["model"]["vocab"].update({f"<{i}>": i for i in range(FIRST_FREE, VOCAB_SIZE + 1)}),
-        f"is {VOCAB_SIZE}, and ids end at {VOCAB_SIZE - 1}",
+        f"has id {VOCAB_SIZE}, and ids end at {VOCAB_SIZE - 1}",
     ),
-    "decoder": (lambda file: file.update(decoder={"type": "Fuse"}), "its decoder is not that of the model's"),
+    "decoder": (
+        lambda file: file.update(decoder={"type": "Fuse"}),
+        "its decoder differs from that of the model's tokenizer",
+    ),
     "no model": (lambda file: file.pop("model"), "is not a valid tokenizer file"),
 }
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_ids_that_mean_something_else_are_refused(name: str, lexicons: Lexicons, tmp_path: Path) -> None:
+def test_ids_that_mean_something_else_are_refused(
+    name: str, tokenizers: TokenizerCache, tmp_path: Path
+) -> None:
     edit, problem = EDITS[name]
     write_own_tokenizer(tmp_path, edit)
     with pytest.raises(
         ValidationError, match=f"^adapter '{tmp_path.name}': tokenizer.json.*{problem}"
     ) as error:
-        lexicons.of(adapter_in(tmp_path))
+        tokenizers.of(adapter_in(tmp_path))
     assert str(tmp_path.parent) not in str(error.value)
 
 
@@ -114,8 +125,8 @@ def test_ids_that_mean_something_else_are_refused(name: str, lexicons: Lexicons,
     ],
 )
 def test_files_that_cannot_be_read_are_named(
-    file: str, content: bytes, problem: str, lexicons: Lexicons, tmp_path: Path
+    file: str, content: bytes, problem: str, tokenizers: TokenizerCache, tmp_path: Path
 ) -> None:
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValidationError, match=f"^adapter .*: {file}: {problem}"):
-        lexicons.of(adapter_in(tmp_path))
+        tokenizers.of(adapter_in(tmp_path))

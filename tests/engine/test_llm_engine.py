@@ -289,7 +289,7 @@ def test_a_scheduler_of_the_users_replaces_the_default(
     [
         ("nowhere:X", "cannot import"),
         ("quire", "cannot import"),
-        ("quire.config:EngineConfig", "no subclass"),
+        ("quire.config:EngineConfig", "not a subclass"),
     ],
 )
 def test_a_bad_scheduler_class_is_a_startup_error(null_model_dir: Path, name: str, message: str) -> None:

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import zmq
 
-from quire.engine.cache_news import CacheNews
+from quire.engine.client import message_socket
+from quire.engine.core_service import Outboxes
 from quire.engine.messages import CoreMessage, EngineCoreOutputs
-from quire.engine.outboxes import Outboxes
-from quire.engine.remote import messages_of
+from quire.routing.counters import CacheDelta
 
-NEWS = CacheNews(b"12345678", b"")
+NEWS = CacheDelta(b"12345678", b"")
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_news_of_the_cache_are_for_all_front_ends(
 ) -> None:
     sockets = [context.socket(zmq.PULL) for _ in range(3)]
     for front_end, socket in enumerate(sockets):
-        socket.bind(f"ipc://{tmp_path / messages_of(front_end)}")
+        socket.bind(f"ipc://{tmp_path / message_socket(front_end)}")
     outboxes = Outboxes(context, tmp_path)
     outboxes.open(1)
     outboxes.open(2)

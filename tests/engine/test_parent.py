@@ -18,8 +18,8 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.client import ProcessClient
+from quire.engine.core_service import PARENT_POLL_S
 from quire.engine.messages import CoreReady, UtilityCall, UtilityResult
-from quire.engine.parent import LOOK_S
 from quire.engine.startup import prepare
 from quire.scheduler.scheduler import Scheduler
 from tests.engine.slow_schedulers import NeverThere
@@ -128,7 +128,7 @@ def test_a_core_outlives_the_thread_that_started_it(null_model_dir: Path) -> Non
     try:
         (ready,) = client.receive()
         assert isinstance(ready, CoreReady)
-        time.sleep(2 * LOOK_S)
+        time.sleep(2 * PARENT_POLL_S)
         client.send(UtilityCall(1, "stats"))
         (answer,) = client.receive()
         assert isinstance(answer, UtilityResult)

@@ -15,7 +15,6 @@ from quire.config import EngineConfig
 from quire.config.pooling import PoolingSpec
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.pooling_inputs import PoolingInputs, TextOptions
 from quire.engine.prompt_forms import parts_of
 from quire.engine.startup import load_tokenizer, prepare
 from quire.errors import (
@@ -27,7 +26,8 @@ from quire.errors import (
     ValidationError,
 )
 from quire.metrics.stats import IterationStats, StatLogger
-from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling.inputs import PoolingInputs, TextOptions
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerStats
@@ -151,16 +151,18 @@ def test_a_prompt_may_fill_the_context_and_no_more(cores: PooledCores) -> None:
 
 
 def test_a_pooling_model_does_not_generate(cores: PooledCores) -> None:
-    with pytest.raises(ValidationError, match="this model generates nothing: it is served for embed, token"):
+    with pytest.raises(ValidationError, match="this model does not generate; its tasks are embed, token"):
         cores.add("a", [1])
 
 
 def test_a_generating_model_does_not_pool() -> None:
     front_end = Cores().front_end
     prompt = front_end.input_processor.tokenize([1])
-    with pytest.raises(ValidationError, match=r"this model generates, and nothing is pooled; --runner"):
+    with pytest.raises(
+        ValidationError, match=r"this is a generating model without pooling; start it with --runner"
+    ):
         front_end.submit("a", prompt, EMBED, print)
-    with pytest.raises(ValidationError, match="reads no pairs of texts"):
+    with pytest.raises(ValidationError, match="pairs of texts are for pooling models"):
         front_end.input_processor.tokenize({"prompt": "a", "second_prompt": "b"})
 
 
@@ -192,7 +194,7 @@ def inputs_of(spec: PoolingSpec, directory: Path) -> PoolingInputs:
         (dataclasses.replace(EMBEDDER, matryoshka=()), {"dimensions": 2}, "embeddings can have 8"),
         (dataclasses.replace(EMBEDDER, matryoshka=(0,)), {"dimensions": 9}, "can have 1 to 8 numbers"),
         (CROSS_ENCODER, {"dimensions": 1}, "dimensions are of embeddings, and the task is classify"),
-        (EMBEDDER, {"step_tag_id": 1}, "step_tag_id is for models that reward each step"),
+        (EMBEDDER, {"step_tag_id": 1}, "step_tag_id is for step reward models"),
         (REWARDS, {"step_tag_id": 99}, r"token ids are integers in \[0, 29\]"),
         (REWARDS, {"returned_token_ids": [0, 2]}, "returned_token_ids has 2, but the model gives 2 numbers"),
     ],
@@ -201,15 +203,15 @@ def test_what_the_model_does_not_offer_is_refused(
     spec: PoolingSpec, params: dict[str, Any], message: str, pair_model_dir: Path
 ) -> None:
     with pytest.raises(ValidationError, match=message):
-        inputs_of(spec, pair_model_dir).settled(PoolingParams(**params))
+        inputs_of(spec, pair_model_dir).validated(PoolingParams(**params))
 
 
 def test_what_it_offers_is_settled(pair_model_dir: Path) -> None:
-    assert inputs_of(EMBEDDER, pair_model_dir).settled(EMBED).task == "embed"
+    assert inputs_of(EMBEDDER, pair_model_dir).validated(EMBED).task == "embed"
     any_size = dataclasses.replace(EMBEDDER, matryoshka=(0,))
     for spec, size in ((EMBEDDER, 4), (EMBEDDER, 8), (any_size, 5)):
-        assert inputs_of(spec, pair_model_dir).settled(PoolingParams(dimensions=size)).dimensions == size
-    assert inputs_of(REWARDS, pair_model_dir).settled(EMBED).task == "token_classify"
+        assert inputs_of(spec, pair_model_dir).validated(PoolingParams(dimensions=size)).dimensions == size
+    assert inputs_of(REWARDS, pair_model_dir).validated(EMBED).task == "token_classify"
 
 
 def test_a_text_gets_the_prompt_that_is_named_or_the_models_own(pair_model_dir: Path) -> None:
@@ -390,6 +392,6 @@ async def test_a_full_queue_refuses_and_a_dead_engine_too(engine: AsyncLLM) -> N
 
 
 async def test_pooling_params_do_not_generate(engine: AsyncLLM) -> None:
-    with pytest.raises(ValidationError, match="this model generates nothing"):
+    with pytest.raises(ValidationError, match="this model does not generate"):
         async for _ in engine.generate([1], SamplingParams(), "x"):
             pass

@@ -13,23 +13,23 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.config.supervision import BUSY_FACTOR
-from quire.engine.expected_costs import ExpectedCosts
-from quire.engine.progress import (
-    LONGEST_FACTOR,
-    TICK_S,
-    FollowedExecutor,
-    Heartbeat,
-    Progress,
-    cpu_seconds,
-    cpu_seconds_with_children,
-)
+from quire.config.scheduler import BUSY_FACTOR
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
     ModelRunnerOutput,
     NewRequestData,
     ScheduledRequest,
     SchedulerOutput,
+)
+from quire.supervision.progress import (
+    LONGEST_FACTOR,
+    TICK_S,
+    ExpectedCosts,
+    Heartbeat,
+    Progress,
+    ProgressExecutor,
+    cpu_seconds,
+    cpu_seconds_with_children,
 )
 
 TIMEOUT_S = 30.0
@@ -127,7 +127,7 @@ def measured(work: list[tuple[int, int, float]]) -> Iterator[tuple[float | None,
     with tempfile.TemporaryDirectory() as folder:
         expected: list[float | None] = []
         progress = Progress.create(Path(folder) / "progress", 1)
-        executor = FollowedExecutor(Steps(), progress, ExpectedCosts(), lambda: now)  # type: ignore[arg-type]
+        executor = ProgressExecutor(Steps(), progress, ExpectedCosts(), lambda: now)  # type: ignore[arg-type]
         for start, tokens, seconds in work:
             executor.execute_model(
                 SchedulerOutput(1, [], [ScheduledRequest("a", start, tokens, 1, [[]])], [])

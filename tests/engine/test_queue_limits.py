@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.queue_limits import Place, WaitingSequences, check_queue, check_tokens, crowding
+from quire.engine.queue_limits import QueueReservation, WaitingSequences, check_queue, check_tokens, crowding
 from quire.errors import UnavailableError, ValidationError
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ def test_a_place_counts_until_all_of_it_has_joined_or_is_given_up(
     joins: list[tuple[int, int]], num_sequences: int
 ) -> None:
     queue = waiting(5)
-    place = Place(queue, num_sequences)
+    place = QueueReservation(queue, num_sequences)
     num_tokens = sum(tokens for _, tokens in joins)
     place.hold(num_tokens)
     assert (len(queue), queue.num_tokens) == (1 + num_sequences, 5 + num_tokens)
@@ -83,7 +83,7 @@ def test_a_place_counts_until_all_of_it_has_joined_or_is_given_up(
         num_sequences, num_tokens = max(0, num_sequences - sequences), num_tokens - tokens
         assert (len(queue), queue.num_tokens) == (1 + num_sequences, 5 + num_tokens)
     for _ in range(2):
-        place.give_up()
+        place.release()
         assert (len(queue), queue.num_tokens) == (1, 5)
 
 

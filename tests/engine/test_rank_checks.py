@@ -9,8 +9,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.distributed.in_process import InProcess
-from quire.engine.rank_checks import check_ranks
-from quire.engine.shares import possible_sizes
+from quire.engine.rank_checks import check_ranks, valid_tp_sizes
 from quire.engine.startup import prepare
 from quire.errors import ConfigError
 from quire.layers.shard import Shard
@@ -33,9 +32,15 @@ def test_several_ranks_have_processes(tiny_model: Callable[[str], Path]) -> None
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"distributed_executor_backend": "uni"}, "which wants --distributed-executor-backend mp, not uni"),
-        ({"distributed_executor_backend": "null"}, "which wants --distributed-executor-backend mp, not null"),
-        ({"cpu_pin_threads": True, "cpu_numa": "off"}, "which wants no --cpu-pin-threads"),
+        (
+            {"distributed_executor_backend": "uni"},
+            "which requires --distributed-executor-backend mp, not uni",
+        ),
+        (
+            {"distributed_executor_backend": "null"},
+            "which requires --distributed-executor-backend mp, not null",
+        ),
+        ({"cpu_pin_threads": True, "cpu_numa": "off"}, "which requires no --cpu-pin-threads"),
     ],
 )
 def test_what_does_not_work_with_several_ranks_is_refused(
@@ -48,8 +53,8 @@ def test_what_does_not_work_with_several_ranks_is_refused(
 @pytest.mark.parametrize(
     ("size", "overrides", "words"),
     [
-        (3, {}, "4 attention heads cannot be shared out evenly among so many ranks; possible: 1, 2, 4$"),
-        (8, {}, "4 attention heads cannot be shared out evenly among so many ranks; possible: 1, 2, 4$"),
+        (3, {}, "4 attention heads cannot be sharded evenly over so many ranks; possible: 1, 2, 4$"),
+        (8, {}, "4 attention heads cannot be sharded evenly over so many ranks; possible: 1, 2, 4$"),
         (2, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
          "3 key-value heads cannot .*; possible: 1, 3, 6$"),
         (4, {"intermediate_size": 90}, "90 features of its MLPs cannot .*; possible: 1, 2$"),
@@ -88,7 +93,7 @@ def test_what_is_said_to_be_possible_can_be_cut(name: str, tiny_model: Callable[
     config = prepared(tiny_model(name))
     for size in range(2, 9):
         cut = partial(without_weights, config, Shard.of_group(InProcess.group(size)[0]))
-        if size in possible_sizes(config):
+        if size in valid_tp_sizes(config):
             cut()
         else:
             with pytest.raises(ConfigError, match="cannot be"):
@@ -125,7 +130,7 @@ class FakeHost(Host):
         ({"pipeline_parallel_size": 1, "pipeline_partition": "1,2"}, "1,2 has 2 stages with 3 layers; .*-size is 1"),
         ({"pipeline_partition": "3,0"}, "--pipeline-partition must be such as 3,5, got '3,0'"),
         ({"pipeline_partition": "all"}, "--pipeline-partition must be such as 3,5, got 'all'"),
-        ({"distributed_executor_backend": "uni"}, "is 2, which wants --distributed-executor-backend mp, not uni"),
+        ({"distributed_executor_backend": "uni"}, "is 2, which requires --distributed-executor-backend mp, not uni"),
     ],
 )  # fmt: skip
 def test_stages_that_cannot_be_are_refused(
@@ -151,13 +156,13 @@ def test_what_guesses_for_stages_is_whole_and_may_have_fewer_layers(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"model": "llama"}, "--enable-expert-parallel shares out experts, and LlamaForCausalLM has none"),
-        ({"model_impl": "transformers"}, "shares out experts, and MixtralForCausalLM has none of ours"),
-        ({"tensor_parallel_size": 4, "data_parallel_size": 2}, "6 experts, of which each rank has one at least, .* 8"),
-        ({"data_parallel_size": 2, "distributed_executor_backend": "uni"}, "wants --distributed-executor-backend mp"),
-        ({"data_parallel_size": 2, "enable_lora": True}, "size is 2, which wants no --enable-lora"),
-        ({"data_parallel_size": 2, "pipeline_parallel_size": 2}, "which wants --pipeline-parallel-size 1"),
-        ({"data_parallel_size": 4, "data_parallel_rank": 1}, "which wants all replicas in one server"),
+        ({"model": "llama"}, "--enable-expert-parallel shards experts, and LlamaForCausalLM has none"),
+        ({"model_impl": "transformers"}, "shards experts, and MixtralForCausalLM has none"),
+        ({"tensor_parallel_size": 4, "data_parallel_size": 2}, "6 experts with at least one per rank, .* 8"),
+        ({"data_parallel_size": 2, "distributed_executor_backend": "uni"}, "requires --distributed-executor-backend"),
+        ({"data_parallel_size": 2, "enable_lora": True}, "size is 2, which requires no --enable-lora"),
+        ({"data_parallel_size": 2, "pipeline_parallel_size": 2}, "which requires --pipeline-parallel-size 1"),
+        ({"data_parallel_size": 4, "data_parallel_rank": 1}, "which requires all replicas in one server"),
     ],
 )  # fmt: skip
 def test_experts_that_cannot_be_shared_out_are_refused(
@@ -171,12 +176,12 @@ def test_experts_that_cannot_be_shared_out_are_refused(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"tp_invariant": True}, "--tp-invariant wants --device cpu, not cuda: there libraries"),
-        ({"tensor_parallel_size": 2, "tp_invariant": True}, "--tp-invariant wants --device cpu, not cuda"),
+        ({"tp_invariant": True}, "--tp-invariant requires --device cpu, not cuda: device libraries"),
+        ({"tensor_parallel_size": 2, "tp_invariant": True}, "--tp-invariant requires --device cpu, not cuda"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
-         "with 2 ranks, which wants --distributed-executor-backend mp or external_launcher, not ray"),
-        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "which wants no --enable-expert-parallel"),
-        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "which wants no --enable-expert-parallel"),
+         "with 2 ranks, which requires --distributed-executor-backend mp or external_launcher, not ray"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "which requires no --enable-expert-parallel"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "which requires no --enable-expert-parallel"),
     ],
 )  # fmt: skip
 def test_what_ranks_with_devices_cannot_do_is_refused(
@@ -201,7 +206,7 @@ def test_ranks_may_have_devices(
     args = {"device": "cuda"} | args
     found = prepare(EngineConfig.from_args(model=str(tiny_model("mixtral")), **args), "offline")
     assert found.parallel.distributed_executor_backend == executor
-    with pytest.raises(ConfigError, match="which wants --device cpu or cuda, not xpu"):
+    with pytest.raises(ConfigError, match="which requires --device cpu or cuda, not xpu"):
         prepare(
             EngineConfig.from_args(model=str(tiny_model("mixtral")), **args | {"device": "xpu"}), "offline"
         )

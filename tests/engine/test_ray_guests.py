@@ -21,11 +21,11 @@ from quire import private_directories
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.cores import OwnCores
-from quire.engine.ray_guests import RayGuests, with_threads
-from quire.engine.ray_replicas import replica_name
+from quire.engine.replicas.ray_process import replica_name
+from quire.engine.replicas.ray_replicas import RayReplicas, with_threads
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, StartupError
-from quire.executor.ray_process import RayProcess
+from quire.executor.ranks.ray_cluster import RayProcess
 from tests.end_to_end.server import children_of, has_ended
 from tests.engine.test_replica_processes import all_up, check_verbs, disturbing
 from tests.engine.test_replicas import made_host
@@ -45,7 +45,7 @@ def ray_of(engine: AsyncLLM) -> RayProcess:
     """The process that knows Ray."""
     cores = engine._cores
     assert isinstance(cores, OwnCores)
-    assert isinstance(cores._ray, RayGuests)
+    assert isinstance(cores._ray, RayReplicas)
     return cores._ray._process
 
 
@@ -135,7 +135,7 @@ async def test_replicas_of_ray_have_the_tokens_of_one_and_are_on_a_host_of_their
 async def test_too_little_room_is_said_with_numbers(
     cluster: Cluster, null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.executor.ray_process.PLACE_S", 0.5)
+    monkeypatch.setattr("quire.executor.ranks.ray_cluster.PLACE_S", 0.5)
     error = await refused(null_model_dir, cluster, data_parallel_size=6)
     words = (
         "no room for 5 replicas of 1 CPUs each within 0.5 s: its hosts have 2 + 2 CPUs, of which 4 are free"
@@ -157,9 +157,9 @@ async def test_what_a_replica_of_ray_cannot_load_is_a_startup_error_of_the_same_
 @pytest.mark.parametrize(
     ("args", "address", "words"),
     [
-        ({}, "", "finds room in a cluster, and RAY_ADDRESS names none"),
-        ({}, "local", "finds room in a cluster, and RAY_ADDRESS names none"),
-        ({"distributed_executor_backend": "ray"}, "here:1", "places whole replicas, and"),
+        ({}, "", "needs a cluster, and RAY_ADDRESS names none"),
+        ({}, "local", "needs a cluster, and RAY_ADDRESS names none"),
+        ({"distributed_executor_backend": "ray"}, "here:1", "places replicas and"),
         ({"data_parallel_size_local": 2}, "here:1", "leaves nothing to Ray"),
         ({"data_parallel_size": 1}, "here:1", "leaves nothing to Ray"),
         ({"data_parallel_rank": 1}, "here:1", "leaves nothing to Ray"),

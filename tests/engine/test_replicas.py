@@ -1,4 +1,4 @@
-"""How cores and memory of a host are divided among replicas, on topologies that are made up."""
+"""How cores and memory of a host are divide_cores among replicas, on topologies that are made up."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
-from quire.config.kv_events import KVEventsConfig
-from quire.engine.replicas import check_replicas, configs_of_replicas
+from quire.config.cache import KVEventsConfig
+from quire.engine.replicas.configs import check_replicas, replica_configs
 from quire.errors import ConfigError
-from quire.placement import divided, nodes_of, shown
-from quire.platforms import Host, Node
+from quire.platforms import Host, Node, divide_cores, format_processors, nodes_of
 
 GIB = 2**30
 
@@ -35,7 +34,7 @@ def made_host(directory: Path, monkeypatch: pytest.MonkeyPatch, sizes: Sequence[
     total = sum(sizes)
     contents = {"proc/meminfo": f"MemTotal: {16 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\n", **files}
     for node in nodes(*sizes):
-        listed = shown([cpu for core in node.cores for cpu in core])
+        listed = format_processors([cpu for core in node.cores for cpu in core])
         contents[f"sys/devices/system/node/node{node.number}/cpulist"] = listed + "\n"
         for core, cpus in enumerate(node.cores):
             for cpu in cpus:
@@ -60,7 +59,7 @@ def config(**args: Any) -> EngineConfig:
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 12))
 def test_no_core_is_given_to_two_and_none_is_left(sizes: list[int], num_replicas: int) -> None:
-    parts = divided(nodes(*sizes), num_replicas)
+    parts = divide_cores(nodes(*sizes), num_replicas)
     assert len(parts) == num_replicas
     assert [core for part in parts for core in part] == [
         core for node in nodes(*sizes) for core in node.cores
@@ -86,7 +85,7 @@ def test_replicas_keep_to_nodes_where_they_can(
     sizes: tuple[int, ...], num_replicas: int, placed: list[list[int]]
 ) -> None:
     made = nodes(*sizes)
-    assert [nodes_of(part, made) for part in divided(made, num_replicas)] == placed
+    assert [nodes_of(part, made) for part in divide_cores(made, num_replicas)] == placed
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -94,7 +93,7 @@ def test_replicas_keep_to_nodes_where_they_can(
 def test_lists_of_processors_are_read_as_they_are_written(processors: set[int]) -> None:
     from quire.platforms import _numbers
 
-    assert set(_numbers(shown(list(processors)))) == processors
+    assert set(_numbers(format_processors(list(processors)))) == processors
 
 
 def test_each_replica_has_processors_threads_and_memory_of_its_own(
@@ -102,7 +101,7 @@ def test_each_replica_has_processors_threads_and_memory_of_its_own(
 ) -> None:
     host = made_host(tmp_path, monkeypatch, (4, 4))
     assert host.nodes() == nodes(4, 4)
-    first, second = configs_of_replicas(config(data_parallel_size=2), in_process=False, host=host)
+    first, second = replica_configs(config(data_parallel_size=2), in_process=False, host=host)
     assert first.share is not None
     assert second.share is not None
     assert first.share.processors == (0, 1, 2, 3, 8, 9, 10, 11)
@@ -120,7 +119,7 @@ def test_a_quota_ranks_and_what_the_user_says_count_for_threads(
     host = made_host(tmp_path, monkeypatch, (8,), **{"sys/fs/cgroup/cpu.max": "400000 100000"})
 
     def threads(**args: Any) -> list[int]:
-        made = configs_of_replicas(config(data_parallel_size=2, **args), in_process=False, host=host)
+        made = replica_configs(config(data_parallel_size=2, **args), in_process=False, host=host)
         return [one.device.cpu_threads for one in made]
 
     assert threads() == [2, 2]
@@ -136,13 +135,13 @@ def test_replicas_that_the_system_places_have_no_processors_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = made_host(tmp_path, monkeypatch, (2, 2))
-    made = configs_of_replicas(config(data_parallel_size=2, cpu_numa="off"), in_process=False, host=host)
+    made = replica_configs(config(data_parallel_size=2, cpu_numa="off"), in_process=False, host=host)
     assert [one.share and one.share.processors for one in made] == [(), ()]
 
 
 def test_one_core_is_as_it_was_and_those_of_this_process_share_it() -> None:
-    assert configs_of_replicas(one := config(), in_process=False) == [one]
-    two = configs_of_replicas(config(data_parallel_size=2), in_process=True)
+    assert replica_configs(one := config(), in_process=False) == [one]
+    two = replica_configs(config(data_parallel_size=2), in_process=True)
     assert [one.share for one in two] == [None, None]
     assert [one.parallel.first_replica for one in two] == [0, 1]
 
@@ -158,11 +157,11 @@ def test_a_part_of_the_replicas_is_numbered_as_the_whole(
         data_parallel_hybrid_lb=True,
     )
     check_replicas(part, host)
-    made = configs_of_replicas(part, in_process=False, host=host)
+    made = replica_configs(part, in_process=False, host=host)
     assert [one.parallel.first_replica for one in made] == [2, 3]
     alone = config(data_parallel_size=4, data_parallel_rank=3, data_parallel_external_lb=True)
     check_replicas(alone, host)
-    assert configs_of_replicas(alone, in_process=False) == [alone]
+    assert replica_configs(alone, in_process=False) == [alone]
     assert (alone.parallel.num_replicas, alone.parallel.first_replica) == (1, 3)
 
 
@@ -173,10 +172,13 @@ SIZE = "--data-parallel-size is"
     ("args", "words"),
     [
         ({"data_parallel_size": 5}, f"{SIZE} 5, and there are cores for 4 replicas"),
-        ({"data_parallel_size": 2, "device": "xpu"}, f"{SIZE} 2, which wants --device cpu or cuda, not xpu"),
+        (
+            {"data_parallel_size": 2, "device": "xpu"},
+            f"{SIZE} 2, which requires --device cpu or cuda, not xpu",
+        ),
         (
             {"data_parallel_size": 2, "data_parallel_backend": "ray", "device": "cuda"},
-            "--data-parallel-backend ray wants --device cpu, not cuda",
+            "--data-parallel-backend ray requires --device cpu, not cuda",
         ),
         ({"data_parallel_size": 2, "data_parallel_size_local": 3}, f"replicas 0 to 2 .*{SIZE} 2"),
         ({"data_parallel_size": 4, "data_parallel_start_rank": 2}, f"replicas 2 to 5 .*{SIZE} 4"),
@@ -184,7 +186,7 @@ SIZE = "--data-parallel-size is"
             {"data_parallel_size": 2, "data_parallel_rank": 2},
             "rank is 2, and --data-parallel-size 2 counts from 0",
         ),
-        ({"data_parallel_size": 2, "data_parallel_external_lb": True}, "wants --data-parallel-rank"),
+        ({"data_parallel_size": 2, "data_parallel_external_lb": True}, "requires --data-parallel-rank"),
         (
             {"data_parallel_size": 2, "cpu_pin_threads": True, "cpu_numa": "off"},
             "--cpu-pin-threads would pin all replicas",
@@ -236,7 +238,7 @@ def test_kv_events_of_each_replica_have_addresses_of_their_own() -> None:
 def test_addresses_that_two_replicas_would_have_are_refused() -> None:
     near = events("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
     near.check(enable_prefix_caching=True, replicas=range(4, 5))
-    with pytest.raises(ConfigError, match="each of 2 replicas counts its ports up"):
+    with pytest.raises(ConfigError, match="each of 2 replicas adds its number to the ports"):
         near.check(enable_prefix_caching=True, replicas=range(2))
     far = events("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5559")
     far.check(enable_prefix_caching=True, replicas=range(2))

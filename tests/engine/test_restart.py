@@ -16,9 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.client import ProcessClient
+from quire.engine.client import ProcessClient, message_socket
 from quire.engine.messages import EngineCoreOutputs, UtilityResult
-from quire.engine.remote import messages_of
 from quire.errors import EngineDeadError, EngineError, UnavailableError
 from quire.metrics.prometheus import PrometheusStatLogger
 from quire.outputs import RequestOutput
@@ -150,7 +149,7 @@ async def test_a_stopped_core_is_killed_and_replaced(
 ) -> None:
     stop, results = await expected(null_model_dir)
     engine = await started(null_model_dir, core_heartbeat_timeout=3.0)
-    monkeypatch.setattr("quire.engine.progress.STALL_S", 0.5)
+    monkeypatch.setattr("quire.supervision.progress.STALL_S", 0.5)
     first = process_of(engine)
     streams = asyncio.create_task(run_all(engine, stop, lambda: first.send_signal(signal.SIGSTOP)))
     async with asyncio.timeout(60):
@@ -179,7 +178,7 @@ async def test_a_core_that_spins_is_found_by_what_its_steps_should_take(null_mod
 async def test_a_request_on_which_two_cores_die_ends_and_those_behind_it_go_on(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.supervisor.BACKOFF_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("quire.supervision.progress.BACKOFF_S", (0.0, 0.0, 0.0))
     alone = await started(null_model_dir, in_process=True)
     wanted = [(await collect(alone, [index, 5], params())).outputs for index in range(3)]
     await alone.shutdown()
@@ -199,7 +198,7 @@ async def test_what_joins_or_leaves_while_there_is_no_core(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await started(null_model_dir)
-    monkeypatch.setattr("quire.engine.supervisor.BACKOFF_S", (0.3, 0.3, 0.3))
+    monkeypatch.setattr("quire.supervision.progress.BACKOFF_S", (0.3, 0.3, 0.3))
     expected_ids = (await collect(engine, [1, 2], params())).outputs[0].token_ids
     process_of(engine).send_signal(signal.SIGSTOP)
     leaves = asyncio.create_task(collect(engine, [1, 2], params()))
@@ -237,7 +236,7 @@ async def test_without_resumption_the_core_is_replaced_and_its_requests_end(null
 @pytest.mark.more
 @pytest.mark.item(43)
 async def test_the_fourth_death_is_the_engines(null_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.supervisor.BACKOFF_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("quire.supervision.progress.BACKOFF_S", (0.0, 0.0, 0.0))
     engine = await started(null_model_dir, max_num_seqs=1)
     for _ in range(3):
         dead = process_of(engine)
@@ -254,7 +253,7 @@ async def test_the_fourth_death_is_the_engines(null_model_dir: Path, monkeypatch
 async def test_a_core_that_cannot_be_started_again_is_a_death(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.supervisor.BACKOFF_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("quire.supervision.progress.BACKOFF_S", (0.0, 0.0, 0.0))
     engine = await started(null_model_dir)
 
     def refuse(self: ProcessClient, config: EngineConfig) -> None:
@@ -298,7 +297,7 @@ async def test_garbage_on_the_socket_costs_a_line_in_the_log(
             socket.send(frame)
     assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
     await engine.shutdown()
-    assert capfd.readouterr().err.count("is no message of a front end") >= 1
+    assert capfd.readouterr().err.count("is not a message of a front end") >= 1
 
 
 @pytest.mark.item(51)
@@ -313,7 +312,7 @@ async def test_garbage_to_the_front_end_costs_a_line_in_the_log(
     stray = [UtilityResult(77), EngineCoreOutputs([RequestUpdate("nobody's", [1], "stop")])]
     frames = [b"", b"\xc1", b"\x81\xa4type\xa5ready", bytes(10**6), *map(msgspec.msgpack.encode, stray)]
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-        socket.connect(f"ipc://{client._directory / messages_of(0)}")
+        socket.connect(f"ipc://{client._directory / message_socket(0)}")
         for frame in frames:
             socket.send(frame)
     assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
@@ -322,7 +321,7 @@ async def test_garbage_to_the_front_end_costs_a_line_in_the_log(
             await asyncio.sleep(0.005)
     assert len((await collect(engine, [1], params())).outputs[0].token_ids) == 60
     assert process_of(engine) is first
-    assert caplog.text.count("is no message of a core") == 4
+    assert caplog.text.count("is not a message of a core") == 4
     await engine.shutdown()
 
 

@@ -11,13 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
-from quire.engine.cache_news import CacheNews, CacheNotes
-from quire.engine.ledger import Ledger, Load
-from quire.engine.recent import CachedPrefixes, Recent
-from quire.engine.router import Router
-from quire.engine.routing_policies import ADAPTER_TOKENS, PIECE_TOKENS, SEQUENCE_TOKENS, RoutedRequest
 from quire.kv_cache.events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored
 from quire.kv_cache.hashing import ExtraKeys, extend_hashes
+from quire.routing.counters import CacheDelta, CacheDeltaBuffer, Load, SharedCounters
+from quire.routing.router import (
+    ADAPTER_TOKENS,
+    HOME_PREFIX_TOKENS,
+    SEQUENCE_TOKENS,
+    CachedPrefixes,
+    Recent,
+    RoutedRequest,
+    Router,
+)
 from quire.scheduler.output import SchedulerStats
 
 NUM_CORES = 3
@@ -26,7 +31,7 @@ BLOCK_SIZE = EngineConfig.from_args().cache.block_size
 
 def prompt(*pieces: int, tail: int = 1) -> list[int]:
     """One of such pieces, and a few tokens behind them."""
-    return [token for piece in pieces for token in (piece,) * PIECE_TOKENS] + [7] * tail
+    return [token for piece in pieces for token in (piece,) * HOME_PREFIX_TOKENS] + [7] * tail
 
 
 def routed(token_ids: list[int], num_sequences: int = 1, keys: ExtraKeys = ExtraKeys(None)) -> RoutedRequest:  # noqa: B008
@@ -77,7 +82,7 @@ def test_the_known_prefix_is_that_of_a_search_from_the_start(
 ) -> None:
     prefixes = CachedPrefixes(max_blocks)
     for pieces in prompts:
-        blocks = routed(prompt(*pieces)).blocks(PIECE_TOKENS)
+        blocks = routed(prompt(*pieces)).blocks(HOME_PREFIX_TOKENS)
         in_order = [block in prefixes for block in blocks]
         assert in_order == sorted(in_order, reverse=True), "a block is there without one before it"
         assert prefixes.num_known(blocks) == sum(in_order)
@@ -93,9 +98,9 @@ def test_what_a_core_tells_of_its_cache_counts_and_what_it_has_lost_does_not() -
     hashes: list[bytes] = []
     extend_hashes(hashes, ids, BLOCK_SIZE, ExtraKeys(None))
     home = routers.send(ids)
-    routers.router.end("r0")
+    routers.router.finish("r0")
     stored = BlockStored([*hashes], None, ids, BLOCK_SIZE, None, DEVICE, None, None, 0)
-    notes = CacheNotes()
+    notes = CacheDeltaBuffer()
     notes.note([stored])
     routers.router.cached(1 - home, told(notes))
     assert [policy.num_uncached(routed(ids), core) for core in (0, 1)] == [1, 1]
@@ -109,9 +114,9 @@ def test_what_a_core_tells_of_its_cache_counts_and_what_it_has_lost_does_not() -
     assert policy.num_uncached(routed(ids), home) == len(ids)
 
 
-def told(notes: CacheNotes) -> CacheNews:
+def told(notes: CacheDeltaBuffer) -> CacheDelta:
     """The news, which there are, over the wire."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(notes.take()), type=CacheNews)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(notes.take()), type=CacheDelta)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "round_robin", "least_loaded"])
@@ -131,10 +136,10 @@ def test_what_is_counted_is_what_is_in_flight(policy: str, data: st.DataObject) 
         elif in_flight:
             name = data.draw(st.sampled_from(sorted(in_flight)))
             if verb == "hear":
-                router.heard([f"{name}.0", "nobody"])
+                router.mark_updated([f"{name}.0", "nobody"])
                 unheard.discard(name)
             elif verb == "end":
-                router.end(name)
+                router.finish(name)
                 del in_flight[name]
                 unheard.discard(name)
             else:
@@ -152,14 +157,14 @@ def test_prompts_follow_their_prefix_until_waiting_takes_longer_than_computing_i
     routers = Routers(num_cores=2)
     long = list(range(1, 41))
     first = routers.send(prompt(*long))
-    routers.router.heard(["r0.0"])
+    routers.router.mark_updated(["r0.0"])
     sent = 1
     while routers.send(prompt(*long, sent + 100)) == first:
-        routers.router.heard([f"r{sent}.0"])
+        routers.router.mark_updated([f"r{sent}.0"])
         sent += 1
-    saved = len(long) * PIECE_TOKENS
+    saved = len(long) * HOME_PREFIX_TOKENS
     assert saved / SEQUENCE_TOKENS <= sent <= saved / SEQUENCE_TOKENS + 1
-    routers.router.heard([f"r{sent}.0"])
+    routers.router.mark_updated([f"r{sent}.0"])
     assert routers.send(prompt(*long, 99)) != first, "now it is there, too, where less is to do"
 
 
@@ -179,7 +184,7 @@ def test_salts_and_adapters_part_prefixes_and_adapters_stay_where_they_are() -> 
     routers = Routers(num_cores=2, enable_lora=True, max_loras=1)
     ids = prompt(*range(200))
     home = routers.send(ids)
-    routers.router.end("r0")
+    routers.router.finish("r0")
     assert routers.router._policy.num_uncached(routed(ids), home) == 1
     for keys in (ExtraKeys("salt"), ExtraKeys(None, "1:a")):
         assert routers.router._policy.num_uncached(routed(ids, keys=keys), home) == len(ids)
@@ -190,7 +195,7 @@ def test_salts_and_adapters_part_prefixes_and_adapters_stay_where_they_are() -> 
     assert second != first, "it has less to do, and neither has the adapter"
     assert routers.send(with_adapter([2], "2:b")) == second
     routers.router.ready(second, 1000)
-    routers.router.end("r1")
+    routers.router.finish("r1")
     assert routers.send(with_adapter([2], "2:b")) == first, "nobody has it, and there is less to do"
 
 
@@ -198,12 +203,12 @@ def test_a_full_cache_is_passed_by_and_one_that_is_gone_is_forgotten() -> None:
     routers = Routers(num_cores=2, num_blocks=100)
     ids = prompt(*range(20))
     home = routers.send(ids)
-    routers.router.end("r0")
+    routers.router.finish("r0")
     assert routers.send(ids) == home
-    routers.router.end("r1")
+    routers.router.finish("r1")
     routers.router.observe(home, SchedulerStats(kv_cache_usage=1.0))
     assert routers.send(prompt(*range(20), 5, tail=3)) != home
-    routers.router.end("r2")
+    routers.router.finish("r2")
     routers.router.lost(1 - home)
     routers.router.ready(1 - home, 100)
     routers.router.observe(home, SchedulerStats(kv_cache_usage=0.0))
@@ -233,10 +238,10 @@ def test_the_least_loaded_has_the_fewest_sequences_then_the_fewest_tokens_that_w
 
 
 def test_several_front_ends_see_the_loads_of_all_and_one_that_is_gone_has_none() -> None:
-    ledger = Ledger(2, num_tenants=3, num_cores=2)
+    ledger = SharedCounters(2, num_tenants=3, num_cores=2)
     one, other = Routers(2, routing_policy="least_loaded"), Routers(2, routing_policy="least_loaded")
     for page, routers in enumerate((one, other)):
-        routers.router.share(ledger.page(page))
+        routers.router.share(ledger.slot(page))
     assert [one.send([1]), other.send([1]), other.send([1]), one.send([1])] == [0, 1, 0, 1]
     ledger.clear(1)
     assert [one.load(core, Load.SEQUENCES) for core in range(2)] == [1, 1]

@@ -17,10 +17,10 @@ import pytest
 from quire.config import EngineConfig
 from quire.distributed.in_process import InProcess
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.lockstep import Lockstep
-from quire.engine.messages import StepBegun
+from quire.engine.messages import StepStarted
+from quire.engine.replicas.lockstep import Lockstep
 from quire.errors import ConflictError
-from quire.executor.places import STAGE_S, Place, with_replicas
+from quire.executor.ranks.places import STAGE_S, RankGroups, with_replicas
 from quire.kernels.cpu import library
 from quire.scheduler.scheduler import Scheduler
 from tests.engine.test_replica_processes import all_up, pid_of
@@ -39,9 +39,9 @@ needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.stat
 
 @pytest.mark.parametrize("seed", range(5))
 def test_replicas_come_to_the_same_step_whoever_has_work_and_however_late_words_are(seed: int) -> None:
-    """Of three, each of which begins no step before all have begun the one before."""
+    """Of three, each of which begins no step before all have started the one before."""
     chance = random.Random(seed)
-    words: list[list[deque[StepBegun]]] = [[deque() for _ in range(3)] for _ in range(3)]
+    words: list[list[deque[StepStarted]]] = [[deque() for _ in range(3)] for _ in range(3)]
     work = [chance.randrange(9) for _ in range(3)]
     replicas = [
         Lockstep(lambda word, own=own: [words[own][other].append(word) for other in range(3) if other != own])
@@ -52,9 +52,9 @@ def test_replicas_come_to_the_same_step_whoever_has_work_and_however_late_words_
         own = chance.randrange(3)
         source = chance.randrange(3)
         if words[source][own] and chance.random() < 0.5:
-            replicas[own].hear(words[source][own].popleft())
-        elif (work[own] or replicas[own].is_behind) and replicas[own].begun == min(
-            one.begun for one in replicas
+            replicas[own].receive(words[source][own].popleft())
+        elif (work[own] or replicas[own].is_behind) and replicas[own].started == min(
+            one.started for one in replicas
         ):
             work[own] -= bool(work[own])
             replicas[own].begin()
@@ -85,8 +85,8 @@ def test_replicas_have_the_bits_of_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of forks, grammars, logprobs of prompts, and chunks of requests that preempt others; cold and warm."""
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
     monkeypatch.setattr("quire.engine.llm_engine.make_clients", ThreadReplica.all_of)
     one = started(tiny_model(name), **options)
     alone = run(one)
@@ -119,10 +119,10 @@ def test_ranks_of_other_replicas_are_waited_for_as_long_as_a_core_may_compute(
         return InProcess.group(2)[0]
 
     monkeypatch.setattr("quire.distributed.gloo.Gloo", meet)
-    monkeypatch.setattr("quire.executor.places.share_memory", meet)
+    monkeypatch.setattr("quire.executor.ranks.places.share_memory", meet)
     for timeout_s, longest_s in ((3.0, 60.0), (0.0, STAGE_S)):
         config = EngineConfig.from_args(model="any", core_heartbeat_timeout=timeout_s, **SHARED)
-        with_replicas(Place(), 0, config)
+        with_replicas(RankGroups(), 0, config)
         assert waits[-2:] == [longest_s] * 2
 
 

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from quire.config import DEMO_MODEL
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.client import ProcessClient
-from quire.engine.replay import replay
-from quire.engine.sleep import LEVELS, MODES, TAGS, Rest, check_tags
-from quire.engine.trace import read_trace
+from quire.engine.trace import read_trace, replay
 from quire.errors import ConflictError, UnavailableError, ValidationError
 from quire.outputs import RequestOutput
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sleep.modes import LEVELS, MODES, TAGS, EngineSleepState, check_tags
 from tests.engine.slow_schedulers import Slow
 from tests.engine.test_restart import started
 from tests.engine.whole_engine import WholeEngine, alone, check_result
@@ -252,17 +251,17 @@ async def test_levels_that_are_none(bad: Any) -> None:
 @given(st.lists(st.one_of(st.sampled_from(list(LEVELS)), st.sets(st.sampled_from(TAGS)))))
 def test_rest_can_be_reached_by_its_verbs(events: list[Any]) -> None:
     """What a new core is told brings it where the old one was."""
-    rest = Rest()
+    rest = EngineSleepState()
     for event in events:
         try:
             rest = rest.deeper(event) if isinstance(event, int) else rest.without(check_tags(event))
         except ConflictError:
             continue
-        reached = Rest()
+        reached = EngineSleepState()
         for method, (argument,) in rest.verbs():
             reached = reached.deeper(argument) if method == "sleep" else reached.without(argument)
         assert reached == rest
-        assert rest.without(TAGS) == Rest()
+        assert rest.without(TAGS) == EngineSleepState()
 
 
 @pytest.mark.parametrize("mode", MODES)

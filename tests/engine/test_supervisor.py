@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.supervisor import BACKOFF_S, MAX_DEATHS, WINDOW_S, Supervisor, Verdict
+from quire.supervision.progress import BACKOFF_S, MAX_DEATHS, WINDOW_S, Supervisor, Verdict
 
 
 class Clock:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from quire.engine.text_bound import BYTE_TOKENS, max_chars_per_token
+from quire.engine.tokenizer import BYTE_TOKENS, max_chars_per_token
 from quire.engine.tokenizer import Tokenizer as QuireTokenizer
 from tests.engine.conftest import byte_level_tokenizer
 

@@ -20,8 +20,6 @@ from quire.bench.recorded_run import summarize
 from quire.config import EngineConfig
 from quire.engine import trace as trace_module
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.recorder import recorded
-from quire.engine.replay import replay
 from quire.engine.trace import (
     MAGIC,
     Ended,
@@ -32,11 +30,12 @@ from quire.engine.trace import (
     Trace,
     TraceWriter,
     read_trace,
+    recorded,
+    replay,
 )
 from quire.errors import ConfigError, EngineError
-from quire.kv_cache.plain import SPECS, decode_kv_config, encode_kv_config
 from quire.kv_cache.single_type_manager import MANAGERS
-from quire.kv_cache.spec import SwapCosts
+from quire.kv_cache.spec import SPECS, SwapCosts, decode_kv_config, encode_kv_config
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
@@ -233,7 +232,7 @@ def test_a_replay_stops_where_it_differs(kind: type, fields: dict[str, Any], rec
 
 def test_plans_of_another_version_are_not_replayed(recording: Path) -> None:
     trace = read_trace(recording)
-    old = msgspec.structs.replace(trace.header, waist_version=0)
+    old = msgspec.structs.replace(trace.header, step_protocol_version=0)
     with pytest.raises(ConfigError, match="version 0"):
         list(replay(msgspec.structs.replace(trace, header=old)))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from quire.engine.token_bytes import BYTE_OF_CHAR
 from quire.engine.tokenizer import Tokenizer
+from quire.engine.tokenizer_files import BYTE_OF_CHAR
 
 EOS = "</s>"
 SPECIALS = ["<s>", EOS]

@@ -13,11 +13,11 @@ import pytest
 
 from quire import LLM, PairPrompt, PoolingOutput, PoolingParams, PoolingRequestOutput, TextOptions
 from quire.config.pooling import PoolingSpec
-from quire.entrypoints.pooling.scoring import SIMILARITIES, TOKEN_SIMILARITIES, Scoring
 from quire.errors import ValidationError
 from quire.inputs import DataPrompt, PromptType
 from quire.io_processors import IOProcessor
-from quire.pooling_outputs import RequestError
+from quire.pooling.outputs import RequestError
+from quire.pooling.server.scoring import SIMILARITIES, TOKEN_SIMILARITIES, Scoring
 from tests.fixtures.pooling import (
     CLASSIFIER,
     CROSS_ENCODER,
@@ -57,7 +57,7 @@ def test_embeddings_come_in_the_order_of_their_prompts(pools: Pools, pair_model_
             llm.embed("abc", pooling_params=[PoolingParams()] * 2, use_tqdm=False)
         with pytest.raises(ValidationError, match="the task is embed, and pooling_params say token_embed"):
             llm.embed("abc", pooling_params=PoolingParams(task="token_embed"), use_tqdm=False)
-        with pytest.raises(ValidationError, match="generates nothing"):
+        with pytest.raises(ValidationError, match="does not generate"):
             llm.generate("abc", use_tqdm=False)
         assert not llm.llm_engine.has_unfinished_requests()
 
@@ -69,7 +69,7 @@ def test_classes_and_rewards(pools: Pools, pair_model_dir: Path) -> None:
         pair: PairPrompt = {"prompt": "a", "second_prompt": "b"}
         assert len(llm.classify(pair, use_tqdm=False)[0].prompt_token_ids) == 5
         assert llm.reward("abc", use_tqdm=False)[0].outputs.data.tolist() == one.outputs.probs
-        with pytest.raises(ValidationError, match="scores no pairs"):
+        with pytest.raises(ValidationError, match="cannot score pairs"):
             llm.score("a", "b", use_tqdm=False)
     with made(pools, REWARDS, pair_model_dir) as llm:
         assert llm.reward("abc", use_tqdm=False)[0].outputs.data.size == 2
@@ -119,7 +119,7 @@ def test_a_cross_encoder_reads_each_pair_as_one_prompt(pools: Pools, pair_model_
 def test_a_generating_model_is_told(pair_model_dir: Path) -> None:
     llm = LLM(str(pair_model_dir), distributed_executor_backend="null", num_gpu_blocks_override=65)
     for call in (llm.embed, llm.encode, llm.classify, llm.reward, lambda text, **_: llm.score(text, text)):
-        with pytest.raises(ValidationError, match="this model generates, and nothing is pooled"):
+        with pytest.raises(ValidationError, match="this is a generating model without pooling"):
             call("abc", use_tqdm=False)
     llm.shutdown()
 
@@ -206,7 +206,7 @@ def test_scores_take_parameters_and_a_template_of_pairs(
             llm.score("a", "b", pooling_params=PoolingParams(task="embed"), use_tqdm=False)
     with (
         made(pools, EMBEDDER, pair_model_dir) as llm,
-        pytest.raises(ValidationError, match="chat_template is for models that read both texts as one"),
+        pytest.raises(ValidationError, match="chat_template needs a cross-encoder"),
     ):
         llm.score("a", "b", chat_template=template, use_tqdm=False)
 
@@ -226,11 +226,9 @@ def test_an_io_processor_reads_data_offline_too(
 ) -> None:
     data: DataPrompt = {"data": {"text": "a bc def"}}
     with made(pools, EMBEDDER, pair_model_dir) as llm:
-        with pytest.raises(ValidationError, match="has no IO processor"):
+        with pytest.raises(ValidationError, match="data needs an IO processor"):
             llm.encode(data, use_tqdm=False)
-        monkeypatch.setattr(
-            "quire.entrypoints.offline_pooling.make_io_processor", lambda config: Lengths(config)
-        )
+        monkeypatch.setattr("quire.pooling.offline.make_io_processor", lambda config: Lengths(config))
         (output,) = llm.encode(data, pooling_task="plugin", use_tqdm=False)
         assert output.outputs == [3, 4, 5]
         assert len(output.prompt_token_ids) == 12
@@ -268,12 +266,12 @@ def test_windows_of_long_texts_are_averaged_when_that_is_asked_for(
         weights = [len(one.prompt_token_ids) for one in parts]
         mean = np.average([one.outputs.embedding for one in parts], axis=0, weights=weights)
         np.testing.assert_allclose(long.outputs.embedding, mean / np.linalg.norm(mean), rtol=1e-6)
-        with pytest.raises(ValidationError, match="average_windows is for texts"):
+        with pytest.raises(ValidationError, match="average_windows needs texts"):
             llm.embed([1] * 50, average_windows=True, use_tqdm=False)
 
 
 def test_of_a_word_that_comes_again_the_largest_weight_counts() -> None:
     weights = PoolingOutput(np.array([[0.5], [0.0], [0.75], [0.25]], np.float32))
     assert PoolingRequestOutput("a", weights, [7, 8, 7, 9]).lexical_weights() == {7: 0.75, 9: 0.25}
-    with pytest.raises(ValueError, match="a weight for each token"):
+    with pytest.raises(ValueError, match="one weight per token"):
         PoolingRequestOutput("a", weights, [7, 8, 7]).lexical_weights()

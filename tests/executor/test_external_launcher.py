@@ -18,7 +18,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.startup import prepare
 from quire.errors import ConfigError
-from quire.executor.external_launcher import Launch
+from quire.executor.ranks.external_launcher import Launch
 from quire.structured_output.params import StructuredOutputsParams
 from tests.end_to_end.server import free_port
 from tests.fixtures.tiny_models import oracle_of
@@ -117,13 +117,16 @@ def test_two_ranks_have_the_bits_of_one_and_say_where_they_differ(
         found = json.loads((tmp_path / rank).read_text())
         assert found["said"] == json.loads(json.dumps(alone))
         assert [found["adapted"][index] for index in (0, 1, 3)] == [adapted[index] for index in (0, 1, 3)]
-        reason = "adapter_config.json: " if rank == "1" else "rank 1 cannot use it; its log says why"
+        reason = "adapter_config.json: " if rank == "1" else "rank 1 cannot use it; see its log"
         assert found["adapted"][2][0] == []
         assert f"adapter 'first': {reason}" in found["adapted"][2][1]
         assert found["size"] == (
             "the launcher has started 2 ranks (WORLD_SIZE), and --tensor-parallel-size is 4"
         )
-        assert found["option"] == "all ranks must have the same --max-num-seqs, and rank 0 has another than 1"
+        assert (
+            found["option"]
+            == "all ranks must have the same --max-num-seqs, but rank 0's differs from that of 1"
+        )
         assert "ranks 1 have planned another step than rank 0" in found["plan"]
 
 
@@ -212,5 +215,7 @@ def test_what_ranks_would_not_plan_alike_is_refused(
     config = EngineConfig.from_args(
         model=str(tiny_model("llama")), device="cpu", distributed_executor_backend="external_launcher", **args
     )
-    with pytest.raises(ConfigError, match=f"--distributed-executor-backend external_launcher wants {words}"):
+    with pytest.raises(
+        ConfigError, match=f"--distributed-executor-backend external_launcher requires {words}"
+    ):
         prepare(config, usage)

@@ -21,8 +21,8 @@ from quire import LLM, SamplingParams, joining
 from quire.config import EngineConfig, ParallelConfig
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, EngineError, StartupError
-from quire.executor.gate import Gate, Hello
-from quire.executor.gate import join as join_at
+from quire.executor.ranks.gate import RankAcceptor, RankHello
+from quire.executor.ranks.gate import join as join_at
 from quire.kernels.cpu import library
 from quire.kernels.cpu.instruction_sets import arithmetic
 from tests.end_to_end.server import QUIRE, Server, children_of, free_port, has_ended
@@ -39,7 +39,7 @@ def parallel(node_rank: int = 0, port: int = 0, **args: Any) -> ParallelConfig:
 
 
 def join(own: ParallelConfig, rank: int, join_s: float) -> socket.socket:
-    return join_at((own.master_addr, own.master_port), Hello.of(own, rank), join_s)
+    return join_at((own.master_addr, own.master_port), RankHello.create(own, rank), join_s)
 
 
 def said(llm: LLM) -> Any:
@@ -165,7 +165,7 @@ def test_a_server_takes_its_hosts_with_it_and_a_host_its_server(
 @pytest.mark.more
 def test_a_host_that_differs_is_told_in_what(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
     model, port = tiny_model("llama"), free_port()
-    words = "all ranks must have the same --max-num-seqs, and rank 0 has another than 1"
+    words = "all ranks must have the same --max-num-seqs, but rank 0's differs from that of 1"
     with second_host(model, tmp_path, port, "--max-num-seqs=4"), pytest.raises(StartupError, match=words):
         LLM(str(model), tp_invariant=True, **LIMITS | options(port))
 
@@ -183,7 +183,7 @@ def test_a_host_that_computes_otherwise_is_refused(
     environment: dict[str, str], words: str, tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
     model, port = tiny_model("llama"), free_port()
-    words = f"the same instruction set: {arithmetic()} on ranks 0, {words}; QUIRE_CPU_ISA set to one"
+    words = f"the same instruction set: {arithmetic()} on ranks 0, {words}; set QUIRE_CPU_ISA"
     with second_host(model, tmp_path, port, **environment), pytest.raises(StartupError, match=words):
         LLM(str(model), tp_invariant=True, **LIMITS | options(port))
 
@@ -205,7 +205,7 @@ def test_a_host_of_another_shape_is_refused_and_the_right_one_let_in(
     with gate() as (port, inside):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n")
-            with pytest.raises(StartupError, match=f"refuses this one: .*{words}"):
+            with pytest.raises(StartupError, match=f"refuses this host: .*{words}"):
                 join(parallel(port=port, **{"node_rank": 1} | other), 2, join_s=30)
         ways = [join(parallel(1, port), rank, join_s=30) for rank in (2, 3)]
         found = inside.result()
@@ -234,9 +234,9 @@ def test_who_says_a_byte_now_and_then_is_heard_for_so_long_and_no_longer(
         there = socket.create_connection(listener.getsockname())
         here, _ = listener.accept()
         with here, there:
-            hello = pool.submit(joining.heard, here, Hello)
+            hello = pool.submit(joining.receive_hello, here, RankHello)
             there.sendall(b"\0\0\xff\xff")
-            for _ in range(joining.MOST_HELLO_BYTES // 2):  # far from all that is announced
+            for _ in range(joining.MAX_HELLO_BYTES // 2):  # far from all that is announced
                 if wait([hello], timeout=0.01).done:
                     break
                 there.sendall(b"\0")
@@ -256,8 +256,11 @@ def test_a_host_comes_once_but_for_one_that_has_gone() -> None:
 
 def test_hosts_that_wait_for_one_another_in_vain_say_for_whom() -> None:
     words = r"host 1, 2, 3 of 4 has not joined within 0.1 s; start there"
-    with closing(Gate.of_hosts(parallel(nnodes=4))) as entrance, pytest.raises(StartupError, match=words):
-        entrance.let_in(0.1)
+    with (
+        closing(RankAcceptor.of_hosts(parallel(nnodes=4))) as entrance,
+        pytest.raises(StartupError, match=words),
+    ):
+        entrance.accept_ranks(0.1)
     with pytest.raises(StartupError, match=r"host 1 has waited 0.1 s for the first host, at 127.0.0.1:\d+: "):
         join(parallel(1), 2, join_s=0.1)
 
@@ -282,7 +285,7 @@ def test_what_hosts_cannot_share_is_refused(
     args: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
 ) -> None:
     config = EngineConfig.from_args(model=str(tiny_model("llama")), device="cpu", **args)
-    with pytest.raises(ConfigError, match=f"--nnodes is {args.get('nnodes', 1)}, which wants {words}"):
+    with pytest.raises(ConfigError, match=f"--nnodes is {args.get('nnodes', 1)}, which requires {words}"):
         prepare(config, "offline")
 
 
@@ -290,5 +293,5 @@ def test_what_hosts_cannot_share_is_refused(
 def gate() -> Iterator[tuple[int, Any]]:
     """The port of a first host, and what comes of letting the others in."""
     first = parallel()
-    with closing(Gate.of_hosts(first)) as entrance, ThreadPoolExecutor(1) as pool:
-        yield first.master_port, pool.submit(entrance.let_in, 60.0)
+    with closing(RankAcceptor.of_hosts(first)) as entrance, ThreadPoolExecutor(1) as pool:
+        yield first.master_port, pool.submit(entrance.accept_ranks, 60.0)

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from quire.executor.lane import CallerLane, EagerLane, ThreadLane
+from quire.executor.uniproc import CallerLane, EagerLane, ThreadLane
 
 
 @pytest.fixture(params=[CallerLane, EagerLane, ThreadLane])

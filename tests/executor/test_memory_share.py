@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.worker.lone_layers import CACHES_BYTES
+from quire.worker.stage_sizes import CACHES_BYTES
 from tests.executor.test_multiproc import pids_of, run, started
 from tests.fixtures.wide_llama import write_wide_llama
 

@@ -29,7 +29,7 @@ def scheduled(**fields) -> list[ScheduledRequest]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": 999}, "waist version"),
+        ({"version": 999}, "step protocol version"),
         ({"step_id": 2}, "step 2 after step 2"),
         ({"scheduled": scheduled(request_id="b")}, "b is not new and has no row"),
         ({"scheduled": scheduled(num_tokens=0)}, "without tokens"),

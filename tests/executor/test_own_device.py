@@ -11,7 +11,7 @@ import torch
 from quire.config import EngineConfig
 from quire.config.device import HostShare
 from quire.errors import ConfigError
-from quire.executor.own_device import take_own_device
+from quire.executor.uniproc import select_own_device
 
 
 def config(**args: Any) -> EngineConfig:
@@ -38,7 +38,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_it_is_the_one_of_its_number(
     before: dict[str, str], after: dict[str, str], devices: pytest.MonkeyPatch
 ) -> None:
-    take_own_device(config(tensor_parallel_size=4), 2, before)
+    select_own_device(config(tensor_parallel_size=4), 2, before)
     assert before == after
 
 
@@ -55,27 +55,29 @@ def test_ranks_of_all_stages_and_replicas_of_a_host_are_counted(
     args: dict[str, int], share: HostShare | None, rank: int, number: str, devices: pytest.MonkeyPatch
 ) -> None:
     environ: dict[str, str] = {}
-    take_own_device(replace(config(**args), share=share), rank, environ)
+    select_own_device(replace(config(**args), share=share), rank, environ)
     assert environ == {"CUDA_VISIBLE_DEVICES": number}
 
 
 def test_more_ranks_than_devices_are_refused(devices: pytest.MonkeyPatch) -> None:
-    said = "5 ranks of this host want a cuda device each, and there are 4: .* may be 4 at most for each host"
+    said = "tensor x pipeline x data parallel size is 5 on this host, but it has 4 cuda devices: .* at most 4"
     with pytest.raises(ConfigError, match=said):
-        take_own_device(config(tensor_parallel_size=5), 0, {})
+        select_own_device(config(tensor_parallel_size=5), 0, {})
     devices.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"2 ranks .* there are 0: .* may be 1 at most"):
-        take_own_device(replace(config(), share=HostShare(2, 0)), 0, {})
+    with pytest.raises(
+        ConfigError, match=r"data parallel size is 2 .* it has 0 cuda devices: .* may be at most 1"
+    ):
+        select_own_device(replace(config(), share=HostShare(2, 0)), 0, {})
 
 
 def test_a_program_that_has_used_a_device_is_told(devices: pytest.MonkeyPatch) -> None:
     devices.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match=r"rank 1 cannot have .* make the engine first"):
-        take_own_device(config(tensor_parallel_size=2), 1, {})
+    with pytest.raises(ConfigError, match=r"rank 1 cannot select .* create the engine first"):
+        select_own_device(config(tensor_parallel_size=2), 1, {})
 
 
 @pytest.mark.parametrize("args", [{"device": "cpu", "tensor_parallel_size": 99}, {"device": "cuda"}])
 def test_ranks_of_the_cpu_share_it_and_who_is_alone_sees_all(args: dict[str, Any]) -> None:
     environ: dict[str, str] = {}
-    take_own_device(config(**args), 0, environ)
+    select_own_device(config(**args), 0, environ)
     assert environ == {}

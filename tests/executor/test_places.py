@@ -15,16 +15,16 @@ from quire.distributed.gloo import Gloo, file_store
 from quire.distributed.shared_memory import SharedMemory
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import StartupError
-from quire.executor.places import Place, meet
+from quire.executor.ranks.places import RankGroups, meet
 from quire.kernels.cpu import library
 from tests.distributed.test_device_group import gloo_as_nccl as gloo_as_nccl
 
 
-def met(directory: Path, device: str, **shape: int) -> list[Place]:
+def met(directory: Path, device: str, **shape: int) -> list[RankGroups]:
     parallel = EngineConfig.from_args(**shape).parallel
     size = parallel.num_ranks
 
-    def join(rank: int) -> Place:
+    def join(rank: int) -> RankGroups:
         return meet(rank, parallel, file_store(directory / "meet", size), "127.0.0.1", device)
 
     with ThreadPoolExecutor(size) as threads:
@@ -64,5 +64,8 @@ def test_devices_are_joined_within_stages_and_between_them_on_whichever_hosts(
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
 def test_an_engine_says_how_many_devices_there_are(option: str, tiny_model: Callable[[str], Path]) -> None:
     config = EngineConfig.from_args(model=str(tiny_model("llama")), device="cuda", **{option: 2})
-    with pytest.raises(StartupError, match="2 ranks of this host want a cuda device each, and there are 0"):
+    with pytest.raises(
+        StartupError,
+        match="tensor x pipeline x data parallel size is 2 on this host, but it has 0 cuda devices",
+    ):
         LLMEngine(config)

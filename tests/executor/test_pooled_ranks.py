@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(library.loaded() is None, reason=library.status(
 
 @pytest.fixture(autouse=True)
 def _thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
 
 
 def pooled(directory: Path, wanted: list[PoolingParams], **args: Any) -> list[NDArray[np.float32]]:

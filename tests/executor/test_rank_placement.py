@@ -10,8 +10,8 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.startup import choose_number_of_nodes
-from quire.executor.rank_placement import on, places_of_ranks
-from quire.executor.rank_processes import RankProcesses
+from quire.executor.rank_placement import affinity, rank_processors
+from quire.executor.ranks.rank_processes import RankProcesses
 from tests.engine.test_replicas import config, made_host
 
 PROGRAM = """
@@ -41,9 +41,9 @@ def test_ranks_keep_to_nodes_where_they_can(
 ) -> None:
     host, ranks = made_host(tmp_path, monkeypatch, sizes), range(4, 4 + num_ranks)
     caplog.set_level("INFO")
-    found = places_of_ranks(config(), ranks, host)
+    found = rank_processors(config(), ranks, host)
     assert found == ({} if placed is None else dict(zip(ranks, placed, strict=True)))
-    assert not places_of_ranks(config(cpu_numa="off"), ranks, host)
+    assert not rank_processors(config(cpu_numa="off"), ranks, host)
     if sizes == (2, 2) and num_ranks == 2:
         assert "rank 4: processors 0-1,4-5 of NUMA node 0" in caplog.text
 
@@ -89,7 +89,7 @@ def test_who_fails_to_start_one_stays_where_it_is() -> None:
     before = os.sched_getaffinity(0)
 
     def fail() -> None:
-        with on((max(before),)):
+        with affinity((max(before),)):
             assert os.sched_getaffinity(0) == {max(before)}
             raise ZeroDivisionError
 

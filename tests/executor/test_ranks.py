@@ -14,8 +14,8 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import EngineError, RankLostError, ValidationError
-from quire.executor.ranks import Ranks
-from quire.executor.starter import HostStarter
+from quire.executor.ranks.handles import Ranks
+from quire.executor.ranks.rank_processes import HostStarter
 from quire.scheduler.output import SchedulerOutput
 
 RANK = """
@@ -23,7 +23,7 @@ import os, queue, signal, sys, threading, time
 from multiprocessing.connection import Connection
 import msgspec
 from quire.errors import RankLostError, ValidationError
-from quire.executor.messages import Call, Failed, Returned, Stepped, ToRank
+from quire.executor.ranks.handles import Call, Failed, Returned, StepResult, ToRank
 from quire.scheduler.output import ModelRunnerOutput
 
 directory, rank, address, fd = sys.argv[1:]
@@ -37,12 +37,12 @@ def step(number):
         time.sleep(0.2 if rank == "1" else 0)
         if rank == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        say(Failed.of(RankLostError([1], "gone")))
+        say(Failed.from_error(RankLostError([1], "gone")))
     elif number == FAILS:
         time.sleep(0.2 if rank == "1" else 0)
-        say(Failed.of(ValueError("nan") if rank == "1" else RankLostError([1], "gone")))
+        say(Failed.from_error(ValueError("nan") if rank == "1" else RankLostError([1], "gone")))
     elif rank == "0":
-        say(Stepped(ModelRunnerOutput(number, {})))
+        say(StepResult(ModelRunnerOutput(number, {})))
 
 def read():
     while True:
@@ -58,7 +58,7 @@ while True:
     if not isinstance(message, Call):
         step(message.plan.step_id)
     elif message.method == "refuse" and rank != "0":
-        say(Failed.of(ValidationError("by " + rank), message.number))
+        say(Failed.from_error(ValidationError("by " + rank), message.number))
     else:
         say(Returned(message.number, [rank, *message.args]))
 """
@@ -115,7 +115,7 @@ def test_the_directory_is_there_until_they_have_met(tmp_path: Path, monkeypatch:
     ranks = Ranks(starter)
     (own,) = tmp_path.iterdir()
     assert own.stat().st_mode & 0o777 == 0o700
-    starter.have_met()
+    starter.release_directory()
     assert not list(tmp_path.iterdir())
     ranks.close()
 
@@ -157,7 +157,7 @@ def test_a_rank_that_ends_is_named_now_and_later(mortal: Ranks) -> None:
 def test_a_rank_that_is_stopped_is_given_up_and_killed(
     mortal: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.executor.ranks.LOOKS_AT_STOPPED", 2)
+    monkeypatch.setattr("quire.executor.ranks.handles.STOPPED_POLLS", 2)
     os.kill(pids(mortal)[0], signal.SIGSTOP)
     mortal.step(plan(0))
     for _ in range(2):

@@ -20,9 +20,9 @@ import pytest
 
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError, EngineError, ModelLoadError, StartupError
-from quire.executor.ray_executor import RayStarter
-from quire.executor.ray_process import RayProcess
-from quire.executor.ray_ranks import actor_name
+from quire.executor.ranks.ray_cluster import RayProcess
+from quire.executor.ranks.ray_executor import RayStarter
+from quire.executor.ranks.ray_ranks import actor_name
 from tests.end_to_end.server import has_ended
 from tests.executor.test_multiproc import PARAMS, executor_of, numbers, run, said, started
 from tests.fixtures.ray_cluster import Cluster, below, ranks_below, wait_for, with_ray
@@ -122,7 +122,7 @@ def run_for_ever(engine: LLMEngine) -> NoReturn:
 def test_too_little_room_is_said_with_numbers(
     cluster: Cluster, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.executor.ray_process.PLACE_S", 0.5)
+    monkeypatch.setattr("quire.executor.ranks.ray_cluster.PLACE_S", 0.5)
     words = (
         r"no room for 2 ranks of 3 CPUs each within 0.5 s: its hosts have 2 \+ 2 CPUs, of which 4 are free"
     )

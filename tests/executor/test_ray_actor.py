@@ -10,8 +10,8 @@ import time
 
 RANK = """
 import os, time
-from quire.executor import ray_actor
-ray_actor.LOOK_S = 0.05
+from quire.executor.ranks import ray_ranks as ray_actor
+ray_actor.POLL_S = 0.05
 actor = os.getppid()
 ray_actor.watch_actor()
 print("watching", flush=True)

@@ -41,8 +41,8 @@ def test_stages_have_the_bits_of_one_process(
     case: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of forks, grammars, logprobs of prompts, and chunks of requests that preempt others; cold, warm and woken."""
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
     stages, options = CASES[case]
     one = started(tiny_model("llama"), **options)
     alone = run(one)
@@ -58,12 +58,12 @@ def test_stages_have_the_bits_of_one_process(
     engine.shutdown()
 
 
-SIZES_SAID = re.compile(r"stage \d of \d: .*, as by --pipeline-partition (\S+)")
+SIZES_SAID = re.compile(r"stage \d of \d: .* \(--pipeline-partition (\S+)\)")
 SIX_LAYERS: dict[str, Any] = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 6}}
 
 
 class Clocks:
-    """In the place of `seconds_alone`: by the clock of each share one layer takes as long as ten others."""
+    """In the place of `time_layers`: by the clock of each share one layer takes as long as ten others."""
 
     def __init__(self, costly: Sequence[int]) -> None:
         self._costly = costly
@@ -86,9 +86,9 @@ def test_all_ranks_have_the_cut_that_the_first_one_measures(
     """Whatever the other share measures; those of the later stage do not even try."""
     caplog.set_level("INFO", "quire.worker.stage_sizes")
     clocks = Clocks([0, 5])
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.worker.layer_costs.seconds_alone", clocks)
-    monkeypatch.setattr("quire.worker.layer_costs.kinds_of", lambda layers: [[n] for n in range(len(layers))])
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.worker.stage_sizes.time_layers", clocks)
+    monkeypatch.setattr("quire.worker.stage_sizes.kinds_of", lambda layers: [[n] for n in range(len(layers))])
     one = started(tiny_model("llama"), **SIX_LAYERS)
     alone = said(run(one, UNCONSTRAINED))
     one.shutdown()
@@ -106,20 +106,18 @@ def test_stages_are_cut_by_bytes_where_measuring_fails(
     def fail(*_: object) -> float:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.worker.layer_costs.seconds_alone", fail)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.worker.stage_sizes.time_layers", fail)
     engine = started(tiny_model("llama"), pipeline_parallel_size=2, **SIX_LAYERS)
     engine.shutdown()
-    assert (
-        "by the bytes that a step reads of them: to time them failed: RuntimeError: no memory" in caplog.text
-    )
+    assert "from the bytes that a step reads: timing failed: RuntimeError: no memory" in caplog.text
 
 
 def test_what_cannot_be_cut_is_said_while_later_stages_wait_for_a_word(
     tiny_model: Callable[[str], Path],
 ) -> None:
     """Only the first stage has looked at the model by then."""
-    with pytest.raises(ConfigError, match="inputs cannot be cut for 2 ranks into multiples of 64"):
+    with pytest.raises(ConfigError, match="inputs cannot be split over 2 ranks in multiples of 64"):
         started(tiny_model("llama"), pipeline_parallel_size=2, tensor_parallel_size=2, quantization="int8")
 
 
@@ -128,8 +126,8 @@ def test_nothing_is_measured_where_the_cut_is_said_or_there_is_none(
     option: dict[str, Any], tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = Clocks([0])
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.worker.layer_costs.seconds_alone", clocks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.worker.stage_sizes.time_layers", clocks)
     stages = 2 if option else 1
     started(tiny_model("llama"), pipeline_parallel_size=stages, **option, **SIX_LAYERS).shutdown()
     assert not clocks.asked
@@ -140,7 +138,7 @@ def test_stages_of_every_family_have_the_bits_of_one_process(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice: the second time prefixes are found, and with them states of layers that keep one."""
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
     limits: dict[str, Any] = {"max_num_batched_tokens": 12, "num_gpu_blocks_override": 60, "block_size": 4}
     num_layers = prepared_config(tiny_model(name)).arch.num_layers
     found = []
@@ -159,8 +157,8 @@ def test_ranks_of_stages_may_share_experts(
     shares: int, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evenly or not."""
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
     options = {"tp_invariant": True, "enable_expert_parallel": True}
     one = started(tiny_model("mixtral"), **options)
     alone = run(one)

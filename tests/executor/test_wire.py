@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire.executor.wire import Wire
+from quire.executor.ranks.wire import Wire
 
 LARGE = 1 << 22
 

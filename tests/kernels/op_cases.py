@@ -17,12 +17,19 @@ from quire.distributed.group import ALONE, Group
 from quire.distributed.shared_memory import share_memory
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata, StateMetadata
-from quire.kernels.experts import ExpertAdapters, ExpertWeights, with_scales_alike
-from quire.kernels.linear import FLOAT, GATED, Ending, Function, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.experts import SUM_DTYPE, ExpertAdapters, ExpertWeights, with_scales_alike
+from quire.kernels.linear import (
+    FLOAT,
+    GATED,
+    Function,
+    FusedActivation,
+    PackedWeight,
+    QuantizedRows,
+    RowQuantization,
+    WeightScheme,
+)
 from quire.kernels.lora import LoraStacks
-from quire.kernels.pooling import SUM_DTYPE
-from quire.kernels.rounding import RowRounding
-from quire.lora.rounding import rounded
+from quire.lora.modules import quantize_adapter
 from tests.kernels.state_batches import state_batch
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3), torch.float16: (2e-3, 1e-3)}
@@ -96,16 +103,16 @@ def activate(dtype: torch.dtype) -> Iterator[Arguments]:
 @cases
 def round_rows(dtype: torch.dtype) -> Iterator[Arguments]:
     ways = [
-        RowRounding("int8"),
-        RowRounding("int8", lowest=-127),
-        RowRounding("int8", symmetric=False),
-        RowRounding("int8", group=32),
-        RowRounding("int8", scale=0.03),
-        RowRounding("int8", scale=0.02, zero=-7.0),
-        RowRounding("e4m3"),
-        RowRounding("e4m3", group=128),
-        RowRounding("e4m3", bound=1.5),
-        RowRounding("e4m3", scale=0.004),
+        RowQuantization("int8"),
+        RowQuantization("int8", lowest=-127),
+        RowQuantization("int8", symmetric=False),
+        RowQuantization("int8", group=32),
+        RowQuantization("int8", scale=0.03),
+        RowQuantization("int8", scale=0.02, zero=-7.0),
+        RowQuantization("e4m3"),
+        RowQuantization("e4m3", group=128),
+        RowQuantization("e4m3", bound=1.5),
+        RowQuantization("e4m3", scale=0.004),
     ]
     small = torch.logspace(-12, 3, 200).repeat(2, 1) * torch.tensor([[1.0], [-1.0]])
     for way in ways:
@@ -340,12 +347,12 @@ def packed_linear(dtype: torch.dtype) -> Iterator[Arguments]:
 @cases
 def rounded_linear(dtype: torch.dtype) -> Iterator[Arguments]:
     ways = [
-        RowRounding("int8"),
-        RowRounding("int8", scale=0.03),
-        RowRounding("int8", symmetric=False),
-        RowRounding("int8", scale=0.03, zero=4.0),
-        RowRounding("int8", group=32),
-        RowRounding("e4m3"),
+        RowQuantization("int8"),
+        RowQuantization("int8", scale=0.03),
+        RowQuantization("int8", symmetric=False),
+        RowQuantization("int8", scale=0.03, zero=4.0),
+        RowQuantization("int8", group=32),
+        RowQuantization("e4m3"),
     ]
     kept = [WeightScheme("int8", fast=fast) for fast in (True, False)] + [WeightScheme("int4", 32)]
     for scheme, way in itertools.product(kept, ways):
@@ -463,7 +470,7 @@ def random_experts(
     dtype: torch.dtype,
     *,
     biased: bool = False,
-    activation: Ending = "silu_and_mul",
+    activation: FusedActivation = "silu_and_mul",
 ) -> ExpertWeights:
     halves = 2 if activation in GATED else 1
 
@@ -529,7 +536,7 @@ def lora_stacks(
 ) -> LoraStacks:
     """Slots full of random adapters; what lies behind an adapter's ranks is NaN, or whatever integers are instead."""
     if dtype is torch.int8:
-        return rounded(lora_stacks(num_slots, parts, inputs, max_rank), dtype)
+        return quantize_adapter(lora_stacks(num_slots, parts, inputs, max_rank), dtype)
     stacks = LoraStacks.empty(num_slots, parts, inputs, max_rank, dtype, torch.device("cpu"))
     stacks.scales.copy_(torch.rand(stacks.scales.shape) * 2)
     stacks.ranks.copy_(torch.randint(0, stacks.a.shape[-1] + 1, stacks.ranks.shape))

@@ -24,34 +24,26 @@ from triton.runtime import driver
 from benchmarks.gpu.blanks import META, attention_metadata, empty, packed, state_metadata
 from quire.config.arch import Routing
 from quire.kernels import triton as package
-from quire.kernels.attention_metadata import AttentionMetadata
+from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS, AttentionMetadata
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
-from quire.kernels.limits import ANY_LIMITS, NO_LIMITS
 from quire.kernels.linear import WeightScheme
 from quire.kernels.lora import LoraStacks
 from quire.kernels.triton import (
-    activation,
     attention,
     batch,
     bidirectional,
     copies,
-    embedding,
+    elementwise,
     experts,
     latent,
     launch,
     linear,
-    logits,
     logprobs,
     lora,
-    norm,
-    penalties,
     recurrence,
     rotary,
-    route,
-    rwkv7,
     sampling,
     scan,
-    states,
 )
 
 SIZES = (1, 2, 3, 16, 17, 48, 255, 300)
@@ -124,17 +116,17 @@ def launches(size: int) -> Launches:
 
 def _rowwise(size: int) -> Launches:
     x, heads, weight = empty(size, 128), empty(size, 12, 64)[:, :4], empty(128)
-    for normed in (norm.rms_norm, norm.rms_norm_fp8):
+    for normed in (elementwise.rms_norm, elementwise.rms_norm_fp8):
         yield partial(normed, x, weight, 1e-6)
-    yield partial(norm.rms_norm, heads, empty(64), 1e-6)
-    yield partial(norm.layer_norm, x, weight, weight, 1e-6)
-    yield partial(norm.fused_add_rms_norm, x, x, weight, 1e-6)
-    yield partial(norm.fused_add_rms_norm_fp8, x, x, weight, 1e-6)
-    yield partial(activation.activate, x, "gelu")
-    yield partial(activation.silu_and_mul, x)
-    yield partial(activation.silu_and_mul_fp8, x)
+    yield partial(elementwise.rms_norm, heads, empty(64), 1e-6)
+    yield partial(elementwise.layer_norm, x, weight, weight, 1e-6)
+    yield partial(elementwise.fused_add_rms_norm, x, x, weight, 1e-6)
+    yield partial(elementwise.fused_add_rms_norm_fp8, x, x, weight, 1e-6)
+    yield partial(elementwise.activate, x, "gelu")
+    yield partial(elementwise.silu_and_mul, x)
+    yield partial(elementwise.silu_and_mul_fp8, x)
     ids, cache, table = empty(size, dtype=torch.int64), _caches(size), empty(512, 64, dtype=torch.float32)
-    yield partial(embedding.embedding, ids, empty(300, 128))
+    yield partial(elementwise.embedding, ids, empty(300, 128))
     yield partial(rotary.rotary_embedding, ids, heads, heads, table)
     yield partial(rotary.write_kv, heads, heads, *cache, ids)
     yield partial(rotary.rotary_and_write_kv, ids, heads, heads, heads, table, *cache, ids)
@@ -197,7 +189,7 @@ def _adapters(size: int, parts: list[int]) -> Launches:
 
 def _experts(size: int) -> Launches:
     routing, count = Routing(4, normalized=True), 16
-    yield partial(route.route, empty(size, count), None, routing)
+    yield partial(experts.route, empty(size, count), None, routing)
     rows = empty(size, 128), empty(size, 4, dtype=torch.int32), empty(size, 4, dtype=torch.float32)
     for scheme in (SCHEMES[0], SCHEMES[2]):
         gate_up, down = packed(scheme, 2 * 256, 128, 2), packed(scheme, 128, 256)
@@ -220,7 +212,7 @@ def _states(size: int) -> Launches:
     for lengths in ([1] * size, [size]):
         rows, step, blocks = sum(lengths), state_metadata(lengths), 9 + size
         x, channels, heads = empty(rows, 256), wide(256), wide(4)
-        yield partial(states.causal_conv, x, wide(4, 256), channels, wide(blocks, 3, 256), step, True)
+        yield partial(scan.causal_conv, x, wide(4, 256), channels, wide(blocks, 3, 256), step, True)
         b, dt = empty(rows, 16), empty(rows, 4)
         yield partial(
             scan.selective_scan, x, x, wide(16, 256), b, b, channels, x, wide(blocks, 16, 256), step
@@ -229,18 +221,18 @@ def _states(size: int) -> Launches:
         yield partial(scan.ssd_scan, x, dt, heads, b, b, heads, heads, None, kept, step)
         qkv, ba, kept = empty(rows, 2 * 128 + 256), empty(rows, 8), wide(blocks, 4, 64, 64)
         yield partial(recurrence.gated_delta, qkv, ba, heads, heads, kept, step)
-        yield partial(rwkv7.rwkv7, *[x] * 5, wide(5, 256), kept, step, 64e-5)
+        yield partial(recurrence.rwkv7, *[x] * 5, wide(5, 256), kept, step, 64e-5)
         gates = wide(4, 64, 128)
         yield partial(recurrence.rg_lru, x, gates, wide(4, 128), channels, wide(blocks, 256), step)
 
 
 def _sampling(size: int) -> Launches:
     rows, ids = empty(size, VOCAB, dtype=torch.float32), empty(size, dtype=torch.int64)
-    yield partial(logits.unusable_rows, rows)
-    yield partial(logits.clear_rows, rows, empty(size, dtype=torch.bool))
-    yield partial(logits.mask_logits, rows, ids, empty(size, -(-VOCAB // 32), dtype=torch.int32))
+    yield partial(logprobs.unusable_rows, rows)
+    yield partial(logprobs.clear_rows, rows, empty(size, dtype=torch.bool))
+    yield partial(logprobs.mask_logits, rows, ids, empty(size, -(-VOCAB // 32), dtype=torch.int32))
     places, factors = empty(size, 4, dtype=torch.int64), empty(size, 3, dtype=torch.float64)
-    yield partial(penalties.penalise_rows, rows, empty(64, 900, dtype=torch.int32), places, factors, 3 * size)
+    yield partial(logprobs.penalise_rows, rows, empty(64, 900, dtype=torch.int32), places, factors, 3 * size)
     settings, keys = empty(size, 4, dtype=torch.float64), empty(size, 2, dtype=torch.int64)
     for chosen in (None, keys):
         for limits in (NO_LIMITS, ANY_LIMITS):

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.kernels.cpu import calls
 from quire.kernels.cpu.arena import Arena, ArenaFullError
 from quire.kernels.cpu.calls import LARGE, lending
-from quire.worker.step_memory import AllocationPeak
+from quire.worker.stage_sizes import AllocationPeak
 
 ROOM = 1 << 16
 

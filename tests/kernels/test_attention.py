@@ -14,14 +14,14 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.cpu import library
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 from tests.fixtures.threads import shuffle
 from tests.kernels.op_cases import TOLERANCES, int8_caches
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
-from quire.kernels.cpu import attention, embedding, kv_write, norm
+from quire.kernels.cpu import attention, elementwise
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 FEATURES: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ class Cache:
             slots = (
                 table[positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
             )
-            kv_write.write_kv(k, v, self.k, self.v, slots)
+            attention.write_kv(k, v, self.k, self.v, slots)
             self.tables.append(table)
             self.queries.append(q)
 
@@ -342,7 +342,7 @@ def test_stored_bits_are_the_oracles(dtype: torch.dtype, cache_dtype: torch.dtyp
         slots = torch.randperm(6 * block_size)[:6]
         slots[3] = -1
         ours, theirs = poisoned(6, shape), poisoned(6, shape)
-        kv_write.write_kv(k, v, *ours, slots)
+        attention.write_kv(k, v, *ours, slots)
         reference.write_kv(k, v, *theirs, slots)
         for got, want in zip(ours, theirs, strict=True):
             assert torch.equal(got.view(torch.int8), want.view(torch.int8))
@@ -352,7 +352,7 @@ def test_stored_bits_are_the_oracles(dtype: torch.dtype, cache_dtype: torch.dtyp
 def test_a_vector_that_is_not_finite_is_cached_in_int8_as_nan(value: float) -> None:
     k = torch.randn(1, 1, 8)
     k[0, 0, 3] = value
-    for function in (kv_write.write_kv, reference.write_kv):
+    for function in (attention.write_kv, reference.write_kv):
         keys, values = int8_caches(1, 1, 4, 8)
         function(k, k, keys, values, torch.tensor([2]))
         scales = keys[0, 0, 8:].flatten().view(torch.float32)
@@ -375,11 +375,11 @@ def test_norming_rotating_and_writing_at_once_has_the_bits_of_each(
         q2, k2, options = q.clone(), k.clone(), {}
         if norms is not None:
             weights = torch.randn(2, 96).to(torch.float32 if norms == "in float32" else dtype)
-            q2, k2 = (norm.rms_norm(x, w, 1e-6) for x, w in zip((q, k), weights, strict=True))
+            q2, k2 = (elementwise.rms_norm(x, w, 1e-6) for x, w in zip((q, k), weights, strict=True))
             options = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6}
-        kv_write.rotary_embedding(positions, q2, k2, table, interleaved)
-        kv_write.write_kv(k2, v, *separate, slots)
-        kv_write.rotary_and_write_kv(positions, q, k, v, table, *fused, slots, interleaved, **options)
+        attention.rotary_embedding(positions, q2, k2, table, interleaved)
+        attention.write_kv(k2, v, *separate, slots)
+        attention.rotary_and_write_kv(positions, q, k, v, table, *fused, slots, interleaved, **options)
         assert torch.equal(q, q2)
         assert torch.equal(k, k2)
         for got, want in zip(fused, separate, strict=True):
@@ -391,7 +391,7 @@ def test_norms_of_heads_come_in_pairs() -> None:
     index, table = torch.tensor([0]), torch.ones(1, 64)
 
     def run(**norms: Tensor) -> None:
-        kv_write.rotary_and_write_kv(
+        attention.rotary_and_write_kv(
             index, x.clone(), x.clone(), x, table, cache.k, cache.v, index, eps=1e-6, **norms
         )
 
@@ -419,7 +419,7 @@ def attend(**changed: Any) -> Tensor:
 def write(**changed: Tensor) -> None:
     k, v = poisoned(2, Shape())
     good = {"k": torch.ones(3, 2, 64), "v": torch.ones(3, 2, 64), "k_cache": k, "v_cache": v}
-    kv_write.write_kv(*(good | {"slots": torch.tensor([0, 1, 31])} | changed).values())
+    attention.write_kv(*(good | {"slots": torch.tensor([0, 1, 31])} | changed).values())
 
 
 def ints(*values: Any) -> Tensor:
@@ -462,12 +462,16 @@ def ints(*values: Any) -> Tensor:
         (lambda: write(k=torch.ones(3, 2, 64).half()), ValueError, "v must be torch.float16"),
         (lambda: write(k=torch.ones(3, 1, 64), v=torch.ones(3, 1, 64)), ValueError, "caches for 1 heads"),
         (
-            lambda: embedding.embedding(torch.tensor([0, 9]), torch.ones(9, 4)),
+            lambda: elementwise.embedding(torch.tensor([0, 9]), torch.ones(9, 4)),
             IndexError,
             "1 ids are outside",
         ),
-        (lambda: embedding.embedding(torch.tensor([-1]), torch.ones(9, 4)), IndexError, "1 ids are outside"),
-        (lambda: embedding.embedding(torch.tensor([0.0]), torch.ones(9, 4)), ValueError, "ids must be"),
+        (
+            lambda: elementwise.embedding(torch.tensor([-1]), torch.ones(9, 4)),
+            IndexError,
+            "1 ids are outside",
+        ),
+        (lambda: elementwise.embedding(torch.tensor([0.0]), torch.ones(9, 4)), ValueError, "ids must be"),
     ],
 )
 def test_wrong_arguments_are_clear_errors(

@@ -194,7 +194,7 @@ def test_a_plug_in_is_a_backend_like_any_other(offer: Offer) -> None:
     [
         (["x=no.such.module:X"], "cannot be imported: No module named 'no'"),
         ([f"x={__name__}:MISSING"], "cannot be imported: .*has no attribute 'MISSING'"),
-        ([f"x={__name__}:negative"], "and no AttentionBackend"),
+        ([f"x={__name__}:negative"], "expected: AttentionBackend"),
         ([f"x={__name__}:NEGATIVE", f"x={__name__}:negative"], "must be offered by one package"),
     ],
 )

@@ -13,13 +13,13 @@ from torch import Tensor
 from quire.errors import ConfigError, StartupError
 from quire.kernels import ops
 from quire.kernels.cpu import library
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 from tests.kernels.op_cases import compare
 
 if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
-from quire.kernels.cpu import activation, kv_write, norm
+from quire.kernels.cpu import attention, elementwise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -159,22 +159,24 @@ def rotated(x: Tensor) -> Tensor:
     """Rows of x as the query heads of tokens, all at one position."""
     heads = x.clone().unsqueeze(1)
     cache = torch.randn(1, x.shape[1] // 2 * 2, generator=torch.Generator().manual_seed(0))
-    return kv_write.rotary_embedding(torch.zeros(len(x), dtype=torch.int64), heads, heads[:, :0], cache)[
+    return attention.rotary_embedding(torch.zeros(len(x), dtype=torch.int64), heads, heads[:, :0], cache)[
         0
     ].squeeze(1)
 
 
 def fused(x: Tensor) -> Tensor:
-    return torch.cat(norm.fused_add_rms_norm(x, x.flip(-1), torch.linspace(-1, 1, x.shape[-1]), 1e-5), -1)
+    return torch.cat(
+        elementwise.fused_add_rms_norm(x, x.flip(-1), torch.linspace(-1, 1, x.shape[-1]), 1e-5), -1
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: norm.rms_norm(x, torch.linspace(-1, 1, x.shape[-1]), 1e-5),
+        lambda x: elementwise.rms_norm(x, torch.linspace(-1, 1, x.shape[-1]), 1e-5),
         fused,
-        activation.silu_and_mul,
+        elementwise.silu_and_mul,
         rotated,
     ],
     ids=["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding"],
@@ -195,35 +197,37 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
 def test_a_strided_view_has_the_same_bits_as_its_copy() -> None:
     view = torch.randn(5, 300)[:, 30:180].view(5, 3, 50)
     weight = torch.randn(50)
-    assert torch.equal(norm.rms_norm(view, weight, 1e-6), norm.rms_norm(view.contiguous(), weight, 1e-6))
+    assert torch.equal(
+        elementwise.rms_norm(view, weight, 1e-6), elementwise.rms_norm(view.contiguous(), weight, 1e-6)
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (
-            lambda: norm.rms_norm(torch.ones(2, 4).double(), torch.ones(4), 1e-5),
+            lambda: elementwise.rms_norm(torch.ones(2, 4).double(), torch.ones(4), 1e-5),
             TypeError,
             "x must be float32",
         ),
         (
-            lambda: norm.rms_norm(torch.ones(2, 4), torch.ones(5), 1e-5),
+            lambda: elementwise.rms_norm(torch.ones(2, 4), torch.ones(5), 1e-5),
             ValueError,
             r"weight .* shape \[4\]",
         ),
-        (lambda: norm.rms_norm(torch.ones(2, 4), torch.ones(4).half(), 1e-5), TypeError, "or float32"),
+        (lambda: elementwise.rms_norm(torch.ones(2, 4), torch.ones(4).half(), 1e-5), TypeError, "or float32"),
         (
-            lambda: norm.rms_norm(torch.ones(2, 4, device="meta"), torch.ones(4), 1e-5),
+            lambda: elementwise.rms_norm(torch.ones(2, 4, device="meta"), torch.ones(4), 1e-5),
             ValueError,
             "x must be on the CPU",
         ),
         (
-            lambda: norm.fused_add_rms_norm(torch.ones(2, 4), torch.ones(1, 4), torch.ones(4), 1e-5),
+            lambda: elementwise.fused_add_rms_norm(torch.ones(2, 4), torch.ones(1, 4), torch.ones(4), 1e-5),
             ValueError,
             "residual is",
         ),
-        (lambda: activation.silu_and_mul(torch.ones(2, 5)), ValueError, "must be even"),
-        (lambda: activation.activate(torch.ones(2), "elu"), ValueError, "one of relu, .* it is 'elu'"),  # type: ignore[arg-type]
+        (lambda: elementwise.silu_and_mul(torch.ones(2, 5)), ValueError, "must be even"),
+        (lambda: elementwise.activate(torch.ones(2), "elu"), ValueError, "one of relu, .* it is 'elu'"),  # type: ignore[arg-type]
         (lambda: rotary(positions=torch.zeros(2)), ValueError, "positions must be contiguous int64"),
         (
             lambda: rotary(positions=torch.tensor([0, 9])),
@@ -251,4 +255,4 @@ def rotary(**changed: Tensor) -> None:
         "k": torch.ones(2, 1, 8),
         "cache": torch.ones(9, 8),
     }
-    kv_write.rotary_embedding(*(good | changed).values())
+    attention.rotary_embedding(*(good | changed).values())

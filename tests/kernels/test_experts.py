@@ -12,9 +12,9 @@ from torch import Tensor
 from quire.config.arch import Routing
 from quire.kernels import ops
 from quire.kernels.cpu import library
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
-from quire.kernels.linear import FLOAT, Ending, GatedActivation, WeightScheme
+from quire.kernels.linear import FLOAT, FusedActivation, GatedActivation, WeightScheme
 from tests.kernels.op_cases import ROUTINGS, SCHEMES, expert_adapters, random_experts
 
 if library.loaded() is None:
@@ -23,7 +23,7 @@ if library.loaded() is None:
 from quire.kernels.cpu import experts as binding
 from quire.kernels.cpu import linear
 from quire.kernels.cpu.arena import Arena
-from quire.kernels.cpu.tape import record
+from quire.kernels.cpu.recorded_graph import record
 
 FORMATS = [
     *((FLOAT, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
@@ -63,7 +63,7 @@ def by_linears(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) ->
     [(False, "silu_and_mul"), (True, "silu_and_mul"), (True, "clamped_swiglu"), (True, "relu2")],
 )
 def test_any_number_of_tokens_matches_linear_layers_and_each_token_alone(
-    scheme: WeightScheme, dtype: torch.dtype, biased: bool, activation: Ending
+    scheme: WeightScheme, dtype: torch.dtype, biased: bool, activation: FusedActivation
 ) -> None:
     torch.manual_seed(0)
     of = random_experts(COUNT, HIDDEN, INNER, scheme, dtype, biased=biased, activation=activation)
@@ -218,7 +218,7 @@ def test_a_tape_routes_what_it_reads() -> None:
     for _ in range(3):
         place.normal_()
         logits.copy_(place @ gate)
-        assert tape.play()
+        assert tape.replay()
         assert torch.equal(tape.result, layer(place, logits))
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.cpu import library
-from quire.kernels.cpu.float_mode import as_in_kernels
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import as_in_kernels, set_num_threads
 from quire.kernels.linear import FLOAT
 from tests.fixtures.threads import shuffle
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.huge_pages import HUGE_PAGE, matrix_memory, prefer_huge_pages
+from quire.kernels.cpu.arena import HUGE_PAGE, huge_page_memory, prefer_huge_pages
 
 SMAPS = Path("/proc/self/smaps")
 
@@ -46,7 +46,7 @@ def test_contents_stay() -> None:
 def test_a_matrix_that_holds_a_page_begins_with_one(dtype: torch.dtype) -> None:
     like, rows = torch.empty(0), HUGE_PAGE // 1000 // dtype.itemsize
     for count in (rows, rows + 1, 3 * rows):
-        memory = matrix_memory(like, count, 1000, dtype=dtype)
+        memory = huge_page_memory(like, count, 1000, dtype=dtype)
         assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((count, 1000), dtype, True)
         assert memory.nbytes < HUGE_PAGE or memory.data_ptr() % HUGE_PAGE == 0
         memory.fill_(1)

@@ -19,8 +19,8 @@ if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
 from quire.kernels.cpu.arena import Arena, ArenaFullError
-from quire.kernels.cpu.open_tape import OpenTape, StepSize, record_open
-from quire.kernels.cpu.tape import RecordingError
+from quire.kernels.cpu.recorded_graph import RecordingError
+from quire.kernels.cpu.sized_graph import SizedGraph, StepSize, record_sized
 from tests.kernels.test_tape import SIZE, layers
 
 MOST, HEADS, BLOCK = 24, 2, 16
@@ -87,8 +87,8 @@ STEPS = {"attention": Places.attention, "layers": Places.layers, "scratch": Plac
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6).filter(lambda each: 2 <= sum(each) <= MOST)
 
 
-def opened(places: Places, step: Callable[[Places, StepSize], Tensor]) -> OpenTape:
-    return record_open(lambda size: step(places, size), StepSize(MOST, MOST), Arena(ROOM))
+def opened(places: Places, step: Callable[[Places, StepSize], Tensor]) -> SizedGraph:
+    return record_sized(lambda size: step(places, size), StepSize(MOST, MOST), Arena(ROOM))
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -101,7 +101,7 @@ def test_every_size_has_the_bits_of_what_runs_as_it_is(
     for lengths in steps:
         size = places.fill(lengths)
         expected = step(places, size)
-        assert tape.play(size)
+        assert tape.replay(size)
         assert torch.equal(tape.result(size.tokens), expected)
 
 
@@ -117,9 +117,9 @@ def test_a_refused_call_ends_the_tape_and_the_next_step_is_played() -> None:
     tape = opened(places, Places.attention)
     size = places.fill([3, 2])
     places.tables[1] = MOST
-    assert not tape.play(size)
+    assert not tape.replay(size)
     places.tables[1] = 1
-    assert tape.play(size)
+    assert tape.replay(size)
     assert torch.equal(tape.result(size.tokens), Places.attention(places, size))
 
 
@@ -127,11 +127,11 @@ def test_a_refused_call_ends_the_tape_and_the_next_step_is_played() -> None:
     ("step", "problem"),
     [
         (lambda places, size: places.layers(size)[1:], "not the first rows"),
-        (lambda places, size: places.layers(StepSize(1, min(size.tokens, 9))), "grow evenly"),
-        (lambda places, size: places.x[: size.tokens] * float(size.tokens % 3), "do otherwise"),
-        (lambda places, size: places.x[: size.tokens] * size.tokens**2, "grow evenly"),
-        (lambda places, size: places.x[: size.tokens] + places.x[0, size.tokens % 2], "grow evenly"),
-        (lambda places, size: places.layers(size) if size.tokens > 2 else places.wide(size), "do otherwise"),
+        (lambda places, size: places.layers(StepSize(1, min(size.tokens, 9))), "are not linear"),
+        (lambda places, size: places.x[: size.tokens] * float(size.tokens % 3), "make different calls"),
+        (lambda places, size: places.x[: size.tokens] * size.tokens**2, "are not linear"),
+        (lambda places, size: places.x[: size.tokens] + places.x[0, size.tokens % 2], "are not linear"),
+        (lambda places, size: places.layers(size) if size.tokens > 2 else places.wide(size), "make different calls"),
         (lambda places, size: places.x[: size.tokens] * places.x[0, 0].item(), "_local_scalar_dense"),
     ],
 )  # fmt: skip
@@ -147,7 +147,7 @@ def test_numbers_that_grow_with_a_step_are_told_to_torch_as_they_are() -> None:
     tape = opened(places, lambda places, size: places.x[: size.tokens] * (3 * size.tokens + size.requests))
     for lengths in ([2], [1, 1, 4], [9, 9]):
         size = places.fill(lengths)
-        assert tape.play(size)
+        assert tape.replay(size)
         assert torch.equal(
             tape.result(size.tokens), places.x[: size.tokens] * (3 * size.tokens + size.requests)
         )
@@ -156,4 +156,4 @@ def test_numbers_that_grow_with_a_step_are_told_to_torch_as_they_are() -> None:
 def test_what_does_not_fit_is_said() -> None:
     places = Places()
     with pytest.raises(ArenaFullError, match="take more than the 64 bytes"):
-        record_open(places.layers, StepSize(MOST, MOST), Arena(64))
+        record_sized(places.layers, StepSize(MOST, MOST), Arena(64))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.philox import philox4x32, uniform
+from quire.kernels.reference_sampling import philox4x32, uniform
 from tests.worker import sampler_oracle
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)

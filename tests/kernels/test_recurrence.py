@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels import ops
 from quire.kernels.attention_metadata import StateMetadata
 from quire.kernels.cpu import library
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 from tests.kernels.state_batches import NUM_BLOCKS, state_batch
 
 KEY_HEADS, VALUE_HEADS, KEYS, VALUES = 2, 4, 16, 48

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.attention_metadata import StateMetadata
-from quire.kernels.reference_states import leave_state, state_before, state_pieces
+from quire.kernels.reference_scan import leave_state, state_before, state_pieces
 from tests.kernels.state_batches import NUM_BLOCKS, state_batch
 
 
@@ -55,7 +55,7 @@ def test_drafts_start_from_the_last_state_and_leave_none() -> None:
         (4, 7, 2, 0),
         (7, 8, 0, 3),
     ]
-    with pytest.raises(IndexError, match="cannot leave a state behind 3"):
+    with pytest.raises(IndexError, match="cannot write a state after 3"):
         list(state_pieces(replace(batch, kept_lens=torch.tensor([3, 1])), NUM_BLOCKS))
 
 

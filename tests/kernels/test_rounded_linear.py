@@ -8,15 +8,14 @@ from torch import Tensor
 
 from quire.kernels import ops, reference
 from quire.kernels.cpu import library
-from quire.kernels.cpu.threads import set_num_threads
-from quire.kernels.linear import PackedWeight, WeightScheme
-from quire.kernels.rounding import RowRounding
+from quire.kernels.cpu.library import set_num_threads
+from quire.kernels.linear import PackedWeight, RowQuantization, WeightScheme
 
 WAYS = {
-    "token": RowRounding("int8"),
-    "static": RowRounding("int8", scale=0.04),
-    "token, shifted": RowRounding("int8", symmetric=False),
-    "static, shifted": RowRounding("int8", scale=0.04, zero=-9.0, symmetric=False),
+    "token": RowQuantization("int8"),
+    "static": RowQuantization("int8", scale=0.04),
+    "token, shifted": RowQuantization("int8", symmetric=False),
+    "static, shifted": RowQuantization("int8", scale=0.04, zero=-9.0, symmetric=False),
 }
 
 
@@ -26,7 +25,7 @@ def int8_weight(outputs: int, inputs: int, numbers: Tensor | None = None) -> Pac
     return ops.pack_weight(weight, WeightScheme("int8", fast=False)).with_code_sums()
 
 
-def exact(x: Tensor, weight: PackedWeight, way: RowRounding) -> tuple[Tensor, Tensor]:
+def exact(x: Tensor, weight: PackedWeight, way: RowQuantization) -> tuple[Tensor, Tensor]:
     """In float64: the product, and what the magnitudes of its terms come to."""
     seen, kept = reference.round_rows(x, way).double(), reference.unpack_weight(weight).double()
     return seen @ kept.t(), seen.abs() @ kept.abs().t()
@@ -41,7 +40,7 @@ def test_products_are_nearer_than_float32_sums_would_be(way: str) -> None:
     assert ((got.double() - want).abs() <= 4e-7 * terms).all()
 
 
-def steps_of(x: Tensor, way: RowRounding) -> tuple[Tensor, Tensor]:
+def steps_of(x: Tensor, way: RowQuantization) -> tuple[Tensor, Tensor]:
     """Scales and zero points [T, 1]."""
     if way.scale is not None:
         return torch.full((len(x), 1), way.scale), torch.full((len(x), 1), way.zero)
@@ -80,7 +79,7 @@ def test_no_sum_of_the_largest_integers_overflows(sign: float, zero: float) -> N
     inputs = 640
     weight = int8_weight(16, inputs, torch.full((16, inputs), sign))
     x = torch.tensor([[-300.0], [300.0]]).expand(2, inputs).contiguous()
-    got = ops.rounded_linear(x, weight, rounding=RowRounding("int8", scale=1.0, zero=zero))
+    got = ops.rounded_linear(x, weight, rounding=RowQuantization("int8", scale=1.0, zero=zero))
     want = sign * (torch.tensor([[-128.0], [127.0]]) - zero) * inputs
     torch.testing.assert_close(got, want.expand(2, 16), rtol=1e-6, atol=0.0)
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import ops, reference_sampling
+from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS, SamplingLimits
 from quire.kernels.cpu import library
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.dispatch_mode import DispatchMode
-from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
 from tests.kernels.op_cases import random_keys, settings
 
 if library.loaded() is None:
@@ -277,10 +277,10 @@ class _Waits(DispatchMode):
 
 @pytest.mark.parametrize("vocab_size", [7, 1003])
 @pytest.mark.parametrize(
-    "limits", [ANY_LIMITS, Limits(True, False, True), Limits(True, True, False), NO_LIMITS]
+    "limits", [ANY_LIMITS, SamplingLimits(True, False, True), SamplingLimits(True, True, False), NO_LIMITS]
 )
 def test_logits_are_shaped_alike_where_nobody_waits(
-    vocab_size: int, limits: Limits, monkeypatch: pytest.MonkeyPatch
+    vocab_size: int, limits: SamplingLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference_sampling, "_SORTED_ELEMENTS", 3 * vocab_size)
     torch.manual_seed(0)

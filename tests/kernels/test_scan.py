@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, ops
 from quire.kernels.attention_metadata import StateMetadata
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 from tests.kernels.state_batches import NUM_BLOCKS, state_batch
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="torch's sums depend on the shape")

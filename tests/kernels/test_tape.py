@@ -19,7 +19,7 @@ if library.loaded() is None:
     pytest.skip(library.status(), allow_module_level=True)
 
 from quire.kernels.cpu.arena import Arena, ArenaFullError
-from quire.kernels.cpu.tape import RecordingError, record
+from quire.kernels.cpu.recorded_graph import RecordingError, record
 
 SIZE = 96
 ROOM = 1 << 16
@@ -47,7 +47,7 @@ def test_a_tape_plays_what_was_recorded_on_new_inputs(rows: int) -> None:
     assert torch.equal(tape.result, layers(place))
     for _ in range(3):
         place.copy_(torch.randn(rows, SIZE))
-        assert tape.play()
+        assert tape.replay()
         assert torch.equal(tape.result, layers(place))
 
 
@@ -56,7 +56,7 @@ def test_tapes_share_an_arena_in_any_order() -> None:
     tapes = [record(lambda place=place: layers(place), arena) for place in places]  # type: ignore[misc]
     for index in (2, 0, 1, 0, 2):
         places[index].copy_(torch.randn_like(places[index]))
-        assert tapes[index].play()
+        assert tapes[index].replay()
         assert torch.equal(tapes[index].result, layers(places[index]))
 
 
@@ -65,7 +65,7 @@ def test_scratch_memory_taken_by_others_meanwhile_does_not_matter() -> None:
     tape = record(lambda: layers(place), Arena(ROOM))
     wide = ops.pack_weight(torch.randn(16, 40 * SIZE), WeightScheme())
     ops.packed_linear(torch.randn(192, 40 * SIZE), wide)
-    assert tape.play()
+    assert tape.replay()
     assert torch.equal(tape.result, layers(place))
 
 
@@ -88,7 +88,7 @@ def test_conversions_and_copies_are_played_too(convert: Callable[[Tensor], Tenso
         tape = record(lambda: layer(convert(place)), Arena(ROOM))
         for _ in range(3):
             place.copy_(torch.randn(3, SIZE))
-            assert tape.play()
+            assert tape.replay()
             assert torch.equal(tape.result, layer(place.float()))
 
 
@@ -125,7 +125,7 @@ def test_what_torch_makes_of_tensors_is_played_too(
         for _ in range(3):
             place.copy_(torch.randn(3, SIZE))
             expected = run()
-            assert tape.play()
+            assert tape.replay()
             assert torch.equal(tape.result, expected)
 
 
@@ -157,10 +157,10 @@ def test_a_refused_call_ends_the_tape() -> None:
     tape = record(lambda: ops.rms_norm(ops.embedding(ids, table), SCALE, 1e-6), Arena(ROOM))
     before = tape.result.clone()
     ids.fill_(4)
-    assert not tape.play()
+    assert not tape.replay()
     assert torch.equal(tape.result, before)
     ids.fill_(2)
-    assert tape.play()
+    assert tape.replay()
     assert torch.equal(tape.result, ops.rms_norm(table[2:3], SCALE, 1e-6))
 
 
@@ -224,19 +224,19 @@ def test_a_tape_ends_before_it_chooses_by_logits_that_are_not_finite() -> None:
     tape = record(choose, Arena(ROOM))
     for bad in (torch.nan, torch.inf):
         logits.copy_(torch.randn(3, 50))
-        assert tape.play()
+        assert tape.replay()
         assert torch.equal(tape.result, ops.sample_tokens(logits, settings, keys))
         chosen = tape.result.clone()
         logits[1, 7] = bad
-        assert not tape.play()
+        assert not tape.replay()
         assert torch.equal(tape.result, chosen)
-        with pytest.raises(sampling.UnusableLogitsError, match="of 3 rows of logits 1 are not finite"):
+        with pytest.raises(sampling.UnusableLogitsError, match="1 of 3 rows of logits are not finite"):
             choose()
         with pytest.raises(sampling.UnusableLogitsError):
             record(choose, Arena(ROOM))
     logits.copy_(torch.randn(3, 50))
     logits[:, 1:] = -torch.inf
-    assert tape.play(), "one token is enough"
+    assert tape.replay(), "one token is enough"
     assert tape.result.tolist() == [0, 0, 0]
     logits[0] = -torch.inf
-    assert not tape.play(), "there is none"
+    assert not tape.replay(), "there is none"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.cpu import library
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.linear import FLOAT, WeightScheme
 from tests.fixtures.threads import shuffle
 
@@ -140,7 +140,7 @@ def test_neither_threads_nor_the_order_of_pieces_changes_a_bit(
 FORKS = """
 import os, torch
 from quire.kernels import ops
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.linear import FLOAT
 set_num_threads(3)
 weight, x = ops.pack_weight(torch.randn(512, 512), FLOAT), torch.randn(64, 512)
@@ -191,7 +191,7 @@ def test_signals_reach_the_processs_own_threads() -> None:
 REFUSED = """
 import os, resource, torch
 from quire.kernels import ops
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 from quire.kernels.linear import FLOAT
 weight, x = ops.pack_weight(torch.randn(512, 512), FLOAT), torch.randn(64, 512)
 expected, before = ops.packed_linear(x, weight), len(os.listdir("/proc/self/task"))

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.token_order import ids_of, order_keys, rank_of
+from quire.kernels.reference_sampling import ids_of, order_keys, rank_of
 from tests.worker import sampler_oracle as oracle
 
 

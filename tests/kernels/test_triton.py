@@ -16,15 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kernels.triton import (
-    activation,
-    attention,
-    bidirectional,
-    copies,
-    embedding,
-    norm,
-    rotary,
-)
+from quire.kernels.triton import attention, bidirectional, copies, elementwise, rotary
 from tests.fixtures.quick import quick
 from tests.kernels.op_cases import compare, make_metadata, randn, randn_caches
 
@@ -33,15 +25,15 @@ DTYPES = [torch.float32, torch.float16]
 """What the interpreter gets right."""
 
 ROWWISE: dict[str, Callable[..., Any]] = {
-    "rms_norm": norm.rms_norm,
-    "fused_add_rms_norm": norm.fused_add_rms_norm,
-    "layer_norm": norm.layer_norm,
-    "fused_add_layer_norm": norm.fused_add_layer_norm,
-    "activate": activation.activate,
-    "silu_and_mul": activation.silu_and_mul,
-    "gelu_and_mul": activation.gelu_and_mul,
+    "rms_norm": elementwise.rms_norm,
+    "fused_add_rms_norm": elementwise.fused_add_rms_norm,
+    "layer_norm": elementwise.layer_norm,
+    "fused_add_layer_norm": elementwise.fused_add_layer_norm,
+    "activate": elementwise.activate,
+    "silu_and_mul": elementwise.silu_and_mul,
+    "gelu_and_mul": elementwise.gelu_and_mul,
     "write_kv": rotary.write_kv,
-    "embedding": embedding.embedding,
+    "embedding": elementwise.embedding,
     "bidirectional_attention": bidirectional.bidirectional_attention,
 }
 """Ops whose own cases are small enough for an interpreter."""
@@ -88,7 +80,7 @@ def test_norms_rotary_and_write(
     def one_by_one(positions: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, *rest: Any) -> None:
         k_cache, v_cache, slots, interleaved, *norms = rest
         for heads, weight in zip((q, k), norms[:2], strict=False):
-            heads.copy_(norm.rms_norm(heads, weight, norms[2]))
+            heads.copy_(elementwise.rms_norm(heads, weight, norms[2]))
         rotary.rotary_embedding(positions, q, k, table, interleaved)
         rotary.write_kv(k, v, k_cache, v_cache, slots)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.config.arch import Routing
 from quire.kernels import ops, reference
-from quire.kernels.experts import ExpertWeights, lay_together, stacked, with_scales_alike
+from quire.kernels.experts import ExpertWeights, make_contiguous, stacked, with_scales_alike
 from quire.kernels.linear import PackedWeight, WeightScheme
-from quire.kernels.triton import experts, linear, product, route
+from quire.kernels.triton import experts, linear, matmul_tile
 from tests.kernels.op_cases import ROUTINGS, close, expert_adapters, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
@@ -33,7 +33,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 6e-3}
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an expert has several, of few rows."""
-    for module in (experts, product):
+    for module in (experts, matmul_tile):
         monkeypatch.setattr(module, "BLOCK_M", 16)
         monkeypatch.setattr(module, "BLOCK_N", 32)
 
@@ -65,7 +65,7 @@ def test_route(routing: Routing, count: int, dtype: torch.dtype) -> None:
     for rows in (0, 1, 9):
         logits = randn(rows, count + 3, dtype=dtype)[:, 3:]
         for bias in (None, torch.rand(count)) if routing.scores != "sparsemixer" else (None,):
-            got, want = (function(logits, bias, routing) for function in (route.route, ops.route.oracle))
+            got, want = (function(logits, bias, routing) for function in (experts.route, ops.route.oracle))
             assert torch.equal(got[0], want[0])
             close(got[1], want[1], torch.float32)
 
@@ -73,7 +73,7 @@ def test_route(routing: Routing, count: int, dtype: torch.dtype) -> None:
 def test_of_equal_scores_the_first_is_chosen() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, -0.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     for scores in ("softmax", "sigmoid"):
-        assert route.route(logits, None, Routing(5, scores))[0].tolist() == [[1, 2, 4, 0, 3]]
+        assert experts.route(logits, None, Routing(5, scores))[0].tolist() == [[1, 2, 4, 0, 3]]
 
 
 def test_logits_that_are_not_finite_still_choose_experts() -> None:
@@ -81,7 +81,7 @@ def test_logits_that_are_not_finite_still_choose_experts() -> None:
     logits[1, 4:] = 0.0
     logits[2, 3] = torch.inf
     for routing in (Routing(4), Routing(4, "sparsemixer", reach=0.5), Routing(4, groups=5, top_groups=3)):
-        chosen, _ = route.route(logits, None, routing)
+        chosen, _ = experts.route(logits, None, routing)
         assert all(len({*row}) == 4 and min(row) >= 0 and max(row) < 10 for row in chosen.tolist())
 
 
@@ -138,7 +138,7 @@ def test_a_token_has_the_same_bits_in_any_company(scheme: WeightScheme) -> None:
     of = weights_of(scheme, torch.float16)
     x, (chosen, weights) = randn(45, HIDDEN, dtype=torch.float16), choices(45)
     together = experts.experts(x, chosen, weights, of)
-    assert 45 * TOP_K > 45 * TOP_K // product.BLOCK_M + COUNT, "tiles are found by a search"
+    assert 45 * TOP_K > 45 * TOP_K // matmul_tile.BLOCK_M + COUNT, "tiles are found by a search"
     for rows in (slice(0, 1), slice(40, 43), slice(3, 30)):
         assert torch.equal(experts.experts(x[rows], chosen[rows], weights[rows], of), together[rows])
     turned = experts.experts(x[:20], chosen[:20].flip(1).contiguous(), weights[:20].flip(1).contiguous(), of)
@@ -168,7 +168,7 @@ def test_experts_that_lie_together_are_not_copied() -> None:
         want = torch.stack([*some])
         assert torch.equal(stacked(some), want)
         assert stacked(some).data_ptr() != some[0].data_ptr()
-        lay_together(some)
+        make_contiguous(some)
         assert torch.equal(stacked(some), want)
         assert stacked(some).data_ptr() == some[0].data_ptr()
         assert stacked(some[1:3]).data_ptr() == some[1].data_ptr()

@@ -18,8 +18,8 @@ from quire.kernels import ops, reference
 from quire.kernels.formats import Numbers, format_of
 from quire.kernels.formats.words import to_words
 from quire.kernels.linear import Function, PackedWeight, QuantizedRows, WeightScheme
-from quire.kernels.triton import activation, fp8, linear, matmul, nibbles, quantize, widen
-from quire.kernels.triton import parts as parts_of_k
+from quire.kernels.triton import codes, elementwise, linear, matmul, quantize
+from quire.kernels.triton import primitives as parts_of_k
 from tests.kernels.op_cases import FUNCTIONS, randn
 
 DTYPES = [torch.float32, torch.float16]
@@ -81,7 +81,7 @@ def test_a_matrix_in_one_part_or_in_several(
     weight, x, bias = matrix(40, 700), randn(3, 2, 700), randn(40)
     packed = linear.pack_weight(weight, scheme)
     tile = linear.tile_of(packed, 6, x.dtype)
-    assert parts_of_k.cut(-(-40 // tile.outputs), -(-700 // tile.k))[0] == parts
+    assert parts_of_k.split_k(-(-40 // tile.outputs), -(-700 // tile.k))[0] == parts
     want = reference.linear(x, stands_for(weight, scheme), bias)
     torch.testing.assert_close(linear.packed_linear(x, packed, bias), want, rtol=1e-4, atol=1e-4)
 
@@ -119,21 +119,21 @@ def test_parts_are_counted_back_to_none(scheme: WeightScheme, monkeypatch: pytes
 def _planes_of(out, words, zeros, PLANES: tl.constexpr, TILE: tl.constexpr):
     index = tl.arange(0, TILE)
     for plane in tl.static_range(PLANES):
-        code = nibbles._integers(tl.load(words + index), plane, tl.load(zeros + index), out.dtype.element_ty)
+        code = codes._integers(tl.load(words + index), plane, tl.load(zeros + index), out.dtype.element_ty)
         tl.store(out + plane * TILE + index, code)
 
 
 def test_codes_are_the_last_bits_of_numbers() -> None:
     """Also in bfloat16, with which the interpreter does not reckon."""
-    codes = torch.arange(16, dtype=torch.int16)
-    bases = nibbles.BFLOAT16_BASE, nibbles.FLOAT16_BASE
-    bits = nibbles.BFLOAT16_BITS, nibbles.FLOAT16_BITS
+    nibbles = torch.arange(16, dtype=torch.int16)
+    bases = codes.BFLOAT16_BASE, codes.FLOAT16_BASE
+    bits = codes.BFLOAT16_BITS, codes.FLOAT16_BITS
     for dtype, base, of_base in zip((torch.bfloat16, torch.float16), bases, bits, strict=True):
-        numbers = (codes | of_base.value).view(dtype)
-        assert torch.equal(numbers.int(), codes.int() + base.value)
+        numbers = (nibbles | of_base.value).view(dtype)
+        assert torch.equal(numbers.int(), nibbles.int() + base.value)
         for zero in range(16):
             assert torch.equal(
-                numbers - torch.tensor(base.value + zero, dtype=dtype), (codes - zero).to(dtype)
+                numbers - torch.tensor(base.value + zero, dtype=dtype), (nibbles - zero).to(dtype)
             )
 
 
@@ -149,7 +149,7 @@ def test_codes_become_numbers_of_any_dtype_exactly(dtype: torch.dtype) -> None:
 def test_a_product_that_ends_in_an_activation_is_both_ops(function: Function) -> None:
     torch.manual_seed(0)
     packed, x, bias = linear.pack_weight(matrix(34, 45), INTEGERS[0]), randn(3, 45), randn(34)
-    want = activation.activate(linear.packed_linear(x, packed, bias), function)
+    want = elementwise.activate(linear.packed_linear(x, packed, bias), function)
     assert torch.equal(linear.packed_linear(x, packed, bias, function), want)
 
 
@@ -210,7 +210,7 @@ def test_widened_is_rounded_once(scheme: WeightScheme) -> None:
     torch.manual_seed(0)
     weight = matrix(9, 140)
     packed = linear.pack_weight(weight, scheme)
-    assert torch.equal(widen.widened(packed, torch.float16), stands_for(weight, scheme).half())
+    assert torch.equal(codes.widened(packed, torch.float16), stands_for(weight, scheme).half())
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -226,7 +226,7 @@ def test_minimums(kind: str, group: int) -> None:
     )
     packed = format_of(scheme).from_numbers(Numbers(data, *streams), scheme, layout="rows")
     x, want = randn(3, 300), reference.unpack_weight(packed)
-    assert torch.equal(widen.widened(packed, torch.float32), want)
+    assert torch.equal(codes.widened(packed, torch.float32), want)
     torch.testing.assert_close(linear.packed_linear(x, packed), x @ want.T, rtol=1e-4, atol=1e-4)
 
 
@@ -298,17 +298,17 @@ def test_fp8_linear(scheme: WeightScheme, vendor: bool, dtype: torch.dtype) -> N
 
 def test_fp8_in_parts_has_the_bits_of_a_program_that_walks_through_them_all() -> None:
     packed = linear.pack_weight(matrix(40, 1100), WeightScheme("fp8"))
-    assert parts_of_k.cut(1, -(-1100 // 256))[0] == 5
-    rows = quantize.quantize_rows(torch.randn(fp8.BLOCK_M + 1, 1100))
+    assert parts_of_k.split_k(1, -(-1100 // 256))[0] == 5
+    rows = quantize.quantize_rows(torch.randn(quantize.BLOCK_M + 1, 1100))
     alone = QuantizedRows(rows.values[:3], rows.scales[:3], rows.dtype)
-    many = fp8.fp8_linear(rows, packed, None, torch.float32)
+    many = quantize.fp8_linear(rows, packed, None, torch.float32)
     torch.testing.assert_close(
         many,
-        reference.linear(rows.values.float() * rows.scales.view(-1, 1), widen.widened(packed, torch.float32)),
+        reference.linear(rows.values.float() * rows.scales.view(-1, 1), codes.widened(packed, torch.float32)),
         rtol=1e-5,
         atol=1e-5,
     )
-    assert torch.equal(fp8.fp8_linear(alone, packed, None, torch.float32), many[:3])
+    assert torch.equal(quantize.fp8_linear(alone, packed, None, torch.float32), many[:3])
 
 
 @pytest.mark.parametrize("per_tensor", [False, True])
@@ -328,10 +328,10 @@ def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
     with pytest.raises(ConfigError, match=r"capability 8\.9 or later; Old GPU has 8\.0"):
-        fp8.check_device(torch.device("cuda"))
+        quantize.check_device(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    fp8.check_device(torch.device("cuda"))
-    fp8.check_device(torch.device("cpu"))
+    quantize.check_device(torch.device("cuda"))
+    quantize.check_device(torch.device("cpu"))
 
 
 def test_only_what_a_gpu_gains_from_is_packed_for_it() -> None:

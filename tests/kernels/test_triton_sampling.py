@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 import triton
 import triton.language as tl
 
-from quire.kernels import ops, philox, reference_sampling
-from quire.kernels.limits import ANY_LIMITS, NO_LIMITS, Limits
-from quire.kernels.triton import cut, logprobs, noise, penalties, sampling
-from quire.kernels.triton import logits as logits_kernels
+from quire.kernels import ops, reference_sampling
+from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS, SamplingLimits
+from quire.kernels.triton import logprobs, primitives, sampling
+from quire.kernels.triton import logprobs as logits_kernels
 from tests.fixtures.quick import quick
 from tests.kernels.op_cases import compare, randn, random_keys, settings
 
@@ -30,30 +30,32 @@ KEYS = [(0, 0), (1, 2**40), (-1, 7), (2**63 - 1, 2**32), (-(2**63), 2**32 - 1)]
 @triton.jit
 def _fractions_of(out, seeds, positions, TILE: tl.constexpr):
     for tile in tl.static_range(2):
-        v = noise.fractions(tl.load(seeds), tl.load(positions), tile * TILE, TILE)
+        v = sampling.fractions(tl.load(seeds), tl.load(positions), tile * TILE, TILE)
         tl.store(out + tile * TILE + tl.arange(0, TILE), v)
 
 
 @triton.jit
 def _gumbel_of(out, seeds, positions, TILE: tl.constexpr):
-    tl.store(out + tl.arange(0, TILE), noise.gumbel(tl.load(seeds), tl.load(positions), 0, TILE))
+    tl.store(out + tl.arange(0, TILE), sampling.gumbel(tl.load(seeds), tl.load(positions), 0, TILE))
 
 
 @triton.jit
 def _ends(fractions, gumbels, high, low, TILE: tl.constexpr):
     index = tl.arange(0, TILE)
-    v = noise.fraction_of(tl.load(high + index).to(tl.uint32), tl.load(low + index).to(tl.uint32))
+    v = sampling.fraction_of(tl.load(high + index).to(tl.uint32), tl.load(low + index).to(tl.uint32))
     tl.store(fractions + index, v)
-    tl.store(gumbels + index, noise.gumbel_of(v))
+    tl.store(gumbels + index, sampling.gumbel_of(v))
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_noise_has_the_bits_of_the_oracle(key: tuple[int, int]) -> None:
     out, key_tensors = torch.empty(128), [torch.tensor([value]) for value in key]
     _fractions_of[(1,)](out, *key_tensors, TILE=64)
-    assert torch.equal(out, torch.from_numpy(philox.fractions(*key, 128)))
+    assert torch.equal(out, torch.from_numpy(reference_sampling.fractions(*key, 128)))
     _gumbel_of[(1,)](out, *key_tensors, TILE=128)
-    torch.testing.assert_close(out.double(), torch.from_numpy(philox.gumbel(*key, 128)), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(
+        out.double(), torch.from_numpy(reference_sampling.gumbel(*key, 128)), rtol=2e-6, atol=2e-6
+    )
 
 
 def test_noise_is_finite_and_precise_at_the_ends() -> None:
@@ -97,7 +99,7 @@ def test_what_no_row_uses_may_be_left_out(used: int) -> None:
     setting[:, 2] = 301
     if used:
         setting[::2, used] = (0.0, -1.5, 40.0, 0.7)[used]
-    limits = [Limits(*(column == used for column in (1, 2, 3))), NO_LIMITS][used == 0]
+    limits = [SamplingLimits(*(column == used for column in (1, 2, 3))), NO_LIMITS][used == 0]
     case = (3 * randn(3, 301), setting, random_keys(3))
     got = sampling.sample_tokens(*case, limits)
     assert torch.equal(got, sampling.sample_tokens(*case, ANY_LIMITS))
@@ -146,14 +148,14 @@ def test_few_tokens_are_looked_at_twice_however_many_are_kept(monkeypatch: pytes
     torch.manual_seed(0)
     limits = WIDE.clone()
     limits[:, 2].clamp_(max=4007)
-    seen, look = list[Tensor](), sampling._look
+    seen, look = list[Tensor](), sampling._bucket_rows
 
     def seen_look(*args: Any) -> tuple[Tensor, ...]:
         made = look(*args)
         seen.append(made[-1])
         return made
 
-    monkeypatch.setattr(sampling, "_look", seen_look)
+    monkeypatch.setattr(sampling, "_bucket_rows", seen_look)
     case = (3 * randn(5, 4007), limits, random_keys(5))
     want = reference_sampling.sample_by_gumbel(case[0].clone(), *case[1:])
     assert torch.equal(sampling.sample_in_splits(*case, ANY_LIMITS, 2), want)
@@ -173,7 +175,7 @@ ODD_ROWS = {
 
 @pytest.mark.parametrize("odd", quick(ODD_ROWS, ("all the same",)))
 def test_rows_that_hardly_fall_into_buckets(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut, "CAPACITY", 200)
+    monkeypatch.setattr(primitives, "CAPACITY", 200)
     torch.manual_seed(0)
     limits = WIDE.clone()
     limits[:, 2].div_(4).floor_().clamp_(max=1203)
@@ -187,7 +189,7 @@ def test_rows_that_hardly_fall_into_buckets(odd: str, monkeypatch: pytest.Monkey
 
 def test_more_tokens_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the row itself is read again."""
-    monkeypatch.setattr(cut, "CAPACITY", 4)
+    monkeypatch.setattr(primitives, "CAPACITY", 4)
     torch.manual_seed(0)
     limits = torch.tensor(
         [(0.7, -torch.inf, 40, 1.0), (1.3, -9.0, 301, 0.9), (1.0, -torch.inf, 2, 0.9)]
@@ -221,7 +223,7 @@ def test_draws_are_fair(limits: str, by_position: bool) -> None:
     staged[:, 2] = staged[:, 2].clamp(max=7)
     logits = PROBABILITIES.log()[order].repeat(NUM_DRAWS, 1) + 3.0
     chosen = reference_sampling.sample_by_gumbel(logits.clone(), staged, keys)
-    used = Limits(min_p="min_p" in limits, top_k="top_k" in limits, top_p="top_p" in limits)
+    used = SamplingLimits(min_p="min_p" in limits, top_k="top_k" in limits, top_p="top_p" in limits)
     some = slice(0, 2 if used.top_k or used.top_p else 12)  # the interpreter takes its time
     got = sampling.sample_tokens(logits[some], staged[some], keys[some], used)
     assert torch.equal(got, chosen[some])
@@ -237,7 +239,9 @@ def test_draws_are_fair(limits: str, by_position: bool) -> None:
 
 def test_noise_of_neighbours_is_unrelated() -> None:
     """Of tokens in a pair, of positions, and of seeds."""
-    noise_of = np.stack([philox.gumbel(seed, position, 2000) for seed in range(3) for position in range(3)])
+    noise_of = np.stack(
+        [reference_sampling.gumbel(seed, position, 2000) for seed in range(3) for position in range(3)]
+    )
     assert abs(noise_of.mean() - 0.5772) < 0.03
     assert abs(noise_of.var() - math.pi**2 / 6) < 0.08
     assert np.abs(np.corrcoef(noise_of) - np.eye(9)).max() < 0.1
@@ -259,7 +263,7 @@ def test_masks() -> None:
 
 
 def test_penalties() -> None:
-    compare(ops.penalise_rows, penalties.penalise_rows, torch.float32, "cpu")
+    compare(ops.penalise_rows, logprobs.penalise_rows, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("vocab_size", [2100, 20_011])

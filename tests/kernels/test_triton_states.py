@@ -10,18 +10,18 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.kernels import ops
-from quire.kernels.triton import recurrence, rwkv7, scan, states
+from quire.kernels.triton import recurrence, scan
 from tests.fixtures.quick import quick
 from tests.kernels.op_cases import compare, randn
 from tests.kernels.state_batches import NUM_BLOCKS, state_batch
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "causal_conv": states.causal_conv,
+    "causal_conv": scan.causal_conv,
     "selective_scan": scan.selective_scan,
     "ssd_scan": scan.ssd_scan,
     "gated_delta": recurrence.gated_delta,
     "rg_lru": recurrence.rg_lru,
-    "rwkv7": rwkv7.rwkv7,
+    "rwkv7": recurrence.rwkv7,
 }
 every_kernel = pytest.mark.parametrize("name", list(KERNELS))
 BLOCK = 4

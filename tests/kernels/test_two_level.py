@@ -73,7 +73,7 @@ def test_weights_that_are_not_finite_spoil_their_block_alone(bad: float) -> None
     clean = unpack_weight(pack_weight(rows, scheme_of(32)))
     rows[1, 300] = bad
     found = unpack_weight(pack_weight(rows, scheme_of(32)))
-    assert found[1, 256:].isnan().all()
+    assert found[1, 288:320].isnan().all()
     found[1, 256:] = clean[1, 256:]
     assert torch.equal(found, clean)
 

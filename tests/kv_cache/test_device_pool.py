@@ -1,5 +1,4 @@
-from quire.kv_cache.device_pool import DevicePool
-from quire.kv_cache.moves import PlannedMoves
+from quire.kv_cache.block_pool import DevicePool, PlannedMoves
 
 
 def cached(pool: DevicePool, *hashes: bytes):
@@ -16,7 +15,7 @@ def test_full_blocks_are_shared_and_a_partly_filled_one_is_copied():
     (table,) = pool.take([held], num_full=2)
     assert table[:2] == held[:2]
     assert [block.ref_cnt for block in held] == [2, 2, 2], "the last is pinned until it was copied"
-    assert pool.take_moves() == PlannedMoves([], [], [(held[2].block_id, table[2].block_id)])
+    assert pool.pop_moves() == PlannedMoves([], [], [(held[2].block_id, table[2].block_id)])
     assert [block.ref_cnt for block in held] == [2, 2, 1]
     assert pool.num_held(held, 2) == 2
 
@@ -27,7 +26,7 @@ def test_a_copy_of_a_block_that_the_same_plan_copies_is_one_of_the_original():
     (first,) = pool.take([held], num_full=0)
     (second,) = pool.take([first], num_full=0)
     copies = [(held[0].block_id, block.block_id) for block in (first[0], second[0])]
-    assert pool.take_moves().block_copies == copies
+    assert pool.pop_moves().block_copies == copies
 
 
 def test_what_was_evicted_is_swapped_in():
@@ -39,7 +38,7 @@ def test_what_was_evicted_is_swapped_in():
     assert found.on_host
     assert pool.num_held([found], 1) == 0
     ((block,),) = pool.take([[found]], num_full=1)
-    assert pool.take_moves() == PlannedMoves(
+    assert pool.pop_moves() == PlannedMoves(
         [(first.block_id, found.block_id)], [(found.block_id, block.block_id)], []
     )
 
@@ -63,7 +62,7 @@ def test_giving_out_new_blocks_never_evicts_what_the_same_hit_needs():
     hits = [[pool.get_cached_block(name) for name in names] for names in ((b"a", b"x"), (b"b", b"y"))]
     tables = pool.take(hits, num_full=2)
     assert [table[0].block_hash for table in tables] == [b"a", b"b"]
-    moves = pool.take_moves()
+    moves = pool.pop_moves()
     assert [source for source, _ in moves.swap_ins] == [hit[1].block_id for hit in hits]
     assert not pool.host.pool.is_held
 
@@ -72,8 +71,8 @@ def test_a_host_block_that_a_plan_reads_is_not_reused_in_it():
     pool = DevicePool(2, num_host_blocks=1)
     cached(pool, b"a")
     pool.free(pool.get_new_blocks(1))
-    pool.take_moves()
+    pool.pop_moves()
     cached(pool, b"b")
     pool.take([[pool.get_cached_block(b"a")]], num_full=1)
-    moves = pool.take_moves()
+    moves = pool.pop_moves()
     assert (len(moves.swap_ins), moves.swap_outs) == (1, []), "b had to go, but not over a"

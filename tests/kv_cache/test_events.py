@@ -142,7 +142,7 @@ def test_nothing_is_collected_unless_asked_for() -> None:
     engine.add("a", range(12))
     engine.drain()
     assert engine.scheduler._kv._events is None
-    assert engine.scheduler.take_kv_events() == []
+    assert engine.scheduler.pop_kv_events() == []
 
 
 requests = st.tuples(prompts(), st.integers(1, 12), st.sampled_from([None, None, "tenant"]))
@@ -190,7 +190,7 @@ class Watched:
         self.look()
 
     def look(self) -> None:
-        self.view.apply(self.engine.scheduler.take_kv_events())
+        self.view.apply(self.engine.scheduler.pop_kv_events())
         pool = self.engine.scheduler._kv._pool
         assert self.view.blocks == content(pool.cached_blocks) | content(pool.host.pool.cached_blocks, HOST)
 
@@ -214,7 +214,7 @@ def test_eviction_is_told(kinds: tuple[str, ...]) -> None:
     for number in range(8):
         watched.engine.add(f"r{number}", [number] * 17)
     watched.engine.drain()
-    told = watched.engine.scheduler.take_kv_events()
+    told = watched.engine.scheduler.pop_kv_events()
     watched.view.apply(told)
     assert any(isinstance(event, BlockRemoved) for event in told)
     assert watched.view.blocks

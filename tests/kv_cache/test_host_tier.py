@@ -1,8 +1,6 @@
 import pytest
 
-from quire.kv_cache.block_pool import KVCacheBlock
-from quire.kv_cache.host_tier import HostTier
-from quire.kv_cache.moves import BlockMoves
+from quire.kv_cache.block_pool import BlockMoves, HostTier, KVCacheBlock
 
 
 def block(block_id: int, content: bytes | None = None) -> KVCacheBlock:

@@ -1,6 +1,6 @@
 import pytest
 
-from quire.kv_cache.device_pool import DevicePool
+from quire.kv_cache.block_pool import DevicePool
 from quire.kv_cache.integrity import IntegrityError, check_integrity
 from quire.kv_cache.single_type_manager import FullAttentionManager
 from quire.kv_cache.spec import FullAttentionSpec

@@ -2,10 +2,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quire.kv_cache.coordinator import KVCacheCoordinator
-from quire.kv_cache.device_pool import DevicePool
+from quire.kv_cache.block_pool import DevicePool
 from quire.kv_cache.hashing import BlockHash, ExtraKeys
-from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.manager import KVCacheCoordinator, KVCacheManager
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 
 BLOCK = 4

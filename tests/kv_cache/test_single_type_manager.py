@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kv_cache.device_pool import DevicePool
+from quire.kv_cache.block_pool import DevicePool
 from quire.kv_cache.integrity import check_integrity
 from quire.kv_cache.single_type_manager import MANAGERS
 from quire.kv_cache.spec import (

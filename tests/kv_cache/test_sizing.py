@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 from quire.kv_cache.sizing import (
     blocks_per_request,
     largest_model_len,
-    settle_max_model_len,
+    resolve_max_model_len,
     size_kv_cache,
 )
 from quire.kv_cache.spec import (
@@ -101,7 +101,7 @@ def test_what_keeps_nothing_gets_no_blocks_and_takes_any_length(caplog: pytest.L
     config = make_config(swap_space=1.0)
     kv_config = size_kv_cache(config, {"a": EncoderOnlySpec(64)}, KVMemory(0, "nothing is left"))
     assert (kv_config.num_blocks, kv_config.bytes, kv_config.num_host_blocks) == (1, 0, 0)
-    assert settle_max_model_len(config, kv_config) is config
+    assert resolve_max_model_len(config, kv_config) is config
     assert "KV cache: none" in caplog.text
 
 
@@ -137,7 +137,7 @@ def test_windows_make_groups_unless_switched_off_or_never_left() -> None:
 
 def test_the_capacity_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    settle_max_model_len(make_config(), sized(num_gpu_blocks_override=11))
+    resolve_max_model_len(make_config(), sized(num_gpu_blocks_override=11))
     assert "KV cache: 11 blocks, 0.0 MiB, 160 tokens: 2.5 requests of 64 tokens at once" in caplog.text
 
 
@@ -146,7 +146,7 @@ def test_a_request_that_does_not_fit_is_refused_with_the_numbers() -> None:
     config = make_config(max_model_len=2048)
     kv_config = size_kv_cache(config, {"a": FULL}, KVMemory(BLOCK * 33, ""))
     with pytest.raises(ConfigError) as caught:
-        settle_max_model_len(config, kv_config)
+        resolve_max_model_len(config, kv_config)
     needed, there = (
         f"128 KV cache blocks ({128 * BLOCK / 2**20:.1f} MiB)",
         f"32 ({32 * BLOCK / 2**20:.1f} MiB)",
@@ -154,7 +154,7 @@ def test_a_request_that_does_not_fit_is_refused_with_the_numbers() -> None:
     assert needed in str(caught.value)
     assert there in str(caught.value)
     assert "--max-model-len 512 would fit" in str(caught.value)
-    settle_max_model_len(make_config(max_model_len=512), kv_config)
+    resolve_max_model_len(make_config(max_model_len=512), kv_config)
 
 
 def test_a_fitted_length_is_the_one_the_error_names(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,16 +163,16 @@ def test_a_fitted_length_is_the_one_the_error_names(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO)
     config = dataclasses.replace(make_config(max_model_len=2048), fit_max_model_len=True)
     kv_config = size_kv_cache(config, {"a": FULL}, KVMemory(BLOCK * 33, ""))
-    assert settle_max_model_len(config, kv_config).model.max_model_len == 512
+    assert resolve_max_model_len(config, kv_config).model.max_model_len == 512
     assert "max_model_len = 512" in caplog.text
     roomy = size_kv_cache(config, {"a": FULL}, PLENTY)
-    assert settle_max_model_len(config, roomy).model.max_model_len == 2048
+    assert resolve_max_model_len(config, roomy).model.max_model_len == 2048
     for num_blocks in (0, 1):
         tiny = KVCacheConfig(num_blocks, kv_config.groups, kv_config.layer_specs)
         with pytest.raises(
             ConfigError, match=re.escape("there is memory for 0 (0.0 MiB): --max-model-len auto")
         ):
-            settle_max_model_len(config, tiny)
+            resolve_max_model_len(config, tiny)
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)

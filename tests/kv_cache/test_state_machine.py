@@ -108,7 +108,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             with self.watched():
                 getattr(self, operation)(*details)
         with self.watched():
-            moves = self.manager.take_moves()
+            moves = self.manager.pop_moves()
             self.memory.move(moves)
         self.seen.update({name: len(pairs) for name, pairs in moves._asdict().items()})
         for seq, tables, start, end in self.chunks.values():
@@ -331,8 +331,8 @@ def options(max_examples: int) -> settings:
 
 @pytest.mark.item(55)
 def test_the_cache_is_what_a_model_of_its_tokens_says() -> None:
-    """Some 4,000 operations."""
-    run_state_machine_as_test(KVCacheMachine, settings=options(30))
+    """Some 11,000 operations."""
+    run_state_machine_as_test(KVCacheMachine, settings=options(100))
     assert all(KVCacheMachine.seen[what] > 50 for what in ("forks", "swaps", "hits", "forgotten")), (
         KVCacheMachine.seen
     )

@@ -10,8 +10,13 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels import cpu
-from quire.kv_cache.grouping import group_layers
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from quire.kv_cache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    SlidingWindowSpec,
+    group_layers,
+)
 from quire.layers.attention import (
     Attention,
     attention_backends,

@@ -11,9 +11,8 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
-from quire.layers.experts import Experts
+from quire.layers.experts import ExpertRouter, Experts
 from quire.layers.kv_cache import why_not_captured
-from quire.layers.router import Router
 from quire.models.base import CausalLM
 from tests.models.harness import load_tiny
 
@@ -28,7 +27,7 @@ def only(model: CausalLM, kind: type) -> Any:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_experts_are_rounded_and_their_router_is_not(kind: str, tiny_model: Callable[[str], Path]) -> None:
     model = load_tiny(tiny_model("qwen3moe"), quantization=kind)
-    assert only(model, Router).packed.scheme.kind == "float"
+    assert only(model, ExpertRouter).packed.scheme.kind == "float"
     of = only(model, Experts)._of()
     assert {matrix.scheme.kind for matrix in (*of.gate_up, *of.down)} == {kind}
 
@@ -37,7 +36,7 @@ def test_experts_are_rounded_and_their_router_is_not(kind: str, tiny_model: Call
 def test_experts_that_are_not_kept_alike_are_refused(tiny_model: Callable[[str], Path]) -> None:
     config = {"ignore": ["model.layers.0.mlp.experts.3.up_proj"]}
     model = load_tiny(tiny_model("qwen3moe"), quantization="int8", quantization_config=config)
-    with pytest.raises(ConfigError, match=r"0\.mlp\.experts: all experts must be quantised in the same way"):
+    with pytest.raises(ConfigError, match=r"0\.mlp\.experts: all experts must be quantized in the same way"):
         why_not_captured(model)
 
 

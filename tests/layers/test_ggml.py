@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.config.ggml_types import OTHERS, READ
+from quire.config.encoding import OTHERS, READ
 from quire.layers.quantized.ggml import dequantized
 
 QUANTIZED = {code: kind for code, kind in READ.items() if kind.is_quantized}

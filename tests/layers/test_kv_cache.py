@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.spec import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -20,6 +19,7 @@ from quire.kv_cache.spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
     fit_states,
+    group_layers,
 )
 from quire.layers.kv_cache import (
     CacheUser,

@@ -11,8 +11,7 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels import cpu
-from quire.kv_cache.grouping import group_layers
-from quire.kv_cache.spec import LatentAttentionSpec
+from quire.kv_cache.spec import LatentAttentionSpec, group_layers
 from quire.layers.attention import attention_backends
 from quire.layers.kv_cache import kv_cache_specs, why_not_captured
 from tests.models.harness import load_tiny, logits_of
@@ -30,8 +29,8 @@ def test_a_token_takes_one_vector_whatever_the_heads(tiny_model: Callable[[str],
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 cannot be had with latent attention"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 cannot be had with latent attention"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is not supported with latent attention"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not supported with latent attention"),
         ({"attention_backend": "torch_sdpa"}, "torch_sdpa cannot be used here: latent attention has"),
         (
             {"attention_backend": "reference", "batch_invariant": True},

@@ -10,14 +10,14 @@ from quire.kernels import ops
 from quire.kernels.linear import WeightScheme
 from quire.kernels.lora import LoraStacks
 from quire.layers.activation import GATED, PLAIN
-from quire.layers.alibi import slopes
+from quire.layers.attention import slopes
 from quire.layers.base import Layer
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.quantization import method_of
 from quire.layers.shard import Shard
-from quire.layers.slot import why_not_covered
+from quire.layers.slot import uncovered_reason
 from quire.layers.step import StepContext
 from quire.models.families.fields import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
@@ -89,7 +89,9 @@ def test_heads_put_together_by_key_value_heads() -> None:
     )
     for name, slot in slots:
         slot.fill(tensors[name][slot.source.box])
-    assert why_not_covered((24, 12), [slot.source.region for name, slot in slots if "weight" in name]) is None
+    assert (
+        uncovered_reason((24, 12), [slot.source.region for name, slot in slots if "weight" in name]) is None
+    )
     x = torch.randn(5, 12)
     expected = nn.functional.linear(x, *tensors.values()).view(5, 2, 4, 3)
     for heads, part in zip(layer.heads(x, STEP), (slice(0, 2), slice(2, 3), slice(3, 4)), strict=True):
@@ -114,7 +116,7 @@ def test_heads_with_gates_behind_their_queries(ranks: int) -> None:
         for name, slot in slots:
             slot.fill(weights[name][slot.source.box])
         regions = [slot.source.region for name, slot in slots if name == "q.weight"]
-        assert why_not_covered((24, 12), regions) is None
+        assert uncovered_reason((24, 12), regions) is None
         shares.append(layer.heads(x, STEP))
     q, k, v, gate = (torch.cat(parts, 1) for parts in zip(*shares, strict=True))
     both = (x @ weights["q.weight"].t()).view(5, 4, 2, 3)

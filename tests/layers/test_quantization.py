@@ -18,7 +18,7 @@ from quire.layers.linear import Linear
 from quire.layers.matrix import MatrixLayer
 from quire.layers.quantization import FLOATS, METHODS, QuantMethod, method_of
 from quire.layers.shard import Shard
-from quire.layers.slot import Part, Slot, length
+from quire.layers.slot import Slot, TensorPart, length
 from quire.models import loader
 from quire.models.base import CausalLM
 from quire.models.weight_files import SINGLE_NAME
@@ -39,9 +39,9 @@ class Nibbles(QuantMethod):
         qweight, scales = cast(Tensor, layer.qweight), cast(Tensor, layer.scales)
         every, own = slice(0, layer.inputs // 2), slice(layer.columns.start // 2, layer.columns.stop // 2)
         for piece in layer.pieces(names):
-            part = Part((piece.num_rows, every.stop), (piece.region, every), (piece.rows, own))
+            part = TensorPart((piece.num_rows, every.stop), (piece.region, every), (piece.rows, own))
             yield f"{piece.name}.qweight", Slot(qweight[piece.place], "zeros", part, (torch.uint8,))
-            part = Part((piece.num_rows,), (piece.region,), (piece.rows,))
+            part = TensorPart((piece.num_rows,), (piece.region,), (piece.rows,))
             yield f"{piece.name}.scales", Slot(scales[piece.place], "ones", part)
 
     def replaced(self, layer: MatrixLayer, device_type: str) -> Collection[str]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.distributed.in_process import InProcess
+from quire.layers.norm import SharedRMSNorm, added_up
 from quire.layers.shard import WHOLE, Shard, Span
-from quire.layers.shared_norm import SharedRMSNorm, added_up
 
 SIZE, EPS = 6, 1e-5
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.layers.shard import Shard, Span
-from quire.layers.slot import Box, Part, Slot, sizes, why_not_covered
+from quire.layers.slot import Box, Slot, TensorPart, sizes, uncovered_reason
 
 SHAPE = (6, 5, 4)
 
@@ -21,7 +21,7 @@ def box(*sides: tuple[int, int]) -> Box:
 @st.composite
 def tilings(draw: st.DrawFn) -> list[Box]:
     """Boxes that cover a tensor of `SHAPE`, made by cutting again and again."""
-    boxes = [Part.all(SHAPE).box]
+    boxes = [TensorPart.all(SHAPE).box]
     for _ in range(draw(st.integers(0, 6))):
         whole = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dim = draw(st.integers(0, 2))
@@ -33,13 +33,13 @@ def tilings(draw: st.DrawFn) -> list[Box]:
 
 @given(tilings(), st.data())
 def test_a_tiling_covers_and_nothing_else_does(boxes: list[Box], data: st.DataObject) -> None:
-    assert why_not_covered(SHAPE, boxes) is None
+    assert uncovered_reason(SHAPE, boxes) is None
     changed = data.draw(st.sampled_from([part for part in boxes if 0 not in sizes(part)]))
     others = [part for part in boxes if part is not changed]
-    assert "have no place" in str(why_not_covered(SHAPE, others))
-    assert "overlap" in str(why_not_covered(SHAPE, [*boxes, changed]))
+    assert "have no place" in str(uncovered_reason(SHAPE, others))
+    assert "overlap" in str(uncovered_reason(SHAPE, [*boxes, changed]))
     longer = (*changed[:2], slice(changed[2].start, SHAPE[2] + 1))
-    assert "reach beyond it" in str(why_not_covered(SHAPE, [longer]))
+    assert "reach beyond it" in str(uncovered_reason(SHAPE, [longer]))
 
 
 @given(units=st.integers(1, 12), unit=st.integers(1, 3), of=st.integers(1, 12), replicated=st.booleans())
@@ -59,7 +59,9 @@ def test_the_pieces_of_all_ranks_are_the_span(units: int, unit: int, of: int, re
 def test_experts_are_parts_of_one_tensor() -> None:
     stored, weight = torch.randn(4, 3, 2), torch.empty(2, 3, 2)
     for place, expert in enumerate((1, 3)):
-        part = Part((4, 3, 2), Part.all((4, 3, 2)).region, box((expert, expert + 1), (0, 3), (0, 2)))
+        part = TensorPart(
+            (4, 3, 2), TensorPart.all((4, 3, 2)).region, box((expert, expert + 1), (0, 3), (0, 2))
+        )
         slot = Slot(weight[place : place + 1], "normal", part)
         slot.fill(stored[slot.source.box])
     assert torch.equal(weight, stored[[1, 3]])
@@ -78,7 +80,7 @@ def test_members_of_a_stack_are_where_they_stand_whatever_shape_the_file_names()
             slot.fill(stored.view(slot.source.shape)[slot.source.box])
             assert torch.equal(weight, matrices[expert, half])
             parts.append(slot.source.region)
-    assert why_not_covered((3, 4, 5, 2), parts) is None
+    assert uncovered_reason((3, 4, 5, 2), parts) is None
 
 
 def unpacked(rows: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def unpacked(rows: Tensor) -> Tensor:
 def test_packed_integers_are_unpacked_on_the_way() -> None:
     stored = torch.randint(0, 256, (6, 4), dtype=torch.uint8)
     weight = torch.empty(3, 8)
-    part = Part((6, 4), Part.all((6, 4)).region, box((3, 6), (0, 4)))
+    part = TensorPart((6, 4), TensorPart.all((6, 4)).region, box((3, 6), (0, 4)))
     slot = Slot(weight, "zeros", part, dtypes=(torch.uint8,), convert=unpacked)
     slot.fill(stored[slot.source.box])
     assert torch.equal(weight, unpacked(stored)[3:].float())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.errors import StartupError
 from quire.lora.checkpoint import read_adapter
-from quire.lora.directory import CONFIG_NAME, WEIGHTS_NAME
+from quire.lora.peft_config import CONFIG_NAME, WEIGHTS_NAME
 from quire.lora.targets import Targets
 from tests.lora.adapters import write_adapter
 from tests.models.harness import load_tiny
@@ -52,17 +52,17 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path
         ({"bias": "some"}, 'bias = "some" is not supported'),
         ({"use_dora": "yes"}, "use_dora must be true or false"),
         ({"ensure_weight_tying": True}, "ensure_weight_tying = true is not supported"),
-        ({"trainable_token_indices": [3, 3]}, "trainable_token_indices must be lists of different token ids"),
+        ({"trainable_token_indices": [3, 3]}, "trainable_token_indices must be lists of distinct token ids"),
         (
             {"trainable_token_indices": {"embed_tokens": "3"}},
-            "trainable_token_indices must be lists of different",
+            "trainable_token_indices must be lists of distinct",
         ),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa" is not supported'),
         ({"something_new": {"a": 1}}, 'something_new = {"a": 1} is not supported'),
         ({"r": 0}, "r must be an integer in [1, 4096], got 0"),
         ({"lora_alpha": "much"}, 'lora_alpha must be a number in [0, 1e+12], got "much"'),
         ({"rank_pattern": {"q_proj": "x"}}, 'q_proj must be an integer in [1, 4096], got "x"'),
-        ({"rank_pattern": {"(": 4}}, "rank_pattern has '(', which is no expression"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern has '(', which is not a regular expression"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -78,8 +78,8 @@ def test_of_the_config(config: dict[str, Any], problem: str, targets: Targets, t
 @pytest.mark.parametrize(
     ("change", "name", "problem"),
     [
-        (lambda all: all.pop(A), B, f"is there without {A}"),
-        (lambda all: all.pop(B), A, f"is there without {B}"),
+        (lambda all: all.pop(A), B, f"has no partner {A}"),
+        (lambda all: all.pop(B), A, f"has no partner {B}"),
         (lambda all: all.update({A: all[A][:, :9].clone()}), A, "has shape [4, 9]; the model's layer implies [4, 64]"),
         (lambda all: all.update({B: all[B][:9].clone()}), B, "has shape [9, 4]; the model's layer implies [64, 4]"),
         (lambda all: all.update({A: all[A][0].clone()}), A, "has shape [64]; the model's layer implies [64, 64]"),
@@ -99,18 +99,18 @@ def test_of_a_tensor(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        (f"{Q}.lora_magnitude_vector", "is DoRA's, and adapter_config.json says no use_dora"),
+        (f"{Q}.lora_magnitude_vector", "is for DoRA, but adapter_config.json does not set use_dora"),
         (f"{Q}.lora_B.bias", "has shape [4, 64]; the model's layer implies [64]"),
-        (f"{Q}.base_layer.bias", "is a bias, and the model's layer has none"),
-        ("model.norm.bias", "is for model.norm, which is no layer of the model that adapters can change"),
-        ("model.embed_tokens.lora_embedding_A", f"is there without {TABLE}.lora_embedding_B"),
+        (f"{Q}.base_layer.bias", "is a bias, but the model's layer has none"),
+        ("model.norm.bias", "is for model.norm, which adapters cannot change"),
+        ("model.embed_tokens.lora_embedding_A", f"has no partner {TABLE}.lora_embedding_B"),
         ("model.embed_tokens.lora_A.weight", "is for model.embed_tokens, which is an embedding"),
-        (f"{K}.lora_embedding_A", f"is for {K}, which is no embedding"),
+        (f"{K}.lora_embedding_A", f"is for {K}, which is not an embedding"),
         ("lm_head.weight", "has shape [4, 64]; the model's layer implies [264, 64]"),
-        (f"{Q}.weight", f"is a whole weight, and {Q} is neither embedding nor head"),
-        ("model.norm.weight", "is for model.norm, which is no layer of the model that adapters can change"),
-        ("lm_head.something", "is neither base_model.model.<module>.lora_A.weight nor what else quire knows"),
-        ("model.layers.7.self_attn.q_proj.lora_A.weight", "is for model.layers.7.self_attn.q_proj, which is no"),
+        (f"{Q}.weight", f"is a whole weight, but {Q} is neither embedding nor head"),
+        ("model.norm.weight", "is for model.norm, which adapters cannot change"),
+        ("lm_head.something", "is neither base_model.model.<module>.lora_A.weight nor another supported name"),
+        ("model.layers.7.self_attn.q_proj.lora_A.weight", "q_proj, which adapters cannot change"),
     ],
 )  # fmt: skip
 def test_of_what_cannot_be_adapted(name: str, problem: str, targets: Targets, tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_of_files(targets: Targets, tmp_path: Path) -> None:
     os.truncate(weights, weights.stat().st_size - 1)
     assert refusal(tmp_path, targets).startswith(f"{WEIGHTS_NAME}: truncated")
     save_file({}, weights)
-    assert refusal(tmp_path, targets) == f"{WEIGHTS_NAME}: there is no tensor in it"
+    assert refusal(tmp_path, targets) == f"{WEIGHTS_NAME}: no tensors"
     weights.unlink()
     assert refusal(tmp_path, targets) == f"{WEIGHTS_NAME}: no such file"
     (tmp_path / "adapter_model.bin").touch()
-    assert refusal(tmp_path, targets).startswith("adapter_model.bin: pickled weights cannot be used")
+    assert refusal(tmp_path, targets).startswith("adapter_model.bin: pickled weights are not supported")

@@ -15,7 +15,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.errors import ModelLoadError
 from quire.inputs import PromptType
 from quire.lora.checkpoint import read_adapter
-from quire.lora.directory import WEIGHTS_NAME
+from quire.lora.peft_config import WEIGHTS_NAME
 from quire.lora.targets import Targets
 from tests.end_to_end.test_determinism import result_of
 from tests.fixtures.quick import quick_models
@@ -199,8 +199,8 @@ def whole(
     [
         ({f"{E}.lora_A.weight": torch.ones(33, 48)}, "has shape [33, 48], its partner [64, 32]; the model"),
         ({f"{E}.lora_B.weight": torch.ones(63, 32)}, "its partner [63, 32]; the model has 8 experts"),
-        ({f"{E}.lora_B.weight": None}, f"is there without {E}.lora_B.weight"),
-        ({f"{E}.lora_magnitude_vector": torch.ones(64)}, "is for experts, which have products alone"),
+        ({f"{E}.lora_B.weight": None}, f"has no partner {E}.lora_B.weight"),
+        ({f"{E}.lora_magnitude_vector": torch.ones(64)}, "is for experts, which support only lora_A and lora_B"),
         ({f"{E}.lora_A.weight": torch.ones(32, 48).int()}, "is int32; adapters are floats"),
         (
             {f"{E}.lora_A.weight": torch.ones(16, 48), f"{E}.lora_B.weight": torch.ones(64, 16)},

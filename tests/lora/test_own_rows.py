@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.lora.checkpoint import Adapter, read_adapter
-from quire.lora.slots import AdapterSlots
+from quire.lora.store import AdapterSlots
 from quire.lora.targets import Targets
 from quire.models.base import CausalLM
 from tests.fixtures.tiny_models import oracle_of
@@ -145,7 +145,7 @@ def test_limits_are_named(tiny_model: Callable[[str], Path], tmp_path: Path) -> 
     name = "model.embed_tokens.weight"
     extend(adapter, {name: table + 1.0})
     with pytest.raises(
-        ModelLoadError, match=f"has rows for {len(table)} tokens .* --lora-extra-vocab-size is 6"
+        ModelLoadError, match=f"changes the rows of {len(table)} tokens; --lora-extra-vocab-size is 6"
     ):
         read(adapter, targets)
     extend(adapter, {name: torch.cat((table, table[:2]))})
@@ -155,9 +155,9 @@ def test_limits_are_named(tiny_model: Callable[[str], Path], tmp_path: Path) -> 
         write_adapter(tmp_path / "dora", {"lm_head": (264, 64)}, use_dora=True),
         {"lm_head.weight": changed(head)},
     )
-    with pytest.raises(ModelLoadError, match=r"'base_model.model.lm_head.weight' has rows .* use_dora"):
+    with pytest.raises(ModelLoadError, match=r"'base_model.model.lm_head.weight' changes rows, .* use_dora"):
         read(dora, targets)
     rows = "model.embed_tokens.token_adapter.trainable_tokens_delta"
     extend(adapter, {name: table, rows: table[:1]}, trainable_token_indices=[264])
-    with pytest.raises(ModelLoadError, match=r"is for token 264 .*, and the model has 264"):
+    with pytest.raises(ModelLoadError, match=r"is for token 264 .*, but the model has 264"):
         read(adapter, targets)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quire.lora.checkpoint import read_adapter
-from quire.lora.slots import AdapterSlots
+from quire.lora.store import AdapterSlots
 from quire.lora.targets import Targets
 from tests.fixtures.tiny_models import VOCAB_SIZE, oracle_of
 from tests.lora.test_adapters import logits

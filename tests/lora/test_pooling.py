@@ -169,13 +169,13 @@ BAD_HEADS: dict[str, tuple[dict[str, Tensor], str]] = {
     ),
     "both": (
         {"classifier.weight": torch.ones(3, 64)},
-        "is the whole weight of classifier, which has a product, too",
+        "is the whole weight of classifier, which also has lora_A and lora_B",
     ),
     "other": (
         {"bert.encoder.layer.0.output.dense.weight": torch.ones(64, 96)},
         "is neither embedding nor head",
     ),
-    "unknown": ({"score.weight": torch.ones(3, 64)}, "is for score, which is no layer of the model"),
+    "unknown": ({"score.weight": torch.ones(3, 64)}, "is for score, which adapters cannot change"),
 }
 
 
@@ -229,7 +229,7 @@ def test_an_adapter_brings_the_head_that_the_model_has_not(
     assert_close(pool(core, texts, adapters=requests), expected)
     headless = write_adapter(tmp_path / "headless", shapes)
     config = prepare(EngineConfig.from_args(model=str(base), convert="classify", **ADAPTERS), "offline")
-    problem = rf"there is no tensor base_model.model.{head}.weight, and the model has no head of its own"
+    problem = rf"no tensor base_model.model.{head}.weight, and the model has no head of its own"
     with pytest.raises(ModelLoadError, match=problem):
         read_adapter(headless, Targets(load_model(config)), 16, torch.float32)
 
@@ -239,7 +239,7 @@ def test_nothing_is_pooled_by_a_head_that_nobody_brings(tmp_path: Path) -> None:
     base = without_head(tmp_path / "base", oracle, "LlamaModel")
     llm = LLM(str(base), convert="classify", device="cpu", max_model_len=64, **ADAPTERS)
     with pytest.raises(
-        ValidationError, match="no head of its own, and only adapters bring one: name one of them"
+        ValidationError, match="no head of its own, only its adapters have one: name an adapter"
     ):
         llm.classify([[1, 2, 3]], use_tqdm=False)
     with pytest.raises(ModelLoadError, match=r"tensor 'score.weight' is in none of the files"):

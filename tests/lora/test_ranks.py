@@ -67,8 +67,8 @@ def adapters(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoRAR
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
 
 
 def started(model: Path, **args: Any) -> LLM:
@@ -147,7 +147,7 @@ def test_adapters_of_experts_say_on_ranks_what_they_say_on_one(
     model = tiny_model("qwen3moe")
     arch = oracle_of(model).config
     most = 4 * arch.num_experts_per_tok * arch.hidden_size
-    monkeypatch.setattr(expert_exchange, "MOST_FLOATS", most)  # of larger steps, four tokens at a time
+    monkeypatch.setattr(expert_exchange, "MAX_FLOATS", most)  # of larger steps, four tokens at a time
     stacked = write_stacked(tmp_path / "stacked", oracle_of(model))
     single = write_adapter(tmp_path / "single", of_each_expert("qwen3moe", tiny_model), seed=2)
     adapters = [LoRARequest(path.name, number, str(path)) for number, path in enumerate((stacked, single), 1)]
@@ -235,7 +235,7 @@ def test_what_no_stage_has_is_refused_by_all(wide: Path, adapters: list[LoRARequ
         path = write_adapter(tmp_path / str(number), {module: (256, 256)})
         request = LoRARequest(path.name, number, str(path))
         (output,) = llm.generate([[1, 2]], PARAMS, lora_request=request, use_tqdm=False)
-        assert f"is for {module}, which is no layer" in str(output.outputs[0].stop_reason)
+        assert f"is for {module}, which adapters cannot change" in str(output.outputs[0].stop_reason)
     assert said(llm, adapters)
     llm.llm_engine.shutdown()
 

@@ -15,8 +15,8 @@ from quire.errors import ConfigError
 from quire.kernels import ops
 from quire.kernels.lora import LoraStacks
 from quire.lora.checkpoint import read_adapter
-from quire.lora.rounding import rounded
-from quire.lora.slots import AdapterSlots
+from quire.lora.modules import quantize_adapter
+from quire.lora.store import AdapterSlots
 from quire.lora.targets import Targets
 from tests.fixtures.tiny_models import oracle_of
 from tests.kernels.op_cases import lora_stacks
@@ -38,7 +38,7 @@ def test_a_product_is_as_near_as_steps_of_both_matrices_are_small() -> None:
     torch.manual_seed(0)
     exact = lora_stacks(4, PARTS, INPUTS, 16)
     exact.scales.copy_(torch.rand(4, len(PARTS), 1).expand_as(exact.scales))
-    integers = rounded(exact, torch.int8)
+    integers = quantize_adapter(exact, torch.int8)
     assert (integers.a.dtype, integers.b.dtype) == (torch.int8, torch.int8)
     assert 2 * integers.nbytes < exact.nbytes
     for slot in range(4):
@@ -55,7 +55,7 @@ def test_what_is_nothing_stays_nothing() -> None:
     empty = LoraStacks.empty(1, (8, 4), 6, 16, torch.float32, torch.device("cpu"))
     empty.ranks.fill_(5)
     empty.scales.fill_(2.0)
-    integers = rounded(empty, torch.int8)
+    integers = quantize_adapter(empty, torch.int8)
     assert bool(integers.scales.isfinite().all())
     out = torch.ones(1, 12)
     ops.lora_linear(out, torch.ones(1, 6), torch.zeros(1, dtype=torch.int32), integers)
@@ -64,7 +64,7 @@ def test_what_is_nothing_stays_nothing() -> None:
 
 def test_floats_are_left_as_they_are() -> None:
     stacks = lora_stacks(1, PARTS, INPUTS, 16, torch.bfloat16)
-    assert rounded(stacks, torch.bfloat16) is stacks
+    assert quantize_adapter(stacks, torch.bfloat16) is stacks
 
 
 @pytest.mark.parametrize(
@@ -124,5 +124,5 @@ def test_an_engine_keeps_adapters_so_and_rows_have_the_bits_that_they_have_alone
 
 
 def test_ranks_with_the_same_bits_want_floats(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match="--tp-invariant wants another --lora-dtype than int8"):
+    with pytest.raises(ConfigError, match="--tp-invariant requires another --lora-dtype than int8"):
         LLM(str(tiny_model("llama")), enable_lora=True, lora_dtype="int8", tp_invariant=True, device="cpu")

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from quire.config import EngineConfig
-from quire.metrics.buckets import token_buckets
-from quire.metrics.catalog import METRICS
-from quire.metrics.families import Distribution, VllmNames, make_family
+from quire.metrics.catalog import METRICS, Distribution, VllmNames, make_family, token_buckets
 from quire.metrics.prometheus import PrometheusStatLogger
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats
 from quire.outputs import RequestStateStats

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.kernels.attention_metadata import GroupMetadata
-from quire.kv_cache.grouping import group_layers
-from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states
+from quire.kv_cache.spec import KVCacheConfig, RecurrentStateSpec, fit_states, group_layers
 from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_specs
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.checkpoint import read_model_config
 from quire.models.loader import load_model
 from quire.models.registry import ModelRegistry
-from quire.worker.block_table import BlockTable
+from quire.worker.input_batch import BlockTable
 from quire.worker.inputs import group_metadata
 
 BLOCK_SIZE = 4

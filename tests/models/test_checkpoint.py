@@ -18,9 +18,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-import quire
 from quire.config import DEMO_MODEL
 from quire.errors import ModelLoadError
+from quire.models import checkpoint
 from quire.models.checkpoint import resolve_model_dir
 
 
@@ -32,7 +32,7 @@ def test_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quire, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(checkpoint, "ASSETS", tmp_path / "assets")
     with pytest.raises(ModelLoadError, match="quire-demo is not part of this installation"):
         resolve_model_dir(DEMO_MODEL, None, None)
     directory = tmp_path / "assets" / DEMO_MODEL

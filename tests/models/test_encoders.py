@@ -20,7 +20,7 @@ from quire.layers.kv_cache import allocate_kv_cache, bind_kv_cache, kv_cache_spe
 from quire.layers.step import StepContext
 from quire.models.built_in import ENCODERS, TRANSFORMERS
 from quire.models.encoder import EncoderModel
-from quire.worker.block_table import BlockTable
+from quire.worker.input_batch import BlockTable
 from quire.worker.inputs import group_metadata
 from tests.fixtures.tiny_encoders import TINY_ENCODERS, encoder_oracle
 from tests.fixtures.tiny_families import VOCAB_SIZE

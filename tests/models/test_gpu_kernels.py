@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 from quire.kernels.linear import QuantizedRows
 from quire.kernels.triton import attention, linear, quantize
 from quire.layers.attention import attention_backends
+from quire.layers.experts import ExpertRouter
 from quire.layers.linear import Linear
-from quire.layers.router import Router
 from quire.models.base import CausalLM
 from tests.models.harness import load_tiny, logits_of
 
@@ -66,7 +66,9 @@ def test_logits_are_those_of_the_oracle(
     model = load_tiny(tiny_model(name), **options)
     assert attention_backends(model) == ["triton"]
     linears = [
-        layer for layer in model.modules() if isinstance(layer, Linear) and not isinstance(layer, Router)
+        layer
+        for layer in model.modules()
+        if isinstance(layer, Linear) and not isinstance(layer, ExpertRouter)
     ]
     assert {layer.packed is not None for layer in linears} == {quantization is not None}
     got = logits(model, 9, prompts=SHORT)

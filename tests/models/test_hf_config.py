@@ -404,7 +404,7 @@ def test_unsupported_options(changes: dict[str, Any], words: list[str], tmp_path
 def test_a_part_of_a_model_that_sees_is_not_taken_for_a_model_of_texts(tmp_path: Path) -> None:
     parts = {"architectures": ["LlavaNextForConditionalGeneration"], "text_config": LLAMA}
     with pytest.raises(
-        UnsupportedModelError, match="takes more than text, or is made of several models; of such, those in"
+        UnsupportedModelError, match="is multimodal, or consists of several models; those supported"
     ):
         read(tmp_path, parts)
 

@@ -18,9 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quire.config import ModelArch
 from quire.errors import ModelLoadError, StartupError
-from quire.models.hf_config import read_config, read_hf_config
+from quire.models.hf_config import HARMLESS, read_config, read_hf_config
 from quire.models.json_object import JsonObject
-from quire.models.unread_keys import HARMLESS
 from quire.models.weight_files import INDEX_NAME, SINGLE_NAME
 from tests.fixtures.multimodal import MULTIMODAL
 from tests.fixtures.quick import SOME_MODELS, quick
@@ -75,7 +74,7 @@ def test_key_that_nothing_reads_is_named_once(
     with caplog.at_level(logging.INFO):
         read_hf_config(directory, {"attn_logit_softcapping": 3.0})
     assert [(record.levelname, record.message.rpartition("/")[0]) for record in caplog.records] == [
-        ("WARNING", f"--hf-overrides: attn_logit_softcapping: nothing reads this of {directory}"),
+        ("WARNING", f"--hf-overrides: attn_logit_softcapping: unknown keys for {directory}"),
         ("INFO", f"{directory}"),
     ]
     assert caplog.records[1].message.endswith("config.json: not read: logits_scaling")

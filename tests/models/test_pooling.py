@@ -16,7 +16,7 @@ from quire.config.pooling import HeadLayer, PoolingSpec
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, ModelLoadError, StartupError, UnsupportedModelError, ValidationError
 from quire.models.built_in import BUILT_IN
-from quire.models.pooling.architectures import Made, made_for
+from quire.pooling.models.architectures import ArchitectureKind, architecture_kind
 from quire.pooling_params import PoolingParams
 from tests.fixtures.pooled import write_json
 
@@ -100,7 +100,7 @@ def test_the_files_of_sentence_transformers_are_read_in_full(
     assert not config.cache.enable_prefix_caching, "nobody could use it"
     for line in (
         "runner = pooling: the checkpoint has modules.json",
-        "pooling = mean: as ",
+        "pooling = mean: from ",
         "max_model_len = 100",
     ):
         assert line in caplog.text
@@ -159,7 +159,7 @@ def test_tokens_are_matched_as_the_files_say(tmp_path: Path, caplog: pytest.LogC
         side_lengths=(32, None),
         head=(HeadLayer("2_Dense/linear", 64, 8, activation="tanh"),),
     )
-    assert "queries are made longer by masked tokens there" in caplog.text
+    assert "query expansion with mask tokens is not supported" in caplog.text
 
 
 def test_what_pylate_says_of_its_tokens(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_language_model_is_asked_for_its_answer(tmp_path: Path) -> None:
         ({"false_token_id": 4}, {}, "'true_token_id' is missing; it must be the id of a token"),
         ({"true_token_id": "yes"}, {}, "true_token_id"),
         ({"true_token_id": -1}, {}, "true_token_id"),
-        ({"true_token_id": 264}, {}, "none of id 264"),
+        ({"true_token_id": 264}, {}, "token id 264 is outside"),
         (ANSWERS | {"module_input_name": "logits"}, {}, "module_input_name"),
         (ANSWERS, {"transformer_task": "feature-extraction"}, "transformer_task"),
         (ANSWERS, {"processing_kwargs": {"text": {"padding": True}}}, "text"),
@@ -338,7 +338,7 @@ def test_answers_of_a_model_that_says_nothing_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        ({"runner": "generate", "convert": "embed"}, "--convert embed is for models that pool"),
+        ({"runner": "generate", "convert": "embed"}, "--convert embed is for pooling models"),
         ({"runner": "pooling", "convert": "none"}, "--convert is none"),
         ({"pooler_config": {"pooling": "MEAN"}}, "'pooling' is unknown; known are pooling_type"),
         ({"pooler_config": {"pooling_type": "SUM"}}, "pooling_type must be one of CLS, LAST"),
@@ -393,7 +393,7 @@ def test_an_encoders_own_head_serves_rewards(tmp_path: Path) -> None:
 
 def test_an_encoder_without_such_a_form_is_refused(tmp_path: Path) -> None:
     write_config(tmp_path, "Gemma3TextModel")
-    with pytest.raises(ConfigError, match="there is no Gemma3TextForSequenceClassification"):
+    with pytest.raises(ConfigError, match="quire does not serve Gemma3TextForSequenceClassification"):
         prepared(tmp_path, convert="classify")
 
 
@@ -435,7 +435,7 @@ def test_tokens_that_the_output_head_has_not_are_refused(tokens: Any, tmp_path: 
 
 def test_a_head_whose_logits_are_scaled_rewards_nothing(tmp_path: Path) -> None:
     write_config(tmp_path, "Gemma2ForCausalLM")
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM's are scaled"):
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM scales them"):
         prepared(tmp_path, convert="reward", pooler_config={"returned_token_ids": [1]})
 
 
@@ -443,16 +443,16 @@ def test_every_form_of_every_language_model_is_its_row() -> None:
     for name, row in BUILT_IN.items():
         if row.pools:
             continue
-        assert made_for(name) == Made(name, "generate")
+        assert architecture_kind(name) == ArchitectureKind(name, "generate")
         stem = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         if stem != name and f"{stem}Model" not in BUILT_IN:
-            assert made_for(f"{stem}Model") == Made(name, "embed")
-            assert made_for(f"{stem}ForSequenceClassification") == Made(name, "classify")
+            assert architecture_kind(f"{stem}Model") == ArchitectureKind(name, "embed")
+            assert architecture_kind(f"{stem}ForSequenceClassification") == ArchitectureKind(name, "classify")
 
 
 def test_a_language_model_without_a_row_generates() -> None:
     for name in ("BertLMHeadModel", "CTRLLMHeadModel", "BioGptForCausalLM"):
-        assert made_for(name) == Made(name, "generate")
+        assert architecture_kind(name) == ArchitectureKind(name, "generate")
 
 
 SPEC = PoolingSpec(("embed", "token_embed"), "last", 64, matryoshka=(16, 32))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.layers.linear import Linear
-from quire.layers.slot import Part, Slot, sizes
+from quire.layers.slot import Slot, TensorPart, sizes
 from quire.models import loader
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
@@ -194,7 +194,7 @@ def test_any_part_is_read_and_nothing_else(
     sides = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in stored.shape]
     box = tuple(slice(*side) for side in sides)
     target = torch.full(sizes(box), torch.nan)
-    slot = Slot(target, "normal", Part(tuple(stored.shape), Part.all(stored.shape).region, box))
+    slot = Slot(target, "normal", TensorPart(tuple(stored.shape), TensorPart.all(stored.shape).region, box))
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         plainly = file.read_into

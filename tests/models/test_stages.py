@@ -20,9 +20,8 @@ from quire.layers.kv_cache import kv_cache_specs
 from quire.layers.step import StepContext
 from quire.models.encoder import EncoderModel
 from quire.models.loader import load_model, without_weights
-from quire.models.partition import balanced, bytes_read, in_units, partition
 from quire.models.stack import STREAM
-from quire.models.stages import Stage, stack_of
+from quire.models.stages import Stage, balanced, bytes_read, in_units, partition, stack_of
 from tests.fixtures.foreign_models import FOREIGN
 from tests.fixtures.plain_models import PLAIN
 from tests.fixtures.quick import quick_models
@@ -151,9 +150,7 @@ def test_a_stage_has_the_blocks_that_its_layers_take_turns_of(tiny_model: Callab
 
 def test_a_model_that_hands_on_nobody_knows_what_is_refused(tiny_model: Callable[[str], Path]) -> None:
     config = prepared_config(tiny_model("llama"), model_impl="transformers")
-    with pytest.raises(
-        ConfigError, match="what TransformersForCausalLM hands from layer to layer is not known"
-    ):
+    with pytest.raises(ConfigError, match="TransformersForCausalLM does not support pipeline stages"):
         without_weights(config, stage=Stage(0, 2))
 
 

@@ -127,7 +127,7 @@ def test_every_family_has_the_same_bits_at_every_number_of_ranks(
 ) -> None:
     """With experts that are shared out whole, as `test_expert_parallel.py` does; here those that have none."""
     if prepared_config(tiny_model(name)).arch.experts is not None:
-        with pytest.raises(ConfigError, match=r"--tp-invariant: .* cannot be shared out"):
+        with pytest.raises(ConfigError, match=r"--tp-invariant: .* does not support tensor parallelism"):
             without_weights(prepared_config(tiny_model(name), tp_invariant=True))
         return
     alone = logits(load_tiny(tiny_model(name), tp_invariant=True))
@@ -153,22 +153,23 @@ def test_tokens_that_ranks_cannot_share_evenly_are_all_there(
 def test_a_rank_without_a_token_is_refused(tiny_model: Callable[[str], Path]) -> None:
     group = InProcess.group(4)[0]
     config = prepared_config(tiny_model("llama"), load_format="dummy", hf_overrides={"vocab_size": 9})
-    with pytest.raises(
-        ConfigError, match=r"embed_tokens: 9 outputs cannot be shared out evenly among 4 ranks"
-    ):
+    with pytest.raises(ConfigError, match=r"embed_tokens: 9 outputs cannot be divided evenly among 4 ranks"):
         without_weights(config, Shard.of_group(group))
 
 
 def test_more_ranks_than_slices_are_refused(tiny_model: Callable[[str], Path]) -> None:
     group = InProcess.group(3)[0]
     with pytest.raises(
-        ConfigError, match="--tp-invariant forms sums of 4 slices, which 3 ranks cannot share evenly"
+        ConfigError,
+        match="--tp-invariant forms sums of 4 slices, which cannot be divided evenly among 3 ranks",
     ):
         without_weights(prepared_config(tiny_model("llama"), tp_invariant=True), Shard.of_group(group))
 
 
 def test_experts_are_not_sliced(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match=r"--tp-invariant: model\.layers\.0\.mlp \(SparseMLP\) cannot be"):
+    with pytest.raises(
+        ConfigError, match=r"--tp-invariant: model\.layers\.0\.mlp \(SparseMLP\) does not support"
+    ):
         without_weights(prepared_config(tiny_model("qwen2moe"), tp_invariant=True))
 
 
@@ -194,15 +195,15 @@ def test_steps_are_taped_where_kernels_cross_ranks(tiny_model: Callable[[str], P
     assert why_not_captured(load_model(alone, Shard(0, 2, shared))) is None
     assert (
         together(tiny_model("llama"), 2, why_not_captured)
-        == ["what crosses ranks goes by way of the system"] * 2
+        == ["communication between ranks uses system calls"] * 2
     )
 
 
 @pytest.mark.parametrize(
     ("name", "size", "words"),
     [
-        ("llama", 3, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be shared out evenly among 3 ranks"),
-        ("llama", 8, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be shared out evenly among 8 ranks"),
+        ("llama", 3, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be divided evenly among 3 ranks"),
+        ("llama", 8, r"self_attn\.qkv_proj: 4 units of 16 outputs cannot be divided evenly among 8 ranks"),
     ],
 )
 def test_a_number_of_ranks_that_divides_no_heads_is_refused(
@@ -219,7 +220,7 @@ def test_what_nobody_has_looked_at_is_refused(
     """Be it what is fine but for something more."""
     monkeypatch.setattr(rwkv7, "ChannelMix", type("WiderMix", (rwkv7.ChannelMix,), {}))
     config = prepared_config(tiny_model("rwkv7"))
-    with pytest.raises(ConfigError, match=r"layers\.0\.ffn \(WiderMix\) cannot be shared out among ranks"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.ffn \(WiderMix\) does not support tensor parallelism"):
         without_weights(config, Shard.of_group(InProcess.group(2)[0]))
 
 

@@ -116,15 +116,15 @@ def test_ranks_share_a_model_by_its_plan(name: str, tiny_model: Callable[[str], 
 
 def test_ranks_want_a_plan(tiny_model: Callable[[str], Path]) -> None:
     config = prepared_config(tiny_model("bert"), model_impl="transformers", max_model_len=254)
-    with pytest.raises(ConfigError, match=r"BertLMHeadModel of transformers cannot be shared out .* no plan"):
+    with pytest.raises(
+        ConfigError, match=r"BertLMHeadModel of transformers cannot be sharded .* no tensor-par"
+    ):
         without_weights(config, Shard.of_group(InProcess.group(2)[0]))
 
 
 def test_heads_that_ranks_cannot_share_evenly_are_refused(tiny_model: Callable[[str], Path]) -> None:
     config = prepared_config(tiny_model("llama"), model_impl="transformers")
-    with pytest.raises(
-        ConfigError, match=r"q_proj: 2 units of 32 outputs cannot be shared out evenly among 4"
-    ):
+    with pytest.raises(ConfigError, match=r"q_proj: 2 units of 32 outputs cannot be divided evenly among 4"):
         without_weights(config, Shard.of_group(InProcess.group(4)[0]))
 
 

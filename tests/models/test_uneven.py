@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from quire.config.arch import LayerShape, ModelArch, Skip
-from quire.engine.shares import possible_sizes
+from quire.engine.rank_checks import valid_tp_sizes
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.layers.kv_cache import kv_cache_specs
 from quire.layers.shard import Shard
 from quire.models.decoder import DecoderForCausalLM
-from quire.models.families.solar import read_solar
+from quire.models.families.llama import read_solar
 from quire.models.families.uneven import read_decilm, read_openelm
 from quire.models.json_object import JsonObject
 from quire.models.loader import without_weights
@@ -41,7 +41,7 @@ def test_layers_that_do_not_attend_keep_nothing(tiny_model: Callable[[str], Path
 
 def test_ranks_share_every_layer_or_none(tiny_model: Callable[[str], Path]) -> None:
     """Three layers have 2, 4 and 6 heads."""
-    assert possible_sizes(prepared_config(tiny_model("openelm"))) == [1, 2]
+    assert valid_tp_sizes(prepared_config(tiny_model("openelm"))) == [1, 2]
 
 
 def test_openelm_rounds_widths_to_its_divisor_and_never_far_down() -> None:
@@ -103,7 +103,7 @@ def block(**parts: Any) -> list[dict[str, Any]]:
         (read_decilm, "nemotron-nas", {"block_configs": []}, ModelLoadError, "num_hidden_layers entries"),
         (read_solar, "solar", {"bskcn_tv": [0.9]}, ModelLoadError, "two numbers in"),
         (read_solar, "solar", {"bskcn_1": [9]}, ModelLoadError, "a list of layers, 0 to 5"),
-        (read_solar, "solar", {"bskcn_3": [0]}, ModelLoadError, "at or behind the first of bskcn_1"),
+        (read_solar, "solar", {"bskcn_3": [0]}, ModelLoadError, "at or after the first of bskcn_1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(

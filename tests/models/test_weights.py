@@ -17,7 +17,7 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.cpu import library
 from quire.layers.matrix import MatrixLayer
 from quire.layers.norm import RMSNorm
-from quire.layers.slot import Part, Slot
+from quire.layers.slot import Slot, TensorPart
 from quire.models.base import CausalLM
 from quire.models.safetensors_file import SafetensorsFile
 from quire.models.weight_files import INDEX_NAME, SINGLE_NAME
@@ -159,7 +159,7 @@ def test_parts_that_overlap_or_are_missing(
     def slots(self: RMSNorm, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         for start, stop in rows:
             box = (slice(start, stop),)
-            yield f"{names[0]}.weight", Slot(self.weight[start:stop], "ones", Part((64,), box, box))
+            yield f"{names[0]}.weight", Slot(self.weight[start:stop], "ones", TensorPart((64,), box, box))
 
     monkeypatch.setattr(RMSNorm, "slots", slots)
     name = r"'model\.layers\.0\.input_layernorm\.weight'"

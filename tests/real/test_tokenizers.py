@@ -10,7 +10,7 @@ import pytest
 from jinja2 import TemplateError
 
 from quire.engine.tokenizer import Tokenizer
-from quire.entrypoints.chat.call_ids import forms_of, with_call_ids
+from quire.entrypoints.chat.call_arguments import forms_of, with_call_ids
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
 from tests.real.fetch import TOKENIZERS, folder

@@ -55,10 +55,10 @@ def test_blocks_that_nobody_holds_are_seen(used: Any) -> None:
 def test_what_a_front_end_remembers_of_nobody_is_seen(used: Any) -> None:
     engine, *_ = used
     invariants.check_front_end(engine._front_end)
-    engine._front_end.router._unheard["a"] = "b"
+    engine._front_end.router._awaiting_update["a"] = "b"
     with pytest.raises(AssertionError, match="'unheard'"):
         invariants.check_front_end(engine._front_end)
-    del engine._front_end.router._unheard["a"]
+    del engine._front_end.router._awaiting_update["a"]
 
 
 @pytest.mark.usefixtures("impatient")

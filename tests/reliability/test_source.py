@@ -20,17 +20,21 @@ OUR_CLIENTS = ("quire/entrypoints/cli/", "quire/bench/")
 BUILT_INS = {"eval", "exec", "compile", "__import__"}
 DYNAMIC_IMPORTS = {
     "quire/__init__.py", "quire/plugins.py", "quire/kernels/ops.py",
-    "quire/kernels/attention_backends.py", "quire/entrypoints/cli/main.py", "quire/entrypoints/cli/local_tools.py",
+    "quire/kernels/attention_backends.py", "quire/entrypoints/cli/main.py", "quire/entrypoints/cli/run.py",
 }  # fmt: skip
 """What they import is named by the source or by the operator."""
-TOOLS_OF_A_PERSON = {"quire/entrypoints/cli/local_tools.py"}
+TOOLS_OF_A_PERSON = {"quire/entrypoints/cli/run.py"}
 """`quire chat --tool FILE`, which is no server."""
-REQUEST_PATHS = ("quire/entrypoints", "quire/engine", "quire/sampling_params.py", "quire/pooling_params.py")
+REQUEST_PATHS = (
+    "quire/entrypoints", "quire/engine", "quire/beam_search", "quire/lora/server", "quire/pooling/inputs.py",
+    "quire/pooling/server", "quire/routing", "quire/sleep", "quire/supervision", "quire/sampling_params.py",
+    "quire/pooling_params.py",
+)  # fmt: skip
 BOOKKEEPING = {
-    "quire/entrypoints/openai/begun_answer.py": "data.startswith(FIRST[:num_sent])",
+    "quire/entrypoints/openai/connection.py": "data.startswith(FIRST_BYTES[:num_sent])",
     "quire/entrypoints/openai/streaming.py": "len(self._around) > 1",
     "quire/entrypoints/openai/openapi/document.py": "not components.keys() & requests.keys()",
-    "quire/engine/sequence_state.py": "len(self.prompt_logprobs) <= self._num_prompt_tokens",
+    "quire/engine/output_processor.py": "len(self.prompt_logprobs) <= self._num_prompt_tokens",
 }
 """Asserts on the way of a request that state a number of our own, none of a request's."""
 
@@ -114,7 +118,7 @@ def test_no_assert_is_about_what_a_request_says() -> None:
 
 @pytest.mark.item(60)
 def test_internal_sockets_have_no_tcp_form() -> None:
-    for name in ("client", "core_process", "core_service", "messages", "parent"):
+    for name in ("client", "core_process", "core_service", "messages"):
         assert "tcp" not in (ROOT / f"quire/engine/{name}.py").read_text(encoding="utf-8").lower()
 
 
@@ -129,6 +133,7 @@ def test_no_decision_hangs_on_the_time_of_day() -> None:
     # Batches of KV events, and spans of traces.
     stamps = (
         "quire/entrypoints/",
+        "quire/pooling/server/",
         "quire/engine/core.py",
         "quire/metrics/tracing.py",
         "quire/metrics/prometheus.py",

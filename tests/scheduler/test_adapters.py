@@ -110,5 +110,5 @@ def test_events_of_the_cache_name_the_adapter() -> None:
     engine.drain()
     engine.add("plain", range(12), max_tokens=2)
     engine.drain()
-    stored = [event for event in engine.scheduler.take_kv_events() if isinstance(event, BlockStored)]
+    stored = [event for event in engine.scheduler.pop_kv_events() if isinstance(event, BlockStored)]
     assert {event.lora_name for event in stored} == {"a", None}

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from quire.errors import EngineError
-from quire.scheduler.output import WAIST_VERSION
+from quire.scheduler.output import STEP_PROTOCOL_VERSION
 from tests.fixtures.asserts import about_an_assert
 from tests.scheduler.harness import VOCAB_SIZE, make_config, run_alone
 from tests.scheduler.test_in_flight import Pipeline, tokens_alone
@@ -162,7 +162,7 @@ def test_results_of_another_version_are_refused():
     engine = Pipeline()
     engine.add("a", PROMPT)
     engine.launch()
-    with pytest.raises(EngineError, match=f"version 3, not {WAIST_VERSION}"):
+    with pytest.raises(EngineError, match=f"version 3, not {STEP_PROTOCOL_VERSION}"):
         engine.land(version=3)
 
 

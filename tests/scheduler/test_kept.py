@@ -122,7 +122,7 @@ def test_blocks_are_kept_until_the_last_fork_has_started_or_nobody_wants_one() -
     engine = Engine(make_config(max_num_seqs=1))
     search = Search(engine, "s", PROMPT, 2, 3)
     engine.step()
-    kept = engine.scheduler._queues.kept
+    kept = engine.scheduler._queues.retained
     assert kept.holders == {"s.0.0"}
     search.advance()
     engine.step()
@@ -160,7 +160,7 @@ def test_what_does_not_go_on_from_a_kept_request_is_no_fork_of_it() -> None:
     with pytest.raises(ValidationError, match="is in use"):
         engine.add("a", PROMPT)
     for prompt, fields in (([9, *PROMPT], {}), (PROMPT, {"cache_salt": "x"}), (PROMPT, {"num_beams": 3})):
-        with pytest.raises(ValidationError, match="does not go on"):
+        with pytest.raises(ValidationError, match="is no continuation of"):
             engine.add("b", prompt, **{"fork_of": "a", "output_token_ids": [1], "num_beams": 2} | fields)
     engine.abort("a")
     engine.drain()

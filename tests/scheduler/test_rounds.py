@@ -26,7 +26,7 @@ def engine_of(num_rounds=4, **args):
 
 def with_all_rounds(engine):
     """The engine, whose executor takes all rounds that a plan allows, where it takes any number by default."""
-    engine.executor._num_rounds = lambda plan: plan.max_rounds
+    engine.executor._num_decode_steps = lambda plan: plan.max_decode_steps
     return engine
 
 
@@ -38,14 +38,14 @@ def as_alone(engine, name):
 def test_who_generates_alone_gets_several_tokens_per_plan():
     engine = with_all_rounds(engine_of())
     request = engine.add("a", PROMPT, max_tokens=30)
-    assert engine.step().max_rounds == 1, "the prompt"
+    assert engine.step().max_decode_steps == 1, "the prompt"
     while not request.is_finished:
         before = request.num_tokens
         plan = engine.step()
-        assert plan.max_rounds == min(4, 36 - before)
+        assert plan.max_decode_steps == min(4, 36 - before)
         (scheduled,) = plan.scheduled
         assert (scheduled.num_tokens, scheduled.num_samples) == (1, 1)
-        assert request.num_tokens == before + plan.max_rounds
+        assert request.num_tokens == before + plan.max_decode_steps
         assert request.is_finished or request.num_computed_tokens == request.num_tokens - 1
     assert engine.last("a").finish_reason == "length"
     assert len(engine.plans) < 30
@@ -57,7 +57,7 @@ def test_nobody_gets_more_than_the_one_who_may_have_least():
     engine.add("a", PROMPT, max_tokens=30)
     engine.add("b", PROMPT, max_tokens=3)
     engine.step()
-    assert engine.step().max_rounds == 2
+    assert engine.step().max_decode_steps == 2
     engine.drain()
     assert as_alone(engine, "a")
     assert as_alone(engine, "b")
@@ -67,7 +67,7 @@ def test_a_context_that_ends_is_such_a_limit():
     engine = engine_of(8, max_model_len=10)
     engine.add("a", PROMPT, max_tokens=None)
     engine.step()
-    assert engine.step().max_rounds == 3
+    assert engine.step().max_decode_steps == 3
     engine.drain()
     assert len(engine.tokens("a")) == 4
 
@@ -76,13 +76,13 @@ def test_there_is_one_round_while_somebody_waits_or_computes_a_prompt():
     engine = engine_of(max_num_seqs=2)
     engine.add("a", PROMPT, max_tokens=40)
     engine.step()
-    assert engine.step().max_rounds == 4
+    assert engine.step().max_decode_steps == 4
     engine.add("b", range(40), max_tokens=40)
-    prompt_steps = [engine.step().max_rounds for _ in range(3)]
+    prompt_steps = [engine.step().max_decode_steps for _ in range(3)]
     assert prompt_steps == [1, 1, 1]
-    assert engine.step().max_rounds == 4, "both generate"
+    assert engine.step().max_decode_steps == 4, "both generate"
     engine.add("c", PROMPT, max_tokens=1)
-    assert engine.step().max_rounds == 1, "there is no row for the third"
+    assert engine.step().max_decode_steps == 1, "there is no row for the third"
     engine.drain()
     assert all(as_alone(engine, name) for name in "abc")
 
@@ -92,9 +92,9 @@ def test_who_is_held_waits_for_something_else():
     engine.add("a", PROMPT, max_tokens=40)
     engine.add("b", PROMPT, ["grammar"], max_tokens=40)
     engine.step()
-    assert engine.step().max_rounds == 4
+    assert engine.step().max_decode_steps == 4
     engine.release("grammar")
-    assert engine.step().max_rounds == 1
+    assert engine.step().max_decode_steps == 1
     engine.drain()
     assert all(as_alone(engine, name) for name in "ab")
 
@@ -103,11 +103,11 @@ def test_further_rounds_have_blocks_of_their_own_and_nobody_is_preempted_for_the
     engine = engine_of(8, num_gpu_blocks_override=1 + 8)
     requests = [engine.add(name, range(7), max_tokens=9) for name in "ab"]
     engine.step()
-    assert engine.step().max_rounds == 8, "each needs two blocks more, and there are four"
+    assert engine.step().max_decode_steps == 8, "each needs two blocks more, and there are four"
     engine = engine_of(8, num_gpu_blocks_override=1 + 5)
     requests = [engine.add(name, range(7), max_tokens=5) for name in "ab"]
     engine.step()
-    assert engine.step().max_rounds == 1, "there is one block for both"
+    assert engine.step().max_decode_steps == 1, "there is one block for both"
     assert [request.status for request in requests] == [RequestStatus.RUNNING] * 2
     engine.drain()
     assert all(as_alone(engine, name) for name in "ab")
@@ -178,22 +178,22 @@ def test_a_plan_has_rounds_that_are_expected_to_end_in_time(round_s, expected):
     engine = with_all_rounds(TimedEngine(make_config(num_scheduler_steps=8, max_multi_step_s=0.02)))
     engine.add("a", PROMPT, max_tokens=50)
     engine.take(5.0)
-    assert engine.take(round_s).max_rounds == 8, "no step that only decodes has been measured"
-    assert engine.take(round_s).max_rounds == expected
+    assert engine.take(round_s).max_decode_steps == 8, "no step that only decodes has been measured"
+    assert engine.take(round_s).max_decode_steps == expected
     engine.take(0.0)
-    assert engine.take(0.0).max_rounds == 8, "steps have become short again"
+    assert engine.take(0.0).max_decode_steps == 8, "steps have become short again"
     engine.drain()
     assert as_alone(engine, "a")
 
 
 def test_where_rounds_are_not_taken_they_are_seldom_planned():
     engine = engine_of(4)
-    engine.executor._num_rounds = lambda plan: 1  # as of a request with logprobs
+    engine.executor._num_decode_steps = lambda plan: 1  # as of a request with logprobs
     engine.add("a", PROMPT, max_tokens=40)
     engine.step()
-    assert [engine.step().max_rounds for _ in range(11)] == [4, 1, 1, 1, 1] * 2 + [4]
+    assert [engine.step().max_decode_steps for _ in range(11)] == [4, 1, 1, 1, 1] * 2 + [4]
     with_all_rounds(engine)
-    assert [engine.step().max_rounds for _ in range(6)] == [1, 1, 1, 1, 4, 4]
+    assert [engine.step().max_decode_steps for _ in range(6)] == [1, 1, 1, 1, 4, 4]
     engine.drain()
     assert as_alone(engine, "a")
 
@@ -210,7 +210,7 @@ def test_a_request_that_ends_with_a_first_round_makes_no_plan_single():
     del output.sampled_token_ids["a"][1:], output.sampled_token_ids["b"][1:]
     engine.finish_step(plan, output)
     assert engine.requests["b"].is_finished
-    assert engine.schedule().max_rounds == 4
+    assert engine.schedule().max_decode_steps == 4
 
 
 arrivals = st.tuples(
@@ -262,10 +262,10 @@ def check_plan(engine: TimedEngine, seconds_per_round: float) -> None:
     }
     expected_s = engine.round_s or 0.0
     plan = engine.take(seconds_per_round)
-    if plan.max_rounds > 1:
+    if plan.max_decode_steps > 1:
         assert set(plan.num_scheduled_tokens) == ready, "a request waits"
         assert all(one.num_tokens == one.num_samples == 1 for one in plan.scheduled), "a prompt is computed"
-        assert plan.max_rounds * expected_s <= 0.02
+        assert plan.max_decode_steps * expected_s <= 0.02
 
 
 @about_an_assert

@@ -307,7 +307,7 @@ def test_a_victim_that_fits_again_at_once_is_planned_once(policy, rounds):
         engine.add(name, range(16))
     engine.step()
     plan = engine.step()
-    assert plan.max_rounds == 1, "it has blocks for what it computes again, and no others"
+    assert plan.max_decode_steps == 1, "it has blocks for what it computes again, and no others"
     assert (plan.removed_request_ids, new_ids(plan)) == (["b"], ["b"])
     assert [request.request_id for request in plan.scheduled] == ["a", "b"]
     engine.drain()

@@ -4,7 +4,7 @@ import pytest
 
 from quire.sampling_params import SamplingParams
 from quire.scheduler.request import Request
-from quire.scheduler.stop import check_stop
+from quire.scheduler.scheduler import check_stop
 
 EOS, STOP, OTHER = 7, 8, 9
 

@@ -13,11 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.spec_decode.acceptance import Acceptance
-from quire.spec_decode.balance import LONGEST_REST, SHARE, SHORTEST_REST, TRIAL_STEPS, Balance
-from quire.spec_decode.choice import choose_lengths
 from quire.spec_decode.drafter import CERTAIN, Draft, Text
-from quire.spec_decode.speculation import Speculation, Verified
-from quire.spec_decode.step_costs import HOPE, WIDEST, StepCosts
+from quire.spec_decode.speculation import (
+    LONGEST_REST,
+    SHARE,
+    SHORTEST_REST,
+    TRIAL_STEPS,
+    Balance,
+    Speculation,
+    Verified,
+)
+from quire.spec_decode.step_costs import HOPE, WIDEST, StepCosts, choose_lengths
 from tests.spec_decode.told_clocks import ToldClocks
 
 Cost = Callable[[int], float]
@@ -70,8 +76,8 @@ def test_what_steps_in_flight_sample_is_not_paid_for() -> None:
 
 def test_costs_are_learned_and_unseen_widths_hoped_for() -> None:
     costs = learned(lambda width: float(width), [2, 6])
-    assert not costs.knows(1)
-    assert costs.knows(6)
+    assert not costs.is_known(1)
+    assert costs.is_known(6)
     assert [costs.of(width) for width in (1, 2, 4, 6)] == [2.0, 2.0, 4.0, 6.0]
     assert costs.of(8) == pytest.approx(6.0 * (1 + 2 * HOPE))
     costs.note(1, 6, 1e9)
@@ -83,14 +89,14 @@ def test_costs_are_learned_and_unseen_widths_hoped_for() -> None:
     assert len(costs.rising(WIDEST - 1, 9)) == 2
     assert costs.of(WIDEST + 9) > costs.of(WIDEST)
     costs.note(1, WIDEST + 1, 1.0)
-    assert not costs.knows(WIDEST + 1)
+    assert not costs.is_known(WIDEST + 1)
 
 
 def test_a_prior_is_taken_until_steps_of_requests_are_seen() -> None:
     """Then its shape alone counts: what takes twice as long as it was timed to makes its neighbours do so, too."""
     costs = StepCosts()
     costs.expect({1: 1.0, 9: 2.0, WIDEST + 1: 1.0})
-    assert [width for width in range(20) if costs.knows(width)] == [1, 9]
+    assert [width for width in range(20) if costs.is_known(width)] == [1, 9]
     assert [costs.of(width) for width in (1, 5, 9)] == pytest.approx([1.0, 1.5, 2.0])
     assert costs.of(19) == pytest.approx(2.0 * (1 + 10 * HOPE))
     for _ in range(2):  # the first one may have been recorded
@@ -99,7 +105,7 @@ def test_a_prior_is_taken_until_steps_of_requests_are_seen() -> None:
     for _ in range(2):
         costs.note(1, 9, 2.0)
     assert [costs.of(width) for width in (1, 5, 9)] == pytest.approx([2.0, 1.5 * 1.5, 2.0])
-    assert not costs.knows(WIDEST + 1)
+    assert not costs.is_known(WIDEST + 1)
 
 
 @given(

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.spec_decode.choice import choose_depth
 from quire.spec_decode.drafter import Draft, Text
 from quire.spec_decode.speculation import Speculation, Verified
-from quire.spec_decode.step_costs import StepCosts
+from quire.spec_decode.step_costs import StepCosts, choose_depth
 from tests.spec_decode.test_choice import learned
 
 

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.spec_decode.corpora import CORPUS_TOKENS, Corpora, Corpus
 from quire.spec_decode.drafter import DRAFTERS, Draft, Drafter, Text
 from quire.spec_decode.ngram import MOST_CANDIDATES, NgramDrafter, NgramIndex
-from quire.spec_decode.recorded import RecordedDrafter
+from quire.spec_decode.recorded import CORPUS_TOKENS, Corpora, Corpus, RecordedDrafter
 from quire.spec_decode.suffix import SHORTEST, SuffixDrafter
 from quire.spec_decode.suffix_automaton import SuffixAutomaton
 

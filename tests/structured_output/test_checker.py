@@ -16,11 +16,9 @@ import pytest
 
 from quire.errors import UnavailableError, ValidationError
 from quire.structured_output import checker as checker_module
-from quire.structured_output.check_messages import Question
-from quire.structured_output.checker import Checker, CheckLimitError, CheckProcess
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.settings import StructuredOutputsSettings
-from quire.structured_output.settle import settle
+from quire.structured_output.checker import Checker, CheckLimitError, CheckProcess, CheckRequest
+from quire.structured_output.normalize import normalize
+from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings
 
 SETTINGS = StructuredOutputsSettings(compile_timeout_s=60.0)
 SLOW = StructuredOutputsParams(json={"type": "integer", "multipleOf": 99_998_300})
@@ -46,7 +44,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "far too deep": ({"json": "[" * 60_000}, "more than 64 levels deep"),
     "reference loop": ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "at /: no value"),
     "remote reference": ({"json": {"properties": {"a": {"$ref": "http://x.y/z"}}}}, "at /properties/a/$ref: "),
-    "file": ({"json": {"$ref": "file:///etc/passwd"}}, "nothing is fetched"),
+    "file": ({"json": {"$ref": "file:///etc/passwd"}}, "references are not fetched"),
     "30k parentheses": ({"regex": "(" * 30_000 + "a" + ")" * 30_000}, "nested parentheses"),
     "30k open parentheses": ({"regex": "(" * 30_000}, "the expression is not supported"),
     "64 KiB of an expression": ({"regex": "a" * 65_537}, "the limit is 65536"),
@@ -87,7 +85,7 @@ def checker() -> Iterator[Checker]:
 
 
 def check(checker: Checker, fields: dict[str, Any]) -> StructuredOutputsParams:
-    return checked(checker, settle(StructuredOutputsParams(**fields), SETTINGS))
+    return checked(checker, normalize(StructuredOutputsParams(**fields), SETTINGS))
 
 
 def checked(checker: Checker, params: StructuredOutputsParams) -> StructuredOutputsParams:
@@ -119,7 +117,7 @@ def test_time_is_limited() -> None:
     checker = Checker(StructuredOutputsSettings(compile_timeout_s=0.3, compile_memory_mb=4096))
     with (
         checker.turns.take("") as turn,
-        pytest.raises(CheckLimitError, match=r"longer to compile than 0\.3 s of CPU"),
+        pytest.raises(CheckLimitError, match=r"compiling it takes more than 0\.3 s of CPU"),
     ):
         checker.checked(SLOW, turn)
     assert (
@@ -132,7 +130,7 @@ def test_constraint_whose_masks_are_slow_is_refused() -> None:
     """As far as that shows within the first bytes of a text."""
     checker = Checker(StructuredOutputsSettings(mask_time_ms=0.1))
     slow = " | ".join(f'"b{number}"' for number in range(3000))
-    with pytest.raises(CheckLimitError, match=r"more than 0\.1 ms of CPU time at each step"):
+    with pytest.raises(CheckLimitError, match=r"more than 0\.1 ms of CPU time per step"):
         check(checker, {"grammar": f'start: e\ne: e e e | e e | "a" | {slow}'})
     check(checker, {"grammar": f'start: "a" | {slow}'})
     checker.close()
@@ -140,7 +138,7 @@ def test_constraint_whose_masks_are_slow_is_refused() -> None:
 
 def test_memory_is_limited() -> None:
     checker = Checker(StructuredOutputsSettings(compile_timeout_s=60.0, compile_memory_mb=16))
-    with pytest.raises(CheckLimitError, match="more than 16 MiB to compile"):
+    with pytest.raises(CheckLimitError, match="compiling it needs more than 16 MiB"):
         checked(checker, SLOW)
     check(checker, {"regex": "a"})
     checker.close()
@@ -222,7 +220,7 @@ def test_checker_interrupted_once_answers(monkeypatch: pytest.MonkeyPatch, numbe
         target=attack, args=(made, number), kwargs={"fork": True, "times": 1}, daemon=True
     )
     attacker.start()
-    with pytest.raises(CheckLimitError, match="longer to compile"):
+    with pytest.raises(CheckLimitError, match="compiling it takes more than"):
         checked(checker, SLOW)
     checker.close()
 
@@ -240,7 +238,7 @@ def test_a_slow_constraint_does_not_keep_another_waiting(monkeypatch: pytest.Mon
     checker.close()
     slow.join(HANG_S)
     assert not slow.is_alive()
-    with pytest.raises(UnavailableError, match="shuts down"):
+    with pytest.raises(UnavailableError, match="shutting down"):
         check(checker, {"regex": "c"})
 
 
@@ -260,7 +258,7 @@ def busy_process() -> tuple[CheckProcess, threading.Thread, int]:
     """Return a process whose fork works for long, the thread that waits for its answer, and the fork's pid."""
     process = CheckProcess()
     asking = threading.Thread(
-        target=process.ask, args=(Question(SLOW, (), "auto", HANG_S, 4096, 5.0), HANG_S), daemon=True
+        target=process.ask, args=(CheckRequest(SLOW, (), "auto", HANG_S, 4096, 5.0), HANG_S), daemon=True
     )
     asking.start()
     while (fork := work_of(process)) is None:

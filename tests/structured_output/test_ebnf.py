@@ -12,21 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError
-from quire.structured_output.ebnf.char_sets import char_set, complement, intersection
+from quire.structured_output.ebnf.expressions import char_set, complement, intersection
 from quire.structured_output.guidance import GuidanceBackend
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.settings import StructuredOutputsSettings
-from quire.structured_output.settle import settle
+from quire.structured_output.normalize import normalize
+from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings
 from quire.structured_output.vocabulary import Vocabulary
 from quire.structured_output.xgrammar_backend import XGrammarBackend
 
-BYTES = Vocabulary.of_bytes()
+BYTES = Vocabulary.from_bytes()
 backend, guidance = XGrammarBackend(BYTES), GuidanceBackend(BYTES)
 bounds = st.none() | st.integers(-1200, 1200)
 
 
 def compiled(library: GrammarBackend = backend, **fields: Any) -> Grammar:
-    return library.compile(settle(StructuredOutputsParams(**fields), StructuredOutputsSettings()))
+    return library.compile(normalize(StructuredOutputsParams(**fields), StructuredOutputsSettings()))
 
 
 def takes(grammar: Grammar, text: str) -> bool:
@@ -157,7 +156,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"anyOf": [{}], "minLength": 1}}, "minLength beside anyOf"),
     ({"json": {"enum": [1], "maximum": 0}}, "maximum beside enum"),
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {}}, "type": "null"}}, "type beside $ref"),
-    ({"json": {"$ref": "#a", "$defs": {"a": {"$anchor": "a"}}}}, "a $ref that is no JSON pointer"),
+    ({"json": {"$ref": "#a", "$defs": {"a": {"$anchor": "a"}}}}, "a $ref that is not a JSON pointer"),
     ({"json": {"items": {"$id": "http://x/y"}}}, "$id within a schema"),
     ({"json": {"properties": {"a": {}}, "maxProperties": 1}}, "minProperties or maxProperties beside"),
     ({"json": {"minProperties": 2}}, "minProperties above 1"),
@@ -168,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "reason"), REFUSED, ids=lambda value: ascii(value)[:50])
 def test_what_is_not_kept_to_is_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(
-        GrammarError, match=re.escape(f"the xgrammar backend does not keep to {reason}")
+        GrammarError, match=re.escape(f"the xgrammar backend does not support {reason}")
     ) as error:
         compiled(**fields)
     assert "the guidance backend may" in str(error.value)
@@ -212,7 +211,7 @@ def test_an_end_within_a_text_is_refused() -> None:
 
 
 def test_nothing_is_forced_where_a_special_token_may_come() -> None:
-    special = XGrammarBackend(Vocabulary.of_bytes(("[X]",)))
+    special = XGrammarBackend(Vocabulary.from_bytes(("[X]",)))
     tag = {"type": "or", "elements": [{"type": "const_string", "value": text} for text in ("ab", "a[X]")]}
     matcher = special.compile(StructuredOutputsParams(structural_tag=json.dumps(tag))).new_matcher()
     assert matcher.advance(ord("a"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.structured_output.backend import GrammarError, Masks, Matcher
-from quire.structured_output.guidance import LIMITS, GuidanceBackend, of_library
+from quire.structured_output.guidance import LIMITS, GuidanceBackend, grammar_error
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.vocabulary import Vocabulary
 
@@ -31,7 +31,9 @@ class BrokenMatcher:
     "error", [PanicException("index out of bounds"), ValueError("bad"), RecursionError()]
 )
 def test_a_failure_of_the_library_is_a_grammar_error(error: BaseException) -> None:
-    matcher = GuidanceBackend(Vocabulary.of_bytes()).compile(StructuredOutputsParams(regex="a")).new_matcher()
+    matcher = (
+        GuidanceBackend(Vocabulary.from_bytes()).compile(StructuredOutputsParams(regex="a")).new_matcher()
+    )
     matcher._matcher = BrokenMatcher(error)  # type: ignore[attr-defined]
     for use in (
         lambda: matcher.fill(Masks(1, 257), 0),
@@ -45,7 +47,7 @@ def test_a_failure_of_the_library_is_a_grammar_error(error: BaseException) -> No
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)])
 def test_what_is_not_the_librarys_goes_on_as_it_is(error: BaseException) -> None:
     with pytest.raises(type(error)):
-        of_library(error)
+        grammar_error(error)
 
 
 def write(matcher: Matcher, text: list[int]) -> None:
@@ -57,7 +59,7 @@ def write(matcher: Matcher, text: list[int]) -> None:
 def test_a_lexer_of_too_many_states_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a matcher of its own may have fewer."""
     monkeypatch.setitem(LIMITS, "max_lexer_states", 1000)
-    backend = GuidanceBackend(Vocabulary.of_bytes())
+    backend = GuidanceBackend(Vocabulary.from_bytes())
     grammar = backend.compile(StructuredOutputsParams(regex=".*a.{25}"))
     rng, matcher = random.Random(1), grammar.new_matcher()
     with pytest.raises(GrammarError) as error:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.vocabulary import vocabulary_of
+from quire.engine.tokenizer_cache import vocabulary_of
 from quire.structured_output.backend import GrammarBackend, GrammarError, Masks, Matcher
 from quire.structured_output.backends import BACKENDS
 from quire.structured_output.params import StructuredOutputsParams
@@ -108,7 +108,7 @@ def test_a_choice_allows_the_beginnings_of_its_texts(
 def test_a_token_that_is_not_allowed_leaves_the_matcher_as_it_was(
     library: type[GrammarBackend], written: Written, data: list[int]
 ) -> None:
-    backend = library(Vocabulary.of_bytes())
+    backend = library(Vocabulary.from_bytes())
     pattern, regex = written
     matcher = backend.compile(StructuredOutputsParams(regex=pattern)).new_matcher()
     so_far = b""
@@ -132,7 +132,7 @@ def test_forced_tokens_spell_what_must_come(library: type[GrammarBackend]) -> No
 
 @with_each_library
 def test_matchers_of_one_grammar_do_not_disturb_each_other(library: type[GrammarBackend]) -> None:
-    backend = library(Vocabulary.of_bytes())
+    backend = library(Vocabulary.from_bytes())
     grammar = backend.compile(StructuredOutputsParams(regex="(?:ab|cd)*e"))
     first, second = grammar.new_matcher(), grammar.new_matcher()
     assert first.advance(ord("a"))

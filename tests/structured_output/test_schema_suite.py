@@ -19,9 +19,8 @@ import pytest
 from quire.errors import ValidationError
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Masks
 from quire.structured_output.backends import BACKENDS
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.settings import StructuredOutputsSettings
-from quire.structured_output.settle import settle
+from quire.structured_output.normalize import normalize
+from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings
 from quire.structured_output.vocabulary import Vocabulary
 
 SUITE = Path(__file__).parent / "suite"
@@ -40,7 +39,7 @@ ANNOTATIONS = "format"
 MAX_FORMS = 300
 
 Verdict = Literal["refused", "exact", "wrong"]
-VOCABULARY = Vocabulary.of_bytes()
+VOCABULARY = Vocabulary.from_bytes()
 backends = {name: BACKENDS.resolve(name)(VOCABULARY) for name in ("guidance", "xgrammar")}
 
 
@@ -50,7 +49,7 @@ def compact(value: Any) -> str:
 
 def compiled(backend: GrammarBackend, schema: Any) -> Grammar:
     params = StructuredOutputsParams(json=compact(schema), whitespace_pattern="")
-    grammar = backend.compile(settle(params, StructuredOutputsSettings()))
+    grammar = backend.compile(normalize(params, StructuredOutputsSettings()))
     grammar.new_matcher().fill(Masks(1, 257), 0)
     return grammar
 

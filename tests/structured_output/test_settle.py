@@ -15,18 +15,17 @@ from quire.errors import ValidationError
 from quire.structured_output.backend import Grammar, GrammarError
 from quire.structured_output.ecma_regex import RegexError, to_rust
 from quire.structured_output.guidance import GuidanceBackend
-from quire.structured_output.keywords import NOT_ENFORCED, VALUES
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.settings import StructuredOutputsSettings
-from quire.structured_output.settle import settle
+from quire.structured_output.normalize import normalize
+from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings
+from quire.structured_output.schema import NOT_ENFORCED, VALUES
 from quire.structured_output.vocabulary import Vocabulary
 
-backend = GuidanceBackend(Vocabulary.of_bytes())
+backend = GuidanceBackend(Vocabulary.from_bytes())
 DEFAULT = StructuredOutputsSettings()
 
 
 def compiled(**fields: Any) -> Grammar:
-    return backend.compile(settle(StructuredOutputsParams(**fields), DEFAULT))
+    return backend.compile(normalize(StructuredOutputsParams(**fields), DEFAULT))
 
 
 def takes(grammar: Grammar, text: str) -> bool:
@@ -36,7 +35,7 @@ def takes(grammar: Grammar, text: str) -> bool:
 
 def refusal(schema: Any) -> str:
     with pytest.raises(ValidationError) as error:
-        settle(StructuredOutputsParams(json=schema), DEFAULT)
+        normalize(StructuredOutputsParams(json=schema), DEFAULT)
     assert error.value.param == "structured_outputs.json"
     return error.value.message.removeprefix("structured_outputs.json ")
 
@@ -61,9 +60,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"format": "iri"}, "at /format: the format iri is not supported"),
     ({"pattern": "(?=a)"}, "at /pattern: the expression cannot be enforced: "),
     ({"patternProperties": {"(a)\\1": {}}}, "at /patternProperties/(a)\\1: "),
-    ({"$ref": "#/a"}, "at /$ref: '#/a' names nothing"),
-    ({"$ref": "#x"}, "at /$ref: '#x' is no $anchor of this schema"),
-    ({"$ref": "other.json"}, "at /$ref: 'other.json' is not in this schema, and nothing is fetched"),
+    ({"$ref": "#/a"}, "at /$ref: '#/a' does not exist"),
+    ({"$ref": "#x"}, "at /$ref: '#x' is not an $anchor of this schema"),
+    ({"$ref": "other.json"}, "at /$ref: 'other.json' is not in this schema, and references are not fetched"),
     ({"properties": {"a": {"$ref": "#/x"}}, "x": {"not": {}}}, "at /x/not: "),
     ({"properties": {"a": {}}, "propertyNames": {"pattern": "a"}}, "at /propertyNames: "),
     ({"propertyNames": {"maxLength": 3}}, "at /propertyNames: "),
@@ -124,7 +123,7 @@ ENDLESS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", ENDLESS, ids=str)
 def test_schema_without_finite_values_is_refused(schema: dict[str, Any]) -> None:
-    assert "at /: no value fits it" in refusal(schema)
+    assert "at /: no value matches it" in refusal(schema)
 
 
 HAS_END: list[tuple[dict[str, Any], str]] = [
@@ -159,8 +158,8 @@ def test_property_without_finite_values_is_never_begun() -> None:
 def test_references_of_a_large_document_are_followed() -> None:
     links = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i - 1}"}, {"$ref": "#"}]} for i in range(1, 900)}
     last = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
-    assert "no value fits it" in refusal({"$ref": "#/$defs/d899", "$defs": {**links, "d0": last}})
-    settle(StructuredOutputsParams(json={"$ref": "#/$defs/d899", "$defs": {**links, "d0": {}}}), DEFAULT)
+    assert "no value matches it" in refusal({"$ref": "#/$defs/d899", "$defs": {**links, "d0": last}})
+    normalize(StructuredOutputsParams(json={"$ref": "#/$defs/d899", "$defs": {**links, "d0": {}}}), DEFAULT)
 
 
 def test_property_names_are_a_pattern() -> None:
@@ -279,7 +278,7 @@ TAGS: list[tuple[Any, str]] = [
      "at /format/json_schema/not: "),
     ({"type": "sequence", "elements": []}, "at /elements: "),
     ({"type": "sequence", "elements": [{"type": "regex"}]}, "at /elements/0/pattern: must be text"),
-    ({"type": "structural_tag", "structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}, "and no trigger does"),
+    ({"type": "structural_tag", "structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}, "with no trigger"),
     ({"type": "triggered_tags", "triggers": ["a"], "tags": [{"begin": "a", "end": "", "content": {"type": "any_text"}}],
       "at_least_one": 1}, "at /at_least_one: must be true or false"),
 ]  # fmt: skip
@@ -288,7 +287,7 @@ TAGS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("tag", "reason"), TAGS, ids=lambda value: str(value)[:40])
 def test_a_tag_of_another_shape_is_refused_at_its_place(tag: Any, reason: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(reason)):
-        settle(StructuredOutputsParams(structural_tag=tag), DEFAULT)
+        normalize(StructuredOutputsParams(structural_tag=tag), DEFAULT)
 
 
 def tag(begin: str, end: str = "") -> dict[str, Any]:
@@ -327,8 +326,8 @@ def test_a_tag_takes_its_texts_and_no_others(wanted: dict[str, Any], good: list[
 
 @pytest.mark.parametrize("name", ["<|call|>", "[CALLS]", "</s >", "a b"])
 def test_a_special_token_in_a_tag_is_that_token(name: str) -> None:
-    special = GuidanceBackend(Vocabulary.of_bytes((name,)))
-    wanted = settle(StructuredOutputsParams(structural_tag=tag(f"{name}x")), DEFAULT)
+    special = GuidanceBackend(Vocabulary.from_bytes((name,)))
+    wanted = normalize(StructuredOutputsParams(structural_tag=tag(f"{name}x")), DEFAULT)
     matcher = special.compile(wanted).new_matcher()
     assert not matcher.advance(ord(name[0]))
     assert matcher.advance(special.vocabulary.special[name])
@@ -337,9 +336,11 @@ def test_a_special_token_in_a_tag_is_that_token(name: str) -> None:
 
 
 def test_a_special_token_can_be_a_trigger() -> None:
-    special = GuidanceBackend(Vocabulary.of_bytes(("[CALLS]",)))
+    special = GuidanceBackend(Vocabulary.from_bytes(("[CALLS]",)))
     fields = {"type": "triggered_tags", "triggers": ["[CALLS]"], "tags": [tag("[CALLS]x")]}
-    matcher = special.compile(settle(StructuredOutputsParams(structural_tag=fields), DEFAULT)).new_matcher()
+    matcher = special.compile(
+        normalize(StructuredOutputsParams(structural_tag=fields), DEFAULT)
+    ).new_matcher()
     assert all(map(matcher.advance, b"free [CALLS"))
     assert not matcher.advance(ord("]"))  # spelled in letters it would be no call, and look like one
     assert matcher.may_end

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from quire.structured_output.backend import GrammarError
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.settings import MiB, StructuredOutputsSettings
+from quire.structured_output.params import MiB, StructuredOutputsParams, StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
 from quire.structured_output.vocabulary import Vocabulary
 
 
 def store(**settings: int) -> GrammarStore:
     made = GrammarStore(StructuredOutputsSettings(**settings))
-    made.use_vocabulary(Vocabulary.of_bytes)
+    made.use_vocabulary(Vocabulary.from_bytes)
     return made
 
 
@@ -56,7 +55,7 @@ def test_a_grammar_is_compiled_by_another_thread() -> None:
     def slow() -> Vocabulary:
         started.set()
         assert goes_on.wait(60)
-        return Vocabulary.of_bytes()
+        return Vocabulary.from_bytes()
 
     grammars = GrammarStore(StructuredOutputsSettings())
     grammars.use_vocabulary(slow)

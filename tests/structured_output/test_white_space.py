@@ -11,13 +11,12 @@ import pytest
 
 from quire.structured_output.backend import GrammarBackend, Masks
 from quire.structured_output.guidance import GuidanceBackend
-from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.settings import StructuredOutputsSettings
-from quire.structured_output.settle import settle
+from quire.structured_output.normalize import normalize
+from quire.structured_output.params import StructuredOutputsParams, StructuredOutputsSettings
 from quire.structured_output.vocabulary import Vocabulary
 from quire.structured_output.xgrammar_backend import XGrammarBackend
 
-VOCABULARY = Vocabulary.of_bytes()
+VOCABULARY = Vocabulary.from_bytes()
 BACKENDS = [GuidanceBackend(VOCABULARY), XGrammarBackend(VOCABULARY)]
 LONGEST = 21
 SCHEMA: dict[str, Any] = {
@@ -49,7 +48,7 @@ def spaced_text(backend: GrammarBackend, form: dict[str, Any], seed: int) -> str
     """A text of a constraint that takes white space nearly wherever it may; strings are short."""
     rng, written = random.Random(seed), bytearray()
     matcher = backend.compile(
-        settle(StructuredOutputsParams(**form), StructuredOutputsSettings())
+        normalize(StructuredOutputsParams(**form), StructuredOutputsSettings())
     ).new_matcher()
     while not matcher.is_complete and len(written) < 800:
         masks = Masks(1, len(VOCABULARY.tokens))
@@ -77,7 +76,7 @@ def test_white_space_has_no_long_run(backend: GrammarBackend, form: dict[str, An
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
 @pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])
 def test_pretty_and_compact_json_is_allowed(backend: GrammarBackend, indent: int | str | None) -> None:
-    grammar = backend.compile(settle(StructuredOutputsParams(json=SCHEMA), StructuredOutputsSettings()))
+    grammar = backend.compile(normalize(StructuredOutputsParams(json=SCHEMA), StructuredOutputsSettings()))
     for separators in ((",", ":"), (",", ": "), (", ", ": ")):
         if indent is not None and separators[0] == ", ":
             continue  # a space before a line break is none of the forms that JSON is printed in
@@ -90,7 +89,7 @@ def test_pretty_and_compact_json_is_allowed(backend: GrammarBackend, indent: int
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
 @pytest.mark.parametrize("around", [" {0}", "{0} ", "{0}\n", "\t{0}"])
 def test_white_space_around_a_value_is_not_allowed(backend: GrammarBackend, around: str) -> None:
-    grammar = backend.compile(settle(StructuredOutputsParams(json=SCHEMA), StructuredOutputsSettings()))
+    grammar = backend.compile(normalize(StructuredOutputsParams(json=SCHEMA), StructuredOutputsSettings()))
     matcher = grammar.new_matcher()
     text = around.format(json.dumps(VALUE))
     assert not (all(map(matcher.advance, text.encode())) and matcher.may_end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,7 @@ from quire.config import EngineConfig
 from quire.kernels.dispatch_mode import DispatchMode
 from quire.worker.block_copies import Moves
 from quire.worker.cpu import HostMark
-from quire.worker.device_pipeline import DevicePipeline
-from quire.worker.gpu import copy_by_kernel
+from quire.worker.gpu import DevicePipeline, copy_by_kernel
 from quire.worker.input_batch import InputBatch
 from quire.worker.pipeline import Body, Pipeline
 

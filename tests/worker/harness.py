@@ -14,8 +14,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig, ModelArch
 from quire.kernels.attention_metadata import AttentionMetadata
-from quire.kv_cache.grouping import group_layers
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, group_layers
 from quire.layers.step import StepContext
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import (
@@ -25,12 +24,10 @@ from quire.scheduler.output import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from quire.worker.block_table import BlockTable
 from quire.worker.cpu import CpuDevice
 from quire.worker.devices import Device
-from quire.worker.input_batch import InputBatch, Samples
-from quire.worker.launched_step import LaunchedStep
-from quire.worker.model_runner import ModelRunner
+from quire.worker.input_batch import BlockTable, InputBatch, Samples
+from quire.worker.model_runner import LaunchedStep, ModelRunner
 
 VOCAB_SIZE = 23
 BLOCK_SIZE = 4

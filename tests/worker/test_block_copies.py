@@ -54,13 +54,13 @@ def test_a_plan_without_moves_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("moves", "message"),
     [
-        ({"swap_outs": [(0, 1)]}, r"swap_outs from blocks \[0\]: they must be in \[1, 5\)"),
-        ({"swap_outs": [(1, 3)]}, r"swap_outs to blocks \[3\]: they must be in \[1, 3\)"),
+        ({"swap_outs": [(0, 1)]}, r"swap_outs from blocks \[0\]: ids must be in \[1, 5\)"),
+        ({"swap_outs": [(1, 3)]}, r"swap_outs to blocks \[3\]: ids must be in \[1, 3\)"),
         ({"swap_outs": [(1, 1), (2, 1)]}, "write a block twice"),
         ({"swap_ins": [(3, 1)]}, "swap_ins from blocks"),
         ({"swap_ins": [(1, -1)]}, "swap_ins to blocks"),
         ({"block_copies": [(1, 5)]}, "block_copies to blocks"),
-        ({"block_copies": [(1, 2), (2, 3)]}, "read a block that they write"),
+        ({"block_copies": [(1, 2), (2, 3)]}, "read and write the same block"),
     ],
 )
 def test_bad_ids_are_refused_before_they_index_anything(moves: dict[str, Moves], message: str) -> None:

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import EngineError
-from quire.kv_cache.device_pool import DevicePool
+from quire.kv_cache.block_pool import DevicePool
 from quire.kv_cache.single_type_manager import MANAGERS
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
-from quire.worker.block_table import BlockTable
+from quire.worker.input_batch import BlockTable
 from tests.worker.harness import rows_of
 
 
@@ -69,9 +69,9 @@ def test_the_null_block_may_stand_only_where_nothing_is_read() -> None:
     blocks.append(0, [0, 0, 7, 3], 12)
     assert blocks.capacity(rows_of(0)).tolist() == [16]
     for position in (0, 11):
-        with pytest.raises(EngineError, match="0 where no block is needed"):
+        with pytest.raises(EngineError, match="0 where the spec needs no block"):
             blocks.append(1, [0, 0, 7], position)
-    with pytest.raises(EngineError, match="0 where no block is needed"):
+    with pytest.raises(EngineError, match="0 where the spec needs no block"):
         blocks.append(0, [0], 14)
 
 
@@ -85,7 +85,7 @@ def test_a_block_of_the_pool_may_be_several_to_the_kernels() -> None:
     assert blocks.capacity(rows_of(0, 1)).tolist() == [0, 24]
     assert blocks.slots(rows_of(1, 1, 1), rows_of(0, 7, 13)).tolist() == [240, 251, 97]
     blocks.append(1, [3], 20)
-    with pytest.raises(EngineError, match="a row of 4 blocks is longer than the limit of 3"):
+    with pytest.raises(EngineError, match="a row has 4 blocks; the limit is 3"):
         blocks.append(1, [4], 30)
 
 
@@ -134,5 +134,5 @@ def test_a_state_that_is_needed_has_a_block(table: list[int], num_computed_token
     blocks = BlockTable(max_num_rows=1, max_model_len=24, spec=spec, pool_size=20)
     blocks.append(0, [0, 1, 0, 2, 3], 0)
     blocks.clear(0)
-    with pytest.raises(EngineError, match="0 where no block is needed"):
+    with pytest.raises(EngineError, match="0 where the spec needs no block"):
         blocks.append(0, table, num_computed_tokens)

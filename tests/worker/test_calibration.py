@@ -12,12 +12,10 @@ from quire.executor.null import NullExecutor
 from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec, RecurrentStateSpec, fit_states
 from quire.models.stages import ALL
 from quire.scheduler.output import SchedulerOutput
-from quire.spec_decode.clocks import OwnClock
 from quire.spec_decode.drafter import Draft, Text
 from quire.spec_decode.speculation import Speculation
-from quire.spec_decode.step_costs import StepCosts
-from quire.worker.calibration import NUM_TIMED, Calibration, is_calibrated, shapes_of
-from quire.worker.rehearsal import rehearsed_groups
+from quire.spec_decode.step_costs import OwnClock, StepCosts
+from quire.worker.calibration import NUM_TIMED, Calibration, is_calibrated, rehearsed_groups, shapes_of
 from tests.spec_decode.told_clocks import ToldClocks
 from tests.worker.harness import (
     BLOCK_SIZE,
@@ -142,7 +140,7 @@ def test_nothing_is_left_behind_but_costs(adaptive: bool) -> None:
     calibration = Calibration([(1, 0), (1, 3), (2, 1)], cache_of(FULL))
     runner.calibrate(calibration, OwnClock())
     costs = speculation._costs
-    assert [width for width in range(9) if costs.knows(width)] == ([1, 4] if adaptive else [])
+    assert [width for width in range(9) if costs.is_known(width)] == ([1, 4] if adaptive else [])
     assert not drafter.names
     assert len(runner.batch) == 0
 

@@ -15,10 +15,9 @@ from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata
 from quire.kv_cache.spec import FullAttentionSpec, RecurrentStateSpec, SlidingWindowSpec
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, ScheduledRequest
-from quire.worker.block_table import BlockTable
-from quire.worker.device_batch import DeviceBatch
-from quire.worker.graph_shapes import GraphShape
-from quire.worker.input_batch import InputBatch
+from quire.worker.gpu import DeviceBatch
+from quire.worker.graphs import GraphShape
+from quire.worker.input_batch import BlockTable, InputBatch
 from quire.worker.inputs import StepLayout, gather_inputs, lay_out
 from tests.worker.fake_gpu import FakeGpu
 from tests.worker.harness import scheduled

@@ -16,14 +16,14 @@ from triton.runtime.interpreter import GridExecutor
 
 from quire.config import EngineConfig
 from quire.errors import RankLostError
-from quire.executor.host_share import memory_of_ranks, num_sharing
+from quire.executor.host_share import memory_per_rank, num_ranks_sharing_memory
 from quire.kernels.cpu import library
 from quire.kv_cache.spec import KVMemory
 from quire.layers.shard import Shard
 from quire.models.stages import Stage
 from quire.processes import ENDED
 from quire.sampling_params import SamplingParams
-from quire.worker.launched_step import LaunchedStep
+from quire.worker.model_runner import LaunchedStep
 from quire.worker.worker import Worker
 from tests.distributed.test_group import on_all
 from tests.executor.test_multiproc import run, said, started
@@ -62,8 +62,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[FakeGpu]:
         devices.append(FakeGpu())
         return devices[-1]
 
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
     monkeypatch.setattr(thread_ranks, "make_device", make_device)
     monkeypatch.setattr(thread_ranks, "InProcess", SimpleNamespace(group=device_ranks))
     monkeypatch.setattr(GridExecutor, "__call__", one_at_a_time(GridExecutor.__call__))
@@ -153,4 +153,4 @@ def test_devices_have_memory_of_their_own(device: str, expected: int) -> None:
     found = [KVMemory(100, "free"), KVMemory(80, "free")]
     if device == "cpu":
         found = [KVMemory(100, "free")] * 2
-    assert memory_of_ranks(found, [num_sharing(config, 2)] * 2).free_bytes == expected
+    assert memory_per_rank(found, [num_ranks_sharing_memory(config, 2)] * 2).free_bytes == expected

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from quire.executor import uniproc
 from quire.kernels import cpu, ops, triton
-from quire.kernels.limits import Limits
+from quire.kernels.attention_metadata import SamplingLimits
 from quire.kernels.reference_sampling import sample_by_gumbel
 from quire.kernels.triton import launch
-from quire.kv_cache.grouping import group_layers
-from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig
+from quire.kv_cache.spec import FullAttentionSpec, KVCacheConfig, group_layers
 from quire.lora_request import LoRARequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import ScheduledRequest, SchedulerOutput
+from quire.worker.calibration import Rehearsal, rehearsed_groups
 from quire.worker.devices import make_device
 from quire.worker.model_runner import ModelRunner
-from quire.worker.rehearsal import Rehearsal, rehearsed_groups
 from tests.end_to_end.test_overlapped import Job, facts, jobs_of_all_kinds, overlapped, serve
 from tests.fixtures.quick import quick
 from tests.fixtures.tiny_models import oracle_of
@@ -335,7 +334,9 @@ def test_an_engine_equals_the_hosts(
     assert facts(got) == facts(expected)
 
 
-def sample_as_on_a_gpu(logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits) -> Tensor:
+def sample_as_on_a_gpu(
+    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: SamplingLimits
+) -> Tensor:
     keys = torch.zeros(len(logits), 2, dtype=torch.int64) if keys is None else keys
     return sample_by_gumbel(logits, settings, keys)
 

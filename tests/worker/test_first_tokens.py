@@ -16,16 +16,15 @@ from torch import Tensor
 from quire.distributed.group import Group
 from quire.distributed.in_process import InProcess
 from quire.kernels import ops
+from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS
 from quire.kernels.cpu import library
-from quire.kernels.limits import ANY_LIMITS, NO_LIMITS
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.shard import Shard, Span
 from quire.models.base import CausalLM
 from quire.sampling_params import SamplingParams
-from quire.worker.first_tokens import FirstTokens, by_keys
-from quire.worker.sampler.draw import StagedDraw
 from quire.worker.sampler.logprobs import StagedLogprobs
-from quire.worker.sampler.sampler import NON_FINITE_CODE, StagedRows, clear_unusable
+from quire.worker.sampler.sampler import NON_FINITE_CODE, StagedDraw, StagedRows, clear_unusable
+from quire.worker.sampling import FirstTokens, by_keys
 from tests.distributed.test_group import on_all
 from tests.executor.test_multiproc import run, said, started
 from tests.fixtures.thread_ranks import ThreadRanks
@@ -114,13 +113,13 @@ def test_a_model_scales_what_it_shows(name: str, tiny_model: Callable[[str], Pat
     hidden = torch.randn(9, load_tiny(tiny_model(name)).config.arch.hidden_size)
 
     def both(model: CausalLM) -> tuple[list[int], list[int]]:
-        first = FirstTokens.of_model(model)
+        first = FirstTokens.from_model(model)
         assert first is not None
         return first.codes(hidden).tolist(), wanted(model.compute_logits(hidden).contiguous())
 
     for found, expected in together(tiny_model(name), 2, both):
         assert found == expected
-    assert FirstTokens.of_model(load_tiny(tiny_model(name))) is None
+    assert FirstTokens.from_model(load_tiny(tiny_model(name))) is None
 
 
 @needs_kernels
@@ -128,8 +127,8 @@ def test_steps_in_which_few_tokens_decide_do_not_bring_logits_together(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for those in which somebody wants more than the likeliest ones, and with the same tokens."""
-    monkeypatch.setattr("quire.executor.multiproc.Ranks", ThreadRanks)
-    monkeypatch.setattr("quire.executor.multiproc.Answers", lambda ranks: Future())
+    monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
+    monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
     together_rows: list[int] = []
     of_all = VocabEmbedding._of_all
 

@@ -15,8 +15,9 @@ from quire.kernels.triton import compiles
 from quire.worker import devices
 from quire.worker import gpu as gpu_module
 from quire.worker.cpu import CpuDevice
-from quire.worker.devices import make_device, moved
+from quire.worker.devices import make_device
 from quire.worker.gpu import CudaDevice, GpuDevice, GpuMemory, copy_by_kernel
+from quire.worker.transfers import moved
 from tests.worker.harness import tiny_config
 
 MIB = 2**20
@@ -69,7 +70,7 @@ def test_the_cache_may_take_what_the_share_leaves(gpu: tuple[GpuDevice, Memory])
     assert usable == (900 - 50 - 200 - 100) * MIB
     assert (
         reason
-        == "90% of the device's 1000 MiB, less 250 MiB in use after loading and 100 MiB that the largest steps take"
+        == "90% of the device's 1000 MiB, less 250 MiB in use after loading and 100 MiB for the largest steps"
     )
     assert device.memory.usable_bytes(tiny_config(gpu_memory_utilization=0.3))[0] == 0
 
@@ -113,7 +114,9 @@ def test_a_machine_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -
 
     gpu_module.check_compiler(torch.device("cpu"))
     monkeypatch.setattr(gpu_module, "copy_blocks", fail)
-    with pytest.raises(StartupError, match=r"needs a C compiler .*python3-dev\): Failed to find C compiler"):
+    with pytest.raises(
+        StartupError, match=r"Install a C compiler .*python3-dev\): Failed to find C compiler"
+    ):
         gpu_module.check_compiler(torch.device("cpu"))
 
 

@@ -14,15 +14,15 @@ from quire.errors import ValidationError
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured_output.backend import Masks
 from quire.structured_output.checker import Checker
-from quire.structured_output.settings import StructuredOutputsSettings
-from quire.structured_output.settle import settle
+from quire.structured_output.normalize import normalize
+from quire.structured_output.params import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
 from quire.structured_output.vocabulary import BYTES_END, Vocabulary
 from quire.worker.sampler.grammar import ConstrainedText
 from tests.worker.harness import request
 
 SETTINGS = StructuredOutputsSettings(compile_timeout_s=120.0)
-VOCABULARY = Vocabulary.of_bytes()
+VOCABULARY = Vocabulary.from_bytes()
 VOCAB = len(VOCABULARY.tokens)
 MAX_STEPS = 60
 WAIT_S = 120.0
@@ -91,7 +91,7 @@ def words_of(rng: random.Random, number: int) -> Words:
 def checked(checker: Checker, family: str, words: Words) -> StructuredOutputsParams:
     with checker.turns.take("") as turn:
         turn.granted.result(WAIT_S)
-        return checker.checked(settle(StructuredOutputsParams(**FAMILIES[family](words)), SETTINGS), turn)
+        return checker.checked(normalize(StructuredOutputsParams(**FAMILIES[family](words)), SETTINGS), turn)
 
 
 def generate(params: StructuredOutputsParams, rng: random.Random) -> None:

@@ -12,9 +12,9 @@ import torch
 from quire.plugins import FACTORY, PluginTable
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler.output import NewRequestData
-from quire.structured_output import backends, budget
+from quire.structured_output import backends, vocabulary
 from quire.structured_output.backend import Grammar, GrammarBackend, GrammarError, Masks, Matcher
-from quire.structured_output.settings import StructuredOutputsSettings
+from quire.structured_output.params import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
 from quire.structured_output.vocabulary import Vocabulary
 from quire.worker.cpu import HostTransfers
@@ -233,7 +233,7 @@ AMBIGUOUS = [
 @pytest.mark.parametrize("grammar", AMBIGUOUS, ids=["small", "wide"])
 def test_ambiguous_grammar_ends_within_its_budget(grammar: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that would take minutes of a step if nobody counted."""
-    monkeypatch.setattr(budget, "BURST_MS", 20.0)
+    monkeypatch.setattr(vocabulary, "BURST_MS", 20.0)
     wanted = StructuredOutputsParams(grammar=grammar)
     params = GREEDY.clone(structured_outputs=wanted, ignore_eos=True)
     one = ConstrainedText(request([1, 2], params, output=b"", eos_token_ids=[END]), store(), VOCAB)
@@ -284,7 +284,7 @@ def test_limit_of_the_library_is_named() -> None:
     bench = Bench([request([1, 2], params, output=b"", eos_token_ids=[END])])
     bench.step("b")
     (failure,) = bench.sample("b").failed.values()
-    assert re.search(r"\d+ ways to go on are possible at one place, the limit is 8192", failure)
+    assert re.search(r"\d+ parser items at one position; the limit is 8192", failure)
 
 
 def forced(bench: Bench, output: str) -> bytes:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.worker.graph_shapes import (
-    GraphShape,
-    ShapeTable,
-    decode_sizes,
-    default_sizes,
-    sample_sizes,
-    shapes_of,
-)
+from quire.worker.graphs import GraphShape, ShapeTable, decode_sizes, default_sizes, sample_sizes, shapes_of
 from tests.worker.harness import tiny_config
 
 LIMITS = {"max_model_len": 64, "max_num_seqs": 100, "max_num_batched_tokens": 300}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.worker.graphs import GraphRoom, Graphs, KeptRows, row_variant
+from quire.worker.graphs import GraphMemory, Graphs, RowBuffer, row_variant
 from tests.worker.fake_gpu import FakeGpu
 
 
@@ -21,9 +21,9 @@ class Counting:
         return torch.full((size, 2), float(size))
 
 
-def graphs_of(run: Counting) -> tuple[Graphs[int], GraphRoom, FakeGpu]:
+def graphs_of(run: Counting) -> tuple[Graphs[int], GraphMemory, FakeGpu]:
     gpu = FakeGpu()
-    room = GraphRoom(gpu, 64)
+    room = GraphMemory(gpu, 64)
     return Graphs[int](room, run, row_variant, room.hidden), room, gpu
 
 
@@ -58,7 +58,7 @@ def test_all_results_stand_in_one_place() -> None:
 
 
 def test_rows_are_put_where_graphs_read_them() -> None:
-    kept = KeptRows(4)
+    kept = RowBuffer(4)
     first = kept.take(torch.ones(2, 3))
     assert kept.take(first).data_ptr() == first.data_ptr()
     assert torch.equal(kept.take(torch.full((4, 3), 2.0)), kept.first(4))
@@ -68,7 +68,7 @@ def test_rows_are_put_where_graphs_read_them() -> None:
 
 
 def test_everybodys_graphs_are_made_in_order() -> None:
-    room, made = GraphRoom(FakeGpu(), 4), list[tuple[str, bool]]()
+    room, made = GraphMemory(FakeGpu(), 4), list[tuple[str, bool]]()
 
     for name in ("passes", "choices"):
         room.add(lambda only_largest, name=name: made.append((name, only_largest)) or 1)

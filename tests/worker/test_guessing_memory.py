@@ -11,12 +11,10 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.startup import prepare
 from quire.scheduler.output import SchedulerOutput
+from quire.spec_decode.worker.head_chain import HeadChain, Medusa
+from quire.spec_decode.worker.proposer import kept_bytes, passing_bytes
 from quire.worker.cpu import CpuDevice
-from quire.worker.guessing_memory import kept_bytes, passing_bytes
-from quire.worker.head_chain import HeadChain
-from quire.worker.launched_step import LaunchedStep
-from quire.worker.medusa import Medusa
-from quire.worker.model_runner import ModelRunner
+from quire.worker.model_runner import LaunchedStep, ModelRunner
 from quire.worker.worker import Worker
 from tests.end_to_end.test_draft_heads import MODEL, guessing
 from tests.fixtures.draft_heads import HEADS
@@ -43,7 +41,7 @@ def test_what_heads_keep_is_counted(
 
     monkeypatch.setattr(ModelRunner, "launch", noted)
     Worker(config, device).load()
-    guesses = runners[-1]._guessing
+    guesses = runners[-1]._draft_model
     if isinstance(guesses, HeadChain):
         held = guesses._kept._states.nbytes + guesses._behind.nbytes
     else:

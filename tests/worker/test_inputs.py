@@ -143,14 +143,14 @@ def test_batch_refuses_contradictions() -> None:
 @pytest.mark.parametrize(
     ("start", "num_tokens", "num_samples", "blocks", "message"),
     [
-        (0, 4, 1, [1], "other tokens"),
-        (0, 0, 0, [1], "other tokens"),
-        (-1, 2, 0, [1], "other tokens"),
-        (1, 2, 1, [1], "computed others"),
-        (0, 3, 0, [1], "other tokens"),
-        (0, 2, 1, [1], "other tokens"),
-        (0, 3, 2, [1], "other tokens"),
-        (0, 3, 1, [], "no cache blocks"),
+        (0, 4, 1, [1], "differ from the plan"),
+        (0, 0, 0, [1], "differ from the plan"),
+        (-1, 2, 0, [1], "differ from the plan"),
+        (1, 2, 1, [1], "differ from the plan"),
+        (0, 3, 0, [1], "differ from the plan"),
+        (0, 2, 1, [1], "differ from the plan"),
+        (0, 3, 2, [1], "differ from the plan"),
+        (0, 3, 1, [], "no KV cache blocks"),
     ],
 )
 def test_an_impossible_plan_is_refused_by_name(
@@ -176,7 +176,7 @@ def test_an_impossible_plan_is_refused_by_name(
 def test_drafts_are_those_that_are_to_be_sampled(scheduled: ScheduledRequest) -> None:
     batch = input_batch()
     batch.add(request([1, 2, 3], block_ids=[2], num_computed_tokens=2))
-    with pytest.raises(EngineError, match=r"request r: .* drafts behind 3 tokens"):
+    with pytest.raises(EngineError, match=r"request r: .* drafts after 3 tokens"):
         batch.grow(scheduled)
 
 

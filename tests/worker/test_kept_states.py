@@ -1,18 +1,17 @@
-"""`KeptStates` against a dictionary: steps of any rows and lengths, of which the last tokens may turn out wrong."""
+"""`StateRing` against a dictionary: steps of any rows and lengths, of which the last tokens may turn out wrong."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from quire.spec_decode.worker.proposer import StateRing, layout_of, positions_of
 from quire.worker.cpu import HostTransfers
-from quire.worker.guessing_model import layout_of
-from quire.worker.kept_states import KeptStates, positions_of
 
 
 def test_states_are_those_that_were_computed_last() -> None:
     draw = np.random.default_rng(3)
-    kept, known = KeptStates(6, 8, 1, torch.float32, HostTransfers()), dict[tuple[int, int], float]()
+    kept, known = StateRing(6, 8, 1, torch.float32, HostTransfers()), dict[tuple[int, int], float]()
     num_computed, highest = np.zeros(6, dtype=np.int64), np.zeros(6, dtype=np.int64)
     for number in range(60):
         rows = draw.permutation(6)[: draw.integers(1, 7)]

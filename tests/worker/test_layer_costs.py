@@ -12,24 +12,23 @@ import torch
 from quire.config import EngineConfig
 from quire.kv_cache.spec import KVCacheConfig
 from quire.layers.shard import WHOLE, Shard
-from quire.models.layer_kinds import kinds_of
+from quire.models.decoder import kinds_of
 from quire.models.loader import without_weights
-from quire.models.partition import balanced, in_units
-from quire.models.stages import stack_of
-from quire.worker.layer_costs import LayerCosts, layer_costs, why_not_measured
+from quire.models.stages import balanced, in_units, stack_of
+from quire.worker.stage_sizes import LayerCosts, layer_costs, why_not_measured
 from tests.fixtures.quick import SOME_MODELS, quick_models
 from tests.models.harness import prepared_config
 from tests.models.test_stages import EVERY_FAMILY
 
 LIMITS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 TOGETHER = {"gemma3n"}
-"""Families of which some layers read keys and values of others."""
+"""Families of which some layers share keys and values."""
 
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.worker.lone_layers.NUM_TIMED", 1)
-    monkeypatch.setattr("quire.worker.lone_layers.CACHES_BYTES", 1 << 10)
+    monkeypatch.setattr("quire.worker.stage_sizes.NUM_TIMED", 1)
+    monkeypatch.setattr("quire.worker.stage_sizes.CACHES_BYTES", 1 << 10)
 
 
 def kinds_in(model_dir: Path, **args: Any) -> list[list[int]]:
@@ -86,17 +85,17 @@ def test_a_costly_layer_gets_a_stage_of_its_own(
         timed.append(own)
         return {range(1, 2): 1e-3, range(3, 4): 9e-3}.get(own, 2e-3)
 
-    monkeypatch.setattr("quire.worker.layer_costs.seconds_alone", seconds)
-    monkeypatch.setattr("quire.worker.layer_costs.kinds_of", lambda layers: [[0, 1, 2, 4, 5], [3]])
+    monkeypatch.setattr("quire.worker.stage_sizes.time_layers", seconds)
+    monkeypatch.setattr("quire.worker.stage_sizes.kinds_of", lambda layers: [[0, 1, 2, 4, 5], [3]])
     config = prepared_config(tiny_model("llama"), hf_overrides={"num_hidden_layers": 6})
     found = layer_costs(without_weights(config), WHOLE)
     assert timed == [range(1, 2), range(3, 4), range(6, 6)]
     assert found.of_layers() == [1e-3, 1e-3, 1e-3, 9e-3, 1e-3, 3e-3]
     assert balanced(in_units(found.of_layers()), 3) == (3, 1, 2)
-    assert str(found) == "5 of 1 ms, 1 of 9 ms, and 2 ms behind them"
+    assert str(found) == "5 of 1 ms, 1 of 9 ms, and 2 ms for norm and head"
     assert balanced(in_units(LayerCosts([([*range(8)], 1e-3)], 4e-3).of_layers()), 2) == (6, 2)
 
 
 def test_what_is_not_timed_is_said(tiny_model: Callable[[str], Path]) -> None:
     whole = without_weights(prepared_config(tiny_model("gemma3n")))
-    assert "read keys and values of others" in str(why_not_measured(whole))
+    assert "share keys and values" in str(why_not_measured(whole))

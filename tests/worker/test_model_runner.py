@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.errors import EngineError
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
-from quire.scheduler.output import WAIST_VERSION, NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.scheduler.output import STEP_PROTOCOL_VERSION, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.worker.cpu import CpuDevice
 from tests.worker.harness import NUM_BLOCKS, POISON, VOCAB_SIZE, Driver, Sequence, request, toy_runner
 
@@ -216,13 +216,16 @@ def test_plan_of_failures_alone_runs_nothing() -> None:
         (SchedulerOutput(0, [], [planned("x", 1, 1)], []), "x has no row"),
         (SchedulerOutput(0, [], [planned("x", 1, 2, [5])], []), "x has no row"),
         (SchedulerOutput(0, [request([1], block_ids=[NUM_BLOCKS])], [planned("r", 0, 1)], []), "block ids"),
-        (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2)], []), "other tokens"),
+        (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2)], []), "differ from the plan"),
         (SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 2, [99])], []), "23 tokens"),
         (
-            SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 1)], [], max_rounds=5),
-            "no cache blocks",
+            SchedulerOutput(0, [request([1], block_ids=[3])], [planned("r", 0, 1)], [], max_decode_steps=5),
+            "no KV cache blocks",
         ),
-        (SchedulerOutput(0, [], [], ["x"], version=3), f"version 3, not {WAIST_VERSION}"),
+        (
+            SchedulerOutput(0, [], [], ["x"], version=3),
+            f"version 3; this worker expects {STEP_PROTOCOL_VERSION}",
+        ),
     ],
 )
 def test_contradictory_plan_is_an_engine_error(plan: SchedulerOutput, message: str) -> None:

@@ -16,7 +16,7 @@ from quire.kv_cache.spec import (
     SlidingWindowSpec,
     fit_states,
 )
-from quire.worker.rehearsal import Rehearsal, rehearsed_groups
+from quire.worker.calibration import Rehearsal, rehearsed_groups
 from tests.worker.harness import BLOCK_SIZE, VOCAB_SIZE, tiny_config
 
 ALL = 1 << 40

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 from quire.sampling_extras import DryBreaker
 from quire.sampling_params import SamplingParams, ThinkingMarkers
 from quire.scheduler.output import NewRequestData

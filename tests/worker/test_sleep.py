@@ -18,9 +18,9 @@ from quire.errors import EngineError
 from quire.executor import uniproc
 from quire.models.loader import load_model
 from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sleep.parked_weights import ParkedWeights
 from quire.worker import worker as worker_module
 from quire.worker.cpu import CpuDevice
-from quire.worker.parked_weights import ParkedWeights
 from tests.models.harness import prepared_config
 from tests.worker.fake_gpu import FakeGpu
 

@@ -11,7 +11,7 @@ import torch
 
 from quire.kernels.cpu import linear
 from quire.sampling_params import SamplingParams
-from quire.worker.step_memory import LOGITS_ARRAYS, AllocationPeak, ForwardPeak
+from quire.worker.stage_sizes import LOGITS_ARRAYS, AllocationPeak, ForwardPeak
 from tests.models.harness import prepared_config
 from tests.worker.test_worker import GIB, driver_of, loaded
 

@@ -18,8 +18,8 @@ from quire import LLM, SamplingParams
 from quire.kernels import ops
 from quire.kernels.attention_metadata import AttentionMetadata, StateMetadata
 from quire.kernels.cpu import library
-from quire.kernels.cpu.open_tape import OpenTape
-from quire.kernels.cpu.tape import Tape
+from quire.kernels.cpu.recorded_graph import RecordedGraph
+from quire.kernels.cpu.sized_graph import SizedGraph
 from quire.layers.step import StepContext
 from quire.worker import taped_forward
 from quire.worker.cpu import CpuDevice
@@ -55,18 +55,20 @@ ROOM = 1 << 12
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tape | OpenTape]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph | SizedGraph]:
     """The tapes that the test records."""
-    tapes: list[Tape | OpenTape] = []
+    tapes: list[RecordedGraph | SizedGraph] = []
 
-    def noting(record: Callable[..., Tape | OpenTape]) -> Callable[..., Tape | OpenTape]:
-        def note(*args: Any) -> Tape | OpenTape:
+    def noting(
+        record: Callable[..., RecordedGraph | SizedGraph],
+    ) -> Callable[..., RecordedGraph | SizedGraph]:
+        def note(*args: Any) -> RecordedGraph | SizedGraph:
             tapes.append(record(*args))
             return tapes[-1]
 
         return note
 
-    for name in ("record", "record_open"):
+    for name in ("record", "record_sized"):
         monkeypatch.setattr(taped_forward, name, noting(getattr(taped_forward, name)))
     return tapes
 
@@ -83,7 +85,7 @@ def test_every_family_gives_the_same_with_tapes(
     family: str,
     dtype: str,
     tiny_model: Callable[[str], Path],
-    recorded: list[Tape | OpenTape],
+    recorded: list[RecordedGraph | SizedGraph],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -101,7 +103,7 @@ def test_every_family_gives_the_same_with_tapes(
         )
         assert len(recorded) == int(not eager), "what steps of many sizes play is there before the first"
         outputs.append([one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)])
-        assert sum(isinstance(tape, OpenTape) for tape in recorded) == int(not eager)
+        assert sum(isinstance(tape, SizedGraph) for tape in recorded) == int(not eager)
     assert "are not recorded" not in caplog.text, "the arena was too small"
     for plain, taped in zip(*outputs, strict=True):
         assert (plain.token_ids, plain.logprobs) == (taped.token_ids, taped.logprobs)
@@ -266,8 +268,8 @@ class Uneven(Lookup):
 @pytest.mark.parametrize(
     ("otherwise", "problem"),
     [
-        (lambda size: size > 3, "what a small step gives is not the first rows of what a large one gives"),
-        (lambda size: size == 2, "steps of one size do otherwise than those of another"),
+        (lambda size: size > 3, "a small step's output is not the first rows of a large one's"),
+        (lambda size: size == 2, "steps of different sizes make different calls"),
     ],
 )
 def test_steps_of_a_model_that_differs_by_size_run_as_they_are(

@@ -15,14 +15,13 @@ from quire.errors import ConfigError, StartupError
 from quire.executor import uniproc
 from quire.executor.base import resolve_executor
 from quire.executor.uniproc import UniprocExecutor
-from quire.kv_cache.grouping import group_layers
 from quire.kv_cache.sizing import size_kv_cache
-from quire.kv_cache.spec import KVCacheConfig
+from quire.kv_cache.spec import KVCacheConfig, group_layers
 from quire.platforms import Host
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import SchedulerOutput
 from quire.worker.cpu import CpuDevice, taped_tokens
-from quire.worker.step_memory import GAPS
+from quire.worker.stage_sizes import GAPS
 from quire.worker.worker import Worker
 from tests.models.harness import prepared_config
 from tests.worker.harness import Driver, Sequence

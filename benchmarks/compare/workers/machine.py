@@ -9,7 +9,7 @@ from collections.abc import Callable
 from benchmarks.compare.cases import NUM_THREADS
 from benchmarks.compare.workers.worker import MARK
 from quire.kernels.cpu import machine
-from quire.kernels.cpu.threads import set_num_threads
+from quire.kernels.cpu.library import set_num_threads
 
 _PROBES = 5
 

@@ -1,8 +1,7 @@
-"""From Anthropic's request to the fields of a chat request.
+"""Anthropic's requests -> fields of a chat request.
 
-Invariant: every text of the request reaches the chat, in its order; a block that holds something else than text is
-refused by its place. Blocks and tools of Anthropic's own servers, and what cannot change the answer, are left out and
-named.
+Invariant: every text of the request is kept, in order. A block other than text is rejected by its path. Blocks and
+tools of Anthropic's own servers, and fields without effect, are ignored and named.
 """
 
 from __future__ import annotations
@@ -35,19 +34,18 @@ CHAT_NAMES = {
     "messages[].tool_calls[].function.arguments": "messages[].content[].input",
     "user": "metadata",
     "messages[].tool_call_id": "messages[].content[].tool_use_id",
-}
-"""Chat's names of fields, to Anthropic's."""
+}  # Chat's field names -> Anthropic's.
 ROLES = ("user", "assistant", "system")
+# Types of text blocks -> the field that holds the text.
 TEXT_BLOCKS = {"text": "text", "compaction": "content"}
-"""Types of blocks that are text, and the field that holds it."""
 Fields = dict[str, Any]
 
 
 def prompt_fields(request: CountTokensRequest) -> Fields:
-    """The chat fields that decide the prompt.
+    """Return the chat fields that determine the prompt.
 
     Raises:
-        ValidationError: a message, block or tool has no form that a text model takes.
+        ValidationError: a message, block or tool is not supported by a text model.
     """
     _response_format(request)
     _check_user((request.metadata or {}).get("user_id"))
@@ -62,13 +60,13 @@ def prompt_fields(request: CountTokensRequest) -> Fields:
     effort = (request.output_config or {}).get("effort")
     if effort is not None:
         fields["reasoning_effort"] = effort
-    if _is_begun(messages[-1]):  # Anthropic's way to let the model go on in words that it is given
+    if _continues_answer(messages[-1]):  # Anthropic's form of continuing a given beginning of the answer
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     return fields
 
 
 def chat_fields(request: MessagesRequest) -> Fields:
-    """All of the chat request. Raises ValidationError as `prompt_fields` does."""
+    """Return all fields of the chat request. Raises ValidationError as `prompt_fields` does."""
     fields = {**prompt_fields(request), **given(request, SAME_NAME)}
     fields |= {"max_tokens": request.max_tokens, "stream": request.stream}
     if request.stop_sequences:
@@ -96,7 +94,7 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[Fields]:
 
 
 class _Conversation:
-    """Turns messages of blocks into `chat`, the messages of a chat request; `notes` receives what is left out."""
+    """Converter of block messages into `chat`, the messages of a chat request; `notes` receives ignored blocks."""
 
     def __init__(self, messages: list[dict[str, Any]], notes: Notes) -> None:
         self._notes = notes
@@ -115,13 +113,13 @@ class _Conversation:
                 f"{where}.content must be text or a list of blocks", param=f"{where}.content"
             )
         elif role == "assistant":
-            self.chat.append(self._of_assistant(content, f"{where}.content"))
+            self.chat.append(self._assistant_message(content, f"{where}.content"))
         elif role == "system":
             self.chat.append({"role": role, "content": self._texts(content, f"{where}.content")})
         else:
-            self.chat += self._of_user(content, f"{where}.content")
+            self.chat += self._user_messages(content, f"{where}.content")
 
-    def _of_assistant(self, blocks: list[Any], where: str) -> Fields:
+    def _assistant_message(self, blocks: list[Any], where: str) -> Fields:
         texts, calls, thoughts = [], [], []
         for index, block in enumerate(blocks):
             place, kind = f"{where}.{index}", _kind(block)
@@ -136,8 +134,8 @@ class _Conversation:
             message["reasoning"] = "".join(thoughts)
         return {**message, "tool_calls": calls} if calls else message
 
-    def _of_user(self, blocks: list[Any], where: str) -> list[Fields]:
-        """Results of tools are messages of their own; the texts between two of them are one message."""
+    def _user_messages(self, blocks: list[Any], where: str) -> list[Fields]:
+        """Return a user's messages: a tool result is a separate message, and the texts between two results are one."""
         messages: list[Fields] = []
         for index, block in enumerate(blocks):
             place = f"{where}.{index}"
@@ -169,7 +167,7 @@ class _Conversation:
         ]
 
     def _texts_of(self, block: Any, where: str) -> list[Fields]:
-        """Return the text parts of a block; one of Anthropic's servers has none, and is noted."""
+        """Return the text parts of a block; a block of Anthropic's servers has none, and is noted."""
         kind = _kind(block)
         if isinstance(kind, str) and (kind in SERVER_BLOCKS or kind.endswith(SERVER_RESULT)):
             self._notes.ignore(f"messages[].content[].{kind}")
@@ -178,40 +176,40 @@ class _Conversation:
 
 
 def _text_parts(block: Any, where: str) -> list[Fields]:
-    """Return the text parts of a chat message; a block's other fields concern caching and citations."""
+    """Return the text parts of a block for a chat message; its other fields concern caching and citations."""
     kind = _kind(block)
     if kind == "search_result":
-        return _of_search_result(block, where)
-    return _of_document(block, where) if kind == "document" else _of_text(block, where)
+        return _from_search_result(block, where)
+    return _from_document(block, where) if kind == "document" else _from_text(block, where)
 
 
-def _of_text(block: Any, where: str) -> list[Fields]:
+def _from_text(block: Any, where: str) -> list[Fields]:
     kind = _kind(block)
     name = TEXT_BLOCKS.get(kind) if isinstance(kind, str) else None
     if name is None:
         raise ValidationError(
             f"{where} is no text block: this model takes text only, got {kind!r:.40}", param=where
         )
-    if kind == "compaction" and block.get(name) is None:  # one that failed
+    if kind == "compaction" and block.get(name) is None:  # a failed compaction
         return []
     if not isinstance(block.get(name), str):
         raise ValidationError(f"{where}.{name} must be text", param=f"{where}.{name}")
     return [{"type": "text", "text": block[name]}]
 
 
-def _of_search_result(block: Fields, where: str) -> list[Fields]:
+def _from_search_result(block: Fields, where: str) -> list[Fields]:
     content = block.get("content")
     if not isinstance(content, list):
         raise ValidationError(f"{where}.content must be a list of text blocks", param=f"{where}.content")
     head = [block[name] for name in ("title", "source") if isinstance(block.get(name), str)]
     parts = [
-        part for index, inner in enumerate(content) for part in _of_text(inner, f"{where}.content.{index}")
+        part for index, inner in enumerate(content) for part in _from_text(inner, f"{where}.content.{index}")
     ]
     return [*({"type": "text", "text": text} for text in head), *parts]
 
 
-def _of_document(block: Fields, where: str) -> list[Fields]:
-    """Return the text of a document that is text; any other is refused."""
+def _from_document(block: Fields, where: str) -> list[Fields]:
+    """Return the parts of a text document; other documents are rejected."""
     source, place = block.get("source"), f"{where}.source"
     data = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
     if not isinstance(data, str):
@@ -243,7 +241,7 @@ def _call(block: Any, where: str) -> Fields:
 
 
 def _tool(tool: Fields, where: str) -> Fields:
-    """Return the tool as chat has it. One of Anthropic's own has a type and no schema, and chat leaves it out."""
+    """Return the tool in chat's form. Anthropic's own tools have a type without a schema, and are ignored by chat."""
     kind, schema = tool.get("type", "custom"), tool.get("input_schema")
     if not isinstance(kind, str) or not kind:
         raise ValidationError(f"{where}.type must be text", param=f"{where}.type")
@@ -290,7 +288,7 @@ def _response_format(request: CountTokensRequest) -> Fields | None:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
 
 
-def _is_begun(message: Fields) -> bool:
+def _continues_answer(message: Fields) -> bool:
     return message["role"] == "assistant" and bool(message["content"]) and "tool_calls" not in message
 
 

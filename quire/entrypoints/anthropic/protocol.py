@@ -1,6 +1,6 @@
-"""Anthropic's requests and replies; only what a text model can honour has a field.
+"""Anthropic's requests and replies; only fields that a text model supports.
 
-Invariant: `type` stands first in every event and block, under the name that Anthropic's clients look up.
+Invariant: `type` comes first in every event and block, with Anthropic's names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field, WithJsonSchema
 
-from quire.entrypoints.openai.field_policy import Place
+from quire.entrypoints.openai.parsing import FieldRules
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.relations import either, has_items
 from quire.entrypoints.openai.protocol.requests import Objects, RequestModel, SamplerFields, TemplateOptions
@@ -22,34 +22,32 @@ from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object
 WITHOUT_EFFECT = (
     "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
     "user_profile_id", "workspace_id",
-)  # fmt: skip
-"""Fields of Anthropic's that cannot change the answer of a model of ours."""
+)  # fmt: skip  # Fields without effect on the answer.
 MAX_USER_CHARS = 256
+# Type of `thinking` -> whether the model thinks.
 THINKS = {"enabled": True, "adaptive": True, "disabled": False}
-"""Types of `thinking`, and whether the model is to think."""
 
-
-OWN_TOOLS = ("custom", "function")
-"""Types of tools that the client describes."""
+OWN_TOOLS = ("custom", "function")  # Types of tools that the client describes.
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "container_upload", "tool_reference", "redacted_thinking")
+# Block types that only Anthropic's servers use, and the suffix of their tools' results.
 SERVER_RESULT = "_tool_result"
-"""Types of blocks that only Anthropic's servers can read, and the end of those of their tools' results."""
 
-TEXT = Place(frozenset({"type", "text", "content"}))
-DOCUMENT = Place(
+TEXT = FieldRules(frozenset({"type", "text", "content"}))
+DOCUMENT = FieldRules(
     frozenset({"type", "text", "source", "title", "context", "content"}),
-    inner={"source": Place(frozenset({"type", "data"})), "content": TEXT},
+    inner={"source": FieldRules(frozenset({"type", "data"})), "content": TEXT},
 )
-BLOCK = Place(
+BLOCK = FieldRules(
     DOCUMENT.honoured | {"thinking", "id", "name", "input", "tool_use_id"},
     inner={**DOCUMENT.inner, "content": DOCUMENT},
 )
-MESSAGE = Place(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))
-OUTPUT = Place(frozenset({"format", "effort"}), inner={"format": Place(frozenset({"type", "schema"}))})
-TOOL = Place(frozenset({"type", "name", "description", "input_schema", "strict"}))
+MESSAGE = FieldRules(frozenset({"role", "content"}), inner={"content": BLOCK}, empty=frozenset({"content"}))
+OUTPUT = FieldRules(
+    frozenset({"format", "effort"}), inner={"format": FieldRules(frozenset({"type", "schema"}))}
+)
+TOOL = FieldRules(frozenset({"type", "name", "description", "input_schema", "strict"}))
 
-
-# `conversation.prompt_fields` reads these.
+# Checked by `conversation.prompt_fields`.
 TEXT_BLOCK = any_of(
     object_of({"type": enum("text"), "text": shapes.TEXT}),
     object_of({"type": enum("compaction")}, {"content": shapes.TEXT}),
@@ -71,6 +69,8 @@ TOOL_RESULT = object_of(
 )
 THOUGHT = object_of({"type": enum("thinking"), "thinking": shapes.TEXT})
 THINKING = object_of({"type": enum(*THINKS)})
+
+PARALLEL = {"disable_parallel_tool_use": {"type": "boolean"}}
 
 
 def _message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +100,6 @@ TOOLS = array(
         object_of({"type": shapes.other_type(*OWN_TOOLS)}, {"input_schema": shapes.NULL}),
     )
 )
-PARALLEL = {"disable_parallel_tool_use": {"type": "boolean"}}
 TOOL_CHOICE = any_of(
     object_of({"type": enum("auto", "any", "none")}, PARALLEL),
     object_of({"type": enum("tool"), "name": shapes.TEXT}, PARALLEL),
@@ -117,12 +116,12 @@ METADATA = object_of({}, {"user_id": {**shapes.TEXT, "maxLength": MAX_USER_CHARS
 class CountTokensRequest(RequestModel):
     """POST /v1/messages/count_tokens"""
 
-    inner: ClassVar[Mapping[str, Place]] = {
+    inner: ClassVar[Mapping[str, FieldRules]] = {
         "messages": MESSAGE,
         "system": DOCUMENT,
         "tools": TOOL,
-        "thinking": Place(frozenset({"type"})),
-        "tool_choice": Place(frozenset({"type", "name", "disable_parallel_tool_use"})),
+        "thinking": FieldRules(frozenset({"type"})),
+        "tool_choice": FieldRules(frozenset({"type", "name", "disable_parallel_tool_use"})),
         "output_config": OUTPUT,
     }
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
@@ -150,7 +149,9 @@ class CountTokensRequest(RequestModel):
 
 
 class MessagesRequest(CountTokensRequest, SamplerFields):
-    """POST /v1/messages; samplers beside `temperature`, `top_p` and `top_k` are quire's own, as the last two fields."""
+    """POST /v1/messages; samplers besides `temperature`, `top_p` and `top_k`, and the last two fields, are quire's
+    own.
+    """
 
     max_tokens: int
     stream: bool = False
@@ -164,7 +165,7 @@ class TokenCount(msgspec.Struct):
 
 
 class MessageUsage(msgspec.Struct):
-    """`input_tokens` are those that were computed; those found in the prefix cache stand apart."""
+    """Token counts; `input_tokens` excludes tokens found in the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -177,7 +178,7 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    """Nobody signs reasoning here, so the signature is empty."""
+    """Reasoning; the signature is empty, because reasoning is not signed."""
 
     thinking: str
     signature: str = ""
@@ -256,5 +257,5 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
     pass
 
 
+# Events of a stream.
 AnyEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
-"""What a stream is made of."""

@@ -1,6 +1,6 @@
 """Anthropic's messages, whole and as events.
 
-Invariant: blocks are numbered from 0 without gaps, one is open at a time, and the deltas of each join to the block of
+Invariant: blocks are numbered from 0 without gaps. One is open at a time, and its deltas concatenate to the block of
 the whole message.
 """
 
@@ -31,7 +31,7 @@ from quire.entrypoints.anthropic.protocol import (
 )
 from quire.entrypoints.openai.errors import anthropic_body, body_of, status_of
 from quire.entrypoints.openai.protocol.responses import ChatChunk, ToolCallMessage, Usage
-from quire.entrypoints.openai.streaming import Wire
+from quire.entrypoints.openai.streaming import StreamFormat
 from quire.entrypoints.openai.translation import Piece, as_object
 from quire.outputs import RequestStateStats
 
@@ -44,13 +44,15 @@ def _error_event(error: BaseException, request_id: str) -> bytes:
 
 
 class MessageWriter:
-    """Writes one message."""
+    """Writer of one message."""
 
-    wire = Wire("text/event-stream", _error_event, ping=b'event: ping\ndata: {"type": "ping"}\n\n')
+    stream_format = StreamFormat(
+        "text/event-stream", _error_event, ping=b'event: ping\ndata: {"type": "ping"}\n\n'
+    )
 
     def __init__(self, message_id: str, model: str) -> None:
         self._message = Message(id=message_id, model=model, content=[], usage=MessageUsage(0, 0))
-        self._pieces: list[str] = []  # of the block that is open
+        self._pieces: list[str] = []  # pieces of the open block
         self._call_index = -1
 
     def encode(self, event: msgspec.Struct) -> bytes:
@@ -112,7 +114,7 @@ class MessageWriter:
         yield BlockStart(self._index, block)
 
     def _stop(self) -> Iterator[msgspec.Struct]:
-        """End the open block, which is now known as a whole."""
+        """Close the open block, which is now complete."""
         block, whole = self._open_block, "".join(self._pieces)
         if block is None:
             return

@@ -1,1 +1,1 @@
-"""Chat: templates that turn a conversation into token ids, and parsers that find tool calls in what comes back."""
+"""Chat: templates that render a conversation to token ids, and parsers of tool calls and reasoning."""

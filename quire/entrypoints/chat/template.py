@@ -1,7 +1,8 @@
-"""`ChatTemplate`: from a conversation to the token ids of its prompt.
+"""`ChatTemplate`: conversation -> token ids of its prompt.
 
-Invariant: only the operator chooses the template. A conversation is data: it cannot reach the template's
-options, and its text never becomes a special token (`quire.entrypoints.chat.plain_text` tells how).
+Invariant: only the operator chooses the template. A conversation is data: it cannot set the template's variables, and
+its text never becomes a special token (`PlainText` in `quire.entrypoints.chat.messages`).
+`ThinkingSwitch` detects from the template's options and output whether thinking is disabled.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateSyntaxError, meta, nodes
 
-from quire.entrypoints.chat.budget import TemplateRefusalError
-from quire.entrypoints.chat.call_arguments import with_argument_texts
-from quire.entrypoints.chat.call_ids import forms_of, have_calls, with_call_ids
-from quire.entrypoints.chat.environment import make_environment
-from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES, Adjusted, checked_messages
-from quire.entrypoints.chat.plain_text import Encoder, Literals, PlainText
-from quire.entrypoints.chat.system_messages import Arrangement, arrangements
+from quire.entrypoints.chat.call_arguments import forms_of, have_calls, with_argument_texts, with_call_ids
+from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
+from quire.entrypoints.chat.formats.format import ReasoningFormat
+from quire.entrypoints.chat.messages import (
+    ROLE_ALIASES,
+    ROLES,
+    Adjusted,
+    Arrangement,
+    PlainText,
+    SpecialTokenTexts,
+    TextEncoder,
+    arrangements,
+    checked_messages,
+)
 from quire.entrypoints.chat.tool_places import (
     PROBE_MESSAGES,
     PROBE_TOOL,
@@ -47,16 +55,24 @@ OWN_VARIABLES = frozenset(
         "eos_token",
     }
 )
-FOR_TOOLS = "tool_use"
-"""The name of a template for conversations with tools, as some models have one."""
+FOR_TOOLS = "tool_use"  # Name of a template for conversations with tools, which some models have.
 PROBE = "quire probes the content format"
 NO_OPTIONS: Mapping[str, Any] = {}
 USER: ChatMessage = {"role": "user", "content": "x"}
 ASSISTANT: ChatMessage = {"role": "assistant", "content": "y"}
 
+SWITCHES = frozenset(
+    {"enable_thinking", "thinking", "thinking_mode", "thinking_option", "thinking_effort", "thinking_budget",
+     "enable_reasoning", "reasoning", "reasoning_effort", "reasoning_budget", "think"}
+)  # fmt: skip  # Options by which published templates enable and disable thinking.
+PAIRS: tuple[tuple[Any, Any], ...] = (
+    (True, False), ("high", "none"), ("on", "off"), ("enabled", "disabled"), ("thinking", "chat"),
+)  # fmt: skip  # Values (on, off) of these options; a budget of 0 equals False.
+MAX_KEPT = 64
 
-class TemplateTokenizer(Encoder, Protocol):
-    """What a chat template needs to know of a tokenizer; `quire.engine.tokenizer.Tokenizer` has it."""
+
+class TemplateTokenizer(TextEncoder, Protocol):
+    """Tokenizer properties that a chat template needs; `quire.engine.tokenizer.Tokenizer` provides them."""
 
     chat_templates: dict[str, str]
     named_tokens: dict[str, str]
@@ -72,14 +88,14 @@ class TemplateTokenizer(Encoder, Protocol):
 
 
 class TemplateFailureError(ValidationError):
-    """The template takes a conversation in no such form."""
+    """Raised when the template rejects every arrangement of a conversation."""
 
 
 class RenderedChat:
-    """A conversation as the model will read it; `text` is for people, and for whoever wants to know its length.
+    """Rendered conversation; `text` is for display and length checks.
 
     Args:
-        adjusted: what was changed of the client's messages, for example for a template that refuses them.
+        adjusted: changes to the client's messages, for example for a template that rejects them.
     """
 
     def __init__(self, plain: PlainText, marked: str, adjusted: Adjusted | None = None) -> None:
@@ -91,11 +107,11 @@ class RenderedChat:
     def text(self) -> str:
         return self._plain.unmark(self._marked)
 
-    def encode(self, tokenizer: Encoder) -> list[int]:
-        """Token ids; the template's special tokens are tokens, the conversation's are text.
+    def encode(self, tokenizer: TextEncoder) -> list[int]:
+        """Return the token ids; only the template's own special tokens become special tokens.
 
         Raises:
-            ValidationError: there is text that is not valid Unicode.
+            ValidationError: a text is not valid Unicode.
         """
         try:
             return self._plain.encode(tokenizer, self._marked)
@@ -108,14 +124,14 @@ class ChatTemplate:
 
     Args:
         source: Jinja text.
-        bos_token, eos_token: given to the template under these names.
-        named_tokens: further special tokens that the template gets under their names (`pad_token`).
+        bos_token, eos_token: variables of these names.
+        named_tokens: further special tokens as variables (`pad_token`).
         special_tokens: literals that user text must not turn into tokens.
-        for_tools: the template for conversations with tools, if the model has one of its own for them.
-        content_format: "string" or "openai" (a list of parts) is how it gets a message's content; "auto" tries both.
+        for_tools: a separate template for conversations with tools, if the model has one.
+        content_format: form of a message's content, "string" or "openai" (a list of parts); "auto" probes both.
 
     Raises:
-        ConfigError: the text is no valid template.
+        ConfigError: the template is invalid.
     """
 
     def __init__(
@@ -141,13 +157,13 @@ class ChatTemplate:
         self.source = source
         tree = environment.parse(source)
         self._aliases = {} if _says(tree, "developer") else ROLE_ALIASES
-        undeclared = meta.find_undeclared_variables(tree)  # which changes the tree: it computes constants
+        undeclared = meta.find_undeclared_variables(tree)  # modifies the tree by folding constants
         self.variables = frozenset(undeclared) - environment.globals.keys()
         self._for_tools = for_tools
         if for_tools is not None:
             self.variables |= for_tools.variables | {"tools"}
         self._tokens = {**(named_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
-        self._literals = Literals(special_tokens)
+        self._literals = SpecialTokenTexts(special_tokens)
         self._reads_name: dict[str, bool] = {}
         self._takes_first: dict[str, bool] = {}
         self._takes_later: dict[str, bool] = {}
@@ -163,7 +179,7 @@ class ChatTemplate:
             self.variables |= {"tools"}
 
     def reads_name(self, role: str) -> bool:
-        """Whether the `name` of a message of this role may become part of a prompt; tried once for each role."""
+        """Return whether a message's `name` affects the prompt for this role; probed once per role."""
         role = self._aliases.get(role, role)
         if role in ROLES and role not in self._reads_name:
             message = {"role": role, "content": "x"}
@@ -171,22 +187,22 @@ class ChatTemplate:
         return self._reads_name.get(role, True)
 
     def probe(self, options: Mapping[str, Any]) -> str | None:
-        """Return the prompt of a short conversation with these options; None if the template fails on it."""
+        """Return the prompt of a short conversation with these options; None if the template fails."""
         try:
             return self._run_bare(
                 [{"role": "user", "content": PROBE}], {**options, "add_generation_prompt": True}
             )
-        except Exception:  # the template is foreign code and may refuse any value; then there is no telling
+        except Exception:  # untrusted template code may fail for any value; then nothing is known
             return None
 
     def takes_first(self, role: str) -> bool:
-        """Return whether a message of this role is shown at the beginning of a conversation; tried once."""
+        """Return whether a message of this role is shown at the beginning of a conversation; probed once."""
         if role not in self._takes_first:
             self._takes_first[role] = self._may_show(role, [], [USER])
         return self._takes_first[role]
 
     def takes_later(self, role: str) -> bool:
-        """Return whether a message of this role is shown behind a user's and behind an assistant's; tried once."""
+        """Return whether a message of this role is shown after a user's and an assistant's; probed once."""
         if role not in self._takes_later:
             behind_user = self._may_show(role, [USER], [ASSISTANT, USER])
             self._takes_later[role] = behind_user and self._may_show(role, [USER, ASSISTANT], [USER])
@@ -196,11 +212,11 @@ class ChatTemplate:
     def from_tokenizer(
         tokenizer: TemplateTokenizer, override: str | Path | None = None, content_format: str = "auto"
     ) -> ChatTemplate:
-        """The model's own template, or `override`: the name of one of the model's, a file, or the text of a template.
+        """Return the model's own template, or `override`: the name of one of its templates, a file, or template text.
 
         Raises:
             ValidationError: there is neither.
-            ConfigError: the file does not exist, or the template is not valid.
+            ConfigError: the file does not exist, or the template is invalid.
         """
         named = tokenizer.chat_templates
         source = named.get("default" if override is None else str(override))
@@ -232,7 +248,7 @@ class ChatTemplate:
 
     @property
     def all_sources(self) -> str:
-        """The texts of this template and of the one for tools."""
+        """Text of this template and of the one for tools."""
         return self.source + (self._for_tools.source if self._for_tools is not None else "")
 
     def render(
@@ -246,16 +262,16 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **chat_template_kwargs: Any,
     ) -> str:
-        """The prompt as text, for people to read; `encode` is what a model should be given.
+        """Return the prompt as text for display; `encode` is for the model.
 
         Raises:
-            ValidationError: a bad message or option, or the template refused the conversation.
+            ValidationError: a message or option is invalid, or the template rejected the conversation.
         """
         options = {"tools": tools, "documents": documents, **chat_template_kwargs}
         return self._render(messages, options, add_generation_prompt, continue_final_message).text
 
     def try_render(self, messages: Conversation, /, **options: Any) -> str | None:
-        """Return the prompt without the options that the template does not read; None if it cannot be rendered."""
+        """Return the prompt, ignoring options that the template does not read; None if it cannot be rendered."""
         if self._for_tools is not None and options.get("tools"):
             return self._for_tools.try_render(messages, **options)
         messages, options = self._tool_place.put(messages, options)
@@ -265,7 +281,7 @@ class ChatTemplate:
         context = {**self._tokens, "tools": None, "documents": None, **known, "messages": messages}
         try:
             return _bounded_join(self._template.generate(context))
-        except Exception:  # the template is foreign code; that it fails is the answer
+        except Exception:  # untrusted template code; its failure is the answer
             return None
 
     def compose(
@@ -279,7 +295,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **chat_template_kwargs: Any,
     ) -> RenderedChat:
-        """The prompt, ready to be tokenized.
+        """Return the prompt, ready for tokenization.
 
         Raises:
             ValidationError: as `render`.
@@ -290,12 +306,12 @@ class ChatTemplate:
     def compose_pair(
         self, query: str, document: str, instruction: str, options: Mapping[str, Any]
     ) -> RenderedChat:
-        """Two texts as one prompt, ready to be tokenized, by a template of a reranker: it has a message of each role.
+        """Return the prompt of a text pair, for a reranker's template with one message per role.
 
-        What the model is told before them, if anything, is a message of the system's.
+        A non-empty instruction is the system message.
 
         Raises:
-            ValidationError: the template refused them.
+            ValidationError: the template rejected them.
         """
         told = {"system": instruction, "query": query, "document": document}
         messages = [{"role": role, "content": content} for role, content in told.items() if content]
@@ -305,8 +321,8 @@ class ChatTemplate:
             plain, self._run(plain, {"add_generation_prompt": False, **options, "messages": protected})
         )
 
-    def encode(self, tokenizer: Encoder, messages: Conversation, /, **options: Any) -> list[int]:
-        """The token ids of what `compose` makes of the same arguments."""
+    def encode(self, tokenizer: TextEncoder, messages: Conversation, /, **options: Any) -> list[int]:
+        """Return the token ids of `compose` with the same arguments."""
         return self.compose(messages, **options).encode(tokenizer)
 
     def _render(
@@ -341,7 +357,7 @@ class ChatTemplate:
         raise refusal
 
     def _arrangements(self, messages: list[ChatMessage], *, keeps_last: bool) -> Iterator[Arrangement]:
-        """Yield the forms of a conversation that this template may take, the client's own first."""
+        """Yield the variants of a conversation that this template may accept, the client's own first."""
         forms = [messages]
         if have_calls(messages):
             forms = [with_call_ids(messages, form) for form in self._id_forms]
@@ -381,8 +397,8 @@ class ChatTemplate:
         except TemplateRefusalError as error:
             reason = f"the chat template refused the messages: {plain.unmark(error.message or '')}"
             raise TemplateFailureError(reason, param="messages") from None
-        except Exception as error:  # the template is foreign code: whatever it does wrong ends here
-            # Neither the error's own words nor what it was called with: they may quote the messages.
+        except Exception as error:  # untrusted template code may raise anything
+            # The error's text and arguments are omitted: they may quote the messages.
             logger.warning(
                 "the chat template failed with %s at its line %s", type(error).__name__, _line_of(error)
             )
@@ -391,20 +407,20 @@ class ChatTemplate:
             ) from None
 
     def _may_show(self, role: str, before: list[ChatMessage], after: list[ChatMessage]) -> bool:
-        """Return False if the template refuses a message there, or leaves it out."""
+        """Return False if the template rejects or omits a message of this role there."""
         try:
             return PROBE in self._run_bare([*before, {"role": role, "content": PROBE}, *after])
         except TemplateRefusalError:
             return False
-        except Exception:  # foreign code that may fail on the probe alone, for lack of tools for example
+        except Exception:  # untrusted code may fail for the probe only, for example without tools
             return True
 
     def _tells_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Whether a conversation in which one message stands for the other becomes another prompt, or none."""
+        """Return whether replacing one message by the other may change the prompt."""
         before = [] if one["role"] in ("user", "system", "developer") else [{"role": "user", "content": "x"}]
         try:
             prompts = [self._run_bare([*before, message]) for message in (one, other)]
-        except Exception:  # the template is foreign code and may refuse these; then there is no telling
+        except Exception:  # untrusted template code may reject both; then nothing is known
             return True
         return prompts[0] != prompts[1]
 
@@ -413,33 +429,33 @@ class ChatTemplate:
         return self._template.render({**self._tokens, **options, "messages": messages})
 
     def _shows_tools(self, place: ToolPlace, name: str) -> bool:
-        """Return whether a tool at this place has its name in the prompt."""
+        """Return whether a tool at this place appears in the prompt."""
         messages, options = place.put(PROBE_MESSAGES, {"tools": [PROBE_TOOL]})
         try:
             return name in self._run_bare(messages, options)
-        except Exception:  # the template is foreign code; that it fails on the probe is the answer
+        except Exception:  # untrusted template code; its failure is the answer
             return False
 
     def _shows(self, content: Any) -> bool:
-        """Whether a user message with this content has its text in the prompt, and nothing of its structure."""
+        """Return whether a user message's content is shown as text, without its structure."""
         context = {**self._tokens, "messages": [{"role": "user", "content": content}]}
         try:
             rendered = self._template.render(context)
-        except Exception:  # the template is foreign code; that it fails on the probe is the answer
+        except Exception:  # untrusted template code; its failure is the answer
             return False
         return PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
 
 
 def _says(tree: nodes.Template, word: str) -> bool:
-    """Whether a template has this string among its own, as one has that knows a role."""
+    """Return whether a template contains this string constant, for instance a role."""
     return any(constant.value == word for constant in tree.find_all(nodes.Const))
 
 
 def read_template(template: str | Path, names: Iterable[str] = ()) -> str:
-    """The text of a template given as a file name or as itself.
+    """Return the text of a template given as a file name or as text.
 
     Raises:
-        ConfigError: it looks like a file name, and there is no such file.
+        ConfigError: it looks like the name of a file that does not exist.
     """
     text = str(template)
     if "{" in text or "\n" in text:
@@ -453,13 +469,13 @@ def read_template(template: str | Path, names: Iterable[str] = ()) -> str:
 
 
 def _line_of(error: BaseException) -> int | str:
-    """The line of the template at which it failed."""
+    """Return the template's line that failed."""
     lines = [number for frame, number in traceback.walk_tb(error.__traceback__) if _is_template(frame)]
     return lines[-1] if lines else "?"
 
 
 def _is_template(frame: FrameType) -> bool:
-    """Jinja calls so what did not come from a file."""
+    """Return whether a frame belongs to a template; Jinja uses these names without a file."""
     return frame.f_code.co_filename in ("<template>", "<unknown>")
 
 
@@ -478,14 +494,14 @@ def _bounded_join(pieces: Iterable[str]) -> str:
         num_chars += len(piece)
         if num_chars > MAX_RENDERED_CHARS:
             raise ValidationError(
-                f"the chat template makes more than {MAX_RENDERED_CHARS} characters of these messages",
+                f"the chat template produces more than {MAX_RENDERED_CHARS} characters from these messages",
                 param="messages",
             )
     return "".join(kept)
 
 
 def _cut_at(end: str, rendered: str) -> str:
-    """End the prompt inside its last message, where the model is to go on."""
+    """Cut the prompt inside its last message, where the model continues."""
     kept, found, _ = rendered.rpartition(end)
     if not found:
         raise ValidationError(
@@ -493,3 +509,46 @@ def _cut_at(end: str, rendered: str) -> str:
             param="continue_final_message",
         )
     return kept
+
+
+class ThinkingSwitch:
+    """Detector of disabled thinking.
+
+    Args:
+        reasoning: the model's reasoning format; None if it has none.
+    """
+
+    def __init__(self, template: ChatTemplate, reasoning: ReasoningFormat | None) -> None:
+        self._template = template
+        self._reasoning = reasoning
+        self._names = sorted(SWITCHES & template.variables)
+        self._known: dict[tuple[str, ...], bool] = {}
+
+    def is_off(self, options: Mapping[str, Any]) -> bool:
+        """Return whether these options disable reasoning."""
+        given = {name: options[name] for name in self._names if name in options}
+        key = tuple(f"{name}={value!r}" for name, value in given.items())
+        if key not in self._known:
+            if len(self._known) >= MAX_KEPT:
+                self._known.clear()
+            self._known[key] = self._find_out(given)
+        return self._known[key]
+
+    def _find_out(self, given: Mapping[str, Any]) -> bool:
+        if self._reasoning is None:
+            return False
+        if any(value == off for value in given.values() for _, off in PAIRS):
+            return True
+        prompt = self._template.probe(given)
+        return prompt is not None and any(self._lacks(prompt, name, given) for name in self._names)
+
+    def _lacks(self, prompt: str, name: str, given: Mapping[str, Any]) -> bool:
+        """Return whether the prompt equals the one with the option off, or lacks the reasoning that it opens."""
+        assert self._reasoning is not None
+        for on, off in PAIRS:
+            with_it, without = (self._template.probe({**given, name: value}) for value in (on, off))
+            if with_it in (None, without, prompt):
+                continue
+            if prompt == without or self._reasoning.is_open_after(with_it):
+                return True
+        return False

@@ -1,19 +1,21 @@
-"""Tool calls, and what follows a model's reasoning, as constraints: made of the same rows by which answers are read.
+"""Constraints on answers with tool calls and reasoning, from the same format rows that parse answers.
 
-Invariant: what a constraint allows is read as calls of these functions, with arguments that their schemas allow.
+Invariant: every allowed text is parsed as calls of these functions with valid arguments. A constraint depends on the
+state in which the answer begins, as the reader does.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from quire.entrypoints.chat.formats.constraint import (
     NOTHING,
     Form,
     Schema,
-    UnsayableError,
+    UnenforceableError,
     either,
     fixed,
     listed,
@@ -23,15 +25,14 @@ from quire.entrypoints.chat.formats.constraint import (
 )
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.errors import ValidationError
-from quire.structured_output.pointer import pointer
-from quire.structured_output.structural_tag import settle_tag
+from quire.structured_output.schema import pointer
+from quire.structured_output.structural_tag import normalize_tag
 
-GAP = r"[ \n]{0,4}"
-"""What may stand between a marker and what it belongs to."""
+GAP = r"[ \n]{0,4}"  # White space allowed between a marker and its content.
 
 
 class Function(NamedTuple):
-    """A function that may be called; unless `strict`, with any arguments. `field` of the request is its schema."""
+    """Function that may be called; unless `strict`, with any arguments. `field` is the schema's path in the request."""
 
     name: str
     schema: Schema
@@ -40,7 +41,7 @@ class Function(NamedTuple):
 
 
 def calls_only(tools: ToolFormat, functions: Iterable[Function], *, at_most_one: bool) -> Form:
-    """A text that is one or more calls of these functions, and nothing else.
+    """Match one or more calls of these functions, and nothing else.
 
     Raises:
         ValidationError: they cannot be enforced in this format.
@@ -54,25 +55,25 @@ def calls_only(tools: ToolFormat, functions: Iterable[Function], *, at_most_one:
 
 
 def one_call(tools: ToolFormat, functions: Iterable[Function]) -> Form:
-    """A call of one of these functions, without what stands around calls.
+    """Match one call, without the markers around calls.
 
     Raises:
-        ValidationError: one cannot be enforced in this format.
+        ValidationError: a function cannot be enforced in this format.
     """
     return either([_call(tools, function) for function in functions])
 
 
 def is_enforceable(tools: ToolFormat, function: Function) -> bool:
-    """Whether calls can be kept to the function's schema, as far as that is known without compiling it."""
+    """Return whether the function's schema can be enforced, as far as known without compilation."""
     try:
-        settle_tag(calls_only(tools, [function], at_most_one=True), closed=False)
+        normalize_tag(calls_only(tools, [function], at_most_one=True), closed=False)
     except ValidationError:
         return False
     return True
 
 
 def calls_in_text(tools: ToolFormat, functions: Iterable[Function], *, at_most_one: bool) -> Form:
-    """Any text, in which what begins like a call is one of these.
+    """Match any text in which every call-like beginning is a call of these functions.
 
     Raises:
         ValidationError: they cannot be enforced in this format.
@@ -101,7 +102,7 @@ def calls_in_text(tools: ToolFormat, functions: Iterable[Function], *, at_most_o
 
 
 def free_text(excludes: Sequence[str], *, not_first: str = "") -> Form:
-    """Text without these, which does not begin with one of those characters."""
+    """Match text without `excludes` that does not begin with a character of `not_first`."""
     if not excludes and not not_first:
         return {"type": "any_text"}
     return {"type": "any_text", "excludes": list(excludes), "not_first": not_first}
@@ -110,7 +111,7 @@ def free_text(excludes: Sequence[str], *, not_first: str = "") -> Form:
 def after_reasoning(
     wanted: Form, reasoning: ReasoningFormat, tools: ToolFormat | None, *, is_open: bool, may_open: bool
 ) -> Form:
-    """What is wanted of an answer, behind its reasoning.
+    """Match reasoning followed by `wanted`.
 
     Args:
         is_open: the answer begins inside of the reasoning.
@@ -135,9 +136,9 @@ def after_reasoning(
 
 
 def _section(tools: ToolFormat, call: Form, most: int | None) -> tuple[Form, str]:
-    """The calls of one section, and its end.
+    """Return the calls of one section, and its end.
 
-    Where the text between two calls begins as the end does, it belongs to each call: a grammar does not look ahead.
+    If the separator and the end share a beginning, it becomes part of each call, since a grammar has no lookahead.
     """
     separator, closing = tools.separator, tools.closing
     shared = next(
@@ -153,7 +154,7 @@ def _call(tools: ToolFormat, function: Function) -> Form:
     try:
         schema = _with_good_names(tools, function)
         form = syntax.constraint(function.name, schema, strict=function.strict)
-    except UnsayableError as error:
+    except UnenforceableError as error:
         why = f"--tool-call-parser {tools.name} cannot be enforced for the function {function.name!r:.80}: {error}"
         raise ValidationError(
             f"{function.field} at {pointer(error.path)}: {why}", param=function.field
@@ -162,23 +163,93 @@ def _call(tools: ToolFormat, function: Function) -> Form:
 
 
 def _with_good_names(tools: ToolFormat, function: Function) -> Schema:
-    """Return the function's schema; unless `strict`, without arguments whose names a call cannot hold.
+    """Return the function's schema; unless `strict`, without arguments whose names a call cannot express.
 
     Raises:
-        UnsayableError: the function's name, or that of an argument, would be read as another.
+        UnenforceableError: the function's name, or an argument's, would be parsed differently.
     """
     properties = function.schema.get("properties")
     names = list(properties) if isinstance(properties, Mapping) else []
     if _is_read_back(tools, function.name, names):
         return function.schema
     if function.strict or not isinstance(properties, Mapping) or not _is_read_back(tools, function.name, []):
-        raise UnsayableError("its name, or that of an argument, would be read as another")
+        raise UnenforceableError("its name, or that of an argument, would be read as another")
     good = {name: properties[name] for name in names if _is_read_back(tools, function.name, [name])}
     return {**function.schema, "properties": good}
 
 
 def _is_read_back(tools: ToolFormat, function: str, names: Sequence[str]) -> bool:
-    """Tell whether a call with arguments of these names is read as such."""
+    """Return whether a call with arguments of these names is parsed back identically."""
     syntax = tools.calls[0]
     call = syntax.parse(syntax.write(function, dict.fromkeys(names, 0)), {})
     return call is not None and call.name == function and set(json.loads(call.arguments)) == set(names)
+
+
+class Calls(NamedTuple):
+    """Functions that may be called, and whether several calls are allowed."""
+
+    functions: list[Function]
+    at_most_one: bool
+
+
+class AnswerGrammar(Protocol):
+    """Grammar of one answer in its model's format.
+
+    Raises:
+        ValidationError: the constraint cannot be enforced in this format, or from this state.
+    """
+
+    def text(self, wanted: Form) -> Form:
+        """Match this text without calls; returns `wanted` itself if nothing precedes it."""
+        ...
+
+    def calls(self, calls: Calls) -> Form:
+        """Match one or more calls without text."""
+        ...
+
+    def text_or_calls(self, wanted: Form, calls: Calls) -> Form:
+        """Match either of both."""
+        ...
+
+    def calls_in_text(self, calls: Calls) -> Form:
+        """Match any text in which every call-like beginning is a call of these functions."""
+        ...
+
+
+@dataclass(frozen=True)
+class MarkerGrammar:
+    """Grammar of a format with markers; see `AnswerGrammar`.
+
+    Args:
+        is_open: the answer begins inside of the reasoning.
+        may_open: it may begin with reasoning.
+    """
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    is_open: bool = False
+    may_open: bool = True
+
+    def text(self, wanted: Form) -> Form:
+        if self.reasoning is None:
+            return wanted
+        return after_reasoning(
+            wanted, self.reasoning, self.tools, is_open=self.is_open, may_open=self.may_open
+        )
+
+    def calls(self, calls: Calls) -> Form:
+        return self.text(self._only(calls))
+
+    def text_or_calls(self, wanted: Form, calls: Calls) -> Form:
+        return self.text(either([wanted, self._only(calls)]))
+
+    def calls_in_text(self, calls: Calls) -> Form:
+        return self.text(calls_in_text(self._tools, calls.functions, at_most_one=calls.at_most_one))
+
+    def _only(self, calls: Calls) -> Form:
+        return calls_only(self._tools, calls.functions, at_most_one=calls.at_most_one)
+
+    @property
+    def _tools(self) -> ToolFormat:
+        assert self.tools is not None, "checked by `tools_in_use`"
+        return self.tools

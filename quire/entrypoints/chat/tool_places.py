@@ -53,8 +53,8 @@ class ToolPlace:
 
 
 TOOLS_VARIABLE = ToolPlace(FIELD)
+# Places in published templates: nearly all; SmolLM 3; GLM-4 9B of 2024; Phi-4-mini.
 PLACES = (TOOLS_VARIABLE, ToolPlace("xml_tools"), ToolPlace(), ToolPlace(as_text=True))
-"""Places that published templates have: nearly all, SmolLM 3, GLM-4 9B of 2024, Phi-4-mini."""
 
 
 def place_of_tools(
@@ -76,7 +76,7 @@ def place_of_tools(
 
 
 def _with_field(messages: Sequence[ChatMessage], tools: Any) -> list[ChatMessage]:
-    """Return the messages with the field in the first one, which is the system's."""
+    """Return the messages with the field in the system message, which is the first one."""
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], FIELD: tools}, *messages[1:]]
     return [{"role": "system", "content": "", FIELD: tools}, *messages]

@@ -1,4 +1,4 @@
-"""The tools of a request, checked: what the server and `LLM.chat` share."""
+"""Validation of a request's tools, shared by the server and `LLM.chat`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from quire.entrypoints.chat.formats.choice import AnswerFormat
-from quire.entrypoints.chat.formats.events import ToolCall, Tools
 from quire.entrypoints.chat.formats.format import ToolFormat
+from quire.entrypoints.chat.formats.scanning import ToolCall, Tools
+from quire.entrypoints.chat.formats.selection import AnswerFormat
 from quire.errors import ValidationError
 
-PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""What every format can hold."""
-
+PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # Names that every format can express.
 
 MAY_BE_NULL = ("properties", "required", "type")
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]], places: Sequence[str] = ()) -> Tools:
-    """Return name -> schema of the arguments, of tools as OpenAI describes them.
+    """Return name -> schema of the arguments, for tools in OpenAI's form.
 
     Args:
-        places: the path of each tool's function for errors, if it is not its number in `tools`.
+        places: path of each tool's function for errors, if it is not its index in `tools`.
 
     Raises:
-        ValidationError: one is no function with a name, two have one name, or the schema of a strict one is none of an
-            object. Of other functions a schema that cannot be read says nothing: the model is shown it as it is.
+        ValidationError: a tool is not a function with a name, a name is repeated, or the schema of a strict tool is not
+            of an object. An invalid schema of another tool counts as empty; the model still sees it.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools):
@@ -37,16 +35,18 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]], places: Sequence[str] = ())
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise ValidationError(f"{where} must be an object with a name", param=where)
         if name in schemas:
-            raise ValidationError(f"{where}.name {name!r:.80} is another tool's, too", param=f"{where}.name")
+            raise ValidationError(
+                f"{where}.name {name!r:.80} is already used by another tool", param=f"{where}.name"
+            )
         schemas[name] = _schema(function, f"{where}.parameters")
     return schemas
 
 
 def check_names(tools: Iterable[str], tool_format: ToolFormat, places: Sequence[str] = ()) -> None:
-    """Refuse names that a model cannot write in its format, since these tools could never be called.
+    """Reject names that the model's format cannot express, since these tools could never be called.
 
     Args:
-        places: as those of `tool_schemas`.
+        places: as in `tool_schemas`.
 
     Raises:
         ValidationError: names the first such tool.
@@ -62,14 +62,14 @@ def check_names(tools: Iterable[str], tool_format: ToolFormat, places: Sequence[
 
 @lru_cache(maxsize=1024)
 def _carries(tool_format: ToolFormat, name: str) -> bool:
-    """Whether a call that is written is read as the same call."""
+    """Return whether a written call with this name is parsed back identically."""
     reader = AnswerFormat(tool_format).reader("", {name: {}})
     calls = [*reader.feed(tool_format.write([(name, {})])), *reader.finish()]
     return [call.name for call in calls if isinstance(call, ToolCall)] == [name]
 
 
 def _kinds(schema: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the types that a schema names; those of arguments may name others beside the object."""
+    """Return the types that a schema names; for arguments there may be others besides object."""
     said = schema.get("type", "object")
     return said if isinstance(said, list) else [said]
 
@@ -80,7 +80,7 @@ def _schema(function: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(schema, Mapping):
         raise ValidationError(f"{where} must be the JSON schema of an object", param=where)
-    # Programs write lists and objects without members as null.
+    # Some clients send empty lists and objects as null.
     schema = {key: value for key, value in schema.items() if value is not None or key not in MAY_BE_NULL}
     try:
         return _checked(schema, where)

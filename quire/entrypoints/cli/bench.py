@@ -19,10 +19,9 @@ from quire.bench import startup as startup_bench
 from quire.bench import throughput as throughput_bench
 from quire.bench.backends import BACKENDS, Backend
 from quire.bench.workload import random_prompts
+from quire.entrypoints.cli.chat import bearer_token
 from quire.entrypoints.cli.client import ServerClient
-from quire.entrypoints.cli.conversation import bearer_token
-from quire.entrypoints.cli.options import EngineCommand, engine_config
-from quire.entrypoints.cli.values import HumanInt, Rate
+from quire.entrypoints.cli.options import EngineCommand, HumanInt, Rate, engine_config
 from quire.errors import ConfigError
 
 REQUEST_TIMEOUT_S = 3600.0
@@ -121,15 +120,15 @@ def latency(
 @click.option("--output-len", type=COUNT, default=64, show_default=True, help="Tokens generated per prompt.")
 @click.option("--batch-size", type=COUNT, default=1, show_default=True, help="Prompts per batch.")
 @click.option("--num-iters", type=COUNT, default=5, show_default=True, help="Batches timed.")
-@click.option("--num-drafts", type=COUNT, default=4, show_default=True, help="Tokens guessed at a time.")
+@click.option("--num-drafts", type=COUNT, default=4, show_default=True, help="Draft tokens per step.")
 @click.option(
     "--acceptance-rate",
     "rates",
     type=click.FloatRange(0.0, 1.0),
     multiple=True,
-    help="Share of guesses that are right; may be given several times.  [default: 0, 0.5, 0.8, 1]",
+    help="Share of drafts that are accepted; may be given several times.  [default: 0, 0.5, 0.8, 1]",
 )
-@click.option("--adaptive", is_flag=True, help="Guess as many tokens as pay, and not always all.")
+@click.option("--adaptive", is_flag=True, help="Adapt the number of draft tokens to the acceptance rate.")
 @_json_option
 def speculation(
     input_len: int,
@@ -142,7 +141,7 @@ def speculation(
     json_file: str | None,
     **params: Any,
 ) -> None:
-    """Time batches of random prompts with and without guesses of which a given share is right, offline."""
+    """Time batches of random prompts with and without drafts of which a given share is accepted, offline."""
     config = engine_config(params)
 
     def make(recorded: str, rate: float) -> Backend:
@@ -187,7 +186,9 @@ def startup(num_iters_warmup: int, num_iters: int, json_file: str | None, **para
 @click.option(
     "--request-rate", type=Rate(), default=math.inf, show_default=True, help="Poisson arrivals per second."
 )
-@click.option("--max-concurrency", type=COUNT, help="Most requests in flight; later ones wait here.")
+@click.option(
+    "--max-concurrency", type=COUNT, help="Maximum requests in flight; later ones wait in the client."
+)
 @click.option(
     "--num-warmups", type=COUNT_OR_ZERO, default=1, show_default=True, help="Requests before timing."
 )
@@ -232,11 +233,13 @@ def serve(
     help="Weight format of a linear, such as bfloat16 or int8-precise; may be given several times.",
 )
 @click.option("--threads", type=COUNT, help="Compute threads; default: one per physical core.")
-@click.option("--tape", is_flag=True, help="A decoded step of --rows requests instead, kernel by kernel.")
+@click.option(
+    "--tape", is_flag=True, help="Measure a decode step of --rows requests instead, kernel by kernel."
+)
 @click.option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="With --tape: a directory whose config.json says the model; its weights are random.",
+    help="With --tape: a directory with the model's config.json; the weights are random.",
 )
 @click.option("--quick", is_flag=True, help="The first cases of each suite only, each timed a few times.")
 @_json_option
@@ -252,22 +255,24 @@ def kernels(
 ) -> None:
     """Measure the CPU kernels at the shapes of real models, as shares of this machine's measured limits."""
     from quire.bench import kernels as kernels_bench
-    from quire.bench import tape as tape_bench
-    from quire.kernels.cpu.threads import set_num_threads
+    from quire.bench import step_profile
+    from quire.kernels.cpu.library import set_num_threads
 
     _check_names("--suite", suites, kernels_bench.SUITES)
     _check_names("--weights", weights, kernels_bench.WEIGHTS)
     weights = weights or ("bfloat16", "int8", "int4")
     if tape:
         if suites:
-            raise ConfigError("--suite chooses kernels to be measured alone; --tape measures those of a step")
-        steps = tape_bench.measure(
-            weights, rows or tape_bench.ROWS, model=model, threads=threads, quick=quick
+            raise ConfigError(
+                "--suite selects single kernels, and --tape the kernels of a step; give only one of them"
+            )
+        steps = step_profile.measure(
+            weights, rows or step_profile.ROWS, model=model, threads=threads, quick=quick
         )
         _report(steps.lines(), steps.as_json(), json_file)
         return
     if model is not None:
-        raise ConfigError("--model chooses the model of a step; it takes --tape")
+        raise ConfigError("--model needs --tape, whose step it selects")
     if threads is not None:
         set_num_threads(threads)
     result = kernels_bench.measure(
@@ -285,7 +290,7 @@ def _check_names(option: str, names: Sequence[str], known: Collection[str]) -> N
 def _batches(
     num_batches: int, num_prompts: int, num_tokens: int, vocab_size: int, seed: int
 ) -> list[list[list[int]]]:
-    """Batches that share no prompt, so that a prefix cache gains nothing from one to the next."""
+    """Return batches without common prompts, so that the prefix cache has no effect."""
     prompts = random_prompts(num_batches * num_prompts, num_tokens, range(vocab_size), seed)
     return [prompts[start : start + num_prompts] for start in range(0, len(prompts), num_prompts)]
 
@@ -300,6 +305,6 @@ def _report(lines: Sequence[str], result: Mapping[str, object], json_file: str |
 
 
 def _raise_open_file_limit() -> None:
-    """Allow one connection per request in flight; the soft limit is often 1024."""
+    """Raise the open-file limit to allow one connection per request in flight; the soft limit is often 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,9 +1,8 @@
-"""A small HTTP/1.1 client for OpenAI-compatible servers: one connection per request, JSON or events out.
+"""HTTP/1.1 client for OpenAI-compatible servers, and a printer of streamed answers.
 
-Used by `chat`, `complete` and `bench serve`; asyncio streams keep a thousand requests in flight cheap. A
-response may be chunked, of a given length, or end with the connection (RFC 9112, section 6.3).
-
-Invariant: a connection is closed when its response ends, however it ends.
+Used by `chat`, `complete` and `bench serve`; one connection per request. A response may be chunked, have a length, or
+end with the connection (RFC 9112, section 6.3). Invariant: a connection is closed when its response ends, however it
+ends.
 """
 
 from __future__ import annotations
@@ -16,22 +15,48 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+import click
+
 from quire.errors import ClientError, ConfigError, EngineError, UnavailableError
 from quire.version import __version__
 
-LINE_LIMIT = 2**22
-"""Longest header or event line in bytes; an event with every token's logprobs is long."""
-
+LINE_LIMIT = 2**22  # Longest header or event line in bytes; events with logprobs of many tokens are long.
 Event = dict[str, Any]
 
 
+class AnswerPrinter:
+    """Prints one streamed answer, reasoning dimmed; click omits dimming outside of terminals."""
+
+    def __init__(self) -> None:
+        self._thinks = False
+        self._last = ""
+
+    def thought(self, text: str) -> None:
+        if text:
+            self._thinks = True
+            self._echo(text, dim=True)
+
+    def said(self, text: str) -> None:
+        if text and self._thinks:
+            self._thinks = False
+            self._echo("\n\n" if not self._last.endswith("\n") else "\n")
+        self._echo(text)
+
+    def end(self) -> None:
+        click.echo()
+
+    def _echo(self, text: str, *, dim: bool = False) -> None:
+        self._last = text or self._last
+        click.echo(click.style(text, dim=True) if dim else text, nl=False)
+
+
 class ServerClient:
-    """Talks to one server; `base_url` is what paths are appended to, such as http://localhost:8000/v1.
+    """Client of one server; paths are appended to `base_url`, such as http://localhost:8000/v1.
 
     Raises (all methods):
-        UnavailableError: no connection, or it broke before the response ended.
-        ClientError: the server refused the request (4xx); the message is the server's.
-        EngineError: the server failed (5xx), or sent something that is no OpenAI response.
+        UnavailableError: the connection failed, or broke before the response ended.
+        ClientError: the server rejected the request (4xx); the message is the server's.
+        EngineError: the server failed (5xx), or sent an invalid response.
     """
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
@@ -47,17 +72,17 @@ class ServerClient:
         self._timeout_s = timeout_s
 
     async def get(self, path: str) -> Event:
-        """The JSON object at `path`."""
+        """Return the JSON object at `path`."""
         async with self._exchange("GET", path, None) as body:
             return _json(await _joined(body))
 
     async def post(self, path: str, request: Mapping[str, Any]) -> Event:
-        """The JSON object that answers `request`."""
+        """Return the JSON object that answers `request`."""
         async with self._exchange("POST", path, request) as body:
             return _json(await _joined(body))
 
     async def stream(self, path: str, request: Mapping[str, Any]) -> AsyncGenerator[Event]:
-        """The server-sent events that answer `request`, until `[DONE]`."""
+        """Yield the server-sent events that answer `request`, until `[DONE]`."""
         async with self._exchange("POST", path, request) as body:
             async for data in event_data(body):
                 if data == "[DONE]":
@@ -89,9 +114,11 @@ class ServerClient:
                 finally:
                     writer.close()
         except TimeoutError as error:
-            raise UnavailableError(f"{self.base_url}: no end of answer in {self._timeout_s:g} s") from error
+            raise UnavailableError(
+                f"{self.base_url}: the answer did not end within {self._timeout_s:g} s"
+            ) from error
         except (OSError, asyncio.IncompleteReadError) as error:
-            message = f"cannot talk to {self.base_url}: {error}; is `quire serve` running?"
+            message = f"cannot connect to {self.base_url}: {error}; is `quire serve` running?"
             raise UnavailableError(message) from error
 
     def _head_and_body(self, method: str, path: str, request: Mapping[str, Any] | None) -> bytes:
@@ -111,7 +138,7 @@ class ServerClient:
 
 
 def carries_tokens(event: Event) -> bool:
-    """Whether a streamed chunk brings tokens, which need be no text yet; a chat's first chunk only names the role."""
+    """Return whether a streamed chunk carries tokens, even without text; a chat's first chunk carries only the role."""
     choices = event.get("choices", [])
     return any("text" in choice or _delta_has_tokens(choice.get("delta", {})) for choice in choices)
 
@@ -123,7 +150,7 @@ def _delta_has_tokens(delta: Mapping[str, Any]) -> bool:
 
 
 async def event_data(body: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """The `data` fields of a server-sent event stream, cut anywhere; comments and other fields are skipped."""
+    """Yield the `data` fields of a server-sent event stream split anywhere; other fields are skipped."""
     pending = b""
     async for piece in body:
         *lines, pending = (pending + piece).split(b"\n")
@@ -135,7 +162,7 @@ async def event_data(body: AsyncIterator[bytes]) -> AsyncIterator[str]:
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     status_line = (await reader.readline()).split(maxsplit=2)
     if len(status_line) < 2 or not status_line[0].startswith(b"HTTP/1.") or not status_line[1].isdigit():
-        raise EngineError("the server does not speak HTTP/1.1")
+        raise EngineError("the server's response is not HTTP/1.x")
     headers: dict[str, str] = {}
     while (line := await reader.readline()) not in (b"\r\n", b"\n", b""):
         name, _, value = line.decode("latin-1").partition(":")
@@ -172,9 +199,9 @@ def _json(content: bytes) -> Event:
     try:
         parsed = json.loads(content)
     except ValueError as error:
-        raise EngineError(f"the server sent something that is no JSON: {content[:80]!r}") from error
+        raise EngineError(f"the server's response is not JSON: {content[:80]!r}") from error
     if not isinstance(parsed, dict):
-        raise EngineError(f"the server sent no JSON object: {content[:80]!r}")
+        raise EngineError(f"the server's response is not a JSON object: {content[:80]!r}")
     return parsed
 
 

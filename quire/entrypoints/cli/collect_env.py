@@ -1,7 +1,6 @@
-"""`quire collect-env`: a report to paste into an issue.
+"""`quire collect-env`: environment report for an issue.
 
-Invariant: no secret is in it, and no path tells who one is: values of variables that hold keys are masked, and the
-home directory is `~`.
+Invariant: it contains no secret and no user name: variables that hold keys are masked, and the home directory is `~`.
 """
 
 from __future__ import annotations
@@ -30,15 +29,14 @@ OUR_VARIABLES = (
     "HF_",
     "LD_",
     "PYTHON",
-)
-"""Starts of the names of environment variables that change how quire runs."""
+)  # Prefixes of environment variables that affect quire.
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 CGROUP = Path("/sys/fs/cgroup")
 
 
 @click.command("collect-env")
 def collect_env() -> None:
-    """Print what an issue report needs: `quire doctor` and more, ready to be pasted."""
+    """Print the environment report for an issue: `quire doctor` and more, ready to be pasted."""
     sections = [*(section() for section in SECTIONS), gpu_section(), limits_section()]
     sections += [variables_section(os.environ), packages_section()]
     text = "\n".join(report(sections)).replace(str(Path.home()), "~")
@@ -46,7 +44,7 @@ def collect_env() -> None:
 
 
 def gpu_section() -> Section:
-    """The accelerators that torch sees."""
+    """Return the accelerators that torch detects."""
     try:
         import torch
 
@@ -58,14 +56,14 @@ def gpu_section() -> Section:
 
 
 def limits_section(cgroup: Path = CGROUP) -> Section:
-    """What the operating system or a container allows this process."""
+    """Return the limits of the operating system or container."""
     facts = {name: _first_line(cgroup / name) for name in ("cpu.max", "memory.max")}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Section("Limits", {**facts, "open files": f"{soft} (hard {hard})"})
 
 
 def variables_section(environment: Mapping[str, str]) -> Section:
-    """Environment variables that matter; of keys only that they are set."""
+    """Return the relevant environment variables; keys are masked."""
     facts = {}
     for name in sorted(environment):
         if name.startswith(OUR_VARIABLES):
@@ -74,7 +72,7 @@ def variables_section(environment: Mapping[str, str]) -> Section:
 
 
 def packages_section() -> Section:
-    """All that is installed, and where Python is."""
+    """Return all installed packages, and the path of Python."""
     found = {dist.metadata["Name"] or "?": dist.version for dist in importlib.metadata.distributions()}
     return Section(
         "Packages",

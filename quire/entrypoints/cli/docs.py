@@ -1,6 +1,6 @@
-"""Writes docs/configuration.md from the config classes: `python -m quire.entrypoints.cli.docs [FILE]`.
+"""Generator of docs/configuration.md: `python -m quire.entrypoints.cli.docs [FILE]`.
 
-Invariant: the page says only what the classes and the table of environment variables say; a test compares.
+Invariant: the page is made from the config classes and the table of environment variables only; a test compares.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ ENVIRONMENT = {
     "QUIRE_PLUGINS": "Names of the installed plug-ins to let in, with commas between; default: all; empty: none.",
     "QUIRE_LOG_FORMAT": "What `--log-format` says, of commands that have no such flag.",
     "QUIRE_LOG_LEVEL": f"{', '.join(LEVELS)}; what `--log-level` says, of commands that have no such flag.",
-}
-"""Environment variables and what they do."""
+}  # Environment variable -> meaning.
 
 _TYPE_NAMES = {
     int: "integer",
@@ -58,7 +57,7 @@ _TYPE_NAMES = {
 
 
 def configuration_page() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     parts = [INTRODUCTION]
     for owner in (*child_configs().values(), ServerConfig):
         parts += [f"\n## {owner.__name__.removesuffix('Config')}\n\n{owner.__doc__}\n\n", _table(owner)]

@@ -1,6 +1,7 @@
-"""`quire doctor`: what quire runs on, what it chose, and what is wrong.
+"""`quire doctor`: machine, versions, chosen kernels, and problems.
 
-Invariant: every section can be reported on a broken installation; a fault is a `Problem` with a hint.
+Invariant: every section can be reported on a broken installation; a fault is a `Problem` with a hint. Facts about the
+machine come from Linux's /proc, and are "unknown" without it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,37 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import click
 
 from quire.config import DEMO_MODEL
-from quire.entrypoints.cli import machine
 from quire.errors import StartupError
-from quire.placement import shown
-from quire.platforms import Host
+from quire.platforms import Host, format_processors
 from quire.version import __version__, version_of
+
+PROC = Path("/proc")
+UNKNOWN = "unknown"
+
+INSTRUCTION_SETS = (
+    "avx",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "asimddp",
+    "bf16",
+    "i8mm",
+    "sve",
+)  # Instruction sets relevant to matrix arithmetic on x86 and Arm, as the kernel spells them.
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
 OLDEST_TORCH = (2, 11)
@@ -28,9 +51,58 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "fastapi", "uv
 REINSTALL = "install a C++ compiler (Debian: apt-get install g++) and then quire again"
 
 
+def cpu_model(proc: Path = PROC) -> str:
+    """Return the processor's name."""
+    return _first_value(proc / "cpuinfo", "model name") or platform.machine() or UNKNOWN
+
+
+def instruction_sets(proc: Path = PROC) -> list[str]:
+    """Return the processor's members of `INSTRUCTION_SETS`."""
+    flags = _first_value(proc / "cpuinfo", "flags") or _first_value(proc / "cpuinfo", "Features") or ""
+    return [name for name in INSTRUCTION_SETS if name in flags.split()]
+
+
+def num_cores() -> int:
+    """Return the number of logical processors available to this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_gib(proc: Path = PROC) -> tuple[float, float] | None:
+    """Return (total, available) memory in GiB."""
+    values = [_first_value(proc / "meminfo", name) for name in ("MemTotal", "MemAvailable")]
+    if None in values:
+        return None
+    total, available = (int(value.split()[0]) / 2**20 for value in values if value)
+    return total, available
+
+
+def openmp_runtimes(proc: Path = PROC) -> list[str]:
+    """Return the files of the loaded OpenMP runtimes; two of them compete for the cores."""
+    maps = _read(proc / "self" / "maps")
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/")}
+    return sorted(
+        path for path in paths if Path(path).name.startswith(("libgomp.", "libgomp-", "libiomp5.", "libomp."))
+    )
+
+
+def _first_value(path: Path, key: str) -> str | None:
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong, and what to do about it."""
+    """A problem, and how to solve it."""
 
     what: str
     hint: str
@@ -38,47 +110,47 @@ class Problem:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report."""
+    """One section of the report."""
 
     title: str
     facts: dict[str, str]
     problems: list[Problem] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The section for people."""
+        """Return the section as text."""
         width = max(map(len, self.facts), default=0)
         return [self.title, *(f"  {name:{width}}  {value}" for name, value in self.facts.items())]
 
 
 def machine_section() -> Section:
-    """Processor, memory and operating system."""
-    memory = machine.memory_gib()
+    """Return processor, memory and operating system."""
+    memory = memory_gib()
     facts = {
-        "CPU": machine.cpu_model(),
-        "cores": f"{machine.num_cores()} available to this process",
+        "CPU": cpu_model(),
+        "cores": f"{num_cores()} available to this process",
         **node_facts(Host()),
-        "instruction sets": " ".join(machine.instruction_sets()) or machine.UNKNOWN,
-        "memory": "{:.1f} GiB, {:.1f} GiB available".format(*memory) if memory else machine.UNKNOWN,
+        "instruction sets": " ".join(instruction_sets()) or UNKNOWN,
+        "memory": "{:.1f} GiB, {:.1f} GiB available".format(*memory) if memory else UNKNOWN,
         "system": platform.platform(),
     }
     return Section("Machine", facts)
 
 
 def node_facts(host: Host) -> dict[str, str]:
-    """Of each NUMA node: the processors that this process may use, and memory; replicas keep to nodes."""
+    """Return processors and memory of each NUMA node; replicas are placed by node."""
     return {
-        f"NUMA node {node.number}": f"processors {shown([cpu for core in node.cores for cpu in core])} "
+        f"NUMA node {node.number}": f"processors {format_processors([cpu for core in node.cores for cpu in core])} "
         f"({len(node.cores)} physical cores), {_gib(host.node_bytes(node.number))} of memory"
         for node in host.nodes()
     }
 
 
 def _gib(num_bytes: int | None) -> str:
-    return machine.UNKNOWN if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
+    return UNKNOWN if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
 def versions_section() -> Section:
-    """quire, Python and the packages that matter."""
+    """Return the versions of quire, Python and the main packages."""
     facts = {"quire": __version__, "python": platform.python_version()}
     facts |= {package: version_of(package) or "not installed" for package in PACKAGES}
     problems = [
@@ -89,7 +161,7 @@ def versions_section() -> Section:
 
 
 def python_problems(version: tuple[int, ...]) -> list[Problem]:
-    """What is wrong with this version of Python."""
+    """Return the problems of this Python version."""
     if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
         return []
     hint = f"use Python {_dotted(OLDEST_PYTHON)} to {_dotted(NEWEST_PYTHON)}"
@@ -97,7 +169,7 @@ def python_problems(version: tuple[int, ...]) -> list[Problem]:
 
 
 def torch_problems(version: str | None) -> list[Problem]:
-    """What is wrong with this version of torch."""
+    """Return the problems of this torch version."""
     hint = f"pip install 'torch>={_dotted(OLDEST_TORCH)}'"
     if version is None:
         return [Problem("torch is not installed", hint)]
@@ -107,11 +179,12 @@ def torch_problems(version: str | None) -> list[Problem]:
 
 
 def native_library_section() -> Section:
-    """The C++ kernels: which were loaded, or why none."""
+    """Return the state of the C++ kernels, or why they are not loaded."""
     title = "Native library"
     try:
         import torch
 
+        from quire.kernels import cpu
         from quire.kernels.cpu import library
 
         loaded, status = library.loaded(), library.status()
@@ -123,18 +196,18 @@ def native_library_section() -> Section:
         return Section(title, {"state": "not loaded"}, [Problem(str(error), REINSTALL)])
     if loaded is None:
         return Section(title, {"state": status}, [Problem(status, REINSTALL)])
-    facts = {"state": status, "file": str(library.PATH), "threads": str(torch.get_num_threads())}
+    facts = {"state": status, "file": str(cpu.PATH), "threads": str(torch.get_num_threads())}
     return Section(title, facts | instruction_set_facts(loaded.isa, loaded.missing))
 
 
 def instruction_set_facts(used: str, missing: Mapping[str, str | None]) -> dict[str, str]:
-    """For each instruction set that kernels are written for, best first: whether it is used, or why not."""
+    """Return for each instruction set with kernels, best first, whether it is used, or why not."""
     reasons = {name: reason or f"not used: {used} is chosen" for name, reason in missing.items()}
     return reasons | {used: "used"}
 
 
 def kernels_section() -> Section:
-    """For each op, the implementations tried in float32 on the CPU, in order."""
+    """Return for each op the implementations tried in float32 on the CPU, in order."""
     title = "Kernels (float32 on the CPU)"
     try:
         import torch
@@ -144,15 +217,17 @@ def kernels_section() -> Section:
         table = ops.describe("cpu", torch.float32)
     except (ImportError, OSError, ValueError, RuntimeError, StartupError) as error:
         return Section(
-            title, {}, [Problem(f"the kernels cannot be chosen: {error}", "see the sections above")]
+            title, {}, [Problem(f"the kernels cannot be selected: {error}", "see the sections above")]
         )
     facts = {row.op: f"{', then '.join(row.implementations)} ({row.reason})" for row in table}
     return Section(title, facts)
 
 
-def tapes_section() -> Section:
-    """Which ops keep decode steps off tapes; a model that asks torch for something else says so when it starts."""
-    title = "Tapes (decode steps on the CPU)"
+def recorded_graphs_section() -> Section:
+    """Return the ops that prevent recording of decode steps. A model that needs other torch ops reports that at
+    start.
+    """
+    title = "Recorded kernel graphs (decode steps on the CPU)"
     try:
         import torch
 
@@ -166,15 +241,15 @@ def tapes_section() -> Section:
 
 
 def openmp_section() -> Section:
-    """The OpenMP runtimes in this process, after torch and the kernels were loaded."""
-    runtimes = machine.openmp_runtimes()
+    """Return the loaded OpenMP runtimes, after torch and the kernels were loaded."""
+    runtimes = openmp_runtimes()
     facts = {f"runtime {number}": path for number, path in enumerate(runtimes, start=1)}
     facts["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "not set")
     return Section("OpenMP", facts, openmp_problems(runtimes))
 
 
 def openmp_problems(runtimes: list[str]) -> list[Problem]:
-    """More than one runtime in a process: each starts its own threads."""
+    """Return a problem if there is more than one runtime: each starts its own threads."""
     if len(runtimes) <= 1:
         return []
     what = f"{len(runtimes)} OpenMP runtimes are loaded: {' and '.join(runtimes)}"
@@ -182,7 +257,7 @@ def openmp_problems(runtimes: list[str]) -> list[Problem]:
 
 
 def demo_model_section() -> Section:
-    """The model in the box."""
+    """Return the state of the bundled demo model."""
     try:
         from quire.models.checkpoint import resolve_model_dir
 
@@ -198,15 +273,14 @@ SECTIONS: tuple[Callable[[], Section], ...] = (
     versions_section,
     native_library_section,
     kernels_section,
-    tapes_section,
+    recorded_graphs_section,
     openmp_section,
     demo_model_section,
-)
-"""The report, in order; OpenMP stands after what loads it."""
+)  # Sections in order; OpenMP comes after what loads it.
 
 
 def report(sections: list[Section]) -> list[str]:
-    """All sections, then what is wrong, for people."""
+    """Return all sections, then the problems, as lines of text."""
     problems = [problem for section in sections for problem in section.problems]
     lines = [line for section in sections for line in [*section.lines(), ""]]
     if not problems:

@@ -1,7 +1,7 @@
 """The `quire` command.
 
-Invariant: a command's module is imported when the command is named, and imports torch, the server or the
-engine only when it runs; so help and mistakes are answered at once. A mistake ends in one sentence on stderr.
+Invariant: a command's module is imported when the command is named, and imports torch, the server or the engine only
+when it runs, so help and usage errors are immediate. A usage error ends in one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ COMMANDS = {
     "run": "quire.entrypoints.cli.run",
     "run-batch": "quire.entrypoints.cli.run_batch",
     "chat": "quire.entrypoints.cli.chat",
-    "complete": "quire.entrypoints.cli.complete",
+    "complete": "quire.entrypoints.cli.chat",
     "bench": "quire.entrypoints.cli.bench",
     "quantize": "quire.entrypoints.cli.quantize",
     "trace": "quire.entrypoints.cli.trace",
     "doctor": "quire.entrypoints.cli.doctor",
     "collect-env": "quire.entrypoints.cli.collect_env",
-}
-"""Command -> the module that holds it under the same name, with _ for -."""
+}  # Command -> module that holds it under the same name, with _ for -.
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -39,7 +38,7 @@ EXIT_INTERRUPTED = 130
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command when it is asked for."""
+    """Group that imports commands lazily."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -71,7 +70,7 @@ def cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the process's exit code: 0, 1 (failed) or 2 (wrong use)."""
+    """Run one command and return the process's exit code: 0, 1 (failed) or 2 (usage error)."""
     try:
         configure_logging()
         result: Any = cli.main(args=argv, prog_name="quire", standalone_mode=False)
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.Abort:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Nobody reads any more; the interpreter's last flush must not fail again.
+        # The reader has gone; the interpreter's last flush must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except QuireError as error:

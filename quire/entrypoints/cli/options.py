@@ -1,23 +1,197 @@
-"""Command-line flags, generated from the config classes.
+"""Command-line options generated from the config classes, `--config FILE`, constraint options, and value types.
 
-Invariant: a config field and its flag cannot differ, because name, type, choices, help and default are read
-from the field's one declaration; a flag that is not given is None (or empty) and leaves the default alone.
+Invariant: name, type, choices, help and default of a flag come from the field's one declaration. A flag that is not
+given is None (or empty) and keeps the default. A config file's value applies only where the command line gives none;
+each key is a flag. Value types accept their own results, since values of a config file are already typed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from quire.config import EngineConfig, ServerConfig, child_configs, engine_fields
 from quire.config.fields import Config, OptionInfo, field_types, flag_of, info_of, plain_type
-from quire.entrypoints.cli.config_file import config_file_option
-from quire.entrypoints.cli.values import HumanInt, JsonObject
+from quire.errors import ConfigError
 from quire.logging_setup import configure_logging
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_INTEGER = re.compile(r"([+-]?\d+(?:\.\d+)?)([kKmMgGtT]?)")
+_UNITS = {unit: 1000 ** (power + 1) for power, unit in enumerate("kmgt")}
+_UNITS |= {unit: 1024 ** (power + 1) for power, unit in enumerate("KMGT")}
+_UNITS[""] = 1
+
+
+def config_file_option() -> click.Option:
+    """Return the option `--config`; parsed before all others, because its values become their defaults."""
+    return click.Option(
+        ["--config"],
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=_read_defaults,
+        help="YAML file of flags, without the dashes in front; the command line wins over it.",
+    )
+
+
+def read_config_file(path: str, options: dict[str, click.Option]) -> dict[str, Any]:
+    """Return the file's values by parameter name; keys may use - or _, and null means absent.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a mapping, or has an unknown or repeated key.
+    """
+    values: dict[str, Any] = {}
+    for key, value in _load_mapping(path).items():
+        name = str(key).replace("-", "_")
+        if name not in options:
+            raise ConfigError(f"{path}: unknown key {key!r}{_suggestion(name, options)}")
+        if name in values:
+            raise ConfigError(f"{path}: key {key!r} is given twice, once with - and once with _")
+        if value is not None:
+            values[name] = [value] if options[name].multiple and not isinstance(value, list) else value
+    return values
+
+
+def _read_defaults(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
+    if path is not None:
+        options = {
+            option.name: option
+            for option in ctx.command.params
+            if isinstance(option, click.Option) and option.name and option is not param
+        }
+        ctx.default_map = read_config_file(path, options)
+
+
+def _load_mapping(path: str) -> dict[Any, Any]:
+    import yaml  # imported only if --config is given
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ConfigError(f"--config {path} must hold a mapping of flags to values, not a {kind}")
+    return content
+
+
+def _suggestion(name: str, options: dict[str, click.Option]) -> str:
+    near = difflib.get_close_matches(name, options, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; `--help` lists the flags"
+
+
+def constraint_options(command: Command) -> Command:
+    """Add the constraint options to a command; `structured_outputs` removes them from its parameters."""
+    options = (
+        click.option(
+            "--json-schema", metavar="JSON", help="The answer is JSON of this schema; @FILE reads it."
+        ),
+        click.option("--regex", help="The answer matches this expression as a whole."),
+        click.option("--choice", multiple=True, help="The answer is one of these; given several times."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def structured_outputs(params: dict[str, Any]) -> dict[str, Any] | None:
+    """Remove the constraint from a command's parameters and return it; None if there is none.
+
+    Raises:
+        UsageError: there are several, or the schema is not JSON.
+    """
+    schema, regex, choice = (params.pop(name) for name in ("json_schema", "regex", "choice"))
+    given: dict[str, Any] = {"json": _schema(schema), "regex": regex, "choice": list(choice) or None}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise click.UsageError("give only one of --json-schema, --regex and --choice")
+    return given or None
+
+
+def _schema(text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise click.UsageError(f"--json-schema: {error}") from None
+
+
+class HumanInt(click.ParamType[int]):
+    """An integer; k, m, g, t multiply by powers of 1000 and K, M, G, T by powers of 1024: 2k, 4K, 2.5m.
+
+    `words` maps words to numbers.
+    """
+
+    name = "integer"
+
+    def __init__(self, minimum: int | None = None, words: tuple[tuple[str, int], ...] = ()) -> None:
+        self.minimum = minimum
+        self.words = dict(words)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number = self._number(value, param, ctx)
+        if self.minimum is not None and number < self.minimum:
+            self.fail(f"{value!r} is less than {self.minimum}", param, ctx)
+        return number
+
+    def _number(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if value in self.words:
+            return self.words[value]
+        match = _INTEGER.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is not an integer (1k is 1000, 1K is 1024)", param, ctx)
+        exact = Fraction(match[1]) * _UNITS[match[2]]
+        if exact.denominator != 1:
+            self.fail(f"{value!r} is not a whole number", param, ctx)
+        return int(exact)
+
+
+class JsonObject(click.ParamType[dict[str, Any]]):
+    """A JSON object such as {"temperature": 0.5}."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        try:
+            parsed = json.loads(value)
+        except (TypeError, ValueError) as error:
+            self.fail(f"{value!r} is not JSON: {error}", param, ctx)
+        if not isinstance(parsed, dict):
+            self.fail(f"{value!r} is not a JSON object", param, ctx)
+        return parsed
+
+
+class Rate(click.ParamType[float]):
+    """Requests per second, greater than 0; `inf` is as fast as possible."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            rate = float(value)
+        except (TypeError, ValueError):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        if not rate > 0:
+            self.fail(f"{value!r} is not greater than 0", param, ctx)
+        return rate
+
 
 _CLICK_TYPES: dict[type, click.ParamType[Any]] = {
     int: HumanInt(),
@@ -29,7 +203,7 @@ _CLICK_TYPES: dict[type, click.ParamType[Any]] = {
 
 
 class ConfigOption(click.Option):
-    """The flag of one config field; `section` is its heading in `--help`."""
+    """Flag of one config field; `section` is its heading in `--help`."""
 
     def __init__(self, owner: type[Config], field: dataclasses.Field[Any]) -> None:
         info = info_of(field)
@@ -47,7 +221,7 @@ class ConfigOption(click.Option):
 
 
 class EngineCommand(click.Command):
-    """A command with `--config FILE` and a flag for each field of the engine's configs and `more_configs`."""
+    """Command with `--config FILE` and a flag for each field of the engine's configs and `more_configs`."""
 
     def __init__(self, *args: Any, more_configs: tuple[type[Config], ...] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,7 +230,7 @@ class EngineCommand(click.Command):
             self.params.extend(options_of(owner))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; its log is as its flags say."""
+        """Configure logging by the command's flags, and run it."""
         configure_logging(ctx.params["log_level"], ctx.params["log_format"])
         return super().invoke(ctx)
 
@@ -73,12 +247,12 @@ class EngineCommand(click.Command):
 
 
 def options_of(owner: type[Config]) -> list[ConfigOption]:
-    """One flag for each field of a config class, in the order of the fields."""
+    """Return a flag for each field of a config class, in order."""
     return [ConfigOption(owner, field) for field in dataclasses.fields(owner)]
 
 
 def engine_config(params: Mapping[str, Any]) -> EngineConfig:
-    """The engine's config from parsed flags; other entries of `params` are left alone.
+    """Return the engine's config from parsed flags; other entries of `params` are ignored.
 
     Raises:
         ConfigError: a value is out of range.
@@ -87,12 +261,12 @@ def engine_config(params: Mapping[str, Any]) -> EngineConfig:
 
 
 def server_config(params: Mapping[str, Any]) -> ServerConfig:
-    """The server's config from parsed flags; raises ConfigError as `engine_config` does."""
+    """Return the server's config from parsed flags; raises ConfigError as `engine_config` does."""
     return ServerConfig(**_given(params, field_types(ServerConfig)))
 
 
 def default_note(field: dataclasses.Field[Any]) -> str:
-    """`[default: 16]`, or nothing where the default is empty and the documentation says what that means."""
+    """Return `[default: 16]`, or nothing for an empty default, which the documentation explains."""
     default = default_of(field)
     if default is None or default in ("", (), {}):
         return ""
@@ -101,7 +275,7 @@ def default_note(field: dataclasses.Field[Any]) -> str:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The value of a field that nobody set."""
+    """Return the default value of a field."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
@@ -114,7 +288,7 @@ def _click_type(info: OptionInfo, kind: type) -> click.ParamType[Any] | None:
 
 
 def _names(info: OptionInfo) -> str | None:
-    """What `--help` shows where names are no closed set; click shows others itself."""
+    """Return the metavar for open sets of names; click shows closed ones itself."""
     return f"[{'|'.join(info.names())}|MODULE:CLASS]" if info.choices and info.places else None
 
 

@@ -1,4 +1,4 @@
-"""`quire quantize`: write a checkpoint in integers of a few bits."""
+"""`quire quantize`: write a checkpoint with weights of a few bits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ PATH = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("model")
-@click.option("--method", required=True, metavar="rtn|gptq|awq", help="How integers are chosen.")
+@click.option("--method", required=True, metavar="rtn|gptq|awq", help="Quantization algorithm.")
 @click.option("--output", type=PATH, required=True, help="A new directory for the checkpoint.")
-@click.option("--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Of a weight.")
+@click.option(
+    "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per weight."
+)
 @click.option(
     "--group-size",
     type=click.Choice(["auto", "32", "64", "128"]),
@@ -33,16 +35,22 @@ PATH = click.Path(path_type=Path)
     metavar="FILE",
     help="Texts for gptq and awq.  [default: a text in the package]",
 )
-@click.option("--num-sequences", type=click.IntRange(1), default=128, show_default=True, help="Of the texts.")
+@click.option(
+    "--num-sequences",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Calibration sequences.",
+)
 @click.option(
     "--sequence-length",
     type=click.IntRange(1),
     default=512,
     show_default=True,
-    help="Tokens of each at most.",
+    help="Maximum tokens per calibration sequence.",
 )
-@click.option("--revision", help="Of a model on Hugging Face.")
-@click.option("--download-dir", help="Where models from Hugging Face are kept.")
+@click.option("--revision", help="Revision of a Hugging Face model.")
+@click.option("--download-dir", help="Cache directory for Hugging Face models.")
 def quantize(
     model: str,
     method: str,
@@ -59,11 +67,11 @@ def quantize(
 ) -> None:
     """Quantise the linear layers of MODEL and write it in the layout of compressed-tensors.
 
-    rtn rounds to nearest with searched scales; gptq and awq look at what layers read while the model reads texts.
+    rtn rounds to nearest with searched scales; gptq and awq use the layers' inputs on calibration texts.
     """
-    from quire.engine.client import settled_spinning
+    from quire.engine.client import openmp_spin_count
 
-    with settled_spinning():  # threads of torch that spin between products slow down those of the kernels
+    with openmp_spin_count():  # torch threads that spin between matmuls slow down the kernels' threads
         from quire.config import EngineConfig
         from quire.quantize.grid import AUTO, Grid
         from quire.quantize.recipe import Recipe

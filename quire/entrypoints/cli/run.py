@@ -1,34 +1,260 @@
-"""`quire run`: answer one prompt in this process, without a server."""
+"""`quire run`: answer one prompt in this process; also the local Python tools of `quire chat`.
+
+`tool_of` makes a tool's schema from a function's signature and docstring. Invariant: every error of the model or the
+function becomes the text of a result, which the model reads.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import enum
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
 import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from quire.entrypoints.chat.formats.choice import PlainReader, choose
-from quire.entrypoints.chat.formats.events import Event, Reasoning
 from quire.entrypoints.chat.formats.examples import examples_of
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
-from quire.entrypoints.cli.answer_printer import AnswerPrinter
-from quire.entrypoints.cli.form import form_options, structured_outputs
-from quire.entrypoints.cli.options import EngineCommand, engine_config
-from quire.entrypoints.cli.values import HumanInt
-from quire.errors import ValidationError
+from quire.entrypoints.chat.formats.scanning import Event, Reasoning
+from quire.entrypoints.chat.formats.selection import PlainReader, choose
+from quire.entrypoints.cli.client import AnswerPrinter
+from quire.entrypoints.cli.options import (
+    EngineCommand,
+    HumanInt,
+    constraint_options,
+    engine_config,
+    structured_outputs,
+)
+from quire.errors import ConfigError, ValidationError
 from quire.inputs import PromptType
 from quire.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
 
+SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+SECTION = re.compile(
+    r"^(?:args|arguments|parameters|returns?|raises|yields|examples?|notes?):\s*$", re.IGNORECASE
+)
+ARGUMENT = re.compile(r"^(?P<name>\*{0,2}\w+)(?:\s*\([^)]*\))?:\s*(?P<text>.*)$")
+Schema = dict[str, Any]
+
+Function = Callable[..., Any]
+DENIED = "The user does not want this to be run."
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos", "structured_outputs")
+
+
+def tool_of(function: Callable[..., Any]) -> Schema:
+    """Return a function as an entry of `tools`.
+
+    Raises:
+        ConfigError: an argument is positional-only, or has a type without a JSON equivalent.
+    """
+    about, arguments = _words(inspect.getdoc(function) or "")
+    parameters = _parameters(function, arguments)
+    described = {"description": about} if about else {}
+    return {
+        "type": "function",
+        "function": {"name": function.__name__, **described, "parameters": parameters},
+    }
+
+
+def _parameters(function: Callable[..., Any], words: Mapping[str, str]) -> Schema:
+    name = function.__name__
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ConfigError(f"--tool {name}: an annotation refers to an undefined name: {error}") from None
+    properties: Schema = {}
+    required: list[str] = []
+    schema: Schema = {"type": "object", "properties": properties, "required": required}
+    for key, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            raise ConfigError(f"--tool {name}: its argument {key} can only be given by position")
+        properties[key] = _of_type(hints.get(key, Any), f"--tool {name}: its argument {key}")
+        if key in words:
+            properties[key].setdefault("description", words[key])
+        if parameter.default is parameter.empty:
+            required.append(key)
+    return schema
+
+
+def _of_type(hint: Any, where: str) -> Schema:
+    """Return the JSON schema of a type."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return {}
+    if isinstance(hint, type) and hint in SIMPLE:
+        return {"type": SIMPLE[hint]}
+    if hint is None:
+        return {"type": "null"}
+    if origin is typing.Annotated:
+        described = next((word for word in inner[1:] if isinstance(word, str)), None)
+        return {**_of_type(inner[0], where), **({"description": described} if described else {})}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_of_type(option, where) for option in inner]}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {"enum": [member.value for member in hint]}
+    return _of_container(origin or hint, inner, where)
+
+
+def _of_container(origin: Any, inner: Sequence[Any], where: str) -> Schema:
+    if origin in (list, tuple, set, frozenset, Sequence):
+        items = [one for one in inner[:1] if one is not Ellipsis]
+        return {"type": "array", **({"items": _of_type(items[0], where)} if items else {})}
+    if origin in (dict, Mapping):
+        values = {"additionalProperties": _of_type(inner[1], where)} if len(inner) == 2 else {}
+        return {"type": "object", **values}
+    raise ConfigError(f"{where} has a type without a JSON equivalent: {origin!r:.80}")
+
+
+def _words(doc: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring's description of the function, up to its first section, and of each argument."""
+    about: list[str] = []
+    arguments: dict[str, str] = {}
+    section, last = "", ""
+    for line in doc.splitlines():
+        if SECTION.match(line):
+            section, last = line.strip().rstrip(":").lower(), ""
+        elif not section:
+            about.append(line)
+        elif section.startswith(("arg", "param")) and (text := line.strip()):
+            found = ARGUMENT.match(text)
+            if found is not None:
+                last, arguments[found["name"]] = found["name"], found["text"]
+            elif last:
+                arguments[last] += f" {text}"
+    return "\n".join(about).strip(), arguments
+
+
+class LocalTools:
+    """Python functions that the model may call, by name.
+
+    Args:
+        confirm: asks the user whether a call, given as text, may run.
+    """
+
+    def __init__(self, functions: Iterable[Function], confirm: Callable[[str], bool]) -> None:
+        self._functions: dict[str, Function] = {}
+        for function in functions:
+            if function.__name__ in self._functions:
+                raise ConfigError(f"--tool: two functions are called {function.__name__}")
+            self._functions[function.__name__] = function
+        self.described = [tool_of(function) for function in self._functions.values()]
+        self._confirm = confirm
+
+    def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the message with the result of a call, an entry of a message's `tool_calls`."""
+        function = call["function"]
+        content = self._result(function["name"], function["arguments"])
+        return {"role": "tool", "tool_call_id": call["id"], "content": content}
+
+    def _result(self, name: str, arguments_text: str) -> str:
+        function = self._functions.get(name)
+        if function is None:
+            return f"Error: there is no tool {name}; there are: {', '.join(self._functions)}"
+        try:
+            arguments = json.loads(arguments_text or "{}")
+            inspect.signature(function).bind(**arguments)
+        except (TypeError, ValueError, RecursionError) as error:
+            return f"Error: {name} cannot be called with these arguments: {error}"
+        if not self._confirm(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"):
+            return DENIED
+        return _run(function, arguments)
+
+
+def _run(function: Function, arguments: Mapping[str, Any]) -> str:
+    try:
+        value = function(**arguments)
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    except Exception as error:  # an error of the user's function is reported to the model
+        return f"Error: {type(error).__name__}: {error}"
+
+
+def find_functions(names: Iterable[str]) -> list[Function]:
+    """Return the functions that the `--tool` flags name.
+
+    Args:
+        names: each `module:function`, `file.py:function`, or `file.py` for all its public functions.
+
+    Raises:
+        ConfigError: a name is not found, or its module fails.
+    """
+    return [function for name in names for function in _functions(name)]
+
+
+def _functions(name: str) -> list[Function]:
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        place, attribute = name, ""
+    if not place or not (attribute or place.endswith(".py")):
+        raise ConfigError(f"--tool must be module:function or a file that ends with .py, got {name!r}")
+    module = _module(place)
+    if not attribute:
+        return _public(module, place)
+    function = getattr(module, attribute, None)
+    if not inspect.isfunction(function):
+        raise ConfigError(f"--tool {name}: {place} has no function {attribute!r}")
+    return [function]
+
+
+def _public(module: ModuleType, place: str) -> list[Function]:
+    """Return the functions defined in a file, in order."""
+    found: list[Function] = [
+        value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    if not found:
+        raise ConfigError(f"--tool {place}: the file has no public function")
+    return found
+
+
+def _module(place: str) -> ModuleType:
+    try:
+        return _from_file(Path(place)) if place.endswith(".py") else _imported(place)
+    except Exception as error:  # the user's module may raise anything on import
+        raise ConfigError(f"--tool {place}: {type(error).__name__}: {error}") from error
+
+
+def _imported(name: str) -> ModuleType:
+    """Import a module, also from the current directory, as `python -m` does."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def _from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError("no such file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # annotations and dataclasses look modules up here
+    spec.loader.exec_module(module)
+    return module
 
 
 @click.command(cls=EngineCommand)
 @click.argument("prompt")
-@form_options
+@constraint_options
 @click.option(
     "--max-tokens", type=HumanInt(), default=256, show_default=True, help="Most tokens to generate."
 )
@@ -36,9 +262,9 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos",
 @click.option("--top-p", type=click.FLOAT, help="Draw from the likeliest tokens with this total probability.")
 @click.option("--top-k", type=HumanInt(), help="Draw from this many of the likeliest tokens; 0: all.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after the model's end-of-sequence token.")
 @click.option("--system-prompt", help="System message put before the prompt.")
-@click.option("--raw", is_flag=True, help="Continue the prompt as it is; no chat template.")
+@click.option("--raw", is_flag=True, help="Continue the prompt verbatim, without the chat template.")
 def run(prompt: str, system_prompt: str | None, raw: bool, **params: Any) -> None:
     """Answer PROMPT (`-`: standard input) and end.
 
@@ -63,7 +289,7 @@ def run(prompt: str, system_prompt: str | None, raw: bool, **params: Any) -> Non
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, and how its answer is read; without a format it is text."""
+    """A prompt with its answer formats; None: plain text."""
 
     prompt: PromptType
     formats: ModelFormat | None = None
@@ -76,8 +302,7 @@ def _rendered(engine: LLMEngine, text: str, system_prompt: str | None, raw: bool
     if raw or (engine.tokenizer.chat_template is None and not system_prompt):
         return Asked(text)
 
-    from quire.entrypoints.chat.template import ChatTemplate
-    from quire.entrypoints.chat.thinking import ThinkingSwitch
+    from quire.entrypoints.chat.template import ChatTemplate, ThinkingSwitch
 
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": text})
@@ -94,7 +319,7 @@ def _sampling_params(engine: LLMEngine, params: dict[str, Any], asked: Asked) ->
     given = {name: params[name] for name in SAMPLING if params[name] is not None}
     defaults = engine.input_processor.default_sampling_params
     sampling = SamplingParams(**{**defaults, **given, "output_kind": RequestOutputKind.DELTA})
-    return sampling if asked.formats is None else asked.formats.settled(sampling, asked.end)
+    return sampling if asked.formats is None else asked.formats.with_format_options(sampling, asked.end)
 
 
 def _stream(engine: LLMEngine, asked: Asked, sampling_params: SamplingParams) -> None:

@@ -21,8 +21,8 @@ FILE = click.Path(dir_okay=False, allow_dash=True)
     "-i", "--input-file", type=FILE, required=True, help="Requests, one a line (-: standard input)."
 )
 @click.option("-o", "--output-file", type=FILE, required=True, help="Answers (-: standard output).")
-@click.option("--resume", is_flag=True, help="Go on behind the answers that the output file has.")
-@click.option("--overwrite", is_flag=True, help="Replace the output file, once all new answers are there.")
+@click.option("--resume", is_flag=True, help="Continue behind the answers in the output file.")
+@click.option("--overwrite", is_flag=True, help="Replace the output file once all new answers are complete.")
 def run_batch(input_file: str, output_file: str, resume: bool, overwrite: bool, **params: Any) -> None:
     """Answer a file in OpenAI's batch format and end.
 
@@ -50,7 +50,7 @@ def run_batch(input_file: str, output_file: str, resume: bool, overwrite: bool, 
 
 
 def _input(path: str) -> AbstractContextManager[Any]:
-    """Open a file before the model is loaded, so that a wrong name costs no time."""
+    """Open the input before the model is loaded, so that a wrong name costs no time."""
     try:
         return click.open_file(path, "rb") if path == "-" else open(path, "rb")
     except OSError as error:
@@ -59,7 +59,7 @@ def _input(path: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _output(path: str, resume: bool, overwrite: bool) -> Iterator[tuple[Any, Answered]]:
-    """Open the file for answers, or standard output; what is written is not kept back."""
+    """Open the output file or standard output, unbuffered."""
     if path == "-":
         with click.open_file(path, "wb") as out:
             yield out, Answered()

@@ -18,34 +18,38 @@ from quire.logging_setup import say_error
 def serve(ctx: click.Context, /, model_argument: str | None, **params: Any) -> int:
     """Serve MODEL over HTTP.
 
-    MODEL is a directory, a GGUF file or a Hugging Face id; without one, quire-demo, the toy in the box.
+    MODEL is a directory, a GGUF file or a Hugging Face id; without one, the bundled demo model quire-demo.
     """
-    params["model"] = _one_model(ctx, model_argument, params["model"])
+    params["model"] = _model_name(ctx, model_argument, params["model"])
     engine, server = engine_config(params), server_config(params)
     if server.headless:
-        return _help_another(engine)
+        return _run_headless(engine)
 
     from quire.entrypoints.openai.api_server import run_server
 
     return run_server(engine, server)
 
 
-def _help_another(config: EngineConfig) -> int:
-    """Serve nothing over HTTP, and give this host's replicas, or ranks, to the server of another one."""
-    from quire.engine.guest_host import run_guests
+def _run_headless(config: EngineConfig) -> int:
+    """Run this host's replicas, or ranks, for the server on another host, without HTTP."""
+    from quire.engine.replicas.replica_host import run_remote_replicas
     from quire.engine.startup import prepare
-    from quire.executor.headless import run_headless
+    from quire.executor.ranks.multiproc import run_headless
 
     try:
         prepared = prepare(config, "headless")
-        return run_guests(prepared) if prepared.parallel.data_parallel_size > 1 else run_headless(prepared)
+        return (
+            run_remote_replicas(prepared)
+            if prepared.parallel.data_parallel_size > 1
+            else run_headless(prepared)
+        )
     except (StartupError, EngineDeadError) as error:
         say_error(f"error: {error}")
         return 1
 
 
-def _one_model(ctx: click.Context, argument: str | None, option: str | None) -> str | None:
-    """The model named by position or by flag; a config file's model yields to both."""
+def _model_name(ctx: click.Context, argument: str | None, option: str | None) -> str | None:
+    """Return the model given by position or flag, which both override a config file's."""
     flag_given = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
     if argument is not None and flag_given and argument != option:
         raise click.UsageError(f"two models are named, MODEL {argument} and --model {option}; name one")

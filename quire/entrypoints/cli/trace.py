@@ -1,4 +1,4 @@
-"""`quire trace`: what a recorded run tells."""
+"""`quire trace`: summary and replay of a recorded run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import click
     help="Also run its events again and check that the plans come out equal.",
 )
 def trace(file: Path, replays: bool) -> None:
-    """Sum up FILE, which an engine wrote with --record-trace: steps, tokens, times and waits by cause."""
+    """Summarize FILE, which an engine wrote with --record-trace: steps, tokens, times and waits by cause."""
     from quire.bench.recorded_run import summarize
-    from quire.engine.replay import replay
-    from quire.engine.trace import read_trace
+    from quire.engine.trace import read_trace, replay
 
     recorded = read_trace(file)
     click.echo("\n".join(summarize(recorded).lines()))

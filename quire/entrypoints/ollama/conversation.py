@@ -1,6 +1,6 @@
-"""From Ollama's requests to the fields of a chat request.
+"""Ollama's requests -> fields of a chat request.
 
-Invariant: every text of the request reaches the chat, in its order; images are refused.
+Invariant: every text of the request is kept, in order; images are rejected.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ CHAT_NAMES = {
     "response_format": "format",
     "enable_thinking": "think",
     "reasoning_effort": "think",
-}
-"""Chat's names of fields, to Ollama's."""
+}  # Chat's field names -> Ollama's.
 NOT_SUPPORTED = ("template", "images", "context")
 Fields = dict[str, Any]
 
 
 def chat_turn(request: ChatRequest) -> Fields:
-    """The chat request of /api/chat.
+    """Return the chat request of /api/chat.
 
     Raises:
-        ValidationError: a message holds images, or an option cannot be honoured.
+        ValidationError: a message has images, or an option is not supported.
     """
     messages = [_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
     fields: Fields = {"messages": messages, **_shared(request)}
@@ -37,7 +36,7 @@ def chat_turn(request: ChatRequest) -> Fields:
 
 
 def chat_names(request: TurnRequest) -> dict[str, str]:
-    """Return chat's names of fields, to those that this request has for them."""
+    """Return chat's field names -> those of this request."""
     if not isinstance(request, ChatRequest):
         return CHAT_NAMES | {"messages[].role": "system"}
     has_tool_name = any(message.get("tool_name") is not None for message in request.messages)
@@ -45,7 +44,7 @@ def chat_names(request: TurnRequest) -> dict[str, str]:
 
 
 def generate_turn(request: GenerateRequest) -> Fields:
-    """The chat request of /api/generate: a conversation of one message, or none. Raises as `chat_turn` does."""
+    """Return the chat request of /api/generate, with at most one user message. Raises as `chat_turn` does."""
     for name in NOT_SUPPORTED:
         if getattr(request, name):
             raise ValidationError(f"{name} is not supported", param=name)
@@ -57,7 +56,7 @@ def generate_turn(request: GenerateRequest) -> Fields:
 
 
 def text_of(request: GenerateRequest, *, has_chat: bool) -> TextPrompt | None:
-    """Return the text that the model continues as it is: if asked to, or if it has no chat template."""
+    """Return raw text to continue: if requested, or if the model has no chat template."""
     if not (request.raw or request.suffix or not has_chat):
         return None
     before = request.system if request.system and not request.raw else ""
@@ -65,7 +64,7 @@ def text_of(request: GenerateRequest, *, has_chat: bool) -> TextPrompt | None:
 
 
 def unloads(request: TurnRequest) -> bool:
-    """Whether a request without a prompt asks Ollama to unload the model, which has no effect here."""
+    """Return whether a request without a prompt asks to unload the model, which has no effect here."""
     return str(request.keep_alive).strip() in ("0", "0.0", "0s", "0m", "0h", "0ms")
 
 
@@ -91,7 +90,7 @@ def _response_format(form: str | Fields) -> Fields:
 
 
 def _typed(tool: Fields) -> Fields:
-    """Return the tool with the type that Ollama's clients may leave out or empty."""
+    """Return the tool with its type, which Ollama's clients may omit."""
     return {**tool, "type": "function"} if tool.get("type") in (None, "") else tool
 
 
@@ -102,7 +101,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _message(message: Fields, where: str) -> Fields:
-    """A chat message: calls have no type here, and a tool's result names the tool."""
+    """Return a chat message; Ollama's calls have no type, and a tool's result names the tool."""
     if message.get("images") not in (None, []):
         raise ValidationError(f"{where}.images: this model takes text only", param=f"{where}.images")
     kept = {

@@ -1,16 +1,24 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: what is served, as Ollama's clients ask it."""
+"""Ollama's model routes (GET /api/tags, /api/ps, /api/version, POST /api/show) and embeddings."""
 
 from __future__ import annotations
 
 import hashlib
+import time
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.entrypoints.chat.formats.choice import AnswerFormat
+from quire.entrypoints.chat.formats.selection import AnswerFormat
+from quire.entrypoints.ollama.options import IDLE_OPTIONS_OBJECT, paths_of
 from quire.entrypoints.ollama.protocol import (
+    MODEL,
+    WITHOUT_EFFECT,
     Details,
     ListedModel,
     ModelList,
@@ -19,25 +27,35 @@ from quire.entrypoints.ollama.protocol import (
     Version,
 )
 from quire.entrypoints.ollama.writer import now
-from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
+from quire.entrypoints.openai.protocol.requests import EngineRequest
+from quire.entrypoints.openai.protocol.responses import Timings
+from quire.entrypoints.openai.protocol.shapes import TEXT, any_of, array, optional
 from quire.entrypoints.openai.state import ServerState, server_of
+from quire.entrypoints.openai.tenant import READ_HEADERS
+from quire.entrypoints.openai.translation import given, note_ignored
 from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
-from quire.pooling_params import EMBED
+from quire.pooling.inputs import WHOLE_CONTEXT, TextOptions
+from quire.pooling.server.protocol import MAX_INPUTS, Numbers, PromptUsage, encoded, reply_of
+from quire.pooling.server.run import Found, Job, cuts_by_default, embed_each, renamed_param, reply_fields
+from quire.pooling_params import EMBED, PoolingParams
 
 router = APIRouter()
+embed_router = APIRouter()
 STARTED = now()
 FOREVER = "9999-12-31T23:59:59Z"
-SPOKEN_VERSION = "0.12.0"
-"""The version of Ollama whose API this is; its clients refuse older ones."""
+OLLAMA_VERSION = "0.12.0"  # Implemented version of Ollama's API; its clients reject older ones.
+
+_TEXT = {**TEXT, "minLength": 1}
 
 
 @router.get("/api/tags")
 @describe(Operation(reply=ModelList))
 async def tags(request: Request) -> Response:
-    """The names under which the model is served."""
+    """List the names under which the model is served."""
     server = server_of(request)
     return json_response(ModelList([_listed(server, name) for name in server.served_names]))
 
@@ -45,7 +63,7 @@ async def tags(request: Request) -> Response:
 @router.get("/api/ps")
 @describe(Operation(reply=ModelList))
 async def loaded(request: Request) -> Response:
-    """The same names: the model is loaded as long as the server runs."""
+    """List the same names: the model is loaded as long as the server runs."""
     server = server_of(request)
     models = [_listed(server, name) for name in server.served_names]
     for model in models:
@@ -57,14 +75,14 @@ async def loaded(request: Request) -> Response:
 @router.get("/api/version")
 @describe(Operation(reply=Version))
 async def version() -> Response:
-    """Whose API this is, and who speaks it."""
-    return json_response(Version(SPOKEN_VERSION, __version__))
+    """Return the implemented version of Ollama's API, and quire's version."""
+    return json_response(Version(OLLAMA_VERSION, __version__))
 
 
 @router.post("/api/show")
 @describe(Operation(body=(ShowRequest,), reply=ShownModel, errors=(404,)))
 async def show(request: Request) -> Response:
-    """One of the names: its family, context, template and capabilities."""
+    """Show a model: its family, context, template and capabilities."""
     body = await read_request(request, ShowRequest)
     server = server_of(request)
     names = [served_name(server, name) for name in (body.model, body.name) if name]
@@ -89,7 +107,7 @@ async def show(request: Request) -> Response:
 
 
 def served_name(server: ServerState, name: str) -> str:
-    """The name of a model; in Ollama's names an absent tag is the tag "latest".
+    """Return a model's name; in Ollama's names the tag defaults to "latest".
 
     Raises:
         NotFoundError: the server does not serve it.
@@ -106,10 +124,10 @@ def _capabilities(server: ServerState, formats: AnswerFormat) -> list[str]:
 
 
 def _template(form: TextForm) -> tuple[str, AnswerFormat]:
-    """The chat template, and what of an answer is understood besides its text."""
+    """Return the chat template and the answer formats."""
     try:
         return form.chat_template.source, form.answer_format.formats
-    except ValidationError:  # a model without one, or a server without a tokenizer
+    except ValidationError:  # no chat template, or no tokenizer
         return "", AnswerFormat()
 
 
@@ -122,3 +140,123 @@ def _details(server: ServerState) -> Details:
     config = server.engine.config
     family = config.arch.model_type
     return Details(family, [family], config.quantization.quantization or config.model.dtype)
+
+
+INPUT = any_of(TEXT, array(_TEXT, maxItems=MAX_INPUTS), {"type": "null"})
+
+
+class EmbedFields(EngineRequest):
+    """Shared fields of both routes; `options` have no effect on embeddings."""
+
+    without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
+
+    model: Annotated[str, Field(min_length=1), WithJsonSchema(MODEL)]
+    options: Annotated[dict[str, Any] | None, WithJsonSchema(optional(IDLE_OPTIONS_OBJECT))] = None
+    keep_alive: Any = None
+
+
+class EmbedRequest(EmbedFields):
+    """POST /api/embed"""
+
+    input: Annotated[Any, WithJsonSchema(INPUT)] = None
+    truncate: bool = True
+    dimensions: int | None = None
+    average_windows: bool = False
+
+
+class OneEmbeddingRequest(EmbedFields):
+    """POST /api/embeddings, the predecessor of /api/embed"""
+
+    prompt: str = ""
+
+
+class _ReplyFields(msgspec.Struct, kw_only=True):
+    """Additional fields of quire's replies."""
+
+    usage: PromptUsage
+    timings: Timings
+    ignored: list[str] | UnsetType = UNSET
+
+
+class OllamaEmbeddings(_ReplyFields, kw_only=True):
+    """Embeddings of several texts; durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[Numbers]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(_ReplyFields, kw_only=True):
+    embedding: Numbers
+
+
+@embed_router.post("/api/embed")
+@describe(Operation((EmbedRequest,), OllamaEmbeddings, errors=(404, 504), headers=READ_HEADERS))
+async def embed(request: Request) -> Response:
+    """Return an embedding for each text; without texts, Ollama would load the model, which is always loaded here."""
+    body, began = await read_request(request, EmbedRequest), time.monotonic_ns()
+    cuts = body.truncate and cuts_by_default(body, "truncate", in_windows=body.average_windows)
+    params = PoolingParams(dimensions=body.dimensions, task=EMBED)
+    found = await _embedded(
+        request, body, _texts(body.input), params, cuts=cuts, in_windows=body.average_windows
+    )
+
+    def made() -> OllamaEmbeddings:
+        return OllamaEmbeddings(
+            model=body.model,
+            embeddings=[encoded(numbers, "float") for numbers in found.numbers()],
+            total_duration=time.monotonic_ns() - began,
+            prompt_eval_count=sum(len(one.prompt_token_ids) for one in found.pooled),
+            **reply_fields(found.pooled, body.notes),
+        )
+
+    return await reply_of(found.pooled, made)
+
+
+@embed_router.post("/api/embeddings")
+@describe(Operation((OneEmbeddingRequest,), OllamaEmbedding, errors=(404, 504), headers=READ_HEADERS))
+async def embed_one(request: Request) -> Response:
+    """Return the embedding of one text (predecessor of /api/embed)."""
+    body = await read_request(request, OneEmbeddingRequest)
+    found = await _embedded(request, body, [body.prompt] if body.prompt else [], PoolingParams(task=EMBED))
+    vector = encoded(found.numbers()[0], "float") if found.pooled else msgspec.Raw(b"[]")
+    return json_response(OllamaEmbedding(embedding=vector, **reply_fields(found.pooled, body.notes)))
+
+
+async def _embedded(
+    request: Request,
+    body: EmbedFields,
+    texts: list[str],
+    params: PoolingParams,
+    *,
+    cuts: bool = True,
+    in_windows: bool = False,
+) -> Found:
+    name = body.model
+    body.model = served_name(server_of(request), name)
+    sent = [name for name, value in (body.options or {}).items() if value is not None]
+    note_ignored(body, [*given(body, WITHOUT_EFFECT), *paths_of(sent)])
+    job = Job.of(request, body, "ollama-")
+    body.model = name
+    params = job.inputs.validated(params)
+    if not texts:
+        job.server.engine.input_processor.check_terms(body.priority, "", None)
+        return Found([], None, False)
+    options = TextOptions(WHOLE_CONTEXT if cuts else None)
+    with renamed_param("input" if isinstance(body, EmbedRequest) else "prompt"):
+        return await embed_each(job, texts, options, params, in_windows=in_windows)
+
+
+def _texts(value: Any) -> list[str]:
+    if value is None or value == "":
+        return []
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValidationError("input must be text or a list of texts", param="input")
+    if len(texts) > MAX_INPUTS:
+        raise ValidationError(
+            f"input has {len(texts)} texts; at most {MAX_INPUTS} are allowed", param="input"
+        )
+    return texts

@@ -1,7 +1,7 @@
-"""Ollama's `options`, as fields of a chat request.
+"""Ollama's `options` as fields of a chat request.
 
-Invariant: one rule as for all fields. An option that chat honours comes under chat's name; one that would change the
-answer and is not honoured is refused; any other is named as ignored.
+Invariant: options follow the rules of all fields. Supported ones get chat's name, unsupported ones that would change
+the answer are rejected, and others are named as ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quire.entrypoints.openai.field_policy import SAMPLERS as REFUSED_SAMPLERS
+from quire.entrypoints.openai.parsing import SAMPLERS as REFUSED_SAMPLERS
 from quire.entrypoints.openai.protocol.requests import SAMPLERS
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, optional
 from quire.entrypoints.openai.sampling import OTHER_SAMPLER_NAMES
@@ -27,18 +27,15 @@ OPTIONS: Mapping[str, Fields] = {
         for name in SAMPLERS
     },
     "stop": TEXTS,
-}
-"""Schemas of sampling options, each a field of chat by the same name; those of llama.cpp are among them."""
+}  # Schemas of sampling options, which are chat fields of the same name, llama.cpp's included.
 CHAT_NAMES = {name: f"options.{name}" for name in OPTIONS} | {"max_tokens": "options.num_predict"}
-NO_LIMIT = (-1, -2)
-"""Values of `num_predict`: to the end of the answer, to that of the context."""
+NO_LIMIT = (-1, -2)  # Values of `num_predict`: until the end of the answer, or of the context.
 LOADING = frozenset(
     {
         "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram", "f16_kv",
         "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only",
     }
-)  # fmt: skip
-"""Options that concern how a model is loaded and how long a conversation may be: the server's business here."""
+)  # fmt: skip  # Options of loading and context size, which the server decides here.
 OPTIONS_OBJECT: Fields = {
     "type": "object",
     "properties": {
@@ -47,14 +44,13 @@ OPTIONS_OBJECT: Fields = {
         **{name: optional(schema) for name, schema in OPTIONS.items()},
         "num_predict": any_of(enum(*NO_LIMIT), INTEGER, {"type": "null"}),
     },
-}
-"""The schema of all of them."""
+}  # Schema of all options.
+# Schema of a request that generates nothing: options have no effect.
 IDLE_OPTIONS_OBJECT: Fields = {"type": "object"}
-"""That of a request which generates nothing: they change nothing, whatever they are."""
 
 
 def ignored_options(options: Fields | None) -> list[str]:
-    """Return the paths of the options that were sent and change nothing."""
+    """Return the paths of the given options that have no effect."""
     return paths_of(
         name
         for name, value in (options or {}).items()
@@ -70,7 +66,7 @@ def sampling_fields(options: Fields) -> Fields:
     """Return chat's fields for these options.
 
     Raises:
-        ValidationError: an option cannot be honoured.
+        ValidationError: an option is not supported.
     """
     fields: Fields = {}
     for name, value in options.items():
@@ -86,5 +82,5 @@ def sampling_fields(options: Fields) -> Fields:
 
 
 def _whole(value: Any) -> Any:
-    """Return a whole number as an integer: clients in languages with one kind of number send 20.0 for 20."""
+    """Return a whole number as an integer: clients in languages with one number type send 20.0 for 20."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

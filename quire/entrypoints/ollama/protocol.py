@@ -1,4 +1,4 @@
-"""Ollama's requests and replies; a field that is UNSET is left out.
+"""Ollama's requests and replies; UNSET fields are omitted.
 
 Invariant: a line of a stream and a whole reply are one struct; only the one with `done` has the counts.
 """
@@ -14,25 +14,24 @@ from pydantic import Field, WithJsonSchema
 
 from quire.entrypoints.chat.messages import ROLE_ALIASES, ROLES
 from quire.entrypoints.ollama.options import OPTIONS_OBJECT
-from quire.entrypoints.openai.field_policy import INNER, Place
+from quire.entrypoints.openai.parsing import INNER, FieldRules
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.relations import asks_nothing, either, has, is_true
 from quire.entrypoints.openai.protocol.requests import Objects, RequestModel
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob, Usage
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of
 
-WITHOUT_EFFECT = ("keep_alive",)
-"""The model stays loaded as long as the server runs."""
+WITHOUT_EFFECT = ("keep_alive",)  # Without effect: the model stays loaded as long as the server runs.
 
-
-CALL = Place(frozenset({"id", "function"}), inner={"function": Place(frozenset({"name", "arguments"}))})
-MESSAGE = Place(
+CALL = FieldRules(
+    frozenset({"id", "function"}), inner={"function": FieldRules(frozenset({"name", "arguments"}))}
+)
+MESSAGE = FieldRules(
     frozenset({"role", "content", "thinking", "images", "tool_calls", "tool_name", "name", "tool_call_id"}),
     inner={"tool_calls": CALL},
 )
 
-
-# `conversation.chat_turn` and `generate_turn` read these.
+# Checked by `conversation.chat_turn` and `generate_turn`.
 MODEL = {**shapes.TEXT, "x-rule": "tagged_model"}
 _NOTHING = {"anyOf": [{"type": "array", "maxItems": 0}, shapes.NULL]}
 FORMAT = any_of(enum("json", "", None), {"type": "object"})
@@ -67,11 +66,13 @@ MESSAGES = array(
     maxItems=shapes.MAX_MESSAGES,
 )
 
+_NAMED = {**shapes.TEXT, "minLength": 1}
+
 
 class TurnRequest(RequestModel):
-    """What /api/chat and /api/generate share; unlike elsewhere, a stream is what one gets without asking."""
+    """Shared fields of /api/chat and /api/generate; unlike elsewhere, `stream` defaults to true."""
 
-    inner: ClassVar[Mapping[str, Place]] = {"messages": MESSAGE, "tools": INNER["tools"]}
+    inner: ClassVar[Mapping[str, FieldRules]] = {"messages": MESSAGE, "tools": INNER["tools"]}
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
     samples: ClassVar[bool] = True
     relations: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -107,11 +108,8 @@ class GenerateRequest(TurnRequest):
     raw: bool = False
 
 
-_NAMED = {**shapes.TEXT, "minLength": 1}
-
-
 class ShowRequest(RequestModel):
-    """POST /api/show; `name` is what `model` was called before."""
+    """POST /api/show; `name` is the older name of `model`."""
 
     relations: ClassVar[tuple[dict[str, Any], ...]] = (either(has("model", _NAMED), has("name", _NAMED)),)
 
@@ -138,8 +136,9 @@ class TurnMessage(msgspec.Struct):
 
 
 class Line(msgspec.Struct, kw_only=True):
-    """`message` is chat's and `response` that of generate; durations are in nanoseconds. `usage` and what follows it
-    are not Ollama's, but what every reply here tells."""
+    """One line: `message` for chat, `response` for generate; durations are in nanoseconds. `usage` and the fields after
+    it are quire's own.
+    """
 
     model: str
     created_at: str
@@ -171,7 +170,7 @@ class Details(msgspec.Struct):
 
 
 class ListedModel(msgspec.Struct, kw_only=True):
-    """One name of the model. How many bytes it has is not known to this process, and 0."""
+    """One name of the model; its size in bytes is unknown to this process, and reported as 0."""
 
     name: str
     model: str
@@ -199,7 +198,7 @@ class ShownModel(msgspec.Struct):
 
 
 class Version(msgspec.Struct):
-    """`version` is that of Ollama whose API this is."""
+    """`version` is the implemented version of Ollama's API."""
 
     version: str
     quire: str

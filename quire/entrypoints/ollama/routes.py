@@ -1,7 +1,7 @@
 """POST /api/chat and /api/generate
 
-Invariant: the lines of a stream make the reply that the same request gets without stream. A request without messages or
-prompt asks Ollama to load the model, which is loaded here.
+Invariant: a stream's lines build the same reply as the request without stream. A request without messages or prompt
+asks Ollama to load the model, which is always loaded here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from quire.entrypoints.ollama.options import ignored_options
 from quire.entrypoints.ollama.protocol import WITHOUT_EFFECT, ChatRequest, GenerateRequest, Line, TurnRequest
 from quire.entrypoints.ollama.writer import LineWriter
 from quire.entrypoints.openai.chat_prompt import TextPrompt
-from quire.entrypoints.openai.errors import own_id_of
-from quire.entrypoints.openai.json_response import json_response
-from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.openapi.streams import json_lines
+from quire.entrypoints.openai.errors import json_response, own_id_of
+from quire.entrypoints.openai.openapi.operation import Operation, describe, json_lines
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.state import server_of
 from quire.entrypoints.openai.tenant import READ_HEADERS
@@ -32,8 +30,8 @@ from quire.entrypoints.openai.translation import (
 )
 
 router = APIRouter()
+# Placeholder conversation for checking the other fields of a request without messages.
 NOTHING_TO_SAY = [{"role": "user", "content": ""}]
-"""In place of the messages of a request that has none, whose other fields are checked all the same."""
 
 
 @router.post("/api/chat")

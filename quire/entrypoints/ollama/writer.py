@@ -1,6 +1,7 @@
 """Ollama's replies, whole and as lines of JSON.
 
-Invariant: the texts and calls of a stream's lines join to those of the whole reply, and the last line has the counts.
+Invariant: texts and calls of a stream's lines concatenate to those of the whole reply, and the last line has the
+counts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from msgspec import UNSET
 from quire.entrypoints.ollama.protocol import Call, CalledFunction, Line, TurnMessage
 from quire.entrypoints.openai.errors import body_of, ollama_body, status_of
 from quire.entrypoints.openai.protocol.responses import ChatChunk, TokenLogprob, ToolCallMessage, Usage
-from quire.entrypoints.openai.streaming import Wire
+from quire.entrypoints.openai.streaming import StreamFormat
 from quire.entrypoints.openai.translation import Piece, as_object
 from quire.outputs import RequestStateStats
 
@@ -26,14 +27,14 @@ def _error_line(error: BaseException, request_id: str) -> bytes:
 
 
 def now() -> str:
-    """The time, as Ollama writes it."""
+    """Return the current time in Ollama's format."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 class LineWriter:
-    """Writes the reply of /api/chat, or with `is_chat` false that of /api/generate."""
+    """Writer of the reply of /api/chat, or with `is_chat` False of /api/generate."""
 
-    wire = Wire("application/x-ndjson", _error_line)
+    stream_format = StreamFormat("application/x-ndjson", _error_line)
 
     def __init__(self, model: str, *, is_chat: bool, with_logprobs: bool) -> None:
         self._model = model
@@ -88,7 +89,7 @@ class LineWriter:
         )
 
     def loaded(self, reason: str) -> Line:
-        """A last line without text; with the reason "load", the answer to a request without a prompt."""
+        """Return a last line without text; with the reason "load", the reply to a request without a prompt."""
         line = self._line("", [], [])
         line.done, line.done_reason = True, reason
         return line
@@ -106,10 +107,10 @@ class LineWriter:
 
 
 def _call(call: ToolCallMessage) -> Call:
-    """Chat brings each call as a whole."""
+    """Convert a call, which chat sends as a whole."""
     return Call(call.id, CalledFunction(call.function.name, as_object(call.function.arguments)))
 
 
 def _ns(start: float, end: float) -> int:
-    """Between two times in seconds; 0 where one of them never came."""
+    """Return the nanoseconds between two times in seconds; 0 if one is missing."""
     return max(0, round((end - start) * 1e9)) if start and end else 0

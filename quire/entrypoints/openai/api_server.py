@@ -1,8 +1,7 @@
-"""Starts the server; also `python -m quire.entrypoints.openai.api_server --model M ...`.
+"""Server start-up; also `python -m quire.entrypoints.openai.api_server --model M ...`.
 
-Invariant: the order is bind, start the engine core's process, import the web framework. A port that is taken
-costs no model load, a probe during loading gets 503 instead of a refused connection, and the core loads while
-this process imports.
+Invariant: the order is bind, start the engine core's process, import the web framework. So a port in use fails before
+the model loads, probes during loading get 503 instead of a refused connection, and imports overlap with loading.
 """
 
 from __future__ import annotations
@@ -18,24 +17,15 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai.start_signals import StartSignals
 from quire.errors import ConfigError, StartupError
-from quire.log_format import hide_queries
 from quire.logging_setup import say_error
-from quire.processes import settle_garbage
+from quire.processes import freeze_garbage
 
 if TYPE_CHECKING:
-    import uvicorn
-    from fastapi import FastAPI
-
     from quire.engine.tokenizer import Tokenizer
-    from quire.entrypoints.openai.census import Census
-
-MAX_HEADER_BYTES = 64 * 2**10
-KEEP_ALIVE_S = 5
-GRACEFUL_SHUTDOWN_S = 5
 
 
 def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serve until a signal or the engine ends it; returns the process's exit code."""
+    """Serve until a signal or until the engine stops; return the process's exit code."""
     try:
         with (
             StartSignals() as signals,
@@ -50,10 +40,10 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; `::` means IPv4, too, where the system can do both.
+    """Return a listening socket; `::` also accepts IPv4 where the system supports it.
 
     Raises:
-        ConfigError: the address is taken or not of this machine.
+        ConfigError: the address is in use or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     is_both = host == "::" and socket.has_dualstack_ipv6()
@@ -70,11 +60,11 @@ async def _serve(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket, signals: StartSignals
 ) -> int:
     from quire.engine.async_llm import AsyncLLM
-    from quire.entrypoints.openai.adapters import with_absolute_paths
     from quire.entrypoints.openai.keys import make_keyring, with_keys_of_environment
+    from quire.lora.server.changes import with_absolute_paths
 
-    server_config = with_keys_of_environment(server_config)  # before there are other processes
-    if server_config.api_server_count > 1 and engine_config.parallel.guests:
+    server_config = with_keys_of_environment(server_config)  # before other processes are started
+    if server_config.api_server_count > 1 and engine_config.parallel.remote_replicas:
         raise ConfigError(
             f"--api-server-count is {server_config.api_server_count}, which wants all replicas on this host: "
             "--data-parallel-size-local is less than --data-parallel-size"
@@ -82,21 +72,22 @@ async def _serve(
     engine_config = make_keyring((), server_config.api_key_file).weighted(engine_config)
     engine = AsyncLLM.start(engine_config)
     try:
-        # Imported while the core's process loads the model: together they take most of a second.
+        # Imported while the core process loads the model: together these imports take most of a second.
         if server_config.api_server_count > 1:
-            from quire.entrypoints.openai.processes.first import serve_first
+            from quire.entrypoints.openai.processes.supervisor import serve_supervisor
 
             server_config = with_template(with_absolute_paths(server_config), engine.tokenizer)
             signals.check()
-            return await serve_first(engine, server_config, listener)
+            return await serve_supervisor(engine, server_config, listener)
 
         from quire.entrypoints.openai.app import build_app
+        from quire.entrypoints.openai.connection import http_config
         from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
 
         app = build_app(engine, server_config)
         http = HttpServer(http_config(app, server_config))
         needs_key = bool(app.state.server.keys)
-        settle_garbage()
+        freeze_garbage()
         signals.check()
         return await Lifecycle(app.state.server, http, listener, needs_key=needs_key).run()
     finally:
@@ -104,10 +95,10 @@ async def _serve(
 
 
 def with_template(config: ServerConfig, tokenizer: Tokenizer | None) -> ServerConfig:
-    """Return the config with the text of its chat template, which no other process must read from the file again.
+    """Return the config with its chat template's text inlined, so that other processes need not read the file.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     from quire.entrypoints.chat.template import read_template
 
@@ -115,40 +106,13 @@ def with_template(config: ServerConfig, tokenizer: Tokenizer | None) -> ServerCo
     if given is None or given in named:
         return config
     text = read_template(given, named)
-    if "{" not in text and "\n" not in text:  # it would be taken for a file's name
+    if "{" not in text and "\n" not in text:  # would be mistaken for a file name
         text = str(Path(given).absolute())
     return replace(config, chat_template=text)
 
 
-def http_config(app: FastAPI, config: ServerConfig, census: Census | None = None) -> uvicorn.Config:
-    """uvicorn's settings. On h11, because it bounds the size of the headers and refuses ambiguous ones."""
-    import uvicorn
-
-    from quire.entrypoints.openai.census import Census
-    from quire.entrypoints.openai.connection import protocol_class
-    from quire.entrypoints.openai.hosts import AllowedHosts
-
-    hide_queries()
-    return uvicorn.Config(
-        app,
-        http=protocol_class(
-            config, census or Census(), AllowedHosts(config, has_keys=bool(app.state.server.keys))
-        ),  # type: ignore[arg-type]
-        ws="none",
-        lifespan="off",
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
-        root_path=config.root_path,
-        log_config=None,  # it would write to pipes that may be full, or have nobody at their end
-        log_level=config.uvicorn_log_level,
-        access_log=not config.disable_uvicorn_access_log,
-        server_header=False,
-    )
-
-
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed; it is not for Windows."""
+    """Return uvloop's loop factory if uvloop is installed (it does not support Windows)."""
     try:
         import uvloop
     except ImportError:

@@ -15,24 +15,17 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire.config import ServerConfig
 from quire.config.pooling import PoolingSpec
-from quire.engine.ledger import Page
 from quire.entrypoints import anthropic
-from quire.entrypoints.ollama import embed as ollama_embed
 from quire.entrypoints.ollama import models as ollama_models
 from quire.entrypoints.ollama import routes as ollama_routes
 from quire.entrypoints.openai import (
-    adapter_routes,
     chat_completions,
     completions,
-    front_page,
     health,
-    integrity,
     metrics,
     models,
-    prefix_cache,
     requests,
     responses,
-    sleep,
     tokenize,
 )
 from quire.entrypoints.openai.errors import (
@@ -42,87 +35,83 @@ from quire.entrypoints.openai.errors import (
     handle_quire_error,
 )
 from quire.entrypoints.openai.families import (
-    Family,
+    EndpointFamily,
     by_classes,
     by_embedding,
     by_generation,
     by_pooling,
-    not_offered_by,
-    offered_by,
+    rejecting_router,
+    supported_routers,
 )
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import Keyring, admin_key, api_keys, make_keyring
-from quire.entrypoints.openai.middleware.auth import OPEN_PATHS, Auth
-from quire.entrypoints.openai.middleware.availability import Availability
-from quire.entrypoints.openai.middleware.body_budget import BodyBudget
-from quire.entrypoints.openai.middleware.body_encoding import BodyEncoding
-from quire.entrypoints.openai.middleware.body_limit import BodyLimit, HeaderLimit
-from quire.entrypoints.openai.middleware.boundary import Boundary
-from quire.entrypoints.openai.middleware.head import Head
-from quire.entrypoints.openai.middleware.http_metrics import HttpMetrics
+from quire.entrypoints.openai.middleware.auth import (
+    OPEN_PATHS,
+    Auth,
+    Availability,
+    ErrorBoundary,
+    HeadAsGet,
+    HttpMetrics,
+    TrackInFlight,
+)
+from quire.entrypoints.openai.middleware.body_limit import BodyBudget, BodyEncoding, BodyLimit, HeaderLimit
 from quire.entrypoints.openai.middleware.quota import RATE_LIMIT_HEADERS, Meters, Quota
-from quire.entrypoints.openai.middleware.visits import Visits
 from quire.entrypoints.openai.notes import ADJUSTED_HEADER, IGNORED_HEADER
 from quire.entrypoints.openai.openapi import pages
-from quire.entrypoints.openai.openapi.document import Document
+from quire.entrypoints.openai.openapi.document import Access, Document
 from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.openapi.refusals import Access
-from quire.entrypoints.openai.state import Question, ServerState
-from quire.entrypoints.pooling import cohere, embeddings, pairs
+from quire.entrypoints.openai.state import QueryHandler, ServerState
 from quire.errors import QuireError
-from quire.metrics.families import make_family
-from quire.metrics.log_lines import LostLines
+from quire.lora.server import routes as lora_routes
+from quire.metrics.catalog import make_family
+from quire.metrics.logging import LostLinesCollector
 from quire.metrics.prometheus import PrometheusStatLogger
+from quire.pooling.server import cohere, embeddings, pairs
+from quire.routing.counters import CounterSlot
+from quire.sleep import routes as sleep_routes
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
 FAMILIES = (
-    Family(front_page.router),
-    Family(completions.router, by_generation),
-    Family(chat_completions.router, by_generation),
-    Family(responses.router, by_generation),
-    Family(embeddings.embedding_router, by_embedding),
-    Family(embeddings.pooling_router, by_pooling),
-    Family(embeddings.classify_router, by_classes),
-    Family(pairs.router, pairs.offered),
-    Family(cohere.router, by_embedding),
-    Family(ollama_embed.router, by_embedding),
-    Family(anthropic.router, by_generation),
-    Family(ollama_routes.router, by_generation),
-    Family(ollama_models.router),
-    Family(models.router),
-    Family(tokenize.router),
-    Family(requests.router),
-    Family(health.router),
-    Family(metrics.router),
-)
-"""In the order of the published document."""
+    EndpointFamily(completions.router, by_generation),
+    EndpointFamily(chat_completions.router, by_generation),
+    EndpointFamily(responses.router, by_generation),
+    EndpointFamily(embeddings.embedding_router, by_embedding),
+    EndpointFamily(embeddings.pooling_router, by_pooling),
+    EndpointFamily(embeddings.classify_router, by_classes),
+    EndpointFamily(pairs.router, pairs.offered),
+    EndpointFamily(cohere.router, by_embedding),
+    EndpointFamily(ollama_models.embed_router, by_embedding),
+    EndpointFamily(anthropic.router, by_generation),
+    EndpointFamily(ollama_routes.router, by_generation),
+    EndpointFamily(ollama_models.router),
+    EndpointFamily(models.router),
+    EndpointFamily(tokenize.router),
+    EndpointFamily(requests.router),
+    EndpointFamily(health.router),
+    EndpointFamily(metrics.router),
+)  # Order of the published OpenAPI document.
 CONTROLS = (
     requests.controls,
-    prefix_cache.controls,
-    integrity.controls,
-    sleep.controls,
-    adapter_routes.controls,
-)
-"""What acts on all requests: for the admin key."""
-QUESTIONS: dict[str, Question] = {
+    sleep_routes.controls,
+    lora_routes.controls,
+)  # Routes that act on all requests; they require the admin key.
+QUERY_HANDLERS: dict[str, QueryHandler] = {
     "load": requests.num_in_flight,
     "explain": requests.explained,
     "list": requests.listed,
     "abort": requests.aborted,
-    "unfinished": sleep.num_unfinished,
-    metrics.QUESTION: metrics.measured,
-}
-"""What each process of a server can be asked about itself by the others."""
-DECISIONS: dict[str, Question] = {
-    "sleep": sleep.fall_asleep,
-    "wake_up": sleep.wake,
-    "load_adapter": adapter_routes.load,
-    "unload_adapter": adapter_routes.unload,
-    "resolve_adapter": adapter_routes.resolve,
-}
-"""What the first process of a server does for all."""
+    "unfinished": sleep_routes.num_unfinished,
+    metrics.QUERY: metrics.measured,
+}  # Queries that any API process may send to any other (`ServerState.ask_all`).
+COMMAND_HANDLERS: dict[str, QueryHandler] = {
+    "sleep": sleep_routes.fall_asleep,
+    "wake_up": sleep_routes.wake,
+    "load_adapter": lora_routes.load,
+    "unload_adapter": lora_routes.unload,
+    "resolve_adapter": lora_routes.resolve,
+}  # Commands that only the supervisor process executes, for all API processes.
 EXPOSED_HEADERS = (
     REQUEST_ID,
     ANTHROPIC_REQUEST_ID,
@@ -130,31 +119,35 @@ EXPOSED_HEADERS = (
     *RATE_LIMIT_HEADERS,
     IGNORED_HEADER,
     ADJUSTED_HEADER,
-)
-"""What scripts of a page may read of a response besides its body."""
+)  # Response headers that scripts of a web slot may read (CORS).
 
 
 describe(Operation(other={CONTENT_TYPE_LATEST: {"type": "string"}}))(metrics.metrics)
 
 
 def build_app(
-    engine: AsyncLLM, config: ServerConfig, *, keys: Keyring | None = None, page: Page | None = None
+    engine: AsyncLLM, config: ServerConfig, *, keys: Keyring | None = None, slot: CounterSlot | None = None
 ) -> FastAPI:
-    """An app that serves `engine`; the caller starts and ends both.
+    """Return an app that serves `engine`; the caller starts and stops both.
 
-    One of several processes of a server is given the keys, and its page of their ledger.
+    Args:
+        keys: of the server, where several API processes share it; None: read from `config`.
+        slot: slot of this process in the shared counters, where there are several API processes.
     """
     registry = CollectorRegistry()
     disconnects = make_family("http_client_disconnects", registry)
-    registry.register(LostLines())
+    registry.register(LostLinesCollector())
     keys = keyring(config) if keys is None else keys
-    state = ServerState(engine, config, registry, keys, InFlight(disconnects.inc), QUESTIONS, DECISIONS)
-    meters = Meters(state.keys.tenants, page=page)
+    state = ServerState(
+        engine, config, registry, keys, InFlight(disconnects.inc), QUERY_HANDLERS, COMMAND_HANDLERS
+    )
+    meters = Meters(state.keys.tenants, slot=slot)
     engine.add_stat_logger(meters)
     engine.add_stat_logger(_prometheus(state))
     app = FastAPI(
         middleware=_middleware(state, meters),
-        openapi_url=None,  # FastAPI's pages load scripts from elsewhere, and its document has no errors; ours: openapi/
+        # FastAPI's pages load external scripts, and its document lists no errors; ours: openapi/
+        openapi_url=None,
     )
     spec = engine.config.pooling
     offered, controls = routers(config, spec), CONTROLS if admin_key(config) else ()
@@ -162,7 +155,7 @@ def build_app(
     app.state.document = Document(offered, controls, _access(state))
     app.add_exception_handler(QuireError, handle_quire_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
-    for router in (*offered, *controls, not_offered_by(FAMILIES, spec)):
+    for router in (*offered, *controls, rejecting_router(FAMILIES, spec)):
         app.include_router(router)
     return app
 
@@ -179,15 +172,15 @@ def _prometheus(state: ServerState) -> PrometheusStatLogger:
 
 
 def routers(config: ServerConfig, spec: PoolingSpec | None = None) -> list[APIRouter]:
-    """What this configuration offers of such a model, besides the controls."""
-    chosen = offered_by(FAMILIES, spec)
+    """Return the routers that the configuration and the model support, without the admin routes."""
+    chosen = supported_routers(FAMILIES, spec)
     if config.enable_tokenizer_info_endpoint:
         chosen.append(tokenize.info_router)
     return chosen if config.disable_fastapi_docs else [*chosen, pages.router]
 
 
 def open_paths(config: ServerConfig) -> frozenset[str]:
-    """What needs no key where keys are in use."""
+    """Return the paths that need no API key."""
     return OPEN_PATHS | ({"/metrics"} if config.allow_unauthenticated_metrics else frozenset())
 
 
@@ -200,9 +193,9 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
     config = state.config
     layers = [
         Middleware(HttpMetrics, registry=state.registry),
-        Middleware(Boundary, client_ids=state.client_ids),
+        Middleware(ErrorBoundary, client_ids=state.client_ids),
         Middleware(HeaderLimit),
-        Middleware(Head),
+        Middleware(HeadAsGet),
     ]
     if config.allowed_origins:
         layers.append(
@@ -228,7 +221,7 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
             is_draining=lambda: state.draining,
             root_path=config.root_path,
         ),
-        Middleware(Visits, in_flight=state.in_flight),
+        Middleware(TrackInFlight, in_flight=state.in_flight),
         Middleware(
             BodyEncoding,
             max_bytes=config.max_request_bytes,
@@ -240,12 +233,12 @@ def _middleware(state: ServerState, meters: Meters) -> list[Middleware]:
 
 
 def keyring(config: ServerConfig) -> Keyring:
-    """All keys that open the server.
+    """Return the keyring of all keys that the server accepts.
 
     Raises:
-        ConfigError: the file of keys is wrong.
+        ConfigError: the API key file is invalid.
     """
     keys, admin = api_keys(config), admin_key(config)
     if admin is not None and admin not in keys and (keys or config.api_key_file):
-        keys = (*keys, admin)  # alone it would close the server to everybody else
+        keys = (*keys, admin)  # as the only key it would require a key of all clients
     return make_keyring(keys, config.api_key_file)

@@ -1,8 +1,8 @@
-"""Answers a file of requests, in OpenAI's batch format, through the same application that the server runs.
+"""Offline batch runner: sends each request of a file in OpenAI's batch format to the server's own application.
 
-Invariant: every line of the input that is not blank has one line in the output, in the same order, whatever is wrong
-with it, unless its answer is there from an earlier run; at most `window` lines are in memory at a time. Of lines with
-the same custom_id only the first is a request.
+Invariant: every non-blank input line has one output line, in input order, even if the request is invalid, unless an
+earlier run answered it. At most `window` lines are in memory at a time. Of lines with the same custom_id only the first
+is a request.
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ from quire.config import EngineConfig, ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.batch_output import ID_PREFIX, Answered
-from quire.entrypoints.openai.json_body import parse_json
 from quire.entrypoints.openai.keys import Keyring
+from quire.entrypoints.openai.parsing import parse_json
 from quire.errors import ClientError, PayloadTooLargeError, QuireError, ValidationError
 
 URLS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v2/embed",
     "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
 )  # fmt: skip
-RETRY_S = 0.5
-"""Between two attempts of a line that the server is too full for."""
+RETRY_S = 0.5  # Seconds between two attempts of a line that the server rejects because it is full.
 FULL = (429, 503)
-Call = tuple[str, bytes]
-"""URL and body of a request."""
+Call = tuple[str, bytes]  # URL and body of a request.
 
 
 @dataclass
-class Counts:
-    """How many lines were answered, how many of them with an error, and how many had been answered before."""
+class LineCounts:
+    """Line counts of a run: answered, answered with an error, and skipped because an earlier run answered them."""
 
     num_lines: int = 0
     num_failed: int = 0
@@ -49,7 +47,7 @@ class Counts:
 
 
 class OutputLine(msgspec.Struct):
-    """What is written for a line; one of `response` and `error` is null."""
+    """Output line for one input line; exactly one of `response` and `error` is null."""
 
     id: str
     custom_id: str | None
@@ -61,11 +59,11 @@ class OutputLine(msgspec.Struct):
         return self.response is None or self.response["status_code"] != 200
 
 
-class Sorter:
-    """Tells the lines that are still to be answered from those that were, and repeated custom_ids from first ones.
+class ResumeFilter:
+    """Filter that skips lines answered in earlier runs and detects repeated custom_ids.
 
     Args:
-        answered: how many answers there are from earlier runs, by custom_id.
+        answered: number of answers from earlier runs, by custom_id.
     """
 
     def __init__(self, answered: Answered) -> None:
@@ -73,7 +71,7 @@ class Sorter:
         self._seen: set[bytes] = set()
 
     def is_answered(self, custom_id: str | None) -> bool:
-        """Return whether the answer to the next line with this id is there."""
+        """Return whether an earlier run answered the next line with this id."""
         is_there = self._answered[custom_id] > 0
         self._answered[custom_id] -= is_there
         if is_there and custom_id is not None:
@@ -97,20 +95,20 @@ def _digest(custom_id: str) -> bytes:
 
 def run_file(
     config: EngineConfig, lines: BinaryIO, out: BinaryIO, answered: Answered | None = None
-) -> Counts:
-    """Load the model, answer all lines that are not answered, and end.
+) -> LineCounts:
+    """Load the model, answer all lines that are not answered yet, and shut down.
 
     Raises:
-        QuireError: the model cannot be loaded, the engine failed, or an answer cannot be written; the lines before that
-            are.
+        QuireError: the model cannot be loaded, the engine failed, or an answer cannot be written. Answers before that
+            line are written.
     """
     return asyncio.run(_run(config, lines, out, answered))
 
 
-async def _run(config: EngineConfig, lines: BinaryIO, out: BinaryIO, answered: Answered | None) -> Counts:
+async def _run(config: EngineConfig, lines: BinaryIO, out: BinaryIO, answered: Answered | None) -> LineCounts:
     engine, server = AsyncLLM.start(config), ServerConfig()
     try:
-        app = build_app(engine, server, keys=Keyring({}))  # nobody else reaches it
+        app = build_app(engine, server, keys=Keyring({}))  # not reachable from outside
         await engine.wait_ready()
         batch = Batch(app, server)
         window = 2 * engine.config.scheduler.max_num_seqs
@@ -120,7 +118,7 @@ async def _run(config: EngineConfig, lines: BinaryIO, out: BinaryIO, answered: A
 
 
 class Batch:
-    """Sends lines to an application, as a client would, but without a socket."""
+    """In-process client of the application: sends lines like an HTTP client, without a socket."""
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         self._app = app
@@ -130,13 +128,13 @@ class Batch:
 
     async def run(
         self, lines: BinaryIO, out: BinaryIO, *, window: int, answered: Answered | None = None
-    ) -> Counts:
-        """Answer up to `window` lines at a time, and write each answer when its turn has come.
+    ) -> LineCounts:
+        """Answer up to `window` lines at a time, and write the answers in input order.
 
         Args:
-            answered: how many lines were answered before, by custom_id; they are passed over.
+            answered: number of lines answered by earlier runs, by custom_id; these are skipped.
         """
-        counts, sorter = Counts(), Sorter(answered or Answered())
+        counts, sorter = LineCounts(), ResumeFilter(answered or Answered())
         pending: deque[asyncio.Task[OutputLine]] = deque()
         try:
             for line in bounded_lines(lines, self._max_bytes):
@@ -157,8 +155,8 @@ class Batch:
             await asyncio.gather(*pending, return_exceptions=True)
         return counts
 
-    def _read(self, line: bytes | None, sorter: Sorter) -> tuple[str | None, Call | ClientError] | None:
-        """Return the custom_id of a line and what it asks for, or what is wrong with it; None: it is answered."""
+    def _read(self, line: bytes | None, sorter: ResumeFilter) -> tuple[str | None, Call | ClientError] | None:
+        """Return a line's custom_id and its request, or the error of the line; None if it is answered already."""
         custom_id: str | None = None
         asked: Call | ClientError
         try:
@@ -180,10 +178,10 @@ class Batch:
         return custom_id, asked
 
     async def answer(self, custom_id: str | None, asked: Call | ClientError) -> OutputLine:
-        """The answer to one line.
+        """Return the answer to one line.
 
         Raises:
-            QuireError: the engine has ended.
+            QuireError: the engine has stopped.
         """
         answer = OutputLine(f"{ID_PREFIX}{secrets.token_hex(12)}", custom_id, None, None)
         if isinstance(asked, ClientError):
@@ -201,7 +199,7 @@ class Batch:
             await asyncio.sleep(RETRY_S)
 
     async def _call(self, url: str, body: bytes) -> dict[str, Any]:
-        """One request, as an HTTP server hands it to an application, from a client that never goes away."""
+        """Send one request to the ASGI application, as a client that never disconnects."""
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         status, request_id, pieces = 500, "", list[bytes]()
 
@@ -234,7 +232,7 @@ class Batch:
 
 
 def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
-    """The lines that are not blank; None for one that is longer than `max_bytes`, of which the rest is skipped."""
+    """Yield the non-blank lines; None for a line longer than `max_bytes`, whose rest is skipped."""
     while line := file.readline(max_bytes + 2):
         if len(line.rstrip(b"\r\n")) > max_bytes:
             while line and not line.endswith(b"\n"):
@@ -245,10 +243,10 @@ def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
 
 
 def _checked(request: dict[str, Any]) -> Call:
-    """URL and body of a line.
+    """Return URL and body of a line.
 
     Raises:
-        ValidationError: one of its fields is not what the format says.
+        ValidationError: a field does not match the batch format.
     """
     url, body = request.get("url"), request.get("body")
     if not isinstance(request.get("custom_id"), str):
@@ -264,8 +262,12 @@ def _checked(request: dict[str, Any]) -> Call:
     return str(url), json.dumps(body).encode()
 
 
-def _write(out: BinaryIO, line: OutputLine, counts: Counts) -> None:
-    """Raises QuireError: there is no room for the line; a BrokenPipeError passes."""
+def _write(out: BinaryIO, line: OutputLine, counts: LineCounts) -> None:
+    """Write one output line.
+
+    Raises:
+        QuireError: the line cannot be written, for instance because the disk is full. A BrokenPipeError passes through.
+    """
     text = msgspec.json.encode(line) + b"\n"
     try:
         while text:

@@ -1,7 +1,7 @@
-"""The file of a batch's answers, in which nothing that is there is lost.
+"""Output file of a batch run; existing answers are never lost.
 
-Invariant: a regular file with content is refused, continued behind its last whole line, or replaced when the new
-answers are complete; and one run at a time writes it.
+Invariant: a regular file with content is rejected, continued behind its last complete line, or replaced once the new
+answers are complete. Only one run writes it at a time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from quire.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ID_PREFIX = "batch_req_"
-BEGIN = f'{{"id":"{ID_PREFIX}'.encode()
-"""Of each line."""
-Answered = Counter[str | None]
-"""How many lines there are for each custom_id; None: of lines of the input that have none."""
+BEGIN = f'{{"id":"{ID_PREFIX}'.encode()  # Start of each output line.
+Answered = Counter[str | None]  # Number of output lines by custom_id; None: input lines without one.
 
 
 class _Answer(msgspec.Struct):
@@ -36,22 +34,22 @@ class _Answer(msgspec.Struct):
 
 @contextmanager
 def opened_output(path: Path, *, overwrite: bool, resume: bool) -> Iterator[tuple[FileIO, Answered]]:
-    """Open the file for answers, and say which are in it.
+    """Open the output file, and count the answers that it already holds.
 
     Raises:
-        ConfigError: it has content and is neither to be replaced nor continued, or is none of answers, or another run
-            writes it.
+        ConfigError: it has content and is neither to be replaced nor continued, it holds no batch answers, or another
+            run is writing it.
         OSError: it cannot be opened.
     """
-    if path.exists() and not path.is_file():  # a device or a pipe, which keeps nothing
+    if path.exists() and not path.is_file():  # a device or a pipe, which stores nothing
         with open(path, "wb", buffering=0) as out:
             yield out, Answered()
         return
     has_content = path.exists() and path.stat().st_size > 0
     if has_content and not (overwrite or resume):
         raise ConfigError(
-            f"{path} has content; --resume goes on behind its answers, --overwrite replaces it once the new ones are "
-            "there"
+            f"{path} has content; --resume continues behind its answers, --overwrite replaces it once the new ones are "
+            "complete"
         )
     if has_content and overwrite:
         with _replacement(path.resolve()) as out:
@@ -64,7 +62,7 @@ def opened_output(path: Path, *, overwrite: bool, resume: bool) -> Iterator[tupl
 
 @contextmanager
 def _replacement(path: Path) -> Iterator[FileIO]:
-    """A file beside this one that takes its place at the end; after an error it stays, under its own name."""
+    """Yield a temporary file that replaces `path` at the end; after an error the temporary file stays."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     with open(path, "rb", buffering=0) as old, open(draft, "xb", buffering=0) as out:
         try:
@@ -89,7 +87,7 @@ def _lock(file: FileIO, path: Path) -> None:
 
 
 def _continue(out: FileIO, path: Path) -> Answered:
-    """Read the answers, cut off a last line that is not whole, and stand behind the others."""
+    """Count the answers, cut off an incomplete last line, and seek behind the others."""
     answered, end, number = Answered(), 0, 0
     decoder = msgspec.json.Decoder(_Answer)
     with open(path, "rb") as lines:

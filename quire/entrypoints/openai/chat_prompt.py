@@ -1,33 +1,104 @@
-"""From the fields of a chat request to the token ids of its prompt.
+"""Chat prompt construction: request fields -> chat template -> token ids.
 
-Invariant: what the model's template does not read has no effect, and is noted as such.
+Invariant: options that the model's template does not read have no effect, and are noted as ignored. The legacy fields
+`functions` and `function_call` are translated to `tools` and `tool_choice`; errors and the answer use the legacy names,
+and such an answer has at most one call.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from msgspec import UNSET, UnsetType
 
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.template import OWN_VARIABLES, ChatTemplate, RenderedChat
 from quire.entrypoints.openai.prompts import check_text
-from quire.entrypoints.openai.protocol.requests import ChatFields
+from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, ChatFields, Tool
+from quire.entrypoints.openai.protocol.responses import FunctionCall, ToolCallMessage
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
 from quire.inputs import Conversation
 
+OLD_NAMES = (
+    (r"tools\.(\d+)\.function", r"functions.\1"),
+    (r"\btools\b", "functions"),
+    ("tool_choice", "function_call"),
+)
+
+# Fields of a tool that the server handles and the template does not see.
 NOT_FOR_THE_MODEL = {"function": {"strict"}}
-"""Of a tool: what the server does, and the model is not told."""
+# Request fields that are template options, if the template reads them.
 TEMPLATE_FIELDS = ("enable_thinking",)
-"""Fields of a request that are options of the template, if it has them."""
+
+
+def translate(request: ChatCompletionRequest) -> None:
+    """Translate legacy functions of a request to tools.
+
+    Raises:
+        ValidationError: it has both, or a function_call without functions.
+    """
+    choice = request.function_call
+    if not request.functions:
+        if choice not in (None, "none", "auto"):
+            raise ValidationError("function_call needs functions", param="function_call")
+        return
+    if request.tools or request.tool_choice is not None:
+        raise ValidationError(
+            "functions cannot be sent together with tools or tool_choice", param="functions"
+        )
+    functions = enumerate(request.functions)
+    request.show_tools([Tool.shown(function, f"tools.{index}.function") for index, function in functions])
+    request.tool_choice = _tool_choice(choice)
+    request.parallel_tool_calls = False
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, dict):
+        if choice.keys() != {"name"} or not isinstance(choice["name"], str):
+            raise ValidationError(
+                "function_call must be auto, none or an object with a name", param="function_call"
+            )
+        return {"type": "function", "function": choice}
+    if choice not in (None, "none", "auto"):
+        raise ValidationError(
+            "function_call must be auto, none or an object with a name", param="function_call"
+        )
+    return choice
+
+
+@contextmanager
+def old_names(request: ChatCompletionRequest) -> Iterator[None]:
+    """Rename fields in errors from tools to functions, if the request has functions."""
+    try:
+        yield
+    except ValidationError as error:
+        if not request.functions:
+            raise
+        raise type(error)(_old(error.message), param=_old(error.param or "") or None) from None
+
+
+def _old(text: str) -> str:
+    for new, old in OLD_NAMES:
+        text = re.sub(new, old, text)
+    return text
+
+
+def function_call(calls: Sequence[ToolCallMessage]) -> FunctionCall | UnsetType:
+    """Return the first call in the legacy `function_call` form."""
+    return calls[0].function if calls else UNSET
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation as the model will read it, and where its answer begins."""
+    """Token ids of a conversation, and the state in which its answer begins."""
 
     token_ids: list[int]
     end: PromptEnd
@@ -35,7 +106,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A text that the model continues as it is, in place of a conversation; with `suffix`, up to that."""
+    """Raw text to continue instead of a conversation; with `suffix`, fill-in-the-middle."""
 
     text: str
     suffix: str = ""
@@ -44,10 +115,10 @@ class TextPrompt:
 async def text_prompt(
     server: ServerState, form: TextForm, fields: ChatFields, prompt: TextPrompt
 ) -> ChatPrompt:
-    """Tokenize off the event loop.
+    """Tokenize a raw text off the event loop.
 
     Raises:
-        ValidationError: the text is too long, or the model was not made to fill in the middle.
+        ValidationError: the text is too long, or the model does not support fill-in-the-middle.
     """
     check_text(server, form, prompt.text, fields)
     check_text(server, form, prompt.suffix, fields)
@@ -60,10 +131,10 @@ async def text_prompt(
 async def chat_prompt(
     server: ServerState, form: TextForm, fields: ChatFields, *, with_tools: bool = True
 ) -> ChatPrompt:
-    """Render and tokenize off the event loop.
+    """Render and tokenize a conversation off the event loop.
 
     Raises:
-        ValidationError: a bad message or option, the template refused the conversation, or it is too long.
+        ValidationError: a message or option is invalid, the template rejected the conversation, or it is too long.
     """
     if fields.continue_final_message and fields.add_generation_prompt:
         raise ValidationError(
@@ -105,12 +176,12 @@ async def chat_prompt(
 def _composed(
     form: TextForm, messages: Conversation, options: dict[str, Any], extra: dict[str, Any]
 ) -> tuple[RenderedChat, bool]:
-    """Compose the prompt, and tell whether thinking is off in its answer."""
+    """Return the rendered prompt, and whether thinking is disabled for its answer."""
     return form.chat_template.compose(messages, **options, **extra), form.thinking.is_off(extra)
 
 
 def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, Any]:
-    """Those of the request's options that the template reads."""
+    """Return the request's options that the template reads."""
     options: dict[str, Any] = {}
     for name in TEMPLATE_FIELDS:
         value = getattr(fields, name)
@@ -129,7 +200,9 @@ def _template_options(template: ChatTemplate, fields: ChatFields) -> dict[str, A
 
 
 def _effort(template: ChatTemplate, fields: ChatFields, effort: str) -> dict[str, Any]:
-    """How hard to think; a template that knows but whether to is told that."""
+    """Return the reasoning effort as a template option: `reasoning_effort`, or `enable_thinking` if only that is
+    read.
+    """
     if "reasoning_effort" in template.variables or "enable_thinking" not in template.variables:
         is_read = _is_read(template, fields, "reasoning_effort", "reasoning_effort")
         return {"reasoning_effort": effort} if is_read else {}

@@ -1,6 +1,6 @@
 """POST /v1/completions
 
-Invariant: the text, tokens and logprobs of a stream's chunks join to those of the same request without stream.
+Invariant: text, tokens and logprobs of a stream's chunks concatenate to those of the same request without stream.
 """
 
 from __future__ import annotations
@@ -15,30 +15,28 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.queue_limits import Place
-from quire.entrypoints.openai.beam_search import beam_search_params
+from quire.beam_search.routes import beam_search_params
+from quire.engine.queue_limits import QueueReservation
 from quire.entrypoints.openai.errors import own_id_of
-from quire.entrypoints.openai.generation import Outputs
-from quire.entrypoints.openai.logprobs import (
+from quire.entrypoints.openai.generation import (
+    Outputs,
+    StreamUsage,
     Top,
+    UsageMeter,
     completion_logprobs,
     id_text,
     naming_of,
     prompt_logprobs_json,
 )
-from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.openapi.streams import data_events
+from quire.entrypoints.openai.openapi.operation import Operation, data_events, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.prompts import MAX_SEQUENCES, completion_prompts, num_sequences
 from quire.entrypoints.openai.protocol.requests import CompletionRequest
 from quire.entrypoints.openai.protocol.responses import Completion, CompletionChoice, PromptPosition
-from quire.entrypoints.openai.respond import respond
 from quire.entrypoints.openai.sampling import check_ranking, completion_params, is_ranked, note_max_tokens
 from quire.entrypoints.openai.state import ServerState, server_of
-from quire.entrypoints.openai.stream_usage import StreamUsage
-from quire.entrypoints.openai.streaming import frame
+from quire.entrypoints.openai.streaming import frame, respond
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
-from quire.entrypoints.openai.usage import UsageMeter
 from quire.outputs import CompletionOutput, PositionLogprobs, PromptPositions, RequestOutput
 
 router = APIRouter()
@@ -63,7 +61,7 @@ async def create_completion(request: Request) -> Response:
 
 
 class CompletionAnswer:
-    """Writes the answer to one request, whole or in chunks."""
+    """Response writer of one completion request, whole or streamed."""
 
     def __init__(self, server: ServerState, request: CompletionRequest, answer_id: str, tenant: str) -> None:
         self._server = server
@@ -71,7 +69,7 @@ class CompletionAnswer:
         self._id = answer_id
         self._tenant = tenant
         self._model = server.check_model(request.model)
-        self._adapter = server.adapters.get(self._model)  # now: it may be unloaded at any time
+        self._adapter = server.adapters.get(self._model)  # looked up now: it may be unloaded at any time
         self._form = server.form
         self._created = int(time.time())
         self._num_chars: dict[int, int] = {}
@@ -81,7 +79,7 @@ class CompletionAnswer:
     def num_sequences(self) -> int:
         return max(1, min(num_sequences(self._request), MAX_SEQUENCES))
 
-    async def start(self, place: Place) -> Outputs:
+    async def start(self, place: QueueReservation) -> Outputs:
         engine, request = self._server.engine, self._request
         self._form = await self._server.form_of(self._adapter)
         check_ranking(request, engine.config.model.logprobs_mode)
@@ -122,15 +120,15 @@ class CompletionAnswer:
         return CompletionFrames(self, StreamUsage(self._request, prompt_lengths, force=force))
 
     def chunks_of(self, prompt_index: int, output: RequestOutput, usage: StreamUsage) -> Iterator[Completion]:
-        """What one output adds to the stream."""
+        """Yield the chunks of one output."""
         shown = self._shown(output)
         usage.add(prompt_index, shown)
         for completion in shown.outputs:
             choice = self._choice(prompt_index, shown, completion)
-            yield self.chunk([choice], usage.of_chunk(prompt_index, completion))
+            yield self.chunk([choice], usage.chunk_fields(prompt_index, completion))
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
-        """The output without the token that was generated only because the engine ends with one."""
+        """Return the output without the token that was generated only because the engine needs at least one."""
         if self._request.max_tokens != 0:
             return output
         empty = [
@@ -139,7 +137,7 @@ class CompletionAnswer:
         return dataclasses.replace(output, outputs=empty)
 
     def _chosen(self, output: RequestOutput) -> list[CompletionOutput]:
-        """The completions that become choices: all, or of `best_of` those with the highest mean logprob."""
+        """Return the completions that become choices: all, or the `n` of `best_of` with the highest mean logprob."""
         by_index = sorted(output.outputs, key=lambda completion: completion.index)
         if not is_ranked(self._request):
             return by_index
@@ -147,7 +145,7 @@ class CompletionAnswer:
         return [dataclasses.replace(completion, index=place) for place, completion in enumerate(best)]
 
     def chunk(self, choices: list[CompletionChoice], more: dict[str, Any]) -> Completion:
-        """A chunk of a stream, or the whole answer."""
+        """Return a chunk of a stream, or the whole answer."""
         return Completion(
             id=self._id,
             created=self._created,
@@ -167,7 +165,7 @@ class CompletionAnswer:
         naming = naming_of(as_ids=request.return_tokens_as_token_ids)
         top: Top | None = request.logprobs if request.logprob_token_ids is None else request.logprob_token_ids
         if top is not None:
-            if output.prompt_logprobs is not None:  # they come once, and each choice begins with them
+            if output.prompt_logprobs is not None:  # sent once by the engine, and needed by every choice
                 self._prompt_positions[prompt_index] = output.prompt_logprobs
             ids, positions = (
                 list(completion.token_ids),
@@ -196,7 +194,7 @@ class CompletionAnswer:
         return self._form.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
 
     def _prompt_logprobs(self, output: RequestOutput) -> list[PromptPosition | None] | None:
-        asked = self._request.prompt_logprobs is not None  # else they may be there for the echo
+        asked = self._request.prompt_logprobs is not None  # otherwise they were requested for `echo` only
         return prompt_logprobs_json(output.prompt_logprobs) if asked else None
 
     def _token_text(self, token_id: int) -> str:
@@ -205,13 +203,13 @@ class CompletionAnswer:
 
 
 class CompletionFrames:
-    """Writes a stream of chunks."""
+    """Encoder of one streamed answer."""
 
     def __init__(self, answer: CompletionAnswer, usage: StreamUsage) -> None:
         self._answer = answer
         self._usage = usage
 
-    def of(self, prompt_index: int, output: RequestOutput) -> bytes:
+    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
         return b"".join(map(frame, self._answer.chunks_of(prompt_index, output, self._usage)))
 
     def closing(self) -> bytes:

@@ -1,8 +1,13 @@
-"""One HTTP connection, on uvicorn's, with an end to every wait for its client.
+"""HTTP connections on uvicorn's h11 protocol, with a time limit on every wait for the client.
 
-Invariant: a client that is slow, silent or gone keeps a connection for a bounded time, whatever it was doing, and more
-connections than there are file descriptors for are answered at once instead of failing somewhere. A connection that is
-cut ends its request, as a disconnect. A client that sends no more may listen or have gone: that shows by writing to it.
+Invariant: a slow, silent or disconnected client holds a connection for a bounded time. Connections beyond the
+file-descriptor limit are answered at once. A cut connection ends its request like a disconnect. Whether a half-closed
+client still reads is found out by writing to it (`ProbeTransport`).
+`ResponseBody` writes pieces of a body without ASGI and without waiting: it is open only while the transport's buffer
+accepts data. Middleware acts on the response's start, never on these pieces. Pieces are framed as h11 frames them; body
+data does not change h11's state.
+`KeepAlive` sends pings in silent streams (queueing, prefill, buffered tool calls): proxies close idle connections after
+a minute (nginx, ALB: 60 s, Cloudflare: 120 s), and clients then retry.
 """
 
 from __future__ import annotations
@@ -13,18 +18,19 @@ import math
 import re
 import resource
 import sys
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import h11
+import uvicorn
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from quire.config import ServerConfig
-from quire.entrypoints.openai.begun_answer import BegunAnswer
-from quire.entrypoints.openai.census import Census
+from quire.entrypoints.openai.connection_count import ConnectionCount
 from quire.entrypoints.openai.errors import error_body, id_headers, response_of, shaped_error
-from quire.entrypoints.openai.hosts import AllowedHosts
-from quire.entrypoints.openai.response_body import offer
+from quire.entrypoints.openai.lifecycle import AllowedHosts
 from quire.errors import (
     ClientError,
     ForbiddenError,
@@ -33,31 +39,149 @@ from quire.errors import (
     UnavailableError,
     ValidationError,
 )
+from quire.logging_setup import hide_queries
 
-RESERVED_FILES = 64
-"""Descriptors for all that is no admitted client: the core's sockets, files, and those who are told to come later."""
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+MAX_HEADER_BYTES = 64 * 2**10
+KEEP_ALIVE_S = 5
+GRACEFUL_SHUTDOWN_S = 5
+
+FIRST_BYTES = b"HTTP/1.1 "  # h11 writes this version whatever the version of the request.
+
+# Key in the ASGI scope's extensions, if the receiving server offers direct writes.
+BODY_EXTENSION = "quire.response_body"
+RESERVED_FILES = 64  # File descriptors reserved for the core's sockets, files and rejected clients.
 LEAST_CONNECTIONS = 8
-MAX_EXTRA = 16
-"""Connections beyond the limit that get an answer; those beyond these are closed without one."""
+MAX_EXTRA = 16  # Connections beyond the limit that get a 503; further ones are closed without a response.
 EXTRA_READ_S = 1.0
+# Delay of the first probe of a half-closed client, doubled each time, up to the second value.
 PROBE_S, MOST_PROBE_S = 0.05, 2.0
-"""After so long a client that sends no more is written to again, each time after twice as long, up to the second."""
+# Bytes that a client must read within the write timeout, unless the buffer empties.
 LEAST_PROGRESS_BYTES = 16 * 2**10
-"""What a client must read within the write timeout, unless that empties the buffer."""
 _HEAD_END = re.compile(rb"\n\r?\n")
 
 
+class ProbeTransport:
+    """Transport wrapper that can send "HTTP/1.1 " byte by byte before the response.
+
+    Every response begins with these bytes, so they show whether a half-closed HTTP/1.0 client still reads: if not, the
+    connection is reset by this byte or the next.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._num_sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def begin(self) -> None:
+        """Send the next of the first bytes, if one is left; only before the response."""
+        if self._num_sent < len(FIRST_BYTES):
+            self._transport.write(FIRST_BYTES[self._num_sent : self._num_sent + 1])
+            self._num_sent += 1
+
+    def write(self, data: bytes) -> None:
+        """Write a piece of the response without the bytes already sent."""
+        num_sent, self._num_sent = self._num_sent, 0
+        assert data.startswith(FIRST_BYTES[:num_sent]), "the answer begins otherwise"
+        self._transport.write(data[num_sent:])
+
+
+class ResponseBody:
+    """Direct writer of one response body without a declared length.
+
+    The caller must await every `send`, and write between these only.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._is_chunked = (cycle.conn.their_http_version or b"1.0") >= b"1.1"
+
+    @property
+    def is_open(self) -> bool:
+        """True once the body has begun, until it is complete, while the client reads."""
+        cycle = self._cycle
+        is_sent = cycle.conn.our_state is h11.SEND_BODY
+        return is_sent and not cycle.disconnected and not cycle.flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """Write a piece; only while the body is open."""
+        if data:  # an empty chunk would end the body
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+
+def offer_body(scope: Scope, cycle: RequestResponseCycle) -> None:
+    """Offer the application direct writes to the response body."""
+    scope["extensions"] = {**scope.get("extensions", {}), BODY_EXTENSION: ResponseBody(cycle)}
+
+
+def body_of_response(scope: Scope) -> ResponseBody | None:
+    """Return the direct writer that the server offers, if any."""
+    body: ResponseBody | None = scope.get("extensions", {}).get(BODY_EXTENSION)
+    return body
+
+
+class KeepAlive:
+    """Context manager that sends `ping` whenever the enclosed stream was silent for an interval.
+
+    Args:
+        send: ASGI channel of a response that has begun. Every message is complete, so a ping may come between any two.
+        ping: the API's no-op bytes; if empty, nothing is sent.
+        interval_s: seconds; 0: never.
+    """
+
+    def __init__(self, send: Send, ping: bytes, interval_s: float) -> None:
+        self._send = send
+        self._ping = ping
+        self._interval_s = interval_s
+        self._num_sent = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def count_sent(self) -> None:
+        """Record that the stream has sent something."""
+        self._num_sent += 1
+
+    async def __aenter__(self) -> KeepAlive:
+        if self._ping and self._interval_s:
+            self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is None:
+            return
+        self._task.cancel()
+        (ended,) = await asyncio.gather(self._task, return_exceptions=True)
+        if error is None and isinstance(ended, Exception):
+            raise ended
+
+    async def _run(self) -> None:
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(self._interval_s)
+            if num_sent == self._num_sent:
+                await self._send({"type": "http.response.body", "body": self._ping, "more_body": True})
+
+
 def protocol_class(
-    config: ServerConfig, census: Census, hosts: AllowedHosts
+    config: ServerConfig, connection_count: ConnectionCount, hosts: AllowedHosts
 ) -> functools.partial[Connection]:
-    """What uvicorn makes for every connection; the census counts those of which there may not be too many."""
+    """Return uvicorn's protocol factory."""
     return functools.partial(
-        Connection, limits=config, max_connections=max_connections(config), census=census, hosts=hosts
+        Connection,
+        limits=config,
+        max_connections=max_connections(config),
+        connection_count=connection_count,
+        hosts=hosts,
     )
 
 
 def max_connections(config: ServerConfig) -> int:
-    """As configured, else what the limit of open files leaves."""
+    """Return the configured limit, else one derived from the limit of open files."""
     if config.max_connections:
         return config.max_connections
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -67,21 +191,21 @@ def max_connections(config: ServerConfig) -> int:
 
 
 class Connection(H11Protocol):
-    """Two clocks: one until the request has come in as a whole, one while the client leaves what it was sent unread."""
+    """Connection with two timers: one until the request is complete, one while the client leaves sent data unread."""
 
     def __init__(
         self,
         *args: Any,
         limits: ServerConfig,
         max_connections: int,
-        census: Census,
+        connection_count: ConnectionCount,
         hosts: AllowedHosts,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._application: ASGIApp = self.app
         self.app = self._answer
-        self._census = census
+        self._connection_count = connection_count
         self._hosts = hosts
         self._limits = limits
         self._max_connections = max_connections
@@ -90,12 +214,12 @@ class Connection(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
-        self._begun: BegunAnswer | None = None
+        self._begun: ProbeTransport | None = None
         self._num_discarded = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        num_extra = self._census.num_open(self.connections) - self._max_connections
+        num_extra = self._connection_count.num_open(self.connections) - self._max_connections
         if num_extra > MAX_EXTRA:
             transport.abort()
         elif num_extra > 0:
@@ -105,7 +229,8 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if not self.transport.is_closing():
             if not self.flow.write_paused:
-                self._watch_writing_anew()  # whoever goes on asking has read what came before
+                # a client that sends another request has read the previous response
+                self._watch_writing_anew()
             self._num_discarded = self._num_discarded + len(data) if self._discards else 0
             if self._num_discarded > self._limits.max_request_bytes:
                 self.transport.abort()
@@ -114,49 +239,49 @@ class Connection(H11Protocol):
             self._watch_reading()
 
     def handle_events(self) -> None:
-        """Refuse a head with folded lines, which others may read otherwise (RFC 9112, 5.2), before h11 joins them."""
+        """Reject folded header lines, which others may parse differently (RFC 9112, 5.2), before h11 joins them."""
         if self.conn.their_state is h11.IDLE and _has_folds(self.conn.trailing_data[0]):
             self.send_400_response("A header must not be folded over several lines.")
         else:
             super().handle_events()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; the connection stays for the answer to a request that is here as a whole.
+        """Keep a half-closed connection open until the answer to its complete request has begun.
 
-        Unless that has begun already: then nothing shows that a client listens, which has most likely gone.
+        Once the answer has begun, nothing shows whether the client still reads; most likely it has disconnected.
         """
         is_awaited = self.cycle is not None and self.conn.our_state is h11.SEND_RESPONSE
         is_whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
         self._is_half_closed = is_awaited and is_whole
         if self._is_half_closed:
             assert self.cycle is not None, "its answer is awaited"
-            if (self.conn.their_http_version or b"") < b"1.1":  # to which nothing can be sent but the answer
-                self._begun = BegunAnswer(self.transport)
+            if (self.conn.their_http_version or b"") < b"1.1":  # HTTP/1.0 has no interim responses
+                self._begun = ProbeTransport(self.transport)
                 self.cycle.transport = self._begun  # type: ignore[assignment]
             self._probe(PROBE_S)
         return self._is_half_closed
 
     def _probe(self, next_in_s: float) -> None:
-        """Whoever listens passes over this; where nobody does, the connection is lost by it, or by the next."""
+        """Send 100 Continue, or the response's next first byte; if the client is gone, this or the next write fails."""
         if self.conn.our_state is h11.SEND_RESPONSE and not self.transport.is_closing():
             if self._begun is None:
                 interim = h11.InformationalResponse(status_code=100, headers=[], reason=STATUS_PHRASES[100])
                 self.transport.write(self.conn.send(interim) or b"")
             else:
                 self._begun.begin()
-            most = MOST_PROBE_S if self._begun is None else math.inf  # there are so many bytes and no more
+            most = MOST_PROBE_S if self._begun is None else math.inf  # the number of these bytes is limited
             again = min(2 * next_in_s, most)
             self._probe_timer = self.loop.call_later(next_in_s, self._probe, again)
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._read_timer, self._write_timer, self._probe_timer)
         super().connection_lost(exc)
-        self._census.leave()
+        self._connection_count.leave()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._is_half_closed and self.cycle is not None and self.cycle.response_complete:
-            self.transport.close()  # there will be no other request
+            self.transport.close()  # no further request can come
         self._watch_reading()
         self._watch_writing()
 
@@ -169,7 +294,9 @@ class Connection(H11Protocol):
         self._watch_writing_anew()
 
     def _watch_reading(self) -> None:
-        """The clock runs while a request is awaited; where one has been answered, that is keep-alive's business."""
+        """Start or stop the read timer: it runs while a request is expected. Between requests keep-alive's timer
+        runs.
+        """
         if self.transport.is_closing() or not self._awaits_more:
             _cancel(self._read_timer)
             self._read_timer = None
@@ -178,7 +305,7 @@ class Connection(H11Protocol):
 
     @property
     def _awaits_more(self) -> bool:
-        """Whether the client has a request to begin or to finish."""
+        """True if the client has a request to begin or to finish."""
         if self.conn.their_state is h11.SEND_BODY:
             return True
         is_first = self.cycle is None
@@ -186,12 +313,12 @@ class Connection(H11Protocol):
 
     @property
     def _discards(self) -> bool:
-        """Whether the client goes on sending a body that has been answered; some read only when all is sent."""
+        """True while the client sends the rest of a body that is answered; some clients read only after sending."""
         is_answered = self.cycle is not None and self.cycle.response_complete
         return is_answered and self.conn.their_state is h11.SEND_BODY
 
     def _on_read_timeout(self) -> None:
-        """Say so, if nothing has been answered yet, and hang up."""
+        """Answer 408 if nothing was answered yet, and close."""
         self._read_timer = None
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send_408()
@@ -200,7 +327,7 @@ class Connection(H11Protocol):
 
     def _send_408(self) -> None:
         message = f"the request did not come in within {self._read_timeout:g} seconds (--read-timeout)"
-        is_known = self.conn.their_state is h11.SEND_BODY  # else nobody knows what was to be asked
+        is_known = self.conn.their_state is h11.SEND_BODY  # otherwise the request's path is unknown
         scope = self.scope if is_known else {"path": ""}
         body = shaped_error(error_body(message, "RequestTimeoutError", 408), 408, scope)
         headers = [
@@ -213,23 +340,23 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, which may write to the response's body at once; or the refusal of a request for none."""
+        """Call the application with direct body writes enabled, or reject a malformed request."""
         assert self.cycle is not None
         error = self._refusal(scope)
         if error is not None:
             await _refuse(error, scope, receive, send)
             return
         if scope["method"] != "HEAD":
-            offer(scope, self.cycle)
+            offer_body(scope, self.cycle)
         await self._application(scope, receive, send)
 
     async def _come_later(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application of a connection beyond the limit."""
+        """Answer a connection beyond the limit with 503."""
         message = f"the server has {self._max_connections} connections, which is its limit; try again later"
         await _refuse(UnavailableError(message), scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ClientError | None:
-        """What is wrong with how the request came, whatever it asks for."""
+        """Return the error of a request that is malformed whatever its path."""
         version, headers = scope["http_version"], dict(scope["headers"])
         if not version.startswith("1."):
             return HttpVersionError(
@@ -243,12 +370,12 @@ class Connection(H11Protocol):
         if host is None:
             return None
         return ForbiddenError(
-            f"the Host header {host!r:.80} is no name of this server; --allowed-hosts names those that it has "
+            f"the Host header {host!r:.80} is not a name of this server; --allowed-hosts lists allowed names "
             "besides localhost and addresses"
         )
 
     def _watch_writing(self) -> None:
-        """The clock runs while bytes wait for the client and nothing but its reading can free them."""
+        """Start the write timer if unread data can only be freed by the client."""
         num_bytes = self.transport.get_write_buffer_size()
         if self._write_timer is None and num_bytes:
             self._write_timer = self.loop.call_later(
@@ -270,19 +397,19 @@ class Connection(H11Protocol):
 
     @property
     def _waits_for_reader(self) -> bool:
-        """Whether no more is written before the client reads."""
+        """True if nothing more is written before the client reads."""
         is_over = self.transport.is_closing() or self.cycle is None or self.cycle.response_complete
         return self.flow.write_paused or is_over
 
 
 def _has_folds(received: bytes) -> bool:
-    """Whether a line of the head, as far as it is here, begins with white space."""
+    """Return whether a line of the received part of the head begins with white space."""
     head = _HEAD_END.split(received, 1)[0]
     return b"\n " in head or b"\n\t" in head
 
 
 async def _refuse(error: QuireError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with an error, and close: bytes that follow may be anything."""
+    """Send an error and close, because the following bytes cannot be trusted."""
     response = response_of(error, "unknown")
     ids = {name.decode(): value.decode() for name, value in id_headers(scope)}
     response.headers.update({"connection": "close", **ids})
@@ -293,3 +420,28 @@ def _cancel(*timers: asyncio.TimerHandle | None) -> None:
     for timer in timers:
         if timer is not None:
             timer.cancel()
+
+
+def http_config(
+    app: FastAPI, config: ServerConfig, connection_count: ConnectionCount | None = None
+) -> uvicorn.Config:
+    """Return uvicorn's settings. Uses h11 because it bounds the size of headers and rejects ambiguous ones."""
+    hide_queries()
+    return uvicorn.Config(
+        app,
+        http=protocol_class(
+            config,
+            connection_count or ConnectionCount(),
+            AllowedHosts(config, has_keys=bool(app.state.server.keys)),
+        ),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+        root_path=config.root_path,
+        log_config=None,  # uvicorn's config would write to pipes that may be full or closed
+        log_level=config.uvicorn_log_level,
+        access_log=not config.disable_uvicorn_access_log,
+        server_header=False,
+    )

@@ -1,8 +1,8 @@
-"""The one place that decides what an error looks like to a client.
+"""HTTP form of all errors, and JSON responses from msgspec structs.
 
-Invariant: always the shape of the API whose path was asked, OpenAI's `{"error": {"message", "type", "param", "code"}}`
-but for those in `SHAPES`, and never the text of an error that nobody wrote for the client: such an error gets a fixed
-sentence and the request's id, and its details go to the log.
+Invariant: an error has the shape of the API at the requested path: OpenAI's `{"error": {"message", "type", "param",
+"code"}}` except for `SHAPES`. Unexpected errors get a fixed sentence with the request's id; their details go to the log
+only.
 """
 
 from __future__ import annotations
@@ -43,10 +43,17 @@ HTTP_ERRORS = {
     404: ("NotFoundError", "There is nothing at this path."),
     405: ("MethodNotAllowedError", "This path does not take this method."),
 }
+# Header that identifies Anthropic's clients on paths shared with other APIs.
+ANTHROPIC_VERSION = "anthropic-version"
+REQUEST_ID, ANTHROPIC_REQUEST_ID = "x-request-id", "request-id"
+
+
+def json_response(body: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 class ErrorDetail(msgspec.Struct):
-    """`param` names the field at fault; `code` is the HTTP status where OpenAI has no code of its own."""
+    """OpenAI's error fields: `param` is the invalid field; `code` is the HTTP status unless OpenAI defines a code."""
 
     message: str
     type: str
@@ -55,7 +62,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """An error as OpenAI's clients read it."""
+    """Error body of OpenAI's API."""
 
     error: ErrorDetail
 
@@ -66,7 +73,7 @@ class AnthropicDetail(msgspec.Struct):
 
 
 class AnthropicError(msgspec.Struct, kw_only=True):
-    """An error as Anthropic's clients read it."""
+    """Error body of Anthropic's API."""
 
     type: Literal["error"] = "error"
     error: AnthropicDetail
@@ -74,13 +81,13 @@ class AnthropicError(msgspec.Struct, kw_only=True):
 
 
 class OllamaError(msgspec.Struct):
-    """An error as Ollama's clients read it: a sentence."""
+    """Error body of Ollama's API."""
 
     error: str
 
 
 class CohereError(msgspec.Struct):
-    """An error as Cohere's clients read it: a sentence."""
+    """Error body of Cohere's API."""
 
     message: str
 
@@ -90,19 +97,19 @@ def error_body(message: str, kind: str, code: int | str, param: str | None = Non
 
 
 def body_of(error: BaseException, request_id: str) -> ErrorBody:
-    """What a client is told about an error; anything unexpected is logged here."""
+    """Return the error body for the client; unexpected errors are logged here."""
     if isinstance(error, EngineDeadError):
         return error_body(ENGINE_DEAD, error.type, error.status)
     if isinstance(error, QuireError) and not isinstance(error, StartupError):
         param = error.param if isinstance(error, ClientError) else None
         return error_body(str(error), error.type, error.code or error.status, param)
     logger.error("request %s failed", request_id, exc_info=error)
-    sentence = f"The server met an unexpected error; its log tells more about request {request_id}."
+    sentence = f"The server met an unexpected error; see its log for request {request_id}."
     return error_body(sentence, QuireError.type, QuireError.status)
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status of the answer to an error."""
+    """Return the HTTP status of an error."""
     return error.status if isinstance(error, QuireError) else QuireError.status
 
 
@@ -120,33 +127,29 @@ def cohere_body(body: ErrorBody, status: int, request_id: str) -> CohereError:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the errors of one API are: their type, and how one is made of OpenAI's, the status and the request's id."""
+class ErrorShape:
+    """Error shape of one API: its type, and a function from OpenAI's body, status and request id to it."""
 
     type: type[msgspec.Struct]
     make: Callable[[ErrorBody, int, str], msgspec.Struct]
 
 
-OPENAI_SHAPE = Shape(ErrorBody, lambda body, status, request_id: body)
-ANTHROPIC_SHAPE = Shape(AnthropicError, anthropic_body)
-ANTHROPIC_VERSION = "anthropic-version"
-"""The header by which Anthropic's clients are known where they share a path with others."""
-REQUEST_ID, ANTHROPIC_REQUEST_ID = "x-request-id", "request-id"
+OPENAI_SHAPE = ErrorShape(ErrorBody, lambda body, status, request_id: body)
+ANTHROPIC_SHAPE = ErrorShape(AnthropicError, anthropic_body)
 SHAPES = {
     "/v1/messages": ANTHROPIC_SHAPE,
-    "/api/": Shape(OllamaError, ollama_body),
-    "/v2/": Shape(CohereError, cohere_body),
-}
-"""Start of a path -> the shape of its errors."""
+    "/api/": ErrorShape(OllamaError, ollama_body),
+    "/v2/": ErrorShape(CohereError, cohere_body),
+}  # Path prefix -> shape of its errors.
 
 
-def shape_of(path: str) -> Shape:
-    """The shape of a path's errors; the path is without the server's `root_path`."""
+def shape_of(path: str) -> ErrorShape:
+    """Return the shape of a path's errors; the path excludes the server's `root_path`."""
     return next((shape for start, shape in SHAPES.items() if path.startswith(start)), OPENAI_SHAPE)
 
 
 def shaped_error(body: ErrorBody, status: int, scope: Any) -> bytes:
-    """The error as JSON, in the shape of the API that was asked."""
+    """Return the error as JSON in the shape of the requested API."""
     path = _path_of(scope)
     shape = shape_of(path)
     if path.startswith("/v1/models") and ANTHROPIC_VERSION in Headers(scope=scope):
@@ -155,7 +158,7 @@ def shaped_error(body: ErrorBody, status: int, scope: Any) -> bytes:
 
 
 class ErrorResponse(Response):
-    """An answer with OpenAI's body, which becomes that of the path's own API when it is sent."""
+    """Error response that takes the shape of the path's API when it is sent."""
 
     media_type = "application/json"
 
@@ -170,12 +173,12 @@ class ErrorResponse(Response):
 
 
 def response_of(error: BaseException, request_id: str) -> ErrorResponse:
-    """The whole HTTP answer to an error."""
+    """Return the complete HTTP response of an error."""
     return ErrorResponse(body_of(error, request_id), status_of(error), _headers(error))
 
 
 def frame_of(error: BaseException, request_id: str) -> bytes:
-    """The server-sent event that ends a stream on an error."""
+    """Return the server-sent event that ends a stream with an error."""
     return b"data: " + msgspec.json.encode(body_of(error, request_id)) + b"\n\n"
 
 
@@ -184,28 +187,28 @@ async def handle_quire_error(request: Request, error: Exception) -> Response:
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: unknown path, wrong method."""
+    """Convert Starlette's own errors: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     methods = set(headers.get("Allow", "").split(", ")) - {""}
     if methods:
         headers["Allow"] = ", ".join(
             sorted(methods | ({"HEAD"} if "GET" in methods else set()))
-        )  # `middleware.head`
+        )  # see `middleware.auth.Head`
     kind, sentence = HTTP_ERRORS.get(error.status_code, ("BadRequestError", "The request cannot be handled."))
     body = error_body(sentence, kind, error.status_code)
     return ErrorResponse(body, error.status_code, headers)
 
 
 def request_id_of(scope: Any) -> str:
-    """Return the id of this HTTP request that its client is told: the client's own, else the server's."""
+    """Return the request id shown to the client: its own, else the server's."""
     return str(scope.get("state", {}).get("request_id", "unknown"))
 
 
 def id_headers(scope: Any) -> list[tuple[bytes, bytes]]:
-    """Return the headers with the id of this HTTP request: `x-request-id`, and for Anthropic's clients `request-id`."""
+    """Return the headers with the request's id: `x-request-id`, and for Anthropic's clients also `request-id`."""
     names = [REQUEST_ID]
-    is_known = "headers" in scope  # else the request's head was never read
+    is_known = "headers" in scope  # otherwise the request's head was never read
     if is_known and (
         shape_of(_path_of(scope)) is ANTHROPIC_SHAPE or ANTHROPIC_VERSION in Headers(scope=scope)
     ):
@@ -218,7 +221,7 @@ def _path_of(scope: Any) -> str:
 
 
 def own_id_of(scope: Any) -> str:
-    """Return the id that the server gave this HTTP request, which no other has."""
+    """Return the server's unique id of this HTTP request."""
     return str(scope["state"]["own_id"])
 
 
@@ -228,7 +231,5 @@ def _headers(error: BaseException) -> dict[str, str] | None:
     if isinstance(error, EngineDeadError):
         return {"Retry-After": "5"}
     if isinstance(error, DeadlineError):
-        return {
-            "x-should-retry": "false"
-        }  # OpenAI's clients would ask again for what has just taken too long
+        return {"x-should-retry": "false"}  # OpenAI's clients would retry a request that just timed out
     return {"WWW-Authenticate": "Bearer"} if getattr(error, "status", 0) == 401 else None

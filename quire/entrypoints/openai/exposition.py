@@ -1,9 +1,8 @@
-"""The metrics of several processes as those of one server.
+"""Merging of Prometheus metrics of several API processes.
 
-Invariant: a series is there once. Counters and histograms add up, and so do gauges of HTTP (`quire:http_...`), which
-each process has for itself. All other gauges are of the engine, whose statistics only the first process is told: its
-word counts, as it does for what happens once and all of them see (`SEEN_BY_ALL`). When a counter began (`_created`) is
-when the first of them began.
+Invariant: each series appears once. Counters, histograms and HTTP gauges (`quire:http_...`) are summed. Other gauges
+describe the engine, and the first process's value counts, as for events that all processes count (`SEEN_BY_ALL`).
+`_created` is the earliest of all.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-Family = Sequence[Any]
-"""Name, documentation, type, and samples, each a name, labels and a value."""
+MetricFamily = Sequence[Any]  # Name, documentation, type, and samples: [name, labels, value] each.
 ADDED_TYPES = ("counter", "histogram", "summary", "gaugehistogram")
 ADDED_GAUGES = "quire:http_"
 SEEN_BY_ALL = ("quire:engine_core_deaths",)
 
 
 def families_of(registry: Collector) -> list[Any]:
-    """All that is in a registry, in data that can be sent to another process."""
+    """Return the content of a registry as plain data that can be sent to another process."""
     return [
         [
             one.name,
@@ -34,10 +32,10 @@ def families_of(registry: Collector) -> list[Any]:
     ]
 
 
-class Merged(Collector):
-    """What several processes have measured, the first process first, for `generate_latest`."""
+class MergedMetrics(Collector):
+    """Collector of several processes' metrics, the first process's first, for `generate_latest`."""
 
-    def __init__(self, answers: Iterable[Sequence[Family]]) -> None:
+    def __init__(self, answers: Iterable[Sequence[MetricFamily]]) -> None:
         self._families: dict[str, Metric] = {}
         self._values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
         for answer in answers:
@@ -61,7 +59,7 @@ class Merged(Collector):
 
 
 def _join_of(name: str, kind: str, sample: str) -> Callable[[float, float], float]:
-    """How a value of one process and that of another make one."""
+    """Return the function that merges the values of two processes."""
     if sample.endswith("_created"):
         return min
     if (kind in ADDED_TYPES and name not in SEEN_BY_ALL) or (

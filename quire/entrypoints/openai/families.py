@@ -1,4 +1,4 @@
-"""Which endpoint families a server offers: those that its one model can do, and a word at the paths of the others."""
+"""Selection of the routers that the model supports; other paths answer 400 with a reason."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quire.config.pooling import PoolingSpec
 from quire.errors import ValidationError
 from quire.pooling_params import CLASSIFY, EMBED
 
-Offered = Callable[[PoolingSpec | None], bool]
-"""Whether a model of this description can do it; None: one that generates."""
+# Predicate on the model's pooling description; None: a generative model.
+IsOffered = Callable[[PoolingSpec | None], bool]
 
 
 def by_any(spec: PoolingSpec | None) -> bool:
@@ -39,20 +39,20 @@ def by_classes(spec: PoolingSpec | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Routes that are offered together."""
+class EndpointFamily:
+    """Router with the predicate that enables it."""
 
     router: APIRouter
-    offered: Offered = by_any
+    offered: IsOffered = by_any
 
 
-def offered_by(families: Iterable[Family], spec: PoolingSpec | None) -> list[APIRouter]:
-    """The routers of what the model can do."""
+def supported_routers(families: Iterable[EndpointFamily], spec: PoolingSpec | None) -> list[APIRouter]:
+    """Return the routers that the model supports."""
     return [family.router for family in families if family.offered(spec)]
 
 
-def not_offered_by(families: Iterable[Family], spec: PoolingSpec | None) -> APIRouter:
-    """A router that answers at the paths of everything else, and says what there is instead."""
+def rejecting_router(families: Iterable[EndpointFamily], spec: PoolingSpec | None) -> APIRouter:
+    """Return a router that rejects requests at the paths of all other families and lists the supported ones."""
     families = list(families)
     instead = [family for family in families if family.offered is not by_any and family.offered(spec)]
     paths = ", ".join(route.path for family in instead for route in _routes(family.router))
@@ -61,7 +61,9 @@ def not_offered_by(families: Iterable[Family], spec: PoolingSpec | None) -> APIR
 
     async def refuse(request: Request) -> Response:
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
-        raise ValidationError(f"{path} is not for this model, which {does}; it has {paths}", param="model")
+        raise ValidationError(
+            f"{path} is not supported by this model, which {does}; use {paths}", param="model"
+        )
 
     for family in families:
         for route in [] if family.offered(spec) else _routes(family.router):

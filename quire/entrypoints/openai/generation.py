@@ -1,43 +1,315 @@
-"""Runs the prompts of one HTTP request on the engine; shared by all endpoint families.
+"""Generation for one HTTP request, shared by all endpoint families: outputs, logprobs, usage and timings.
 
-Invariant: closing `Outputs` closes every engine generator in it, which aborts what is still running; an output
-that ended in an error is raised, never passed on as text.
+Invariant: closing `Outputs` closes every engine generator in it, which aborts running requests. A failed output is
+raised, never passed on as text. Logprobs are at least `FLOOR`, since JSON has no minus infinity. Exactly one chunk of a
+stream, the last, carries `UsageMeter.closing`: as with OpenAI a separate chunk if usage was requested, else the chunk
+that ends the last choice.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from quire.beam_search_params import BeamSearchParams
-from quire.engine.queue_limits import Place
+from msgspec import UNSET, UnsetType
+
+from quire.engine.queue_limits import QueueReservation
+from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.protocol.requests import GenerationRequest
+from quire.entrypoints.openai.protocol.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    CompletionTokensDetails,
+    PromptLogprob,
+    PromptPosition,
+    PromptTokensDetails,
+    Timings,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
 from quire.errors import FOREIGN_WORDS, DeadlineError, EngineError, ValidationError
 from quire.inputs import TokensPrompt
 from quire.lora_request import LoRARequest
-from quire.outputs import RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.outputs import (
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    RequestOutput,
+    RequestStateStats,
+    joined_stats,
+)
+from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.structured_output.params import FAULT, PARAM
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
-Indexed = tuple[int, RequestOutput]
-"""Index of the prompt, and an output for it."""
-Taker = Callable[[int, RequestOutput], bool]
-"""Deals at once with an output of a prompt that ends nothing, or does nothing and returns False."""
+FLOOR = -9999.0
+# Alternatives reported per position: so many of the most likely (-1: all), or these token ids.
+Top = int | Sequence[int]
+
+# (token id, its text if there is a tokenizer) -> its representation in the reply.
+Naming = Callable[[int, str | None], str]
+
+Indexed = tuple[int, RequestOutput]  # Prompt index, and an output of that prompt.
+# Handles a non-final output immediately, or does nothing and returns False.
+InlineConsumer = Callable[[int, RequestOutput], bool]
+
+
+def naming_of(*, as_ids: bool | None) -> Naming:
+    """Return the function that formats tokens: as text, or as ids (`return_tokens_as_token_ids`)."""
+    return (lambda token_id, _: id_text(token_id)) if as_ids else text_or_id
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs], top: Top, naming: Naming) -> ChatLogprobs:
+    """Return one entry per generated token, each with its alternatives."""
+    return ChatLogprobs(content=[_chat_entry(position, top, naming) for position in positions])
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    positions: Sequence[PositionLogprobs | None],
+    top: Top,
+    offset: int,
+    text_of: Callable[[int], str],
+    naming: Naming,
+) -> tuple[CompletionLogprobs, int]:
+    """Return parallel lists over tokens, and the text offset of the next token.
+
+    Args:
+        positions: one per token; None for the first token of an echoed prompt, which has no logprob.
+        top: alternatives to report at each position.
+        offset: text offset of the first token within the choice.
+        text_of: returns the text of a token that has no logprob.
+    """
+    result = CompletionLogprobs([], [], [], [])
+    for token_id, position in zip(token_ids, positions, strict=True):
+        chosen = position[token_id] if position else None
+        text = text_or_id(token_id, chosen.decoded_token) if chosen else text_of(token_id)
+        result.tokens.append(naming(token_id, text))
+        result.text_offset.append(offset)
+        result.token_logprobs.append(None if chosen is None else floored(chosen.logprob))
+        result.top_logprobs.append(None if position is None else _top_by_text(position, top, naming))
+        token_bytes = chosen.token_bytes if chosen else None
+        offset += _num_begun(text.encode() if token_bytes is None else token_bytes)
+    return result, offset
+
+
+def prompt_logprobs_json(
+    positions: Sequence[PositionLogprobs | None] | None,
+) -> list[PromptPosition | None] | None:
+    """Return the prompt's logprobs in vLLM's form: one map from token id per position, null for the first."""
+    if positions is None:
+        return None
+    return [None if position is None else _by_id(position) for position in positions]
+
+
+def floored(logprob: float) -> float:
+    return max(logprob, FLOOR)
+
+
+def text_or_id(token_id: int, text: str | None) -> str:
+    """Return a token's text, or its id without a tokenizer."""
+    return id_text(token_id) if text is None else text
+
+
+def id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _chat_entry(position: PositionLogprobs, top: Top, naming: Naming) -> TokenLogprob:
+    token_id, chosen = next(iter(position.items()))
+    others = [_top_entry(token_id, logprob, naming) for token_id, logprob in _beside(position, top)]
+    name = naming(token_id, chosen.decoded_token)
+    return TokenLogprob(name, floored(chosen.logprob), _byte_values(chosen), others)
+
+
+def _top_entry(token_id: int, logprob: Logprob, naming: Naming) -> TopLogprob:
+    name = naming(token_id, logprob.decoded_token)
+    return TopLogprob(name, floored(logprob.logprob), _byte_values(logprob))
+
+
+def _num_begun(token_bytes: bytes) -> int:
+    """Count the characters that begin in a token, so that a split one counts once."""
+    return sum(byte & 0xC0 != 0x80 for byte in token_bytes)
+
+
+def _byte_values(logprob: Logprob) -> list[int] | None:
+    return None if logprob.token_bytes is None else list(logprob.token_bytes)
+
+
+def _top_by_text(position: PositionLogprobs, top: Top, naming: Naming) -> dict[str, float]:
+    """Return the alternatives and the sampled token by text; of equal texts the first one counts."""
+    by_text: dict[str, float] = {}
+    chosen = next(iter(position.items()))
+    for token_id, logprob in [*_beside(position, top), chosen]:
+        by_text.setdefault(naming(token_id, logprob.decoded_token), floored(logprob.logprob))
+    return by_text
+
+
+def _beside(position: PositionLogprobs, top: Top) -> list[tuple[int, Logprob]]:
+    if not isinstance(top, int):
+        return [(token_id, position[token_id]) for token_id in dict.fromkeys(top)]
+    ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+    return [item for item in ranked if top < 0 or (item[1].rank or 0) <= top]
+
+
+def _by_id(position: PositionLogprobs) -> PromptPosition:
+    return {
+        str(token_id): PromptLogprob(floored(logprob.logprob), logprob.rank, logprob.decoded_token)
+        for token_id, logprob in position.items()
+    }
+
+
+class UsageMeter:
+    """Token counter of one HTTP request; every added output must carry only new tokens.
+
+    Args:
+        prompt_lengths: tokens of each prompt, known before the first output.
+    """
+
+    def __init__(self, prompt_lengths: Sequence[int] = ()) -> None:
+        self._prompt_tokens = dict(enumerate(prompt_lengths))
+        self._latest: dict[int, RequestOutput] = {}
+        self._completion_tokens = 0
+        # Reasoning tokens among the completion tokens; None if the model does not reason.
+        self.reasoning_tokens: int | None = None
+        self._sequences: set[tuple[int, int]] = set()
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Add an output with all of its completions."""
+        self.add_prompt(prompt_index, output)
+        for completion in output.outputs:
+            self.add_completion(prompt_index, completion)
+
+    def add_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        """Add an output without its completions."""
+        self._latest[prompt_index] = output
+
+    def add_completion(self, prompt_index: int, completion: CompletionOutput) -> None:
+        """Add the new tokens of one completion."""
+        self._sequences.add((prompt_index, completion.index))
+        self._completion_tokens += len(completion.token_ids)
+
+    def usage(self) -> Usage:
+        latest = self._latest
+        known = self._prompt_tokens | {index: len(one.prompt_token_ids) for index, one in latest.items()}
+        num_prompt_tokens, num_cached_tokens = (
+            sum(known.values()),
+            sum(one.num_cached_tokens for one in latest.values()),
+        )
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=num_prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
+            completion_tokens_details=self._completion_details(),
+        )
+
+    def _completion_details(self) -> CompletionTokensDetails | UnsetType:
+        times = self._times()
+        details = CompletionTokensDetails(self.reasoning_tokens or 0)
+        if times.num_draft_tokens:
+            details.accepted_prediction_tokens = times.num_accepted_tokens
+            details.rejected_prediction_tokens = times.num_draft_tokens - times.num_accepted_tokens
+        elif self.reasoning_tokens is None:
+            return UNSET
+        return details
+
+    def _times(self) -> RequestStateStats:
+        return joined_stats([output.metrics for output in self._latest.values()])
+
+    def timings(self) -> Timings:
+        """Return the timings over all added outputs."""
+        return timings_of(self._times(), max(0, self._completion_tokens - len(self._sequences)))
+
+    def closing(self, notes: Notes) -> dict[str, Any]:
+        """Return the fields that only the last object of a reply has."""
+        return {
+            "usage": self.usage(),
+            "timings": self.timings(),
+            "ignored": notes.ignored or UNSET,
+            "adjusted": notes.adjusted or UNSET,
+        }
+
+
+def timings_of(times: RequestStateStats, num_later_tokens: int = 0) -> Timings:
+    """Return timings; `num_later_tokens` are those after each first token. Unknown times are 0."""
+    started = times.scheduled_ts or times.arrival_time
+    first = times.first_token_ts or started
+    decode_s = max(0.0, times.last_token_ts - first)
+    return Timings(
+        queue_s=round(max(0.0, started - times.arrival_time), 6),
+        prefill_s=round(max(0.0, first - started), 6),
+        decode_s=round(decode_s, 6),
+        tokens_per_s=round(num_later_tokens / decode_s, 3) if decode_s else 0.0,
+    )
+
+
+class StreamUsage:
+    """Usage fields of a stream's chunks.
+
+    Args:
+        prompt_lengths: tokens of each prompt of the request.
+        force: add usage to every chunk, even if not requested.
+    """
+
+    def __init__(self, request: GenerationRequest, prompt_lengths: list[int], *, force: bool) -> None:
+        options = request.stream_options
+        self.wanted = force or (options is not None and options.include_usage)
+        self._in_every_chunk = self.wanted and (
+            force or (options is not None and options.continuous_usage_stats)
+        )
+        self._notes = request.notes
+        self._meter = UsageMeter(prompt_lengths)
+        self._num_open = request.n * len(prompt_lengths)
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Add an output before its chunks are made."""
+        self._meter.add_prompt(prompt_index, output)
+
+    def note_reasoning(self, num_tokens: int | None) -> None:
+        """Set the reasoning tokens so far; None if the model does not reason."""
+        self._meter.reasoning_tokens = num_tokens
+
+    @property
+    def has_uniform_chunks(self) -> bool:
+        """True if all chunks that end no choice carry the same usage fields."""
+        return not self._in_every_chunk
+
+    def count_only(self, prompt_index: int, completion: CompletionOutput) -> None:
+        """Count tokens without making usage fields, for an output that ends no choice."""
+        self._meter.add_completion(prompt_index, completion)
+
+    def opening_fields(self) -> dict[str, Any]:
+        """Return the fields of a chunk without tokens; OpenAI sends null before the chunk with the usage."""
+        if self._in_every_chunk:
+            return {"usage": self._meter.usage()}
+        return {"usage": None if self.wanted else UNSET}
+
+    def chunk_fields(self, prompt_index: int, completion: CompletionOutput) -> dict[str, Any]:
+        """Count a completion's new tokens, and return the fields of its chunk."""
+        self._meter.add_completion(prompt_index, completion)
+        self._num_open -= completion.finished()
+        return self.opening_fields() if self._num_open or self.wanted else self.closing()
+
+    def closing(self) -> dict[str, Any]:
+        """Return the fields of the last chunk."""
+        return self._meter.closing(self._notes)
 
 
 class Outputs:
-    """The outputs of several prompts, in the order in which they come.
+    """Async iterator over the outputs of several prompts, in order of arrival.
 
     Args:
-        prompts: any number, with token ids; each runs as an engine request of its own.
-        request_id: of the HTTP request; the engine's ids are derived from it.
-        timeout_s: after so many seconds a prompt ends, as if `max_tokens` had been reached, with stop_reason "timeout".
-        stream_interval: tokens of one prompt that are gathered before an output is passed on.
-        place: in the engine's queue, for all of them.
+        prompts: token ids; each prompt is a separate engine request.
+        request_id: id of the HTTP request; the engine's ids are derived from it.
+        timeout_s: seconds after which a prompt ends as with `max_tokens`, with stop_reason "timeout".
+        stream_interval: tokens of one prompt to collect per output.
+        place: reserved place in the engine's queue, for all prompts.
     """
 
     def __init__(
@@ -54,7 +326,7 @@ class Outputs:
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
         stream_interval: int = 1,
-        place: Place | None = None,
+        place: QueueReservation | None = None,
     ) -> None:
         terms: dict[str, Any] = {
             "priority": priority,
@@ -65,8 +337,8 @@ class Outputs:
             "data_parallel_rank": data_parallel_rank,
             "place": place,
         }
-        self._taker: Taker | None = None
-        # Those of several prompts, and those that are gathered, wait for each other.
+        self._consumer: InlineConsumer | None = None
+        # Several prompts, or collected outputs, have to go through the queue.
         if len(prompts) == 1 and stream_interval <= 1:
             terms["offer"] = self._offer
         generators = [
@@ -81,10 +353,10 @@ class Outputs:
         self._first: asyncio.Task[Indexed] | None = None
 
     async def prime(self, within_s: float) -> None:
-        """Wait for the first output, so that a refusal comes before the response has begun.
+        """Wait for the first output, so that errors are raised before the response begins.
 
-        A request that the engine has queued may wait long for its turn: after `within_s` seconds (a multiple of it
-        while the request is not queued yet) this returns without an output.
+        A queued request may wait long: this returns without an output after `within_s` seconds, or a multiple of that
+        while the request is not queued yet.
         """
         self._first = asyncio.create_task(self._next())
         try:
@@ -100,19 +372,19 @@ class Outputs:
         return await anext(self._outputs)
 
     async def final(self) -> list[RequestOutput]:
-        """The last output of each prompt, in the order of the prompts."""
+        """Return the last output of each prompt, in prompt order."""
         async with aclosing(self):
             last = {index: output async for index, output in self}
         return [last[index] for index in sorted(last)]
 
-    def offer_to(self, taker: Taker) -> None:
-        """From now on `taker` is asked first, whenever the reader waits and nothing is kept for it."""
-        self._taker = taker
+    def offer_to(self, consumer: InlineConsumer) -> None:
+        """Offer outputs to `consumer` first, whenever the reader is waiting and no output is buffered."""
+        self._consumer = consumer
 
     def _offer(self, output: RequestOutput) -> bool:
-        if self._taker is None or _ends_any(output):
+        if self._consumer is None or _ends_any(output):
             return False
-        return self._taker(0, output)
+        return self._consumer(0, output)
 
     def __aiter__(self) -> AsyncIterator[Indexed]:
         return self
@@ -125,7 +397,7 @@ class Outputs:
         return output
 
     async def aclose(self) -> None:
-        if self._first is not None:  # a generator that runs cannot be closed
+        if self._first is not None:  # a running generator cannot be closed
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
         await self._outputs.aclose()
@@ -134,14 +406,14 @@ class Outputs:
 async def _gathered(
     index: int, outputs: AsyncGenerator[RequestOutput, None], interval: int
 ) -> AsyncGenerator[Indexed, None]:
-    """One engine request, with outputs gathered up to `interval` tokens; its first token never waits."""
+    """Yield one engine request's outputs, collected up to `interval` tokens; the first token is never delayed."""
     gathered: RequestOutput | None = None
     is_first = True
     async with aclosing(outputs):
         async for output in outputs:
             if _ends_any(output):
                 _raise_failure(output)
-                _settle_timeout(output, is_first=is_first)
+                _report_timeout_as_length(output, is_first=is_first)
             if gathered is None:
                 gathered = output
             else:
@@ -152,7 +424,7 @@ async def _gathered(
 
 
 def _ends_any(output: RequestOutput) -> bool:
-    # No generator, which costs more than the question: it is asked of every token.
+    # No generator expression: it costs more than the test itself, which runs for every token.
     for completion in output.outputs:  # noqa: SIM110
         if completion.finish_reason is not None:
             return True
@@ -164,8 +436,11 @@ def _num_tokens(output: RequestOutput) -> int:
 
 
 def _raise_failure(output: RequestOutput) -> None:
-    """Raise ValidationError if the core refuses the request or its constraint cannot be enforced any further, and
-    EngineError if it failed otherwise or was aborted.
+    """Raise the error of a failed completion.
+
+    Raises:
+        ValidationError: the core rejected the request, or its constraint cannot be enforced further.
+        EngineError: it failed otherwise or was aborted.
     """
     for completion in output.outputs:
         if completion.finish_reason in ("error", "abort"):
@@ -179,21 +454,21 @@ def _raise_failure(output: RequestOutput) -> None:
             raise EngineError(f"the request {how} in the engine before it was complete{why}")
 
 
-def _settle_timeout(output: RequestOutput, *, is_first: bool) -> None:
-    """A text that time cut short ends for a reason that clients know.
+def _report_timeout_as_length(output: RequestOutput, *, is_first: bool) -> None:
+    """Report a timeout as finish reason "length", which clients understand.
 
     Raises:
-        DeadlineError: there is no text.
+        DeadlineError: no text was generated.
     """
     late = [completion for completion in output.outputs if completion.finish_reason == "timeout"]
     if late and is_first and not _num_tokens(output):
-        raise DeadlineError("the request's time was over before anything was generated")
+        raise DeadlineError("the request timed out before a token was generated")
     for completion in late:
         completion.finish_reason, completion.stop_reason = "length", "timeout"
 
 
 async def _merged(generators: list[AsyncGenerator[Indexed, None]]) -> AsyncGenerator[Indexed, None]:
-    """Outputs of all generators as they come; the first error of any ends all."""
+    """Yield the outputs of all generators as they come; the first error ends all."""
     queue: asyncio.Queue[Indexed | BaseException | None] = asyncio.Queue(maxsize=len(generators))
     pumps = [asyncio.create_task(_pump(outputs, queue)) for outputs in generators]
     num_running = len(pumps)
@@ -220,7 +495,7 @@ async def _pump(
         async with aclosing(outputs):
             async for item in outputs:
                 await queue.put(item)
-    except Exception as error:  # handed to the consumer, who raises it
+    except Exception as error:  # passed to the consumer, which raises it
         await queue.put(error)
     else:
         await queue.put(None)

@@ -1,8 +1,7 @@
-"""The requests that clients are waiting for right now.
+"""In-flight HTTP requests.
 
-Invariant: a generation ends when its client goes away, when the server gives up waiting for it, or by itself;
-in every case its coroutine has ended before `run` returns, so nothing keeps running unowned. A request is in flight
-between its parts, too.
+Invariant: a generation ends when its client disconnects, when the server cancels it, or by itself. In each case its
+coroutine has ended before `run` returns, so no task is left unowned. A request stays in flight between its parts, too.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ T = TypeVar("T")
 
 
 class ClientDisconnectedError(Exception):
-    """Nobody is there to read the answer."""
+    """Raised when the client has disconnected."""
 
 
 @dataclass(eq=False)
-class Visit:
-    """One request, from when it is admitted to the end of its answer.
+class InFlightRequest:
+    """One request, from admission to the end of its response.
 
     Attributes:
-        task: its own.
-        work: the generation that `task` awaits, if it does.
-        has_begun: whether a part of the answer was sent.
-        is_cancelled: whether the server has given up waiting for it.
+        task: the request's task.
+        work: the generation that `task` awaits, if any.
+        has_begun: whether a part of the response was sent.
+        is_cancelled: whether the server has cancelled it.
     """
 
     task: asyncio.Task[Any]
@@ -41,7 +40,9 @@ class Visit:
     is_cancelled: bool = False
 
     def cancel(self) -> None:
-        """End it. One that has begun its answer ends itself when it goes on generating, so that its client is told."""
+        """Cancel the request. One that has begun its response ends at its next generation, which sends the client an
+        error.
+        """
         self.is_cancelled = True
         if self.work is not None:
             self.work.cancel()
@@ -49,21 +50,21 @@ class Visit:
             self.task.cancel()
 
 
-def given_up() -> UnavailableError:
-    """What the client of a cancelled request is told."""
+def shutdown_error() -> UnavailableError:
+    """Return the error for the client of a cancelled request."""
     return UnavailableError("the server is shutting down", retry_after=5)
 
 
 class InFlight:
-    """Runs generations against their clients' connections, and can wait for or cancel all requests.
+    """Set of in-flight requests: runs generations while watching the connections, waits for them and cancels them.
 
     Args:
-        on_disconnect: called for every client that goes away before its answer is complete.
+        on_disconnect: called for every client that disconnects before its response is complete.
     """
 
     def __init__(self, on_disconnect: Callable[[], None] = lambda: None) -> None:
         self._on_disconnect = on_disconnect
-        self._visits: dict[asyncio.Task[Any], Visit] = {}
+        self._visits: dict[asyncio.Task[Any], InFlightRequest] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -71,14 +72,14 @@ class InFlight:
         return len(self._visits)
 
     @contextmanager
-    def visit(self) -> Iterator[Visit]:
-        """Be in flight for as long as the current task is in here; the same visit, if it is already."""
+    def visit(self) -> Iterator[InFlightRequest]:
+        """Register the current task as in flight; returns the existing entry if it is registered."""
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         if task in self._visits:
             yield self._visits[task]
             return
-        self._visits[task] = Visit(task)
+        self._visits[task] = InFlightRequest(task)
         self._idle.clear()
         try:
             yield self._visits[task]
@@ -91,7 +92,7 @@ class InFlight:
         """Await `work` while watching the connection; the request's body must have been read.
 
         Raises:
-            ClientDisconnectedError: the client went away; `work` has been cancelled.
+            ClientDisconnectedError: the client disconnected; `work` has been cancelled.
             UnavailableError: `cancel_all` was called.
         """
         with self.visit() as visit:
@@ -99,14 +100,14 @@ class InFlight:
             visit.work = task
             gone = asyncio.ensure_future(_disconnected(receive))
             try:
-                if visit.is_cancelled:  # between two parts of it
-                    raise given_up()
+                if visit.is_cancelled:  # cancelled between two parts of the request
+                    raise shutdown_error()
                 await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not task.done():
                     self._on_disconnect()
                     raise ClientDisconnectedError
                 if task.cancelled():
-                    raise given_up()
+                    raise shutdown_error()
                 return task.result()
             finally:
                 task.cancel()

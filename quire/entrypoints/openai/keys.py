@@ -1,6 +1,8 @@
-"""Who may use the server: its keys, and what each tenant that they name is given.
+"""API keys, their tenants, and request ids given by clients.
 
-Invariant: no key is kept, only its SHA-256, from when it is read; a given key is compared with all in constant time.
+Invariant: no key is kept, only its SHA-256. A given key is compared with all keys in constant time. A client's
+`x-request-id` names a request in responses, logs and queries, and grants nothing: the server has its own unique ids,
+and two requests may carry the same client id.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ import hashlib
 import hmac
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -18,16 +23,55 @@ import msgspec
 from starlette.datastructures import Headers
 
 from quire.config import EngineConfig, ServerConfig
-from quire.config.keys import HASHED, digest_of, hashed_key
+from quire.config.fields import HASHED, digest_of, hashed_key
 from quire.errors import ConfigError
 
+HEADER = "x-request-id"
+MAX_CHARS = 128
+MAX_ENDED = 1024  # requests that are found by their client's id after they ended
+_SANE = re.compile(rf"[A-Za-z0-9._:=@+~-]{{1,{MAX_CHARS}}}")
+
+
+def given_id(headers: Headers) -> str | None:
+    """Return the client's request id; None if there is none, several, or one that is unsafe in logs."""
+    values = headers.getlist(HEADER)
+    return values[0] if len(values) == 1 and _SANE.fullmatch(values[0]) else None
+
+
+class ClientIds:
+    """Map from client request ids to own ids, for all requests in flight and the last ones that ended."""
+
+    def __init__(self) -> None:
+        self._own: defaultdict[str, list[str]] = defaultdict(list)
+        self._ended: deque[tuple[str, str]] = deque()
+
+    @contextmanager
+    def used(self, client_id: str, own_id: str) -> Iterator[None]:
+        """Register a request while it is in flight, and for a while after."""
+        self._own[client_id].append(own_id)
+        try:
+            yield
+        finally:
+            self._ended.append((client_id, own_id))
+            if len(self._ended) > MAX_ENDED:
+                self._forget(*self._ended.popleft())
+
+    def names_of(self, request_id: str) -> list[str]:
+        """Return the id itself, and the own ids of the requests that carried it."""
+        return [request_id, *self._own.get(request_id, ())]
+
+    def _forget(self, client_id: str, own_id: str) -> None:
+        self._own[client_id].remove(own_id)
+        if not self._own[client_id]:
+            del self._own[client_id]
+
+
 INT64 = msgspec.Meta(ge=-(2**63), le=2**63 - 1)
-Limit = Annotated[int, msgspec.Meta(ge=1)] | None
-"""None: there is none."""
+Limit = Annotated[int, msgspec.Meta(ge=1)] | None  # None: no limit.
 
 
 class Tenant(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What the holders of some keys share; documented in docs/security.md."""
+    """Tenant: settings shared by the holders of its keys; documented in docs/security.md."""
 
     keys: list[str] = []
     priority: Annotated[int, INT64] = 0
@@ -40,16 +84,16 @@ class Tenant(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     @property
     def has_limits(self) -> bool:
-        """Whether a request may ever be refused because of earlier ones."""
+        """True if a request may ever be rejected because of earlier ones."""
         limits = self.max_concurrent, self.requests_per_minute, self.tokens_per_minute
         return any(limit is not None for limit in limits)
 
 
 class Keyring:
-    """The tenants by name, and which of them a key belongs to; without any key the server is open to all.
+    """Tenants by name, and the tenant of each key; a server without keys is open to all.
 
     Raises:
-        ConfigError: a key is no key, or belongs to two tenants.
+        ConfigError: a key is malformed, or belongs to two tenants.
     """
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
@@ -66,17 +110,17 @@ class Keyring:
         return bool(self._names)
 
     def tenant_of(self, key: bytes) -> str | None:
-        """The name of the tenant who has this key."""
+        """Return the name of the tenant that owns a key."""
         given = hashlib.sha256(key).digest()
-        # All are compared, so that the time does not tell which one came near.
+        # All are compared, so that timing does not reveal a near match.
         found = [name for digest, name in self._names.items() if hmac.compare_digest(given, digest)]
         return found[0] if found else None
 
     def weighted(self, config: EngineConfig) -> EngineConfig:
-        """The engine's configuration with the tenants' weights.
+        """Return the engine configuration with the tenants' weights.
 
         Raises:
-            ConfigError: a weight or a priority would have no effect under the scheduling policy.
+            ConfigError: a weight or priority has no effect under the scheduling policy.
         """
         weights = {name: tenant.weight for name, tenant in self.tenants.items() if tenant.weight != 1.0}
         policy = config.scheduler.scheduling_policy
@@ -90,17 +134,17 @@ class Keyring:
 
 
 def make_keyring(keys: Sequence[str], path: str | None) -> Keyring:
-    """Of hashed keys given one by one, each of which is a tenant of its own, and those of a file.
+    """Return the keyring of single hashed keys, each its own tenant, and of a key file.
 
     Raises:
-        ConfigError: the file cannot be read, or something in it is wrong.
+        ConfigError: the file cannot be read or is invalid.
     """
     alone = {_name_of(key): Tenant(keys=[key], own_priority=True) for key in map(hashed_key, keys)}
     return Keyring({**alone, **(_read(path) if path is not None else {})})
 
 
 def given_key(headers: Headers) -> bytes | None:
-    """The key that a request brings, as a bearer token or in `x-api-key`; None: it brings none, or two of a kind."""
+    """Return a request's key, from a bearer token or `x-api-key`; None if there is none or there are several."""
     values = headers.getlist("authorization")
     if not values:
         keys = headers.getlist("x-api-key")
@@ -110,18 +154,18 @@ def given_key(headers: Headers) -> bytes | None:
 
 
 def tenant_of_key(key: bytes) -> str:
-    """A name for an API key, which can be shown and written to a command line, as the key cannot."""
+    """Return a tenant name for an API key that may be shown, unlike the key."""
     return _name_of(HASHED + hashlib.sha256(key).hexdigest())
 
 
 def api_keys(config: ServerConfig) -> tuple[str, ...]:
-    """Hashed keys from the configuration, else from the environment."""
+    """Return the hashed API keys from the configuration, else from the environment."""
     from_environment = os.environ.get("QUIRE_API_KEY")
     return config.api_key or ((hashed_key(from_environment, "QUIRE_API_KEY"),) if from_environment else ())
 
 
 def admin_key(config: ServerConfig) -> str | None:
-    """The hashed key from the configuration, else from the environment; None: there are no admin routes."""
+    """Return the hashed admin key from the configuration, else from the environment; None: no admin routes."""
     from_environment = os.environ.get("QUIRE_ADMIN_API_KEY")
     return config.admin_api_key or (
         hashed_key(from_environment, "QUIRE_ADMIN_API_KEY") if from_environment else None
@@ -129,11 +173,11 @@ def admin_key(config: ServerConfig) -> str | None:
 
 
 def with_keys_of_environment(config: ServerConfig) -> ServerConfig:
-    """The configuration with the keys of the environment, which has them no longer: no process inherits them."""
-    settled = dataclasses.replace(config, api_key=api_keys(config), admin_api_key=admin_key(config))
+    """Move the environment's keys into the configuration, so that no child process inherits them."""
+    resolved = dataclasses.replace(config, api_key=api_keys(config), admin_api_key=admin_key(config))
     for name in ("QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY"):
         os.environ.pop(name, None)
-    return settled
+    return resolved
 
 
 def _name_of(hashed: str) -> str:
@@ -146,7 +190,7 @@ def _hashed(name: str, tenant: Tenant) -> Tenant:
 
 
 def _read(path: str) -> dict[str, Tenant]:
-    import yaml  # only a server with such a file pays for it
+    import yaml  # imported only if there is a key file
 
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -154,7 +198,7 @@ def _read(path: str) -> dict[str, Tenant]:
     except OSError as error:
         raise ConfigError(f"--api-key-file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError):
-        # Without the reason, which may quote a key.
+        # The reason is omitted, because it may quote a key.
         raise ConfigError(f"--api-key-file {path} is not YAML") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"--api-key-file {path}: {error}") from None

@@ -1,25 +1,34 @@
-"""From the bound port to the exit code.
+"""Server lifecycle from the bound port to the exit code, the ready message, and Host header checks.
 
-Invariant: the first SIGTERM, SIGINT or SIGHUP drains: work in progress may finish, new work is refused, exit code 0.
-A second one, SIGQUIT, or the end of the patience, cancels what is left; its streams end in an error event. When the
-engine dies, its streams have ended in an error event before the process ends, with exit code 1.
+Invariant: the first SIGTERM, SIGINT or SIGHUP drains: running requests may finish, new ones are rejected, exit code 0.
+A second signal, SIGQUIT or --shutdown-timeout cancels the rest; their streams end in an error event. When the engine
+dies, its streams end in an error event before the process exits with code 1.
+`AllowedHosts` prevents DNS rebinding: a foreign page can point its own name at 127.0.0.1, and the browser then treats
+this server as the page's origin. Addresses are always allowed, since no name was resolved, and so are localhost and
+*.localhost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import json
 import logging
+import re
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import uvicorn
+from starlette.types import Scope
 
+from quire.config import ServerConfig
+from quire.config.pooling import CLASS_TASKS, PoolingSpec
 from quire.entrypoints.openai.start_signals import drain_signals
 from quire.entrypoints.openai.state import ServerState
-from quire.entrypoints.openai.welcome import base_url, greeting_of, reaches_others, ready_text
 from quire.errors import EngineDeadError, QuireError
 from quire.logging_setup import say, say_error
 from quire.metrics.logging import LoggingStatLogger
@@ -27,14 +36,104 @@ from quire.metrics.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - what users ask for
+
 T = TypeVar("T")
 POLL_S = 0.2
-GRACE_S = 5.0
-"""How long answers that are ending may take to reach their clients."""
+GRACE_S = 5.0  # Time for ending responses to reach their clients.
+ANY = "*"
+LOCALHOST = "localhost"
+_HOST = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]:@/\\\s]+)(?::[0-9]*)?")
+
+
+class Greeting(NamedTuple):
+    """Example request for one kind of model.
+
+    Attributes:
+        call: method of the OpenAI client that sends it; empty if there is none.
+        shown: part of the reply to print.
+    """
+
+    path: str
+    body: dict[str, Any]
+    call: str = ""
+    shown: str = ""
+
+
+CHAT = Greeting(
+    "/v1/chat/completions",
+    {"messages": [{"role": "user", "content": "Hello!"}]},
+    "chat.completions",
+    "choices[0].message.content",
+)
+COMPLETION = Greeting("/v1/completions", {"prompt": "Once upon a time"}, "completions", "choices[0].text")
+EMBEDDING = Greeting("/v1/embeddings", {"input": "Once upon a time"}, "embeddings", "data[0].embedding")
+TOKEN_EMBEDDING = Greeting("/pooling", {"input": "Once upon a time"})
+CLASSES = Greeting("/classify", {"input": "Once upon a time"})
+SCORE = Greeting("/v1/score", {"text_1": "Hello!", "text_2": "Hi there!"})
+
+
+def greeting_of(spec: PoolingSpec | None, *, has_chat: bool) -> Greeting:
+    """Return the example request for a pooling model, or for a generative one."""
+    if spec is None:
+        return CHAT if has_chat else COMPLETION
+    if spec.is_cross_encoder:
+        return SCORE
+    if spec.tasks[0] in CLASS_TASKS:
+        return CLASSES if spec.tasks[0] == "classify" else TOKEN_EMBEDDING
+    return EMBEDDING if "embed" in spec.tasks else TOKEN_EMBEDDING
+
+
+def reaches_others(host: str) -> bool:
+    """Return whether other machines can reach this address; a host name counts as local."""
+    try:
+        return host in EVERYWHERE or not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def base_url(host: str, port: int, root_path: str = "") -> str:
+    """Return the server's URL as seen from this machine."""
+    host = EVERYWHERE.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}{root_path}"
+
+
+def curl_example(url: str, model: str, greeting: Greeting, *, needs_key: bool) -> str:
+    lines = [f"curl {url}{greeting.path}", "-H 'Content-Type: application/json'"]
+    if needs_key:
+        lines.append('-H "Authorization: Bearer $QUIRE_API_KEY"')
+    quoted = json.dumps({"model": model, **greeting.body}, ensure_ascii=False).replace("'", "'\\''")
+    return " \\\n  ".join([*lines, f"-d '{quoted}'"])
+
+
+def python_example(url: str, model: str, greeting: Greeting, *, needs_key: bool) -> str:
+    """Return an example with the OpenAI client; empty if the client has no such call."""
+    if not greeting.call:
+        return ""
+    key = 'os.environ["QUIRE_API_KEY"]' if needs_key else '"none"'
+    lines = ["import os", ""] if needs_key else []
+    fields = {"model": model, **greeting.body}.items()
+    arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in fields)
+    lines += [
+        "from openai import OpenAI",
+        "",
+        f'client = OpenAI(base_url="{url}/v1", api_key={key})',
+        f"reply = client.{greeting.call}.create({arguments})",
+        f"print(reply.{greeting.shown})",
+    ]
+    return "\n".join(lines)
+
+
+def ready_text(url: str, model: str, greeting: Greeting, *, needs_key: bool) -> str:
+    """Return the ready message: the address, and working example requests."""
+    examples = (
+        example(url, model, greeting, needs_key=needs_key) for example in (curl_example, python_example)
+    )
+    return "\n".join(["", f"{model} is ready at {url}", *(f"\n{one}" for one in examples if one), ""])
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: signals mean draining here, and that is our business."""
+    """uvicorn server without its signal handlers; signals drain here (`Lifecycle`)."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -50,7 +149,7 @@ class HttpServer(uvicorn.Server):
         self.is_open.set()
 
     def admit(self, connection: socket.socket) -> None:
-        """Serve a connection that has been accepted elsewhere; to be called once the server is open."""
+        """Serve a connection accepted others; call after the server has opened."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         accepted = asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
@@ -65,7 +164,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Lifecycle:
-    """Runs one server until a signal or the engine ends it; the caller then shuts the engine down."""
+    """Runs one server until a signal, or until the engine stops; the caller then shuts the engine down."""
 
     def __init__(
         self, state: ServerState, http: HttpServer, listener: socket.socket, *, needs_key: bool
@@ -78,12 +177,12 @@ class Lifecycle:
         self._cancel = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve; returns the process's exit code."""
+        """Serve; return the process's exit code."""
         self._handle_signals()
         serving = asyncio.create_task(self._http.serve(sockets=self._listeners()))
         logging_stats = asyncio.create_task(self._log_stats())
         try:
-            ends = self._until_engine_ends(), self._until_drained(), _ended(serving)
+            ends = self._until_engine_stops(), self._until_drained(), _ended(serving)
             return await _first_of(*ends)
         finally:
             logging_stats.cancel()
@@ -91,32 +190,36 @@ class Lifecycle:
             self._http.should_exit = True
             await asyncio.gather(serving, logging_stats, return_exceptions=True)
 
-    # What another process of a server does in another way
+    # Overridden where there are several API processes
 
     def _listeners(self) -> list[socket.socket]:
-        """Where this process accepts connections itself."""
+        """Return the sockets on which this process accepts connections."""
         return [self._listener]
 
     def _stop_accepting(self) -> None:
-        """The HTTP server ends, and with it what it accepts itself."""
+        """Stop accepting connections; a no-op here, because the HTTP server closes its own sockets."""
 
-    def _tell_failed_start(self, error: QuireError) -> None:
+    def _report_failed_start(self, error: QuireError) -> None:
         say_error(f"error: {error}")
 
     async def _check_adapters(self) -> None:
-        """Raises ConfigError: the server was given some that cannot be used."""
+        """Check the configured adapters.
+
+        Raises:
+            ConfigError: an adapter cannot be used.
+        """
         await self._state.adapter_changes.check_all()
 
-    def _tell_ready(self) -> None:
+    def _report_ready(self) -> None:
         say(self._ready_text())
         host = self._state.config.host
         if not self._needs_key and reaches_others(host):
             logger.warning(
-                "listening on %s without a key: whoever reaches this machine can use the server (--api-key)",
+                "listening on %s without a key: any machine that reaches it can use the server; set --api-key",
                 host or "all addresses",
             )
 
-    def _tell_end(self, error: QuireError) -> None:
+    def _report_engine_end(self, error: QuireError) -> None:
         logger.error("the engine core has ended: %s", error)
 
     def _begin_draining(self) -> None:
@@ -125,7 +228,7 @@ class Lifecycle:
         logger.info("draining: %d requests in progress, up to %g s", len(self._state.in_flight), patience)
 
     async def _wait_idle(self) -> None:
-        """Until nobody waits for an answer."""
+        """Wait until no request is in flight."""
         await self._state.in_flight.wait_idle()
 
     def _cancel_all(self) -> None:
@@ -133,11 +236,11 @@ class Lifecycle:
             logger.warning("cancelling %d requests that are still in progress", len(self._state.in_flight))
             self._state.in_flight.cancel_all()
 
-    def _elsewhere(self) -> IterationStats | None:
-        """What other processes have done since this was asked last, for the log."""
+    def _other_processes_stats(self) -> IterationStats | None:
+        """Return what other processes computed since the last call, for the log."""
         return None
 
-    # The life
+    # Lifecycle
 
     def on_signal(self) -> None:
         """First call: drain. Second call: cancel."""
@@ -146,7 +249,7 @@ class Lifecycle:
         self._drain.set()
 
     def stop_now(self) -> None:
-        """Cancel at once."""
+        """Cancel immediately."""
         self._cancel.set()
         self._drain.set()
 
@@ -156,22 +259,22 @@ class Lifecycle:
             loop.add_signal_handler(number, self.on_signal)
         loop.add_signal_handler(signal.SIGQUIT, self.stop_now)
 
-    async def _until_engine_ends(self) -> int:
+    async def _until_engine_stops(self) -> int:
         engine = self._state.engine
         try:
             await self._state.prepare()
             await engine.wait_ready()
             await self._check_adapters()
         except QuireError as error:
-            self._tell_failed_start(error)
+            self._report_failed_start(error)
             return 1
-        self._tell_ready()
+        self._report_ready()
         while not engine.errored:  # noqa: ASYNC110  (the engine offers no event, and a poll costs nothing)
             await asyncio.sleep(POLL_S)
-        self._tell_end(engine.dead_error or EngineDeadError("no reason is known"))
-        await self._let_answers_end()
-        self._cancel_all()  # those that have yet to meet the engine
-        await self._let_answers_end()
+        self._report_engine_end(engine.dead_error or EngineDeadError("no reason is known"))
+        await self._finish_responses()
+        self._cancel_all()  # requests that have not reached the engine yet
+        await self._finish_responses()
         return 1
 
     async def _until_drained(self) -> int:
@@ -180,10 +283,10 @@ class Lifecycle:
         patience = asyncio.sleep(self._state.config.shutdown_timeout)
         await _first_of(self._wait_idle(), _event(self._cancel), patience)
         self._cancel_all()
-        await self._let_answers_end()
+        await self._finish_responses()
         return 0
 
-    async def _let_answers_end(self) -> None:
+    async def _finish_responses(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await self._wait_idle()
@@ -196,8 +299,8 @@ class Lifecycle:
         self._state.engine.add_stat_logger(stats)
         while True:
             await asyncio.sleep(options.log_stats_interval)
-            if (elsewhere := self._elsewhere()) is not None:
-                stats.record(elsewhere, None, 0)
+            if (others := self._other_processes_stats()) is not None:
+                stats.record(others, None, 0)
             stats.log()
 
     def _ready_text(self) -> str:
@@ -212,13 +315,13 @@ async def _event(event: asyncio.Event) -> None:
 
 
 async def _ended(serving: asyncio.Task[None]) -> int:
-    """The HTTP server ends by itself only if it could not start; uvicorn has logged why."""
+    """Wait for the HTTP server, which ends by itself only if it could not start; uvicorn has logged why."""
     await asyncio.wait({serving})
     return 1
 
 
 async def _first_of(*works: Coroutine[Any, Any, T]) -> T:
-    """The result of whichever ends first; the others are cancelled."""
+    """Return the result of the first to end; the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -227,3 +330,60 @@ async def _first_of(*works: Coroutine[Any, Any, T]) -> T:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class AllowedHosts:
+    """Set of host names that the server accepts.
+
+    Args:
+        has_keys: whether requests need a key, which protects against foreign pages.
+    """
+
+    def __init__(self, config: ServerConfig, *, has_keys: bool) -> None:
+        self._always = bool(config.allowed_hosts)
+        self._never = ANY in config.allowed_hosts or (
+            not self._always and (has_keys or reaches_others(config.host))
+        )
+        names = (LOCALHOST, f"*.{LOCALHOST}", config.host, *config.allowed_hosts)
+        self._names = frozenset(_normalized(name) for name in names if name)
+
+    def refused(self, scope: Scope) -> str | None:
+        """Return the disallowed host name of a request, or None."""
+        if self._never or not (self._always or _is_loopback((scope.get("server") or ("", 0))[0])):
+            return None
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        target = scope["raw_path"].decode("latin-1")
+        if not target.startswith("/") and "//" in target:  # a proxy's form, whose target includes the name
+            given.append(urlsplit(target).netloc)
+        return next((host for host in given if not self._allows(host)), None)
+
+    def _allows(self, host: str) -> bool:
+        name = _normalized(_without_port(host))
+        if _address(name) is not None or name in self._names:
+            return True
+        labels = name.split(".")
+        return any(".".join(["*", *labels[start:]]) in self._names for start in range(1, len(labels)))
+
+
+def _without_port(host: str) -> str:
+    """Return the name or address of a Host header; malformed values are returned as they are and match no name."""
+    parts = _HOST.fullmatch(host)
+    return parts[1].strip("[]") if parts else host
+
+
+def _normalized(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address is not None and address.is_loopback

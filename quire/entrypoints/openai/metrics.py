@@ -9,24 +9,24 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.openai.exposition import Merged, families_of
+from quire.entrypoints.openai.exposition import MergedMetrics, families_of
 from quire.entrypoints.openai.state import ServerState, server_of
-from quire.metrics.families import VllmNames
+from quire.metrics.catalog import VllmNames
 
 router = APIRouter()
-QUESTION = "metrics"
+QUERY = "metrics"
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Everything measured so far, as Prometheus reads it; in all processes of the server together."""
+    """Return all metrics of the server's processes in Prometheus's text format."""
     server = server_of(request)
     alone = server.siblings is None
-    source = server.registry if alone else Merged(await server.everywhere(QUESTION))
+    source = server.registry if alone else MergedMetrics(await server.ask_all(QUERY))
     shown = VllmNames(source) if server.config.metrics_compat == "vllm" else source
     return Response(generate_latest(shown), media_type=CONTENT_TYPE_LATEST)
 
 
 async def measured(server: ServerState) -> list[Any]:
-    """What this process has measured."""
+    """Return this process's metrics."""
     return families_of(server.registry)

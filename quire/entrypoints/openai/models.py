@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.anthropic.models import (
+from quire.entrypoints.anthropic.messages import (
     QUERY,
     AnthropicModel,
     AnthropicModelList,
@@ -16,8 +16,7 @@ from quire.entrypoints.anthropic.models import (
     model_of,
     page_of,
 )
-from quire.entrypoints.openai.errors import ANTHROPIC_VERSION
-from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.errors import ANTHROPIC_VERSION, json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.protocol.responses import ModelCard, ModelList
 from quire.entrypoints.openai.state import ServerState, server_of
@@ -33,7 +32,7 @@ CREATED = int(time.time())
     Operation(reply=ModelList, anthropic=AnthropicModelList, errors=(400, 404), headers=HEADERS, query=QUERY)
 )
 async def list_models(request: Request) -> Response:
-    """The names under which the model is served, and its adapters, whose parent it is.
+    """List the names under which the model is served, and its adapters, whose parent it is.
 
     Anthropic's clients get pages.
     """
@@ -48,7 +47,7 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{model_id:path}")
 @describe(Operation(reply=ModelCard, anthropic=AnthropicModel, errors=(404,), headers=HEADERS))
 async def show_model(request: Request, model_id: str) -> Response:
-    """One of the names."""
+    """Show one of the names."""
     server = server_of(request)
     name = server.check_model(model_id)
     is_anthropic = ANTHROPIC_VERSION in request.headers

@@ -1,7 +1,7 @@
-"""What a reply says about its request: fields that had no effect, and values that were changed.
+"""Notes of a reply on its request: ignored fields and adjusted values.
 
-Invariant: names come from clients and the lists are bounded, so notes are safe in a header and cost next to nothing.
-What is not named is counted.
+Invariant: names come from clients and the lists are bounded, so notes are safe in a header. Names beyond the bound are
+counted.
 """
 
 from __future__ import annotations
@@ -13,40 +13,38 @@ from collections.abc import Iterable, Mapping
 
 from quire.errors import ValidationError
 
-Adjusted = int | str | bool
-"""A value that was taken in place of the client's."""
+Adjusted = int | str | bool  # Value used instead of the client's.
 IGNORED_HEADER = "x-quire-ignored-fields"
 ADJUSTED_HEADER = "x-quire-adjusted-fields"
 MAX_NOTES = 32
-MAX_COUNTED = 1000
-"""Of those beyond."""
+MAX_COUNTED = 1000  # Largest count of further fields.
 MAX_NAME_CHARS = 64
 _HEADER_CHARS = frozenset(string.ascii_letters + string.digits + "_-.[]")
 
 
 class Notes:
-    """Collects the notes on one request.
+    """Notes on one request.
 
     Args:
-        reject: fields without effect are refused instead (`--unknown-fields reject`).
+        reject: reject fields without effect (`--unknown-fields reject`).
     """
 
     def __init__(self, *, reject: bool = False) -> None:
         self._reject = reject
+        # Renaming of fields to those of the client's API, where its request was translated.
         self.names: Mapping[str, str] = {}
-        """Names of fields, to those that the client knows, where its request was made into another."""
         self._named: list[str] = []
         self._others: set[str] = set()
         self.adjusted: dict[str, Adjusted] = {}
 
     def ignore(self, field: str, honoured: Iterable[str] = ()) -> None:
-        """Note a field without effect; a member of a list is named with `[]`, so that many are one note.
+        """Record a field without effect. Members of a list share one name with `[]`.
 
         Args:
-            honoured: the names that would have had an effect in its place.
+            honoured: supported field names, for a suggestion.
 
         Raises:
-            ValidationError: such fields are to be refused.
+            ValidationError: such fields are rejected.
         """
         field = _shortened(self.names.get(field, field))
         if self._reject:
@@ -60,7 +58,7 @@ class Notes:
 
     @property
     def ignored(self) -> list[str]:
-        """Fields without effect, and how many more there are than are named."""
+        """Names of ignored fields, and the number of further ones."""
         return [*self._named, *self._number_of_others]
 
     @property
@@ -71,22 +69,22 @@ class Notes:
         return [f"and {len(self._others)} more" if is_all else f"and {MAX_COUNTED} or more"]
 
     def adjust(self, field: str, value: Adjusted) -> None:
-        """Note the value that was taken instead of the one that was sent; of many fields the first `MAX_NOTES`."""
+        """Record the value used instead of the client's, for at most `MAX_NOTES` fields."""
         field = self.names.get(field, field)
         if field in self.adjusted or len(self.adjusted) < MAX_NOTES:
             self.adjusted[field] = value
 
     def headers(self, *, is_error: bool) -> list[tuple[bytes, bytes]]:
-        """The notes as response headers; a name that is no word is masked. Nothing was taken for a request refused."""
+        """Return the notes as response headers; unsafe names are masked. A rejected request has no adjusted values."""
         words = [name if name and _HEADER_CHARS.issuperset(name) else "?" for name in self._named]
         words += self._number_of_others
         values = [] if is_error else [f"{name}={_in_header(value)}" for name, value in self.adjusted.items()]
-        told = ((IGNORED_HEADER, ", ".join(words)), (ADJUSTED_HEADER, ", ".join(values)))
-        return [(name.encode(), text.encode()) for name, text in told if text]
+        headers = ((IGNORED_HEADER, ", ".join(words)), (ADJUSTED_HEADER, ", ".join(values)))
+        return [(name.encode(), text.encode()) for name, text in headers if text]
 
 
 def _in_header(value: Adjusted) -> str:
-    """The value as JSON, or a mask for text that a header cannot hold."""
+    """Return the value as JSON, or a mask for text that is not allowed in a header."""
     text = json.dumps(value)
     return text if len(text) <= MAX_NAME_CHARS and text.isprintable() and "," not in text else "?"
 

@@ -1,32 +1,484 @@
-"""From an HTTP request to a checked request model.
+"""Request parsing: HTTP body -> JSON -> field policy -> checked model. Every route with a body uses it.
 
-Invariant: every route with a body reads it here, so the rules about types and unknown fields are the same for all.
+Invariant: the JSON is an object of finite numbers and valid Unicode, without repeated keys, within `MAX_DEPTH` and
+`MAX_VALUES`, so later code meets no NaN, lone surrogate or recursion limit. Bodies above `THREAD_ABOVE_BYTES` are
+parsed in a thread.
+No field is dropped silently. A field that would change the answer and is not supported is rejected unless its value is
+neutral. Any other field is accepted and named in the reply, or rejected with `--unknown-fields reject`.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import pydantic
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from quire.entrypoints.openai.field_policy import INNER, settle_fields
-from quire.entrypoints.openai.json_body import beside_loop, read_json
+from quire.entrypoints.openai.middleware.body_limit import held_body
 from quire.entrypoints.openai.notes import Notes
-from quire.entrypoints.openai.protocol.requests import ChatFields, RequestModel
+from quire.entrypoints.openai.protocol.requests import (
+    ChatFields,
+    CustomTool,
+    OfferedTool,
+    RequestModel,
+    StreamOptions,
+    ToolFunction,
+)
 from quire.entrypoints.openai.state import server_of
-from quire.entrypoints.openai.tool_kinds import settle_tools
-from quire.errors import ValidationError
+from quire.entrypoints.openai.tool_choice import resolve_tools
+from quire.errors import UnsupportedMediaTypeError, ValidationError
 
+# Not supported, but rejected together with the message part that contains them.
+MEDIA = frozenset({"image_url", "input_image", "input_audio", "audio_url", "video_url", "file"})
+P = ParamSpec("P")
+T = TypeVar("T")
+MAX_DEPTH = 64
+MAX_INT_DIGITS = 300  # fewer than a double's, so that every integer fits one
+MAX_VALUES = 2**20  # Values of all kinds; a text counts once.
+MAX_CONTAINERS = 2**17  # Lists and objects: the parser makes empty ones without yielding to other threads.
+# Object members, which cost more than list items (a prompt may have a million token ids).
+MAX_MEMBERS = 2**16
+THREAD_ABOVE_BYTES = 64 * 2**10
+_NUM_BYTES = "num_body_bytes"
+# Default media types of clients: aiohttp sends the second and third, curl the last.
+UNDECLARED = ("", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded")
+OF_BROWSERS = ("origin", "sec-fetch-site")  # Headers that every browser adds to a cross-site request.
 Model = TypeVar("Model", bound=RequestModel)
 
 
-async def read_request(request: Request, model: type[Model]) -> Model:
-    """Read the body of `request` as `model`; the notes on it are left in the request's state, too.
+@dataclass(frozen=True)
+class RejectedField:
+    """Rule of an unsupported field: its neutral values, and the reason why others are rejected."""
+
+    neutral: tuple[Any, ...] = ()
+    why: str = "is not supported"
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValidationError unless the value is neutral."""
+        for neutral in self.neutral:
+            if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
+                return
+        allowed = " or ".join(["null", *map(repr, self.neutral)])
+        raise ValidationError(f"{name} {self.why}; leave it out or send {allowed}", param=name)
+
+
+def reject_unless(*neutral: Any) -> RejectedField:
+    return RejectedField(neutral)
+
+
+@dataclass(frozen=True)
+class FieldRules:
+    """Rules of an object in a request: supported fields, rejected ones, and rules of inner objects.
+
+    `empty` names fields in which null is a value and not an absent field.
+    """
+
+    honoured: frozenset[str]
+    refused: Mapping[str, RejectedField] = field(default_factory=dict)
+    inner: Mapping[str, FieldRules] = field(default_factory=dict)
+    empty: frozenset[str] = frozenset()
+
+
+REFUSED: Mapping[str, RejectedField] = {
+    "add_special_tokens": reject_unless(False),
+    "audio": reject_unless(),
+    "bad_words": reject_unless([]),
+    "best_of": reject_unless(1),
+    "chat_template": RejectedField(why="is for the operator to choose (--chat-template)"),
+    "early_stopping": reject_unless(False),
+    "ebnf": reject_unless(),
+    "echo": reject_unless(False),
+    "extra_body": reject_unless({}),
+    "function_call": reject_unless("none"),
+    "functions": reject_unless([]),
+    "grammar": reject_unless(""),
+    "guided_choice": reject_unless(),
+    "guided_grammar": reject_unless(),
+    "guided_json": reject_unless(),
+    "guided_regex": reject_unless(),
+    "include_reasoning": reject_unless(True),
+    "json_schema": reject_unless(),
+    "kv_transfer_params": reject_unless(),
+    "length_penalty": reject_unless(1.0),
+    "logits_processors": reject_unless([]),
+    "logprob_token_ids": reject_unless(),
+    "messages": RejectedField(why="is no field of this request"),
+    "modalities": reject_unless(["text"]),
+    "normalize": RejectedField(why="is called use_activation"),
+    "prompt": RejectedField(why="is no field of this request"),
+    "prompt_embeds": reject_unless(),
+    "regex": reject_unless(),
+    "repetition_detection": reject_unless(),
+    "response_format": reject_unless({"type": "text"}),
+    "return_tokens_as_token_ids": reject_unless(False),
+    "spaces_between_special_tokens": reject_unless(True),
+    "structured_outputs": reject_unless(),
+    "suffix": RejectedField(("",), why="is for completions of fill-in-the-middle models"),
+    "thinking_token_budget": reject_unless(),
+    "tool_choice": reject_unless("none", "auto"),
+    "tools": reject_unless([]),
+    "truncation_side": reject_unless("left"),
+    "use_beam_search": reject_unless(False),
+    "vllm_xargs": reject_unless({}),
+    "web_search_options": reject_unless(),
+}  # Unsupported fields of all requests; a request kind that supports one has it in its model.
+
+
+def renamed_to(name: str, *neutral: Any) -> RejectedField:
+    return RejectedField(neutral, f"is not supported, but {name} is")
+
+
+def unsupported_sampler(*neutral: Any) -> RejectedField:
+    there = "top_k, top_p, min_p, typical_p, top_n_sigma, xtc_probability, dry_multiplier, dynatemp_range and mirostat"
+    return RejectedField(neutral, f"is not supported; samplers here are {there}")
+
+
+SAMPLERS: Mapping[str, RejectedField] = {
+    "adaptive_target": unsupported_sampler(-1, 0),
+    "bad_words_ids": renamed_to("bad_words", []),
+    "forced_bos_token_id": unsupported_sampler(),
+    "forced_eos_token_id": unsupported_sampler(),
+    "freq_pen": renamed_to("frequency_penalty", 0),
+    "penalize_nl": unsupported_sampler(False),
+    "pres_pen": renamed_to("presence_penalty", 0),
+    "sequence_bias": renamed_to("logit_bias", {}),
+    "suppress_tokens": renamed_to("logit_bias", []),
+    "top_nsigma": renamed_to("top_n_sigma", 0, -1),
+    "xtc_prob": renamed_to("xtc_probability", 0),
+    "allowed_token_ids": reject_unless(),
+    "ban_eos_token": renamed_to("ignore_eos", False),
+    "banned_strings": renamed_to("bad_words", []),
+    "banned_tokens": renamed_to("logit_bias", [], ""),
+    "cfg_scale": reject_unless(1),
+    "custom_token_bans": renamed_to("logit_bias", ""),
+    "do_sample": renamed_to("temperature 0 for greedy decoding", True),
+    "dry_range": renamed_to("dry_penalty_last_n"),
+    "dynamic_temperature": renamed_to("dynatemp_range", False),
+    "dynatemp_high": renamed_to("dynatemp_range"),
+    "dynatemp_low": renamed_to("dynatemp_range"),
+    "dynatemp_max": renamed_to("dynatemp_range"),
+    "dynatemp_min": renamed_to("dynatemp_range"),
+    "encoder_repetition_penalty": unsupported_sampler(1),
+    "epsilon_cutoff": unsupported_sampler(0),
+    "eta_cutoff": unsupported_sampler(0),
+    "guidance_scale": reject_unless(1),
+    "ignore_eos": reject_unless(False),
+    "logit_bias": reject_unless({}, []),
+    "max_length": renamed_to("max_tokens"),
+    "max_new_tokens": renamed_to("max_tokens"),
+    "max_temp": renamed_to("dynatemp_range"),
+    "min_keep": reject_unless(0, 1),
+    "min_length": renamed_to("min_tokens", 0),
+    "min_new_tokens": renamed_to("min_tokens", 0),
+    "min_temp": renamed_to("dynatemp_range"),
+    "min_tokens": reject_unless(0),
+    "mirostat_mode": renamed_to("mirostat", 0),
+    "n": reject_unless(1),
+    "n_predict": renamed_to("max_tokens", -1),
+    "n_probs": renamed_to("logprobs", 0),
+    "negative_prompt": reject_unless(""),
+    "no_repeat_ngram_size": renamed_to("dry_multiplier", 0),
+    "nsigma": renamed_to("top_n_sigma", 0, -1),
+    "num_beam_groups": reject_unless(1),
+    "num_beams": renamed_to("use_beam_search", 1),
+    "num_predict": renamed_to("max_tokens", -1, -2),
+    "penalize_newline": reject_unless(True),
+    "penalty_alpha": unsupported_sampler(0),
+    "penalty_range": renamed_to("repeat_last_n", -1),
+    "presence_penalty_range": renamed_to("repeat_last_n", -1),
+    "rep_pen": renamed_to("repetition_penalty", 1),
+    "rep_pen_range": renamed_to("repeat_last_n", -1),
+    "rep_pen_size": renamed_to("repeat_last_n", -1),
+    "rep_pen_slope": unsupported_sampler(0, 1),
+    "repetition_decay": unsupported_sampler(0),
+    "repetition_penalty_range": renamed_to("repeat_last_n", -1),
+    "sampler_order": renamed_to("temperature_last", []),
+    "sampler_priority": renamed_to("temperature_last", [], ""),
+    "sampler_seed": renamed_to("seed", -1),
+    "sampler_seq": renamed_to("temperature_last", ""),
+    "samplers": renamed_to("temperature_last", [], ""),
+    "sampling_seed": renamed_to("seed", -1),
+    "skew": unsupported_sampler(0),
+    "smoothing_factor": unsupported_sampler(0),
+    "stop": renamed_to("stop_sequences", [], ""),
+    "stop_regex": renamed_to("stop", [], ""),
+    "stop_token_ids": reject_unless([]),
+    "stopping_strings": renamed_to("stop", []),
+    "temperature": reject_unless(),
+    "tfs": unsupported_sampler(1),
+    "tfs_z": unsupported_sampler(1),
+    "top_a": unsupported_sampler(0),
+    "top_h": unsupported_sampler(0),
+    "top_k": reject_unless(0, -1),
+    "top_p": reject_unless(1),
+    "typ_p": renamed_to("typical_p", 1),
+    "typical": renamed_to("typical_p", 1),
+    "watermark": reject_unless(False),
+}
+"""Unsupported samplers of requests for generated text, and other servers' names for supported ones."""
+
+CALLED = FieldRules(frozenset({"name", "arguments"}))
+TOOL_CALL = FieldRules(
+    frozenset({"id", "type", "function", "custom"}),
+    inner={"function": CALLED, "custom": FieldRules(frozenset({"name", "input"}))},
+)
+MESSAGE = FieldRules(
+    frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"})
+    | {"function_call", "refusal"},
+    refused={
+        "audio": reject_unless(),
+        "images": reject_unless([]),
+        "prefix": RejectedField((False,), why="is not supported, but continue_final_message is"),
+    },
+    inner={
+        "content": FieldRules(
+            frozenset({"type", "text", "refusal", "thinking", "reasoning", "summary"}) | MEDIA,
+            inner=dict.fromkeys(
+                ("text", "thinking", "reasoning", "summary"), FieldRules(frozenset({"type", "text"}))
+            ),
+        ),
+        "tool_calls": TOOL_CALL,
+        "function_call": CALLED,
+    },
+    empty=frozenset({"content"}),
+)
+FUNCTION = FieldRules(frozenset(ToolFunction.model_fields))
+INNER: Mapping[str, FieldRules] = {
+    "functions": FUNCTION,
+    "messages": MESSAGE,
+    "stream_options": FieldRules(frozenset(StreamOptions.model_fields)),
+    "tools": FieldRules(
+        frozenset(OfferedTool.model_fields),
+        inner={"function": FUNCTION, "custom": FieldRules(frozenset(CustomTool.model_fields))},
+    ),
+}  # Rules of objects in requests; objects not listed here (schemas, documents, bias) are passed as they are.
+
+
+def refusals(*, samples: bool) -> Mapping[str, RejectedField]:
+    """Return the rejected fields of a request, by whether it is for generated text."""
+    return _REFUSED_WHERE_SAMPLED if samples else REFUSED
+
+
+_REFUSED_WHERE_SAMPLED = {**REFUSED, **SAMPLERS}
+
+
+def filter_fields(
+    body: Mapping[str, Any],
+    honoured: Iterable[str],
+    notes: Notes,
+    inner: Mapping[str, FieldRules] = INNER,
+    *,
+    samples: bool = True,
+) -> dict[str, Any]:
+    """Return the supported fields of a request body, at any depth; names of others go to `notes`.
+
+    A null is the same as an absent field, as in OpenAI's own clients.
+
+    Args:
+        inner: rules of objects in the request.
+        samples: whether the request is for generated text.
 
     Raises:
-        ClientError: the body is no JSON object, a field is unknown or of the wrong type, or the model is an adapter
-            that cannot be used.
+        ValidationError: names the unsupported field.
+    """
+    return _filter(body, FieldRules(frozenset(honoured), refusals(samples=samples), inner), notes, "")
+
+
+def _filter(body: Mapping[str, Any], rules: FieldRules, notes: Notes, path: str) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in body.items():
+        if value is None and name not in rules.empty:
+            continue
+        if name not in rules.honoured:
+            _reject_or_note(path + name, value, rules.refused.get(name), notes, rules.honoured)
+        elif name in rules.inner:
+            kept[name] = _filter_inner(value, rules.inner[name], notes, path + name)
+        else:
+            kept[name] = value
+    return kept
+
+
+def _filter_inner(value: Any, rules: FieldRules, notes: Notes, path: str) -> Any:
+    """Filter an object, or each object of a list; other types are left to the model's check."""
+    if isinstance(value, dict):
+        return _filter(value, rules, notes, f"{path}.")
+    if not isinstance(value, list):
+        return value
+    return [_filter(item, rules, notes, f"{path}[].") if isinstance(item, dict) else item for item in value]
+
+
+def _reject_or_note(
+    path: str, value: Any, rule: RejectedField | None, notes: Notes, honoured: Iterable[str]
+) -> None:
+    if rule is None:
+        notes.ignore(path, honoured)
+    else:
+        rule.check(path, value)
+
+
+async def read_body(request: Request) -> bytes:
+    """Receive the body of `request`, declared as JSON; the request keeps no copy.
+
+    Raises:
+        UnsupportedMediaTypeError: it is declared as another type.
+        PayloadTooLargeError, UnavailableError: a size limit is exceeded.
+    """
+    _check_media_type(request.headers)
+    body = b"".join([piece async for piece in request.stream()])
+    request.scope["state"][_NUM_BYTES] = len(body)
+    return body
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """Receive and parse the body of `request`.
+
+    Raises:
+        ClientError: as `read_body` and `parse_json`.
+    """
+    body = await read_body(request)
+    try:
+        return await parse_beside_loop(request, parse_json, body)
+    finally:
+        held_body(request.scope).release()
+
+
+async def parse_beside_loop(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run work over a body, in a thread if the body is large, so that the event loop is not blocked."""
+    if request.scope["state"][_NUM_BYTES] > THREAD_ABOVE_BYTES:
+        return await asyncio.to_thread(work, *args, **kwargs)
+    return work(*args, **kwargs)
+
+
+def _check_media_type(headers: Headers) -> None:
+    """Reject undeclared bodies from browsers: a cross-site page cannot declare JSON without a CORS preflight."""
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type == "application/json":
+        return
+    if media_type not in UNDECLARED or any(name in headers for name in OF_BROWSERS):
+        raise UnsupportedMediaTypeError("the body must be sent with Content-Type: application/json")
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Parse one JSON object under the rules above."""
+    _check_size(body)
+    try:
+        value = _DECODER.decode(body.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValidationError(f"the body is not valid UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValidationError(f"the body is not valid JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if not isinstance(value, dict):
+        raise ValidationError("the body must be a JSON object")
+    _check_contents(value)
+    return value
+
+
+def _check_size(body: bytes) -> None:
+    """Count delimiters outside strings before parsing; each pass runs at C speed."""
+    if len(body) <= 2 * MAX_MEMBERS:  # too short to exceed any limit
+        return
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if unescaped.count(b'"') > 2 * MAX_VALUES + 2:
+        raise _too_many("values", MAX_VALUES)
+    outside = b"".join(unescaped.split(b'"')[::2])
+    num_containers = outside.count(b"[") + outside.count(b"{")
+    if num_containers > MAX_CONTAINERS:
+        raise _too_many("lists and objects", MAX_CONTAINERS)
+    if outside.count(b":") > MAX_MEMBERS:
+        raise _too_many("members of objects", MAX_MEMBERS)
+    if outside.count(b",") + num_containers > MAX_VALUES:
+        raise _too_many("values", MAX_VALUES)
+
+
+def _too_many(what: str, limit: int) -> ValidationError:
+    return ValidationError(f"the body holds more than {limit} {what}")
+
+
+def _check_contents(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _containers_in(outer)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _containers_in(outer: Any) -> list[Any]:
+    items = outer
+    if isinstance(outer, dict):
+        for key in outer:
+            _check_text(key)
+        items = outer.values()
+    containers = []
+    for item in items:
+        kind = type(item)
+        if kind is str:
+            _check_text(item)
+        elif kind is dict or kind is list:
+            containers.append(item)
+    return containers
+
+
+def _check_text(text: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValidationError("the body holds a \\u escape that is half of a surrogate pair") from None
+
+
+def _too_deep() -> ValidationError:
+    return ValidationError(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValidationError(f"the body holds {name}, which is no JSON number")
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_INT_DIGITS:
+        raise ValidationError(
+            f"the body holds an integer of {len(digits)} digits, the limit is {MAX_INT_DIGITS}"
+        )
+    return int(digits)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        raise ValidationError("the body holds an object with a repeated key")
+    return unique
+
+
+def _parse_float(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise ValidationError("the body holds a number beyond the range of a double")
+    return number
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys,
+    parse_constant=_refuse_constant,
+    parse_int=_parse_int,
+    parse_float=_parse_float,
+)
+
+
+async def read_request(request: Request, model: type[Model]) -> Model:
+    """Read the body of `request` as `model`; its notes are also kept in the request's state.
+
+    Raises:
+        ClientError: the body is not a JSON object, a field is unknown or of the wrong type, or the model is an unusable
+            adapter.
     """
     body = await checked(request, await read_json(request), model)
     await server_of(request).find_adapter(getattr(body, "model", None))
@@ -34,24 +486,24 @@ async def read_request(request: Request, model: type[Model]) -> Model:
 
 
 async def checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model:
-    """The part of `read_request` after the body is JSON; of a large body it runs in a thread."""
-    return await beside_loop(request, _checked, request, body, model)
+    """Run the second half of `read_request`, on parsed JSON; large bodies are checked in a thread."""
+    return await parse_beside_loop(request, _checked, request, body, model)
 
 
 def _checked(request: Request, body: dict[str, Any], model: type[Model]) -> Model:
     server = server_of(request)
     known = model.model_fields.keys() - server.idle_fields
-    # A request that is made from another one adds to the notes on that.
+    # A translated request adds to the notes of the original.
     reject = server.config.unknown_fields == "reject"
     notes: Notes = request.scope["state"].setdefault("notes", Notes(reject=reject))
     inner = INNER if model.inner is None else model.inner
-    kept = settle_fields(body, known, notes, inner, samples=model.samples)
+    kept = filter_fields(body, known, notes, inner, samples=model.samples)
     try:
         read = model.model_validate(kept).with_notes(notes)
     except pydantic.ValidationError as error:
         raise _translated(error) from None
     if isinstance(read, ChatFields):
-        settle_tools(read)
+        resolve_tools(read)
     return read
 
 
@@ -69,7 +521,7 @@ def _translated(error: pydantic.ValidationError) -> ValidationError:
 
 
 def _common(details: list[Any]) -> list[Any]:
-    """The longest path that all errors share; alternatives of one field differ only in their last steps."""
+    """Return the longest path shared by all errors; alternatives of one field differ in their last steps only."""
     if len(details) == 1:
         return list(details[0]["loc"])
     shared = []

@@ -1,14 +1,13 @@
-"""From the `prompt` field of a completion request to prompts with token ids.
+"""The `prompt` field of completion requests -> prompts with token ids.
 
-Invariant: a list of prompts is bounded before anything is done for its members, and text is tokenized off the
-event loop.
+Invariant: the number of prompts is checked before any is processed, and text is tokenized off the event loop.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.input_processor import check_listed_ids
+from quire.engine.input_processor import check_num_listed_ids
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.fill_in import FillIn
 from quire.entrypoints.openai.protocol.requests import (
@@ -30,10 +29,10 @@ FORM = "{name} must be text, a list of texts, a list of token ids, or a list of 
 async def completion_prompts(
     server: ServerState, form: TextForm, request: CompletionRequest
 ) -> list[TokensPrompt]:
-    """One engine prompt per prompt of the request, in order.
+    """Return one engine prompt per prompt of the request, in order.
 
     Raises:
-        ValidationError: the prompt has no valid form, is empty, or asks for too many sequences.
+        ValidationError: a prompt is invalid or empty, or there are too many sequences.
     """
     prompts = split_prompts(request.prompt)
     if num_sequences(request) > MAX_SEQUENCES:
@@ -43,7 +42,7 @@ async def completion_prompts(
             param="n",
         )
     lists = (request.stop_token_ids, request.allowed_token_ids, request.logit_bias)
-    check_listed_ids(sum(len(one or ()) for one in lists), num_sequences(request))
+    check_num_listed_ids(sum(len(one or ()) for one in lists), num_sequences(request))
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     num_chars = sum(map(len, texts))
     await beside_loop(num_chars, _check_texts, server, form, texts, request)
@@ -57,7 +56,11 @@ async def completion_prompts(
 
 
 def num_sequences(request: CompletionRequest) -> int:
-    """For all prompts. Raises ValidationError: these have no valid form."""
+    """Return the number of sequences of all prompts.
+
+    Raises:
+        ValidationError: the prompts are invalid.
+    """
     return len(split_prompts(request.prompt)) * _num_each(request)
 
 
@@ -66,7 +69,7 @@ def _num_each(request: CompletionRequest) -> int:
 
 
 def split_prompts(prompt: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[str | list[int]]:
-    """Bring the four forms of the field of this name to a list of at most so many texts and lists of token ids."""
+    """Convert the four forms of a prompt field to a list of at most `most` texts and lists of token ids."""
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
     elif isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
@@ -83,10 +86,10 @@ def split_prompts(prompt: Any, name: str = "prompt", most: int = MAX_PROMPTS) ->
 
 
 def check_text(server: ServerState, form: TextForm, text: str, request: RequestModel) -> None:
-    """Refuse a text that is too long however it is tokenized; one that will be cut, or only counted, may be longer.
+    """Reject text that is too long however it is tokenized. Truncated or merely counted text may be longer.
 
     Raises:
-        ValidationError: with the least number of tokens that it has, or its number of characters, and the limit.
+        ValidationError: names the text's size (least number of tokens, or characters) and the limit.
     """
     processor = server.engine.input_processor
     if isinstance(request, GenerationRequest) and request.truncate_prompt_tokens is None:
@@ -101,7 +104,7 @@ def _check_texts(server: ServerState, form: TextForm, texts: list[str], request:
 
 
 def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensPrompt:
-    """Apply the options that concern a prompt: truncation from the left, and the prefix-cache salt."""
+    """Apply truncation from the left, and the prefix-cache salt."""
     limit = request.truncate_prompt_tokens
     if limit is not None and len(prompt["prompt_token_ids"]) > limit:
         prompt = TokensPrompt(prompt_token_ids=prompt["prompt_token_ids"][-limit:])

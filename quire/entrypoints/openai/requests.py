@@ -1,7 +1,8 @@
-"""Requests in flight: how many, why one waits, which there are, and their end.
+"""Routes for requests in flight and for administration of the engine.
 
-Invariant: a request is found under any id that its client was shown: that of the answer, or of the header
-`x-request-id`. Where keys are in use, a tenant finds its own requests alone.
+Invariant: a request is found under any id shown to its client: the answer's, or the header `x-request-id`. With keys in
+use, a tenant finds its own requests only. GET /v1/integrity, POST /reset_prefix_cache and the listing and aborting of
+requests need the admin key.
 """
 
 from __future__ import annotations
@@ -16,34 +17,73 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.entrypoints.openai.admin import admin_router, is_admin
-from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.protocol.requests import RequestModel
+from quire.entrypoints.openai.protocol.responses import Integrity, PrefixCacheReset
 from quire.entrypoints.openai.state import ServerState, server_of
-from quire.errors import NotFoundError
+from quire.entrypoints.openai.tenant import admin_router, is_admin
+from quire.errors import ConflictError, NotFoundError, ValidationError
 from quire.scheduler.explain import Explanation
+from quire.scheduler.output import SchedulerStats
 
-router = APIRouter()
 controls = admin_router()
+
 ID_PREFIXES = (
     "", "chatcmpl-", "cmpl-", "resp_", "msg_", "ollama-", "embd-", "pool-", "classify-", "score-", "rerank-",
-)  # fmt: skip
-"""What the endpoint families put before the request's id to make the id of their answer."""
+)  # fmt: skip  # Prefixes of answer ids, by endpoint family.
 MAX_LISTED = 1000
-ASKED_TOGETHER = 64
-"""So many prompts of a request are asked for at a time; those that there are not cost next to nothing."""
+ASKED_TOGETHER = 64  # Prompts of a request to query at a time; unknown ones cost almost nothing.
+
+
+@controls.get("/v1/integrity")
+@describe(Operation(reply=Integrity))
+async def integrity(request: Request) -> Response:
+    """Check the invariants of every engine core, and count the resources in use; all counts are 0 at rest.
+
+    500 if an invariant of the scheduler or of the KV cache does not hold: a bug, whose details are in the log.
+    """
+    server = server_of(request)
+    cores = await server.engine.check_integrity()
+    counts = Integrity(
+        num_requests=len(server.engine.labels()),
+        num_sequences=server.engine.num_unfinished_requests(),
+        num_generations=len(server.in_flight),
+        num_tasks=len(asyncio.all_tasks()),
+        cores=[_counts(core) for core in cores],
+    )
+    return json_response(counts)
+
+
+def _counts(stats: SchedulerStats) -> dict[str, int | float]:
+    """Return the scheduler's numbers without draft statistics, which are metrics."""
+    every = msgspec.structs.asdict(stats)
+    return {name: value for name, value in every.items() if isinstance(value, int | float)}
+
+
+@controls.post("/reset_prefix_cache")
+@describe(Operation(reply=PrefixCacheReset, errors=(409,)))
+async def reset_prefix_cache(request: Request) -> Response:
+    """Drop all cached prefixes. 409, and nothing dropped, while a request is running."""
+    for name in request.query_params:
+        raise ValidationError("this route has no options", param=name[:64])
+    if not await server_of(request).engine.reset_prefix_cache():
+        raise ConflictError("the prefix cache was not reset: requests are running")
+    return json_response(PrefixCacheReset())
+
+
+router = APIRouter()
 
 
 class AbortRequest(RequestModel):
-    """POST /abort_requests; without ids, all requests are meant."""
+    """POST /abort_requests; without ids all requests are aborted."""
 
     request_ids: list[str] | None = None
 
 
 class ShownSequence(Explanation, frozen=True, kw_only=True):
-    """`text` says it all to a person."""
+    """State of a sequence; `text` is a readable summary."""
 
     text: str
 
@@ -58,7 +98,7 @@ class Explained(msgspec.Struct):
 
 
 class RequestList(msgspec.Struct, kw_only=True):
-    """`num_requests` counts also those that are not shown."""
+    """List of requests; `num_requests` also counts those that are not shown."""
 
     object: Literal["list"] = "list"
     num_requests: int
@@ -72,16 +112,17 @@ class Aborted(msgspec.Struct):
 @router.get("/load")
 @describe(Operation(reply=ServerLoad))
 async def load(request: Request) -> Response:
-    """How many requests the server is working on."""
-    return json_response(ServerLoad(sum(await server_of(request).everywhere("load"))))
+    """Return the number of requests in flight."""
+    return json_response(ServerLoad(sum(await server_of(request).ask_all("load"))))
 
 
 @router.get("/v1/requests/{request_id}/explain")
 @describe(Operation(reply=Explained, errors=(404,)))
 async def explain(request: Request, request_id: str) -> Response:
-    """Why the request waits or waited, for each of its sequences; 404 if it is unknown, another tenant's, or ended too
-    long ago."""
-    answers = await server_of(request).everywhere("explain", request_id)
+    """Explain why the request waits or waited, for each of its sequences; 404 if it is unknown, another tenant's, or
+    ended too long ago.
+    """
+    answers = await server_of(request).ask_all("explain", request_id)
     found = msgspec.convert([*chain.from_iterable(answers)], list[ShownSequence])
     tenant = request.scope["state"]["tenant"]
     if tenant is not None and not is_admin(request):
@@ -94,8 +135,8 @@ async def explain(request: Request, request_id: str) -> Response:
 @controls.get("/v1/requests")
 @describe(Operation(reply=RequestList))
 async def list_requests(request: Request) -> Response:
-    """The state of every sequence in flight, as far as the first thousand requests go; oldest first, by process."""
-    requests = [*chain.from_iterable(await server_of(request).everywhere("list"))]
+    """List every sequence in flight of the first thousand requests; oldest first, by process."""
+    requests = [*chain.from_iterable(await server_of(request).ask_all("list"))]
     shown = msgspec.convert([*chain.from_iterable(requests[:MAX_LISTED])], list[ShownSequence])
     return json_response(RequestList(num_requests=len(requests), data=shown))
 
@@ -103,18 +144,18 @@ async def list_requests(request: Request) -> Response:
 @controls.post("/abort_requests")
 @describe(Operation(body=(AbortRequest,), reply=Aborted))
 async def abort_requests(request: Request) -> Response:
-    """End requests, of these ids or all; their clients get an error. Unknown ids are ignored."""
+    """Abort requests, of these ids or all; their clients get an error. Unknown ids are ignored."""
     body = await read_request(request, AbortRequest)
-    return json_response(Aborted(sum(await server_of(request).everywhere("abort", body.request_ids))))
+    return json_response(Aborted(sum(await server_of(request).ask_all("abort", body.request_ids))))
 
 
 async def num_in_flight(server: ServerState) -> int:
-    """Requests that this process is working on."""
+    """Return the number of this process's requests in flight."""
     return len(server.in_flight)
 
 
 async def explained(server: ServerState, request_id: str) -> list[ShownSequence]:
-    """All prompts of the request: the engine knows each under the answer's id and its number."""
+    """Return the sequences of all prompts of a request; a prompt's label is the answer's id and its number."""
     found: list[ShownSequence] = []
     for name in server.client_ids.names_of(request_id):
         for start in count(step=ASKED_TOGETHER):
@@ -128,13 +169,13 @@ async def explained(server: ServerState, request_id: str) -> list[ShownSequence]
 
 
 async def listed(server: ServerState) -> list[list[ShownSequence]]:
-    """The sequences of each request of this process, oldest first; only the first thousand are looked at."""
+    """Return the sequences of each request of this process, oldest first; only the first thousand are queried."""
     labels = server.engine.labels()
     return await _explained(server, labels[:MAX_LISTED]) + [[] for _ in labels[MAX_LISTED:]]
 
 
 async def aborted(server: ServerState, request_ids: list[str] | None) -> int:
-    """End those of these requests that this process has; how many it had."""
+    """Abort those of the requests that this process serves; return their number."""
     labels = server.engine.labels()
     if request_ids is not None:
         own = chain.from_iterable(map(server.client_ids.names_of, request_ids))
@@ -145,9 +186,9 @@ async def aborted(server: ServerState, request_ids: list[str] | None) -> int:
 
 
 async def _explained(server: ServerState, labels: Iterable[str]) -> list[list[ShownSequence]]:
-    """The sequences of each request, none of one that is unknown or has ended.
+    """Return the sequences of each request, none for an unknown or ended one.
 
-    A core is asked for all at once, since it answers between two steps.
+    All are queried at once, since a core answers between two steps.
     """
     return await asyncio.gather(*(_sequences(server, label) for label in labels))
 

@@ -1,7 +1,7 @@
-"""The one place that turns a request into `SamplingParams`.
+"""Conversion of requests to `SamplingParams`.
 
-Invariant: a value comes from the request, else from the model's generation config, else from `SamplingParams`.
-Errors name the field that the client sent, also where the engine calls it by another name.
+Invariant: a value comes from the request, else from the model's generation config, else from `SamplingParams`. Errors
+name the field that the client sent, even if the engine's name differs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from quire.beam_search_params import BeamSearchParams
 from quire.entrypoints.openai.protocol.constraints import constraint_field, constraint_of
 from quire.entrypoints.openai.protocol.requests import (
     SAMPLERS,
@@ -19,12 +18,12 @@ from quire.entrypoints.openai.protocol.requests import (
     GenerationRequest,
 )
 from quire.errors import ValidationError
-from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.structured_output.params import PARAM
 
 COMPLETION_MAX_TOKENS = 16
+# llama.cpp's names -> quire's.
 OTHER_SAMPLER_NAMES = {"repeat_penalty": "repetition_penalty", "penalty_last_n": "repeat_last_n"}
-"""llama.cpp's names, to ours."""
 SAME_NAME = (
     *(name for name in SAMPLERS if name not in OTHER_SAMPLER_NAMES),
     "n", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids", "skip_special_tokens",
@@ -39,21 +38,20 @@ NOT_WITH_MIROSTAT = (
     "top_n_sigma",
     "xtc_probability",
     "dynatemp_range",
-)
-"""Filters in whose place mirostat stands."""
+)  # Filters that mirostat replaces.
 MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+# The engine's field names -> the client's.
 ENGINE_NAMES = {"extra_args": "vllm_xargs", "beam_width": "n", "bad_words_token_ids": "bad_words"}
-"""What the engine calls a field -> what a client does."""
 MAX_TOKENS_DEFAULTS = ("max_tokens", "max_new_tokens")
 
 
 def completion_params(
     request: CompletionRequest, defaults: Mapping[str, Any], *, detokenize: bool
 ) -> SamplingParams:
-    """Sampling parameters of a completion.
+    """Return the sampling parameters of a completion.
 
     Raises:
-        ValidationError: a value is out of range, or two do not go together.
+        ValidationError: a value is out of range, or two are incompatible.
     """
     _check_stream(request)
     params: dict[str, Any] = {"n": _num_candidates(request), "max_tokens": _completion_max_tokens(request)}
@@ -62,7 +60,7 @@ def completion_params(
     params["logprobs"] = 0 if is_ranked(request) and is_silent else request.logprobs
     if request.echo and listed is not None:
         raise ValidationError(
-            "logprob_token_ids are for generated tokens, and echo wants those of the prompt too; leave one out",
+            "logprob_token_ids covers generated tokens only, and echo needs logprobs of the prompt; leave one out",
             param="logprob_token_ids",
         )
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
@@ -72,10 +70,10 @@ def completion_params(
 
 
 def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters of a chat completion but for its constraint; without a limit it may fill the context.
+    """Return the sampling parameters of a chat completion without its constraint; by default it may fill the context.
 
     Raises:
-        ValidationError: a value is out of range, or two do not go together.
+        ValidationError: a value is out of range, or two are incompatible.
     """
     _check_stream(request)
     if request.top_logprobs is not None and not request.logprobs:
@@ -98,12 +96,12 @@ def chat_params(request: ChatCompletionRequest, defaults: Mapping[str, Any]) -> 
 
 
 def is_ranked(request: CompletionRequest) -> bool:
-    """Whether there are more candidates than choices, so that the likeliest are chosen by their logprobs."""
+    """Return whether there are more candidates than choices, so that logprobs decide."""
     return request.best_of is not None and request.best_of > request.n
 
 
 def check_ranking(request: CompletionRequest, logprobs_mode: str) -> None:
-    """Raise ValidationError if candidates are to be ranked by logprobs where the engine reports logits."""
+    """Raise ValidationError if candidates are ranked by logprobs while the engine reports logits."""
     if is_ranked(request) and logprobs_mode.endswith("logits"):
         raise ValidationError(
             f"best_of ranks by logprobs, and --logprobs-mode is {logprobs_mode}", param="best_of"
@@ -113,7 +111,7 @@ def check_ranking(request: CompletionRequest, logprobs_mode: str) -> None:
 def note_max_tokens(
     request: GenerationRequest, params: SamplingParams | BeamSearchParams, rooms: Iterable[int]
 ) -> None:
-    """Note the limit that the context sets where it is below the request's; of several prompts the lowest."""
+    """Note the context's limit where it is below the request's; of several prompts the lowest counts."""
     room = min(rooms)
     if params.max_tokens is not None and 0 < room < params.max_tokens:
         request.notes.adjust(_client_name("max_tokens", request) or "max_tokens", room)
@@ -214,7 +212,7 @@ def _completion_max_tokens(request: CompletionRequest) -> int:
         return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if not request.echo:
         raise ValidationError("max_tokens must be at least 1, or 0 with echo true", param="max_tokens")
-    return 1  # the engine ends with a token; the answer leaves it out
+    return 1  # the engine needs at least one token; the answer omits it
 
 
 def _check_stream(request: GenerationRequest) -> None:

@@ -1,6 +1,6 @@
-"""Signals that come before there is anything to drain.
+"""Signals during start-up, before there are requests to drain.
 
-Invariant: the first one ends the start with exit code 0, whatever becomes on its way of the exception that says so.
+Invariant: the first signal ends the start with exit code 0, even if its exception is lost or replaced on the way.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from types import FrameType, TracebackType
 
 
 def drain_signals() -> list[signal.Signals]:
-    """Those that end the server once its work is done; a closed terminal's only without `nohup`, which ignores it."""
+    """Return the signals that drain; SIGHUP only without `nohup`, which ignores it."""
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     return signals if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else signals[:2]
 
 
 class StartSignals:
-    """Around a start: a signal ends the block, without an error, until the lifecycle takes the signals over.
+    """Context manager around start-up: a signal ends the block without an error, until the lifecycle handles signals.
 
-    What is raised is no KeyboardInterrupt: one that has passed through `exec`, which dataclasses are made by, lets
-    CPython end the process by SIGINT in spite of all who caught it. Nor need it arrive: pydantic's C code makes an
-    error of its own from it, and a callback of the collector only prints it. So the block ends without an error
-    whatever comes out of it, and `check` raises what was lost. Later signals change nothing: the end is under way.
+    SystemExit is raised, not KeyboardInterrupt: one that passes through `exec` (dataclasses use it) makes CPython end
+    the process by SIGINT even if it was caught. The exception may also get lost: pydantic's C code replaces it, and a
+    garbage collector callback only prints it. So the block ends without an error whatever comes out of it, and `check`
+    raises what was lost. Later signals have no effect.
     """
 
     def __init__(self) -> None:
         self._came = False
 
     def check(self) -> None:
-        """End the block if a signal came."""
+        """End the block if a signal arrived."""
         if self._came:
             raise SystemExit(0)
 

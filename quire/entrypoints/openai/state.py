@@ -1,63 +1,187 @@
-"""`ServerState`: what the routes share.
+"""`ServerState`, shared by the routes, and `BoundedThreads`, which runs untrusted code (chat templates) off the event
+loop.
 
-Invariant: one instance per app; `draining` only ever goes from False to True.
+Invariant: one `ServerState` per app; `draining` only changes from False to True. Neither the caller nor process exit
+waits longer than a bounded thread's limit. A function that exceeds it is interrupted at its next bytecode, so that even
+a template's endless loop ends. Idle threads are reused, since starting one would block the event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import functools
 import logging
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from quire.config import ServerConfig
-from quire.entrypoints.chat.formats.choice import choose
-from quire.entrypoints.openai.adapter_changes import AdapterChanges, make_resolvers
-from quire.entrypoints.openai.adapters import may_be_name, named_adapters
-from quire.entrypoints.openai.bounded_threads import BoundedThreads
-from quire.entrypoints.openai.client_ids import ClientIds
+from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.openai.in_flight import InFlight
-from quire.entrypoints.openai.keys import Keyring
+from quire.entrypoints.openai.keys import ClientIds, Keyring
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import ConfigError, NotFoundError, ValidationError
 from quire.io_processors import IOProcessor, make_io_processor
+from quire.lora.server.changes import AdapterChanges, make_resolvers, may_be_name, named_adapters
 from quire.lora_request import LoRARequest
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
 
+logger = logging.getLogger(__name__)
 
-class Question(Protocol):
-    """Answers in data that can be sent to another process."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_THREADS = 8
+LIMIT_S = 30.0
+AGAIN_S = 0.5  # Interval of interruptions: one that arrives while Python finalizes an object is lost.
+
+
+class TimeIsUpError(BaseException):
+    """Raised asynchronously in a thread to interrupt it; not an `Exception`, so that foreign code does not catch it."""
+
+
+class BoundedThreads:
+    """Runs functions in a limited number of threads, each for at most `limit_s` seconds.
+
+    `asyncio.to_thread` cannot be used: the loop's shutdown and process exit wait for its threads.
+    """
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self.limit_s = limit_s
+        self._free = asyncio.Semaphore(MAX_THREADS)
+        self._idle: list[_Worker] = []
+        weakref.finalize(self, _dismiss, self._idle)
+
+    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the function's result, or raise its exception.
+
+        Raises:
+            TimeoutError: it exceeds the limit, counted from its start.
+        """
+        async with self._free:
+            result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+            worker = self._idle.pop() if self._idle else _Worker()
+            worker.begin(result, lambda: function(*args, **kwargs))
+            try:
+                # Not `wait_for`, which in Python 3.11 drops a cancellation that arrives together with the result.
+                async with asyncio.timeout(self.limit_s):
+                    return await result
+            finally:
+                if worker.interrupt():
+                    self._idle.append(worker)
+
+
+def _dismiss(workers: list[_Worker]) -> None:
+    """Stop idle threads once their owner is collected."""
+    for worker in workers:
+        worker.end()
+
+
+class _Worker:
+    """Thread that runs one function at a time and puts results into futures, until it is interrupted.
+
+    While idle it holds no reference to the event loop: the loop's signal handlers refer to the owner of all threads,
+    which then could never be collected, and the thread would never end.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._works = False
+        self._work: SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="quire-bounded", daemon=True)
+
+    def begin(self, result: asyncio.Future[T], function: Callable[[], T]) -> None:
+        """Run this function; the previous one has returned."""
+        self._loop = result.get_loop()
+        self._works = True
+        self._work.put((result, function))
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def interrupt(self) -> bool:
+        """Stop waiting. Return True if the function has returned; otherwise the thread is interrupted and ends."""
+        with self._lock:
+            if self._works and self._thread.is_alive() and self._loop is not None:
+                number, error = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(TimeIsUpError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+                self._loop.call_later(AGAIN_S, self.interrupt)
+            return not self._works
+
+    def end(self) -> None:
+        """End the thread once it is idle."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        try:
+            while self._do_next():
+                pass
+        except (TimeIsUpError, RuntimeError):  # interrupted; or the loop was closed meanwhile
+            return
+
+    def _do_next(self) -> bool:
+        """Run the next function; False at the end. In its own frame, so that an idle thread keeps no request alive."""
+        work = self._work.get()
+        if work is not None:
+            self._do(*work)
+        return work is not None
+
+    def _do(self, result: asyncio.Future[T], function: Callable[[], T]) -> None:
+        try:
+            value = function()
+        except Exception as error:
+            self._hand_over(result, result.set_exception, error)
+        else:
+            self._hand_over(result, result.set_result, value)
+
+    def _hand_over(self, result: asyncio.Future[Any], set_outcome: Callable[[Any], None], value: Any) -> None:
+        with self._lock:
+            self._works = False
+            loop, self._loop = self._loop, None
+        assert loop is not None, "`begin` has set it"
+        loop.call_soon_threadsafe(_set_unless_done, result, set_outcome, value)
+
+
+def _set_unless_done(result: asyncio.Future[Any], set_outcome: Callable[[Any], None], value: Any) -> None:
+    """Set a future's result in the event loop, unless its waiter has gone."""
+    if not result.done():
+        set_outcome(value)
+
+
+class QueryHandler(Protocol):
+    """Handler of a query between API processes; returns serializable data."""
 
     async def __call__(self, server: ServerState, /, *args: Any) -> Any: ...
 
 
-class Siblings(Protocol):
-    """All processes of the server."""
+class ApiProcesses(Protocol):
+    """All API processes of the server."""
 
-    async def ask(self, question: str, *args: Any) -> list[Any]:
-        """What each of them says, the first process's word first."""
+    async def ask(self, query: str, *args: Any) -> list[Any]:
+        """Return every process's answer, the supervisor's first."""
 
-    async def decide(self, decision: str, *args: Any) -> None:
-        """Have the first process carry this out."""
+    async def run_command(self, command: str, *args: Any) -> None:
+        """Let the supervisor process execute this command."""
 
     async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
-        """Have the other processes serve these; only the first process says so."""
+        """Send the served adapters to the other processes; called in the supervisor process only."""
 
 
 @dataclass(eq=False)
 class ServerState:
-    """The engine, the configuration, and what is derived from them once.
+    """The engine, the configuration, and state derived from them.
 
-    `questions` are what each process of the server can be asked about itself, `decisions` what the first one does for
-    all, and `siblings` all processes; None if this is the only one.
+    `query_handlers` handle queries to each process, `command_handlers` commands for the supervisor process. `siblings`
+    are all processes; None if this is the only one.
     """
 
     engine: AsyncLLM
@@ -65,24 +189,21 @@ class ServerState:
     registry: CollectorRegistry
     keys: Keyring
     in_flight: InFlight
-    questions: Mapping[str, Question] = field(default_factory=dict)
-    decisions: Mapping[str, Question] = field(default_factory=dict)
-    siblings: Siblings | None = None
-    renders: BoundedThreads = field(init=False)
-    """For the chat template of requests."""
-    adapters: Mapping[str, LoRARequest] = field(init=False)
-    """By the names under which they are served."""
-    adapter_changes: AdapterChanges = field(init=False)
-    """For the process that decides for all."""
+    query_handlers: Mapping[str, QueryHandler] = field(default_factory=dict)
+    command_handlers: Mapping[str, QueryHandler] = field(default_factory=dict)
+    siblings: ApiProcesses | None = None
+    renders: BoundedThreads = field(init=False)  # Runs the chat templates of requests.
+    adapters: Mapping[str, LoRARequest] = field(init=False)  # By served name.
+    adapter_changes: AdapterChanges = field(init=False)  # Used by the process that decides for all.
+    # Compiles new chat templates, with a longer limit, since the machine may be busy.
     preparation: BoundedThreads = field(default_factory=BoundedThreads)
-    """For chat templates that are new, when the machine may have much to do."""
     client_ids: ClientIds = field(default_factory=ClientIds)
     draining: bool = False
     io_processor: IOProcessor | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.io_processor = make_io_processor(self.engine.config)
-        self._forms = TextForms(self.engine.input_processor.lexicons.model, _form_options(self.config))
+        self._forms = TextForms(self.engine.input_processor.tokenizers.model, _form_options(self.config))
         self.renders = BoundedThreads(self.config.chat_template_timeout)
         self.adapters = named_adapters(self.config.lora_modules, self.engine.config, self.model_names)
         resolvers = make_resolvers(self.engine.config, self.config)
@@ -90,13 +211,13 @@ class ServerState:
 
     @property
     def unavailable(self) -> str | None:
-        """Why no generation can start now; None if it can."""
+        """Reason why no generation can start now; None if it can."""
         if self.engine.errored:
             return "the engine has stopped"
         if self.draining:
             return "the server is shutting down"
         if self.engine.is_sleeping:
-            return "the engine sleeps and takes no requests until it is woken"
+            return "the engine is asleep and takes no requests until it is woken"
         return None if self.engine.is_ready else "the model is loading, or the engine does not answer"
 
     @property
@@ -106,21 +227,21 @@ class ServerState:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """What a request may name as its model: the base model's names, and the adapters'."""
+        """Names that a request may give as its model: the base model's and the adapters'."""
         return (*self.model_names, *self.adapters)
 
     @property
     def form(self) -> TextForm:
-        """What the texts of the base model look like."""
+        """Text form of the base model."""
         return self._forms.model
 
     async def form_of(self, adapter: LoRARequest | None) -> TextForm:
-        """What the texts of an adapter's requests look like, or of the base model's.
+        """Return the text form of an adapter's requests, or the base model's.
 
         Raises:
-            ValidationError: the adapter's tokenizer or chat template cannot be used.
+            ValidationError: the adapter's tokenizer or chat template is unusable.
         """
-        form = self._forms.of(await self.engine.lexicon_of(adapter))
+        form = self._forms.of(await self.engine.get_tokenizer_context(adapter))
         if adapter is not None and form is not self.form and not form.is_made:
             try:
                 await self._make(form)
@@ -131,11 +252,15 @@ class ServerState:
         return form
 
     async def form_named(self, model: str | None) -> TextForm:
-        """That of a model by its name. Raises as `form_of`."""
+        """Return the text form of a model by name. Raises as `form_of`."""
         return await self.form_of(self.adapters.get(model or ""))
 
     async def _make(self, form: TextForm) -> None:
-        """Raises ConfigError: the chat template is not valid, or runs for ever, or a parser is named that is none."""
+        """Prepare a text form.
+
+        Raises:
+            ConfigError: the chat template is invalid or exceeds the time limit, or a parser does not exist.
+        """
         try:
             await self.preparation.run(form.make)
         except TimeoutError:
@@ -146,67 +271,67 @@ class ServerState:
 
     @functools.cached_property
     def idle_fields(self) -> frozenset[str]:
-        """Fields that mean nothing as this server is configured: `user` is a tenant only if no key is."""
+        """Fields without meaning in this configuration: `user` is a tenant only for a fair scheduler without keys."""
         shares = self.engine.config.scheduler.scheduling_policy == "fair" and not self.keys
         return frozenset() if shares else frozenset({"user"})
 
-    async def answer(self, question: str, *args: Any) -> Any:
-        """What this process says."""
-        return await self.questions[question](self, *args)
+    async def answer(self, query: str, *args: Any) -> Any:
+        """Return this process's answer."""
+        return await self.query_handlers[query](self, *args)
 
-    async def everywhere(self, question: str, *args: Any) -> list[Any]:
-        """What each process of the server says; those that cannot be reached say nothing."""
+    async def ask_all(self, query: str, *args: Any) -> list[Any]:
+        """Return the answers of all API processes; unreachable ones are left out."""
         if self.siblings is None:
-            return [await self.answer(question, *args)]
-        return await self.siblings.ask(question, *args)
+            return [await self.answer(query, *args)]
+        return await self.siblings.ask(query, *args)
 
-    async def carry_out(self, decision: str, *args: Any) -> None:
-        """Do it in this process, for all.
+    async def execute_command(self, command: str, *args: Any) -> None:
+        """Execute a command in this process, for all.
 
         Raises:
-            QuireError: it cannot be done.
+            QuireError: it failed.
         """
-        await self.decisions[decision](self, *args)
+        await self.command_handlers[command](self, *args)
 
-    async def decide(self, decision: str, *args: Any) -> None:
-        """Have it done by the process that decides for all. Raises as `carry_out` does."""
-        decide = self.carry_out if self.siblings is None else self.siblings.decide
-        await decide(decision, *args)
+    async def run_command(self, command: str, *args: Any) -> None:
+        """Execute a command in the supervisor process. Raises as `execute_command` does."""
+        run = self.execute_command if self.siblings is None else self.siblings.run_command
+        await run(command, *args)
 
     async def prepare(self) -> None:
-        """Meet errors of the chat template at start-up, not at the first request.
+        """Report errors of the chat template at start-up, not at the first request.
 
         Raises:
-            ConfigError: it is not valid, or runs for ever, or a parser is named that is none.
+            ConfigError: the template is invalid or exceeds the time limit, or a parser does not exist.
         """
         choose(
             self.config.tool_call_parser, self.config.reasoning_parser, None
-        )  # the names, whatever the model has
+        )  # check the names whether or not the model has the feature
         defaults = self.config.default_chat_template_kwargs
         if self.form.has_chat:
             await self._make(self.form)
             self.form.chat_template.check_defaults(defaults)
-            logger.info("%s", self.form.answer_format.formats.told())
+            logger.info("%s", self.form.answer_format.formats.describe())
         elif defaults:
             raise ConfigError("--default-chat-template-kwargs needs a model with a chat template")
 
     async def share_adapters(self, adapters: Mapping[str, LoRARequest]) -> None:
-        """Serve these, in all processes, of which this is the first."""
+        """Serve these adapters in all processes; called in the supervisor process only."""
         self.adapters = adapters
         if self.siblings is not None:
             await self.siblings.share_adapters(adapters)
 
     async def find_adapter(self, name: str | None) -> None:
-        """Have an adapter loaded that is not served yet, if a resolver knows it by the name of a model.
+        """Load an adapter that is not served yet, if a resolver finds it by the model's name.
 
         Raises:
-            ValidationError: it cannot be used.
+            ValidationError: it is unusable.
         """
         if name and self.adapter_changes.resolves and name not in self.served_names and may_be_name(name):
-            await self.decide("resolve_adapter", name)
+            await self.run_command("resolve_adapter", name)
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; an absent or empty one means the model that is served.
+        """Return the model name for the answer; an absent or empty name means the served model.
 
         Raises:
             NotFoundError: the server does not serve `name`.
@@ -216,13 +341,13 @@ class ServerState:
         if name not in self.served_names:
             served = ", ".join(self.served_names)
             raise NotFoundError(
-                f"the model {name!r:.100} does not exist; this server has: {served}", param="model"
+                f"the model {name!r:.100} does not exist; this server serves: {served}", param="model"
             )
         return name
 
 
 def server_of(request: Request) -> ServerState:
-    """The state of the app that serves `request`."""
+    """Return the state of the app that serves `request`."""
     state = request.app.state.server
     assert isinstance(state, ServerState)
     return state

@@ -8,10 +8,9 @@ from starlette.responses import Response
 
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.openai.chat_prompt import chat_prompt
-from quire.entrypoints.openai.json_body import read_json
-from quire.entrypoints.openai.json_response import json_response
+from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.parsing import checked, read_request
+from quire.entrypoints.openai.parsing import checked, read_json, read_request
 from quire.entrypoints.openai.prompts import check_text
 from quire.entrypoints.openai.protocol.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from quire.entrypoints.openai.protocol.responses import Detokenized, Tokenized, TokenizerInfo
@@ -20,14 +19,13 @@ from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
 
 router = APIRouter()
-info_router = APIRouter()
-"""For `--enable-tokenizer-info-endpoint`: the chat template may be a secret."""
+info_router = APIRouter()  # For `--enable-tokenizer-info-endpoint`: the chat template may be confidential.
 
 
 @router.post("/tokenize")
 @describe(Operation(body=(TokenizeRequest, TokenizeChatRequest), reply=Tokenized, errors=(404,)))
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text, or of a conversation as the model would see it."""
+    """Return the token ids of a text, or of a conversation as the model would see it."""
     server = server_of(request)
     server.engine.check_memory()
     raw = await read_json(request)
@@ -49,7 +47,7 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize")
 @describe(Operation(body=(DetokenizeRequest,), reply=Detokenized, errors=(404,)))
 async def detokenize(request: Request) -> Response:
-    """Text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     server = server_of(request)
     server.engine.check_memory()
     body = await read_request(request, DetokenizeRequest)
@@ -68,7 +66,7 @@ async def detokenize(request: Request) -> Response:
 @info_router.get("/tokenizer_info")
 @describe(Operation(reply=TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
-    """What a client needs to make prompts of its own."""
+    """Return what a client needs to build prompts itself."""
     server = server_of(request)
     tokenizer, config = server.form.tokenizer, server.engine.config
     return json_response(

@@ -1,7 +1,7 @@
-"""Chat completions in the shapes of other APIs.
+"""Other APIs on top of chat completions.
 
 Invariant: another API's request becomes a chat request under all of chat's rules, and its answer is made from chat's
-chunks: there is no second way through the server. A whole answer is the end of a stream that nobody sees.
+chunks. A whole answer is made from a stream of one output.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.prompt_forms import TokenizedPrompt
-from quire.engine.queue_limits import Place
+from quire.engine.queue_limits import QueueReservation
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.openai.chat_completions import ChatAnswer
 from quire.entrypoints.openai.chat_prompt import TextPrompt, text_prompt
-from quire.entrypoints.openai.generation import Outputs
+from quire.entrypoints.openai.generation import Outputs, StreamUsage
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.parsing import checked
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, RequestModel
@@ -33,12 +33,10 @@ from quire.entrypoints.openai.protocol.responses import (
     ToolCallMessage,
     Usage,
 )
-from quire.entrypoints.openai.respond import respond
 from quire.entrypoints.openai.sampling import chat_params, client_names
 from quire.entrypoints.openai.state import server_of
-from quire.entrypoints.openai.stream_usage import StreamUsage
-from quire.entrypoints.openai.streaming import Wire
-from quire.entrypoints.openai.tenant import apply_terms, tenant_of
+from quire.entrypoints.openai.streaming import StreamFormat, respond
+from quire.entrypoints.openai.tenant import apply_request_settings, tenant_of
 from quire.entrypoints.openai.tool_choice import tool_constraint, tools_in_use
 from quire.errors import ValidationError
 from quire.outputs import RequestOutput, RequestStateStats
@@ -48,9 +46,9 @@ STREAM_OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 
 @dataclass(frozen=True)
 class Piece:
-    """What one piece of an answer adds. Each tool call has its index; pieces of one call join their arguments.
+    """Increment of an answer. Each tool call has its index; pieces of one call concatenate their arguments.
 
-    `is_open` says of the last piece that the reasoning or text before the end had not ended.
+    `is_open`, on the last piece: the reasoning or text had not ended.
     """
 
     content: str = ""
@@ -63,33 +61,33 @@ class Piece:
 
 
 class Writer(Protocol):
-    """Writes one answer in the shape of one API: `opening`, then `take` for each piece, then `closing`.
+    """Writer of one answer in one API's form: `opening`, then `take` for each piece, then `closing`.
 
-    The events of a stream are made one by one, and each is encoded before the next is asked for.
+    Events are made lazily; each is encoded before the next one is requested.
     """
 
     @property
-    def wire(self) -> Wire: ...
+    def stream_format(self) -> StreamFormat: ...
 
     def encode(self, event: msgspec.Struct) -> bytes: ...
 
     def opening(self, usage: Usage) -> Iterable[msgspec.Struct]:
-        """The prompt is computed; `usage` counts it."""
+        """Return the events after the prompt is computed; `usage` counts it."""
         ...
 
     def take(self, piece: Piece) -> Iterable[msgspec.Struct]: ...
 
     def closing(self, last: ChatChunk, stats: RequestStateStats) -> Iterable[msgspec.Struct]:
-        """The last piece was taken; chat's last chunk has the usage, the timings and the notes."""
+        """Return the last events; chat's last chunk has usage, timings and notes."""
         ...
 
     def result(self) -> msgspec.Struct:
-        """The whole answer, after `closing`."""
+        """Return the whole answer, after `closing`."""
         ...
 
 
 class TranslatedAnswer:
-    """An `Answer` that lets a writer tell what chat answers."""
+    """`Answer` that passes chat's chunks to a writer."""
 
     def __init__(self, chat: ChatAnswer, writer: Writer) -> None:
         self._chat = chat
@@ -99,11 +97,11 @@ class TranslatedAnswer:
     def num_sequences(self) -> int:
         return self._chat.num_sequences
 
-    async def start(self, place: Place) -> Outputs:
+    async def start(self, place: QueueReservation) -> Outputs:
         return await self._chat.start(place)
 
     def whole(self, outputs: list[RequestOutput]) -> msgspec.Struct:
-        """A stream of one output, whose events nobody sees."""
+        """Return the whole answer, from a stream of one output."""
         (output,) = outputs
         for chunk in self._chat.chunks_of_whole(output):
             deque(_events(self._chat, self._writer, chunk, output.metrics), maxlen=0)
@@ -114,7 +112,7 @@ class TranslatedAnswer:
 
 
 class TranslatedFrames:
-    """Writes a stream of events."""
+    """Encoder of one streamed answer."""
 
     def __init__(self, chat: ChatAnswer, usage: StreamUsage, writer: Writer) -> None:
         self._chat = chat
@@ -122,21 +120,21 @@ class TranslatedFrames:
         self._writer = writer
         self._stats = RequestStateStats()
 
-    def of(self, _: int, output: RequestOutput) -> bytes:
+    def encode(self, _: int, output: RequestOutput) -> bytes:
         self._stats = output.metrics
-        return b"".join(map(self._of_chunk, self._chat.chunks_of(output, self._usage)))
+        return b"".join(map(self._encode_chunk, self._chat.chunks_of(output, self._usage)))
 
     def closing(self) -> bytes:
-        return self._of_chunk(self._chat.chunk([], self._usage.closing()))
+        return self._encode_chunk(self._chat.chunk([], self._usage.closing()))
 
-    def _of_chunk(self, chunk: ChatChunk) -> bytes:
+    def _encode_chunk(self, chunk: ChatChunk) -> bytes:
         return b"".join(map(self._writer.encode, _events(self._chat, self._writer, chunk, self._stats)))
 
 
 def _events(
     chat: ChatAnswer, writer: Writer, chunk: ChatChunk, stats: RequestStateStats
 ) -> Iterable[msgspec.Struct]:
-    """Of chat's first chunk, which has the role; of one that adds something; of the last, which has no choices."""
+    """Return the events of one chat chunk: the first has the role, the last has no choices."""
     assert isinstance(chunk.usage, Usage)
     if not chunk.choices:
         return writer.closing(chunk, stats)
@@ -155,33 +153,33 @@ async def respond_translated(
     names: Mapping[str, str],
     text: TextPrompt | None = None,
 ) -> Response:
-    """Answer the chat request that has these fields, in the writer's shape.
+    """Answer the chat request with these fields, in the writer's form.
 
     Args:
-        fields: as a client of chat completions would send them, with `stream` as this client wants it.
-        names: chat's names of fields, to those that this client knows.
-        text: what is continued in place of the conversation.
+        fields: as a client of chat completions would send them, with this client's `stream`.
+        names: chat's field names -> those of this client.
+        text: raw text to continue instead of the conversation.
 
     Raises:
-        ClientError: as chat would, with the client's names.
+        ClientError: as for chat, with the client's field names.
     """
     with renamed(names):
         chat = await as_chat(request, fields, names)
         answer = ChatAnswer(server_of(request), chat, answer_id, tenant_of(request, chat), text)
-        return await respond(request, chat, TranslatedAnswer(answer, writer), writer.wire)
+        return await respond(request, chat, TranslatedAnswer(answer, writer), writer.stream_format)
 
 
 async def check_translated(
     request: Request, fields: dict[str, Any], names: Mapping[str, str], text: TextPrompt | None = None
 ) -> None:
-    """Refuse what `respond_translated` would refuse, where there is nothing to answer.
+    """Check a request that needs no answer like `respond_translated`.
 
     Raises:
-        ClientError: with the client's names.
+        ClientError: with the client's field names.
     """
     with renamed(names):
         chat, server = await as_chat(request, fields, names), server_of(request)
-        apply_terms(request, chat)
+        apply_request_settings(request, chat)
         form = await server.form_named(server.check_model(chat.model))
         tool_constraint(form, chat, tools_in_use(server, form, chat), PromptEnd())
         if text is not None and text.suffix:
@@ -195,10 +193,10 @@ async def check_translated(
 async def as_chat(
     request: Request, fields: dict[str, Any], names: Mapping[str, str]
 ) -> ChatCompletionRequest:
-    """Return the checked chat request; what is to be noted about it joins the notes on the client's own.
+    """Return the checked chat request; its notes join those of the client's request.
 
     Args:
-        names: chat's names of fields, to those that this client knows.
+        names: chat's field names -> those of this client.
     """
     notes: Notes = request.scope["state"]["notes"]
     notes.names = names
@@ -209,7 +207,7 @@ async def as_chat(
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename fields in errors from chat's names to those of `names`, in which `*` is any index without a name."""
+    """Rename fields in errors from chat's names to those of `names`, in which `*` is any index."""
     try:
         yield
     except ValidationError as error:
@@ -220,7 +218,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _renamed(path: str, names: Mapping[str, str]) -> str:
-    """The path with its beginning, the longest that has another name, replaced."""
+    """Replace the longest prefix of the path that has another name."""
     steps = path.split(".")
     for size in range(len(steps), 0, -1):
         begin = steps[:size]
@@ -236,18 +234,18 @@ def _renamed(path: str, names: Mapping[str, str]) -> str:
 
 
 def note_ignored(body: RequestModel, names: Iterable[str]) -> None:
-    """Note fields that change nothing, besides those that were found while the body was read."""
+    """Note ignored fields besides those found while the body was parsed."""
     for name in names:
         body.notes.ignore(name)
 
 
 def given(body: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The fields of a request, of these names, that the client sent."""
+    """Return the named fields that the client sent."""
     return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 def as_object(arguments: str) -> msgspec.Raw:
-    """Arguments for clients that want the object: on one line, and with numbers as the model wrote them."""
+    """Return a call's arguments as a JSON object on one line, with numbers as the model wrote them."""
     return msgspec.Raw(msgspec.json.format(arguments.encode() or b"{}", indent=-1))
 
 

@@ -1,7 +1,14 @@
-"""Memory of a fixed size for tensors, the place of each of which is taken again when it is gone."""
+"""Fixed-size arena for tensors with reuse of freed space, and memory on huge pages.
+
+On pages of 2 MiB, scattered reads cause far fewer TLB misses. Invariant: huge pages change placement and speed only;
+they are requested on Linux only.
+"""
+
+from __future__ import annotations
 
 import math
 from bisect import insort
+from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -11,18 +18,51 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from quire.kernels.cpu import library
+
+HUGE_PAGE = 2 * 2**20
+
+
+def prefer_huge_pages(tensor: Tensor) -> None:
+    """Request huge pages for a tensor's memory, which must be contiguous; best before it is first written."""
+    loaded = library.loaded()
+    if loaded is not None:
+        loaded.prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def huge_page_memory(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for a tensor of that shape, starting on a huge page if it is large enough to contain one.
+
+    A weight of a little over 2 MiB that starts anywhere else contains no whole page. Skipped bytes are never touched.
+    """
+    num_bytes = prod(shape) * dtype.itemsize
+    if num_bytes < HUGE_PAGE:
+        return like.new_empty(shape, dtype=dtype)
+    memory = like.new_empty(num_bytes + HUGE_PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE
+    return memory[start : start + num_bytes].view(dtype).view(shape)
+
+
+def on_huge_pages(tensor: Tensor) -> Tensor:
+    """Copy a tensor into such memory; a small tensor is returned unchanged."""
+    if tensor.nbytes < HUGE_PAGE:
+        return tensor
+    return huge_page_memory(tensor, *tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
 _ALIGNMENT = 64
 
 
 class ArenaFullError(Exception):
-    """There is no room for a tensor."""
+    """Raised if there is no space for a tensor."""
 
 
 class Arena:
-    """Memory of a fixed size for tensors: those of one step and then the next, or of tapes that never play at once.
+    """Fixed-size memory for the tensors of successive steps, or of recorded graphs that never replay at once.
 
-    Every tape begins at its start, and within a tape or step the place of a tensor that is gone is used again (first
-    fit), so all together take what the largest of them takes. Pages that nobody has reached cost no memory.
+    Every graph starts at the beginning, and within a graph or step the space of a freed tensor is reused (first fit),
+    so
+    all together take as much as the largest. Untouched pages cost no memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -31,17 +71,17 @@ class Arena:
         self._bytes: NDArray[np.uint8] = memory[start : start + num_bytes]
         self._taken: list[_Place] = []
         self.peak_bytes = 0
-        """What the largest of them has taken so far."""
+        """Largest extent used so far."""
 
     def begin(self) -> None:
-        """Another tape begins: what the others left in their tensors is no longer read."""
+        """Begin another graph: tensors of the previous ones are no longer read."""
         self._taken = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of this shape, not initialised.
+        """Return an uninitialized tensor of this shape.
 
         Raises:
-            ArenaFullError: there is no room for it.
+            ArenaFullError: there is no space for it.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         start = self._first_fit(-(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT)
@@ -52,16 +92,18 @@ class Arena:
         return tensor
 
     def at(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor whose memory begins there; it takes no room."""
+        """Return the tensor at a byte offset without reserving space."""
         num_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(self._bytes[start : start + num_bytes]).view(dtype).view(shape)
 
     def start_of(self, tensor: Tensor) -> int:
-        """Where a tensor's memory begins, for one in here."""
+        """Return the byte offset of a tensor in the arena."""
         return tensor.data_ptr() - int(self._bytes.ctypes.data)
 
-    def held_by_tape(self, value: Any) -> Any:
-        """For a tape to keep: a tensor in here becomes one at the same address that takes no room."""
+    def unreserved(self, value: Any) -> Any:
+        """Return a value for a graph to keep: an arena tensor becomes one at the same address that reserves no
+        space.
+        """
         if not isinstance(value, Tensor):
             return value
         storage = value.untyped_storage()

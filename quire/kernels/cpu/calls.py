@@ -1,8 +1,10 @@
-"""Calling the C++ kernels, and telling whoever records a tape of each call.
+"""Calls of the C++ kernels, recording of calls, and checks and layouts that several wrappers share.
 
-Invariant: a kernel gets the address of a tensor that is aligned to its elements, and memory for its results that is
-ours.
+Invariant: no address reaches C++ before the tensor behind it was checked and found aligned to its elements, and the
+tensor outlives the call. Outputs are allocated here.
 """
+
+from __future__ import annotations
 
 import os
 import threading
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 from struct import error as StructError
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,23 +21,112 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from quire.errors import ConfigError
 from quire.kernels.cpu import library
 from quire.kernels.cpu.arena import Arena, ArenaFullError
+from quire.kernels.cpu.library import CACHE_DTYPE_CODES, DTYPE_CODES
+
+
+def describe(tensor: Tensor) -> str:
+    """Return a tensor's dtype and shape, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def check_on_cpu(op: str, name: str, tensor: Tensor) -> None:
+    """Check that a tensor of any dtype is on the CPU."""
+    if not tensor.is_cpu:
+        raise ValueError(f"{op}: {name} must be on the CPU, but is on {tensor.device}")
+
+
+def dtype_code(op: str, name: str, tensor: Tensor) -> int:
+    """Return the code of a tensor's dtype; it must be on the CPU."""
+    check_on_cpu(op, name, tensor)
+    code = DTYPE_CODES.get(tensor.dtype)
+    if code is None:
+        raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, but is {tensor.dtype}")
+    return code
+
+
+def check_index(op: str, name: str, index: Tensor, size: int) -> None:
+    """Check that `index` is int64 [size]."""
+    check_array(op, name, index, torch.int64, (size,))
+
+
+def check_array(op: str, name: str, array: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Check that an array is contiguous, of this dtype and shape, and on the CPU."""
+    good = array.dtype is dtype and array.shape == shape and array.is_contiguous() and array.is_cpu
+    if not good:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{op}: {name} must be contiguous {kind} {list(shape)} on the CPU; it is {describe(array)}"
+        )
+
+
+class Heads(NamedTuple):
+    """Layout of [tokens, heads, size]."""
+
+    tokens: int
+    heads: int
+    token_stride: int
+    head_stride: int
+    size: int
+
+
+def check_heads(op: str, name: str, heads: Tensor, dtype: torch.dtype) -> Heads:
+    """Return the layout of [tokens, heads, size] of this dtype; any strides except in the last dimension."""
+    if heads.dim() != 3 or heads.dtype is not dtype or not heads.is_cpu:
+        raise ValueError(
+            f"{op}: {name} must be {dtype} [tokens, heads, size] on the CPU; it is {describe(heads)}"
+        )
+    tokens, count, size = heads.shape
+    token_stride, head_stride, stride = heads.stride()
+    if stride != 1:
+        raise ValueError(f"{op}: {name} must have stride 1 in its last dimension; it has {heads.stride()}")
+    return Heads(tokens, count, token_stride, head_stride, size)
+
+
+class Cache(NamedTuple):
+    """Layout of a KV cache."""
+
+    blocks: int
+    block_size: int
+    code: int
+
+
+def check_cache(op: str, k_cache: Tensor, v_cache: Tensor, heads: int, size: int) -> Cache:
+    """Return the layout of a cache for this many key-value heads of this size."""
+    dtype = k_cache.dtype
+    code = CACHE_DTYPE_CODES.get(dtype)
+    stored = size + 4 if dtype is torch.int8 else size
+    if code is None or v_cache.dtype is not dtype:
+        raise TypeError(f"{op}: the caches are {dtype} and {v_cache.dtype}; both must be float or int8")
+    shape = k_cache.shape
+    good = len(shape) == 4 and shape[1] == heads and shape[2] == stored and shape[3] > 0
+    if not good or v_cache.shape != (shape[0], heads, shape[3], stored):
+        raise ValueError(
+            f"{op}: caches for {heads} heads of {size} must be {dtype} [blocks, {heads}, {stored}, block size] and "
+            f"[blocks, {heads}, block size, {stored}]; they are {describe(k_cache)} and {describe(v_cache)}"
+        )
+    if dtype is torch.int8 and size % 4:
+        raise ValueError(f"{op}: int8 caches hold float32 scales: a head of {size} must be in fours")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.is_cpu and v_cache.is_cpu):
+        raise ValueError(f"{op}: the caches must be contiguous and on the CPU")
+    return Cache(shape[0], shape[3], code)
+
 
 RecordedCall = tuple[int, bytes]
 """Address and packed arguments of a kernel call."""
 
 
 class _Recording(threading.local):
-    """Who hears of this thread's kernel calls."""
+    """Recorder of this thread's kernel calls."""
 
     listener: Callable[[RecordedCall], None] | None = None
     dry: Callable[[int], Tensor] | None = None
-    """Kernels are told of only, none runs; gives what they would have as scratch memory, so many float32."""
+    """Set to record kernels without running them; returns their scratch memory of that many float32."""
 
     @contextmanager
     def into(
         self, listener: Callable[[RecordedCall], None], *, dry: Callable[[int], Tensor] | None = None
     ) -> Iterator[None]:
-        """Tell `listener` of each call, once it is done, or with `dry` instead of it."""
+        """Notify `listener` after each call, or with `dry` instead of running it."""
         assert self.listener is None, "one recording at a time"
         self.listener, self.dry = listener, dry
         try:
@@ -46,21 +138,21 @@ class _Recording(threading.local):
 recording = _Recording()
 
 NOTHING = torch.empty(0)
-"""Stands for a tensor that is not there: its address is 0."""
+"""Placeholder for an absent tensor: its address is 0."""
 
 _NO_MEMORY, _MISALIGNED = -2, -3
 _WIDEST = 8
-"""Bytes of the largest elements: whatever is aligned to them is aligned to its own."""
+"""Bytes of the largest elements: what is aligned to them is aligned to any element."""
 _address = Tensor.data_ptr
 
 
 def call(name: str, tensors: tuple[Tensor, ...], *numbers: float) -> int:
-    """Run a kernel on tensors, which were checked, and numbers; returns its status, 0 unless it refuses some input.
+    """Run a kernel on checked tensors and numbers; return its status, 0 unless it refuses some input.
 
     Raises:
         ValueError: a tensor is not aligned to its elements, or a number does not fit into 64 bits.
-        MemoryError: there is none for scratch space.
-        RuntimeError: the library does not know a code that it was given.
+        MemoryError: scratch memory cannot be allocated.
+        RuntimeError: the library does not accept a code that it was given.
     """
     loaded = library.loaded()
     assert loaded is not None, "the table of ops asks supports() before it loads a kernel"
@@ -70,7 +162,7 @@ def call(name: str, tensors: tuple[Tensor, ...], *numbers: float) -> int:
     except StructError as cause:
         raise ValueError(f"{name}: a size does not fit into 64 bits: {numbers}") from cause
     if recording.dry is not None:
-        assert recording.listener is not None, "somebody hears of it"
+        assert recording.listener is not None, "dry calls need a recorder"
         if any(tensor.data_ptr() % _WIDEST for tensor in tensors):
             packed = pack(1, *map(_address, tensors), *numbers)
         recording.listener((address, packed))
@@ -90,7 +182,7 @@ def call(name: str, tensors: tuple[Tensor, ...], *numbers: float) -> int:
 
 
 def check_alignment(name: str, tensors: tuple[Tensor, ...]) -> None:
-    """Each by itself: what not all are aligned to may still be more than some need.
+    """Check the alignment of each tensor by itself, after the common check failed.
 
     Raises:
         ValueError: one is not aligned to its elements.
@@ -107,7 +199,7 @@ def check_alignment(name: str, tensors: tuple[Tensor, ...]) -> None:
 
 
 def _poisoned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """NaN, or for integers a number that is no token, row or weight."""
+    """Return memory filled with NaN, or for integers with a number that is no token, row or weight."""
     out = like.new_empty(shape, dtype=dtype)
     if out.is_floating_point() or out.dtype is torch.bool:
         return out.fill_(torch.nan)
@@ -116,18 +208,21 @@ def _poisoned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Te
 
 
 LARGE = 1 << 20
-"""Bytes of an output from which on its place is worth the microseconds that Python takes to find it."""
+"""Bytes from which on an output is worth the microseconds of an arena allocation in Python."""
 
 
 class _Lending(threading.local):
-    """Where outputs of this thread's kernels lie."""
+    """Arena for outputs of this thread's kernels."""
 
     arena: Arena | None = None
 
     @contextmanager
     def of(self, arena: Arena | None) -> Iterator[None]:
-        """Within, large ones lie in there while there is room: fresh memory costs a page fault per 4 KiB, and the C
-        library gives large pieces back as soon as they are free, so of a long prompt that took up to a sixth.
+        """Place large outputs in the arena in this context, while it has space.
+
+        Fresh memory costs a page fault per 4 KiB, and the C library returns large allocations as soon as they are
+        freed, which
+        took up to a sixth of a long prompt's time.
         """
         before, self.arena = self.arena, arena
         try:
@@ -140,13 +235,13 @@ lending = _Lending()
 
 
 def _placed(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Unless somebody looks at what torch makes, who is to see all of it."""
+    """Return memory of the arena, unless a dispatch mode must see torch's allocations."""
     arena, dtype = lending.arena, dtype or like.dtype
     if arena is None or prod(shape) * dtype.itemsize < LARGE or _get_current_dispatch_mode() is not None:
         return like.new_empty(shape, dtype=dtype)
     try:
         return arena.empty(shape, dtype)
-    except ArenaFullError:  # the system has more
+    except ArenaFullError:  # fall back to the system's memory
         return like.new_empty(shape, dtype=dtype)
 
 
@@ -158,5 +253,7 @@ def _empty() -> Callable[..., Tensor]:
 
 
 empty = _empty()
-"""`empty(like, *shape, dtype=None)`: the memory of an output, which is not for long. With QUIRE_DEBUG_KERNELS=1 it is
-filled first with what is no result, so that an element that a kernel does not write shows."""
+"""`empty(like, *shape, dtype=None)`: short-lived memory of an output. With QUIRE_DEBUG_KERNELS=1 it is first filled
+with
+values that are no result, so that elements which a kernel does not write are visible.
+"""

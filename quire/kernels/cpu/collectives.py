@@ -1,4 +1,4 @@
-"""What crosses ranks through memory that they share, as functions on tensors, with every check."""
+"""Collectives through shared memory, as functions on tensors, with all checks."""
 
 import math
 from collections.abc import Sequence
@@ -6,15 +6,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.distributed.hosts import Hosts
+from quire.distributed.hosts import HostGroups
 from quire.distributed.shared_memory import SharedMemory
 from quire.kernels.cpu import host_collectives
-from quire.kernels.cpu.calls import call, empty
-from quire.kernels.cpu.checks import check_on_cpu, dtype_code, say
+from quire.kernels.cpu.calls import call, check_on_cpu, describe, dtype_code, empty
 
 
-def all_reduce(x: Tensor, group: SharedMemory | Hosts) -> Tensor:
-    if isinstance(group, Hosts):
+def all_reduce(x: Tensor, group: SharedMemory | HostGroups) -> Tensor:
+    if isinstance(group, HostGroups):
         return host_collectives.all_reduce(x, group)
     code = dtype_code("all_reduce", "x", x)
     x = x.contiguous()
@@ -23,13 +22,13 @@ def all_reduce(x: Tensor, group: SharedMemory | Hosts) -> Tensor:
     return out
 
 
-def all_gather(x: Tensor, group: SharedMemory | Hosts, dim: int = -1) -> Tensor:
-    if isinstance(group, Hosts):
+def all_gather(x: Tensor, group: SharedMemory | HostGroups, dim: int = -1) -> Tensor:
+    if isinstance(group, HostGroups):
         return host_collectives.all_gather(x, group, dim)
     dtype_code("all_gather", "x", x)
     shape = list(x.shape)
     if not -len(shape) <= dim < len(shape):
-        raise ValueError(f"all_gather: x has no dimension {dim}; it is {say(x)}")
+        raise ValueError(f"all_gather: x has no dimension {dim}; it is {describe(x)}")
     dim %= len(shape)
     x = x.contiguous()
     out = empty(x, *shape[:dim], group.size * shape[dim], *shape[dim + 1 :])
@@ -41,7 +40,7 @@ def all_gather(x: Tensor, group: SharedMemory | Hosts, dim: int = -1) -> Tensor:
 def all_to_all(x: Tensor, counts: Sequence[int], group: SharedMemory) -> tuple[Tensor, list[int]]:
     check_on_cpu("all_to_all", "x", x)
     if not x.dim() or len(counts) != group.size or sum(counts) != len(x) or min(counts) < 0:
-        raise ValueError(f"all_to_all: {list(counts)} rows are for {group.size} ranks, of {say(x)}")
+        raise ValueError(f"all_to_all: {list(counts)} rows are for {group.size} ranks, of {describe(x)}")
     x, given = x.contiguous(), torch.tensor(counts)
     table = torch.empty(group.size, group.size, dtype=torch.int64)
     _cross("all_gather", (table, given), group, 1, given.nbytes)
@@ -55,7 +54,11 @@ def all_to_all(x: Tensor, counts: Sequence[int], group: SharedMemory) -> tuple[T
 
 
 def _cross(name: str, tensors: tuple[Tensor, Tensor], group: SharedMemory, *numbers: int) -> None:
-    """Raises RankLostError where another rank does not come."""
+    """Run a collective kernel.
+
+    Raises:
+        RankLostError: another rank does not respond.
+    """
     lost = call(name, (*tensors, group.memory), group.rank, *numbers)
     if lost:
         raise group.loss(lost - 1)

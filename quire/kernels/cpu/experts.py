@@ -1,4 +1,4 @@
-"""Routing and experts as functions on tensors, with every check."""
+"""Routing and expert kernels as Python functions on tensors, with every check."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.config.arch import Routing
-from quire.kernels.cpu.activation import ACTIVATIONS
-from quire.kernels.cpu.calls import NOTHING, call, empty
-from quire.kernels.cpu.checks import check_array, dtype_code, say
+from quire.kernels.cpu.calls import NOTHING, call, check_array, describe, dtype_code, empty
+from quire.kernels.cpu.elementwise import ACTIVATIONS
 from quire.kernels.cpu.linear import BLOCK_ROWS, SCRATCH, checked
 from quire.kernels.cpu.lora import NativeStacks, native_stacks
 from quire.kernels.experts import ExpertAdapters, ExpertWeights
@@ -17,41 +16,41 @@ from quire.kernels.linear import Native, PackedWeight
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 _MOST_EXPERTS = 4096
-"""As in csrc/cpu/route.cpp."""
+"""Limit in csrc/cpu/route.cpp."""
 
 
 class NativeExperts(NamedTuple):
-    """The experts of a layer as the C++ kernel is told of them."""
+    """Experts of a layer as arguments of the C++ kernel."""
 
     table: Tensor
-    """int64 [E, 8]: where data, scales, zeros and bias of gate and up lie, and those of down."""
+    """int64 [E, 8]: addresses of data, scales, zeros and bias of gate and up, then of down."""
     sizes: tuple[int, int, int, int, int]
-    """Experts here, the number of the first, all, hidden size and intermediate size."""
+    """Experts on this rank, the number of the first, experts in the layer, hidden size and intermediate size."""
     formats: tuple[int, ...]
-    """Of both matrices: values of k that share a scale, the types of scales and zeros, whether fast, and the format."""
+    """Values of k per scale, types of scales and zeros, fast flag and format, of each of both weights."""
     row_floats: int
-    """What a row of packed activations takes."""
+    """Floats in a row of packed activations."""
 
 
 class NativeAdapters(NamedTuple):
-    """The adapters of a layer's experts as the C++ kernel is told of them."""
+    """Adapters of a layer's experts as arguments of the C++ kernel."""
 
     table: Tensor
-    """int64 [2, 14]: those of `NativeStacks`, of gate and up, and of down."""
+    """int64 [2, 14]: tables of `NativeStacks` of gate and up, and of down."""
     up: NativeStacks
     down: NativeStacks
     raw: int
     """Outputs of gate and up, or of up alone."""
 
     def scratch(self, rows: int) -> int:
-        """What is theirs of scratch memory, in floats."""
+        """Return the adapters' share of scratch memory, in floats."""
         return rows * self.raw + max(self.up.scratch(rows), self.down.scratch(rows))
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     code = dtype_code("route", "logits", logits)
     if logits.dim() != 2:
-        raise ValueError(f"route: logits must be [T, E]; they are {say(logits)}")
+        raise ValueError(f"route: logits must be [T, E]; they are {describe(logits)}")
     rows, count = logits.shape
     _check_routing(routing, count)
     if bias is not None:
@@ -94,7 +93,7 @@ def expert_rows(
 
 def add_choices(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     if rows.dim() != 3:
-        raise ValueError(f"add_choices: rows must be [T, k, H]; they are {say(rows)}")
+        raise ValueError(f"add_choices: rows must be [T, k, H]; they are {describe(rows)}")
     tokens, top_k, hidden = rows.shape
     check_array("add_choices", "rows", rows, torch.float32, (tokens, top_k, hidden))
     check_array("add_choices", "chosen", chosen, torch.int32, (tokens, top_k))
@@ -113,12 +112,12 @@ def _run(
     adapter_rows: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """The sums of choices, or what they are made of if there are no weights."""
+    """Return the weighted sums of choices, or their summands if there are no weights."""
     dtype_code(op, "x", x)
     native: NativeExperts = of.native or _checked(of)
     count, _, total, hidden, inner = native.sizes
     if x.dim() != 2 or x.shape[1] != hidden:
-        raise ValueError(f"{op}: x must be [T, {hidden}]; it is {say(x)}")
+        raise ValueError(f"{op}: x must be [T, {hidden}]; it is {describe(x)}")
     tokens, top_k = len(x), chosen.shape[-1] if chosen.dim() else 0
     check_array(op, "chosen", chosen, torch.int32, (tokens, top_k))
     wide = x.float().contiguous()
@@ -150,7 +149,7 @@ def _run(
 
 
 def _checked_adapters(adapters: ExpertAdapters, of: NativeExperts, halves: int) -> NativeAdapters:
-    """As `_checked`, of slots."""
+    """Check adapters once and return their kernel arguments, as `_checked` does for weights."""
     count, _, _, hidden, inner = of.sizes
     up, down = (native_stacks("experts", stacks) for stacks in (adapters.gate_up, adapters.down))
     sizes = (up.slots, up.inputs, up.outputs, down.inputs, down.outputs)
@@ -174,7 +173,7 @@ def _check_routing(routing: Routing, count: int) -> None:
 
 
 def _checked(of: ExpertWeights) -> NativeExperts:
-    """What the kernel is told: weights never change, so they are checked once."""
+    """Check weights and return their kernel arguments, kept on `of`: weights never change."""
     up, down = _alike("gate_up", of.gate_up, len(of)), _alike("down", of.down, len(of))
     (outputs, hidden, halves, *up_groups), (down_outputs, inner, _, *down_groups) = up.sizes, down.sizes
     if halves != of.halves or outputs != halves * inner or down_outputs != hidden:
@@ -194,7 +193,7 @@ def _checked(of: ExpertWeights) -> NativeExperts:
 
 
 def _alike(name: str, matrices: tuple[PackedWeight, ...], count: int) -> Native:
-    """What the kernels are told of each of them, which must be the same."""
+    """Return the kernel arguments of the weights, which must have the same sizes and format."""
     told = [matrix.native or checked("experts", matrix) for matrix in matrices]
     if len(told) != count or any(
         (each.sizes, each.format) != (told[0].sizes, told[0].format) for each in told
@@ -206,7 +205,7 @@ def _alike(name: str, matrices: tuple[PackedWeight, ...], count: int) -> Native:
 def _addresses(
     name: str, matrices: tuple[PackedWeight, ...], biases: tuple[Tensor, ...], outputs: int
 ) -> list[list[int]]:
-    """Of data, scales, zeros and biases, each of all experts; 0 where there is none."""
+    """Return the addresses of data, scales, zeros and biases, each for all experts; 0 where there is none."""
     for bias in biases:
         check_array("experts", f"{name}_bias", bias, torch.float32, (outputs,))
     parts = [matrix.native.tensors for matrix in matrices if matrix.native is not None]

@@ -1,4 +1,4 @@
-"""What crosses ranks of several hosts: what kernels do within a host, and what gloo does across."""
+"""Collectives across hosts: shared memory within a host, gloo between hosts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.distributed.hosts import Hosts
+from quire.distributed.hosts import HostGroups
 from quire.kernels import ops
-from quire.kernels.reference_collectives import tree_sum
+from quire.kernels.reference import tree_sum
 
 FEW = 1 << 12
-"""Elements that are not worth being shared out among the ranks of a host: each takes all of them across."""
+"""Element count up to which each rank reduces all elements across hosts instead of a part."""
 
 
-def all_reduce(x: Tensor, group: Hosts) -> Tensor:
-    """A host's ranks add theirs up, each takes its part of that across, and they put the sums together."""
+def all_reduce(x: Tensor, group: HostGroups) -> Tensor:
+    """Sum within the host, reduce a part per rank across hosts, and gather the parts within the host."""
     own = ops.all_reduce(x, group.here)
     if own.numel() <= FEW:
         return tree_sum(group.across.all_gather(own))
@@ -26,8 +26,8 @@ def all_reduce(x: Tensor, group: Hosts) -> Tensor:
     return ops.all_gather(total, group.here, 0)[:count].view(own.shape)
 
 
-def all_gather(x: Tensor, group: Hosts, dim: int) -> Tensor:
-    """Each rank gets those of its place on all hosts, and a host's ranks put them together."""
+def all_gather(x: Tensor, group: HostGroups, dim: int) -> Tensor:
+    """Gather across hosts the ranks of this rank's index, then within the host."""
     across = torch.stack(group.across.all_gather(x))
-    every = ops.all_gather(across[None].contiguous(), group.here, 0)  # by place, and then by host
+    every = ops.all_gather(across[None].contiguous(), group.here, 0)  # by index in the host, and then by host
     return torch.cat(every.transpose(0, 1).flatten(0, 1).unbind(0), dim)

@@ -1,4 +1,4 @@
-"""Which instruction set the C++ kernels are for on this machine: torch-free, so any process may ask."""
+"""Selection of the C++ kernels' instruction set; torch-free, so any process may use it."""
 
 from __future__ import annotations
 
@@ -7,32 +7,41 @@ import os
 from collections.abc import Mapping
 from ctypes import c_char_p, c_int64
 from itertools import count, takewhile
+from pathlib import Path
 
 from quire.errors import ConfigError
-from quire.kernels import cpu
+
+PATH = Path(os.environ.get("QUIRE_CPU_LIBRARY") or Path(__file__).with_name("libquire_cpu.so"))
+"""Path of the library, if it was built; QUIRE_CPU_LIBRARY names another build of it."""
+
+
+def available() -> bool:
+    """Return whether the kernels were built and are not switched off; does not import torch."""
+    return PATH.exists() and os.environ.get("QUIRE_KERNELS", "auto") != "reference"
+
 
 VARIABLE = "QUIRE_CPU_ISA"
 REFERENCE = "torch"
 
 
 def arithmetic() -> str:
-    """By what this process computes on the CPU, which its bits depend on: an instruction set, or torch alone.
+    """Return the CPU arithmetic of this process, which determines its bits: an instruction set, or torch alone.
 
     Raises:
-        ConfigError: QUIRE_CPU_ISA names an instruction set that there is not.
+        ConfigError: QUIRE_CPU_ISA names an unknown instruction set.
     """
-    if not cpu.available():
+    if not available():
         return REFERENCE
-    return chosen_isa(missing_of_isas(ctypes.CDLL(str(cpu.PATH))), asked_for())
+    return chosen_isa(missing_of_isas(ctypes.CDLL(str(PATH))), asked_for())
 
 
 def asked_for() -> str:
-    """The instruction set that the user wants; "auto": the best one."""
+    """Return the instruction set that the user requests; "auto": the best one."""
     return os.environ.get("QUIRE_CPU_ISA", "auto")
 
 
 def missing_of_isas(handle: ctypes.CDLL) -> dict[str, str | None]:
-    """What keeps this machine from each instruction set, in the order of the library's table; None: nothing."""
+    """Return why this machine lacks each instruction set, in the order of the library's table; None: supported."""
     name_of, missing_of = handle.quire_cpu_isa_name, handle.quire_cpu_isa_missing
     name_of.restype = missing_of.restype = c_char_p
     name_of.argtypes = missing_of.argtypes = (c_int64,)
@@ -41,10 +50,10 @@ def missing_of_isas(handle: ctypes.CDLL) -> dict[str, str | None]:
 
 
 def chosen_isa(missing: Mapping[str, str | None], requested: str) -> str:
-    """The instruction set of which kernels are used.
+    """Return the instruction set whose kernels are used.
 
     Raises:
-        ConfigError: this machine, or this build, has no such one; the message names those that it has.
+        ConfigError: this machine or build does not support it; the message names those that it does.
     """
     supported = [name for name, reason in missing.items() if reason is None]
     if requested == "auto":

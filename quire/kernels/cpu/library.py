@@ -1,11 +1,16 @@
-"""Finding, probing and opening the C++ kernel library.
+"""Discovery and loading of the C++ kernel library, float mode and number of threads.
 
-Invariant: its threads are as many as torch has when it is opened, and then as many as `threads.set_num_threads` says.
+Invariant: torch and the kernels use equally many threads, separate ones; idle ones sleep. On load the count is
+torch's, afterwards that of `set_num_threads`. Kernels round to nearest and support subnormal numbers, on every thread,
+whatever mode other libraries have set in the caller.
 """
+
+from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import c_char_p, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -16,20 +21,18 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.errors import StartupError
-from quire.kernels import cpu
-from quire.kernels.cpu.instruction_sets import asked_for, chosen_isa, missing_of_isas
+from quire.kernels.cpu.instruction_sets import PATH, asked_for, chosen_isa, missing_of_isas
 from quire.kernels.formats import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
 ABI_VERSION, WEIGHT_LAYOUT = 15, "panels-7"
-"""What the library must say of itself; both stand in csrc/cpu/quire_cpu.h, too."""
-PATH = cpu.PATH
+"""Required version and layout of the library; both are also in csrc/cpu/quire_cpu.h."""
 
 DTYPE_CODES = FLOAT_CODES
-"""The dtypes that all kernels compute on, with their codes."""
+"""Dtypes that all kernels support, with their codes."""
 CACHE_DTYPE_CODES = DTYPE_CODES | {torch.int8: 3}
-"""The codes that a KV cache may have."""
+"""Codes of KV cache dtypes."""
 
 SIGNATURES: dict[str, tuple[str, str]] = {
     "rms_norm": ("out x weight", "qqqqqdqq"),
@@ -101,14 +104,15 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "read_memory": ("out data", "q"),
 }
 """Arguments of each kernel: the names of its tensors, which come first, and the `struct` codes of its numbers, an int64
-("q") and a float, which is passed as a double ("d"). The library says what they are too, and is not loaded if it says
-otherwise. Every kernel returns an int64 status."""
+("q") and a float, which is passed as a double ("d"). The library reports its own, and is not loaded if they differ.
+Every kernel returns an int64 status.
+"""
 
 
 class Kernel(NamedTuple):
-    """A function of packed arguments: ctypes takes longer over twenty than most kernels take over a token.
+    """Function that takes packed arguments: ctypes is slower with twenty arguments than most kernels are for a token.
 
-    Packed first is what all addresses must be a multiple of; a call with another one is refused.
+    The first packed number is the required alignment of all addresses; a misaligned call is refused.
     """
 
     function: Callable[[bytes], int]
@@ -117,47 +121,47 @@ class Kernel(NamedTuple):
 
 
 class Call(ctypes.Structure):
-    """A recorded call, as `QuireCpuCall` in csrc/cpu/quire_cpu.h."""
+    """Recorded call, as `QuireCpuCall` in csrc/cpu/quire_cpu.h."""
 
     _fields_ = (("function", c_void_p), ("arguments", c_char_p))
 
 
 SHARED_BODY = ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int64)
-"""What `CpuLibrary.share` calls for each range: context, begin, end."""
+"""Callback of `CpuLibrary.share` for each range: context, begin, end."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
-    """The opened library with the kernels of one instruction set."""
+    """Opened library with the kernels of one instruction set."""
 
     isa: str
     reason: str
     missing: Mapping[str, str | None]
-    """What keeps this machine from each instruction set that kernels are written for, best first; None: nothing."""
+    """Why this machine lacks each instruction set that kernels are written for, best first; None: supported."""
     kernels: Mapping[str, Kernel]
     set_threads: Callable[[int], int]
-    """Sets how many threads the kernels of this process use, and says how many it took."""
+    """Sets the number of threads of this process's kernels, and returns the actual number."""
     pin_threads: Callable[[ctypes.Array[c_int64], int], int]
-    """Keeps thread i of the team on processor i of an array, but for thread 0; counts the refusals."""
+    """Pins thread i of the team to processor i of an array, except thread 0; returns the number of failures."""
     play: Callable[[ctypes.Array[Call], int], int]
-    """Runs recorded calls in order and counts those before the first that is refused."""
+    """Replays recorded calls in order and returns the number of those before the first refused one."""
     play_timed: Callable[[ctypes.Array[Call], int, ctypes.Array[c_int64]], int]
-    """The same, and writes how many nanoseconds each took."""
+    """Does the same as `play`, and writes the nanoseconds of each call."""
     take_float_mode: Callable[[], int]
-    """Has this thread compute with floats as kernels do; returns the mode that it was in."""
+    """Sets this thread's float mode to the kernels'; returns the previous mode."""
     set_float_mode: Callable[[int], None]
-    """Sets such a mode again."""
+    """Restores such a mode."""
     share: Callable[[int, int, Any, None], None]
     """Runs a body on ranges of a loop, on the threads of the team."""
     prefer_huge_pages: Callable[[int, int], None]
-    """Asks for large pages under the memory at an address, of so many bytes."""
+    """Requests huge pages for memory at an address, of that many bytes."""
     shuffle: Callable[[int], None]
-    """For tests: all loops are shared, however short, and taken in another order; 0 is as usual."""
+    """Parallelizes (for tests) all loops, however short, and in another order; 0 restores the default."""
 
 
 @cache
 def loaded() -> CpuLibrary | None:
-    """The library, opened on the first call; None, with one log line, when it was not built."""
+    """Return the library, opened on the first call; None, with one log line, if it was not built."""
     if not PATH.exists():
         logger.warning("%s", _missing())
         return None
@@ -165,7 +169,7 @@ def loaded() -> CpuLibrary | None:
 
 
 def supported_isas() -> tuple[str, ...]:
-    """The instruction sets that the library was built for and this processor runs, best first."""
+    """Return the instruction sets that the library was built for and this processor supports, best first."""
     if not PATH.exists():
         return ()
     handle = ctypes.CDLL(str(PATH))
@@ -175,15 +179,17 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def status() -> str:
-    """What was loaded and why, or why nothing was."""
+    """Return what was loaded and why, or why nothing was."""
     library = loaded()
     return _missing() if library is None else f"C++ kernels for {library.isa} ({library.reason})"
 
 
 def open_library(path: Path, requested_isa: str) -> CpuLibrary:
-    """Open the library at `path` with the kernels of `requested_isa` ("auto" = the best this CPU runs).
+    """Open the library at `path` with the kernels of `requested_isa` ("auto" = the best this CPU supports).
 
-    Raises ConfigError for an unknown or unsupported instruction set, StartupError for a library of another quire.
+    Raises:
+        ConfigError: the instruction set is unknown or unsupported.
+        StartupError: the library belongs to another version of quire.
     """
     try:
         handle = ctypes.CDLL(str(path))
@@ -211,7 +217,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
     "prefer_huge_pages": (None, c_void_p, c_int64),
     "shuffle": (None, c_int64),
 }
-"""What else the library exports: the type of the result and those of the arguments."""
+"""Other exports of the library: the types of the result and of the arguments."""
 
 
 def _function(handle: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
@@ -260,5 +266,27 @@ def _record(name: str) -> Struct:
 
 
 def unpacked(name: str, arguments: bytes) -> tuple[Any, ...]:
-    """Addresses and numbers of a call's packed arguments."""
+    """Return addresses and numbers of a call's packed arguments."""
     return _record(name).unpack(arguments)[1:]
+
+
+@contextmanager
+def as_in_kernels() -> Iterator[None]:
+    """Use the kernels' float mode for this thread's other computations in this context."""
+    library = loaded()
+    if library is None:
+        yield
+        return
+    before = library.take_float_mode()
+    try:
+        yield
+    finally:
+        library.set_float_mode(before)
+
+
+def set_num_threads(count: int) -> None:
+    """Set the number of threads for the whole process: all its engines share the kernels' threads."""
+    torch.set_num_threads(count)
+    library = loaded()
+    if library is not None:
+        library.set_threads(count)

@@ -1,4 +1,4 @@
-"""Low-rank adapters as a function on tensors, with every check."""
+"""LoRA as a function on tensors, with all checks."""
 
 from typing import NamedTuple
 
@@ -6,26 +6,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.calls import call
-from quire.kernels.cpu.checks import check_array, check_on_cpu, dtype_code, say
+from quire.kernels.cpu.calls import call, check_array, check_on_cpu, describe, dtype_code
 from quire.kernels.cpu.library import CACHE_DTYPE_CODES
 from quire.kernels.cpu.linear import SCRATCH
 from quire.kernels.lora import LoraStacks
 
 
 class NativeStacks(NamedTuple):
-    """Slots for adapters as the C++ kernels are told of them."""
+    """LoRA slots as passed to the C++ kernels."""
 
     table: Tensor
-    """int64 [14]: where their tensors lie, in the order of `LoraStacks`, then the sizes and the code of the dtype."""
+    """int64 [14]: addresses of their tensors, in the order of `LoraStacks`, then the sizes and the code of the
+    dtype.
+    """
     slots: int
     inputs: int
     outputs: int
     row_floats: int
-    """What a row takes of scratch memory."""
+    """Floats of scratch memory per row."""
 
     def scratch(self, rows: int) -> int:
-        """What all rows take, in floats; as `Stacks::scratch` in csrc/cpu/lora.h."""
+        """Return the floats of scratch memory for all rows, as `Stacks::scratch` in csrc/cpu/lora.h."""
         return rows * self.row_floats + self.slots + 1
 
 
@@ -33,7 +34,7 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
     dtype_code("lora_linear", "x", x)
     native = native_stacks("lora_linear", adapters)
     if x.dim() != 2 or x.shape[1] != native.inputs:
-        raise ValueError(f"lora_linear: x must be [T, {native.inputs}]; it is {say(x)}")
+        raise ValueError(f"lora_linear: x must be [T, {native.inputs}]; it is {describe(x)}")
     rows = len(x)
     check_array("lora_linear", "out", out, torch.float32, (rows, native.outputs))
     check_array("lora_linear", "adapter_rows", adapter_rows, torch.int32, (rows,))
@@ -45,7 +46,7 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
 
 
 def native_stacks(op: str, adapters: LoraStacks) -> NativeStacks:
-    """What kernels are told of slots: shapes and places never change, so they are checked once."""
+    """Return the slots' arguments, checked once: shapes and addresses never change."""
     if adapters.native is None:
         object.__setattr__(adapters, "native", _checked(op, adapters))
     native: NativeStacks = adapters.native
@@ -58,7 +59,9 @@ def _checked(op: str, adapters: LoraStacks) -> NativeStacks:
     if a.dtype not in CACHE_DTYPE_CODES:
         raise TypeError(f"{op}: a must be float32, bfloat16, float16 or int8, but is {a.dtype}")
     if a.dim() != 4 or b.dim() != 3:
-        raise ValueError(f"{op}: a must be [S, P, K, R] and b [S, R, N]; they are {say(a)} and {say(b)}")
+        raise ValueError(
+            f"{op}: a must be [S, P, K, R] and b [S, R, N]; they are {describe(a)} and {describe(b)}"
+        )
     (slots, parts, inputs, most), outputs = a.shape, b.shape[-1]
     check_array(op, "a", a, a.dtype, (slots, parts, inputs, most))
     check_array(op, "b", b, a.dtype, (slots, most, outputs))

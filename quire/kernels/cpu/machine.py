@@ -1,7 +1,4 @@
-"""The limits of this machine, measured with the instructions that the kernels use.
-
-Invariant: as many threads work as a kernel called here would use.
-"""
+"""Limits of this machine, measured with the kernels' instructions and number of threads."""
 
 import time
 
@@ -13,7 +10,7 @@ _FMA_ITERATIONS = 2_000_000
 
 
 def peak_flops() -> float:
-    """Floating-point operations per second in a loop of nothing but independent multiply-adds."""
+    """Return floating-point operations per second in a loop of independent multiply-adds."""
     out = torch.empty(1)
     started = time.perf_counter()
     operations = call("peak_fma", (out,), _FMA_ITERATIONS)
@@ -21,12 +18,12 @@ def peak_flops() -> float:
 
 
 def read_buffer(mebibytes: int = 256) -> torch.Tensor:
-    """Memory, touched, for `read_bandwidth`; by default far larger than the caches."""
+    """Return touched memory for `read_bandwidth`; by default far larger than the caches."""
     return torch.ones(mebibytes * 2**20, dtype=torch.uint8)
 
 
 def read_bandwidth(buffer: torch.Tensor) -> float:
-    """Bytes per second of reading a buffer once."""
+    """Return bytes per second of reading a buffer once."""
     out = torch.empty(1)
     started = time.perf_counter()
     num_bytes = call("read_memory", (out, buffer), buffer.nbytes)

@@ -1,18 +1,17 @@
-"""The sampling tail as functions on tensors, with every check."""
+"""Sampling as functions on tensors, with all checks."""
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.calls import call, empty
-from quire.kernels.cpu.checks import check_array, check_index, say
-from quire.kernels.limits import ANY_LIMITS, Limits
+from quire.kernels.attention_metadata import ANY_LIMITS, SamplingLimits
+from quire.kernels.cpu.calls import call, check_array, check_index, describe, empty
 
 # Token ids are 32-bit inside the kernels, with room for a vector past the last one.
 _MAX_VOCAB_SIZE = 2**31 - 16
 
 
 class UnusableLogitsError(ArithmeticError):
-    """Nothing can be chosen by them."""
+    """Raised if no token can be sampled from the logits."""
 
 
 def unusable_rows(logits: Tensor) -> Tensor:
@@ -20,18 +19,18 @@ def unusable_rows(logits: Tensor) -> Tensor:
 
 
 def require_usable(logits: Tensor) -> None:
-    """Go on only if `ops.unusable_rows` finds none; a tape with this in it ends here otherwise.
+    """Check that `ops.unusable_rows` finds none; a replayed graph stops here otherwise.
 
     Raises:
         UnusableLogitsError: it finds some.
     """
     unusable, count = _unusable_rows(logits)
     if count:
-        raise UnusableLogitsError(f"of {len(unusable)} rows of logits {count} are not finite")
+        raise UnusableLogitsError(f"{count} of {len(unusable)} rows of logits are not finite")
 
 
 def _unusable_rows(logits: Tensor) -> tuple[Tensor, int]:
-    """Which, [N] bool, and how many."""
+    """Return the unusable rows [N] bool, and their number."""
     rows, vocab_size = _check_logits("unusable_rows", logits)
     out = empty(logits, rows, dtype=torch.bool)
     return out, call("unusable_rows", (out, logits), rows, vocab_size)
@@ -61,22 +60,22 @@ def apply_penalties(logits: Tensor, indices: Tensor, repetition: Tensor, subtrac
 
 
 def sample_tokens(
-    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits = ANY_LIMITS
+    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: SamplingLimits = ANY_LIMITS
 ) -> Tensor:
-    """By inverse transform; the kernel sees for itself which limits a row has."""
+    """Sample by inverse transform; the kernel determines each row's limits itself."""
     numbers = settings.new_zeros(len(settings)) if keys is None else uniforms(keys)
     return sample_by_inversion(logits, settings, numbers)
 
 
 def uniforms(keys: Tensor) -> Tensor:
-    """`philox.uniform` of seeds and positions [N, 2]."""
+    """Return `philox.uniform` of seeds and positions [N, 2]."""
     count = keys.shape[0] if keys.dim() else 0
     check_array("sample_tokens", "keys", keys, torch.int64, (count, 2))
     return uniforms_at(*keys.t().contiguous())
 
 
 def uniforms_at(seeds: Tensor, positions: Tensor) -> Tensor:
-    """The same of seeds [N] and positions [N], contiguous int64."""
+    """Return the same for seeds [N] and positions [N], contiguous int64."""
     count = len(seeds)
     check_array("philox_uniform", "seeds", seeds, torch.int64, (count,))
     check_array("philox_uniform", "positions", positions, torch.int64, (count,))
@@ -86,7 +85,7 @@ def uniforms_at(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def sample_by_inversion(logits: Tensor, settings: Tensor, numbers: Tensor) -> Tensor:
-    """`sample_tokens` from numbers [N] float64 in [0, 1)."""
+    """Return `sample_tokens` from numbers [N] float64 in [0, 1)."""
     op = "sample_tokens"
     rows, vocab_size = _check_logits(op, logits)
     check_array(op, "settings", settings, torch.float64, (rows, 4))
@@ -114,10 +113,12 @@ def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor
 
 
 def _check_logits(op: str, logits: Tensor) -> tuple[int, int]:
-    """(rows, vocabulary)."""
+    """Return (rows, vocabulary)."""
     if logits.dtype is not torch.float32 or not logits.is_cpu:
-        raise TypeError(f"{op}: logits must be float32 on the CPU; they are {say(logits)} on {logits.device}")
+        raise TypeError(
+            f"{op}: logits must be float32 on the CPU; they are {describe(logits)} on {logits.device}"
+        )
     shape = logits.shape
     if len(shape) != 2 or not logits.is_contiguous() or not 0 < shape[1] < _MAX_VOCAB_SIZE:
-        raise ValueError(f"{op}: logits must be contiguous [N, V], V > 0; they are {say(logits)}")
+        raise ValueError(f"{op}: logits must be contiguous [N, V], V > 0; they are {describe(logits)}")
     return shape[0], shape[1]

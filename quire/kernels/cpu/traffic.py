@@ -1,6 +1,6 @@
-"""What a recorded call must read: weights, or keys and values; or states, which it also writes.
+"""Memory traffic of recorded calls: weights, keys and values that they read, and states that they also write.
 
-Invariant: of activations nothing is counted, since they are in the caches; weights count without what pads them.
+Invariant: activations are not counted, since they are in the caches; weights count without padding.
 """
 
 import ctypes
@@ -9,33 +9,33 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from quire.kernels.cpu import library
-from quire.kernels.cpu.activation import ACTIVATIONS
+from quire.kernels.cpu.elementwise import ACTIVATIONS
 from quire.kernels.formats import STREAM_CODES
 from quire.kernels.formats.scaling import BLOCK
 from quire.kernels.linear import GATED
 
 _BITS = {0: 32, 1: 16, 2: 16, 3: 8, 4: 4, 5: 8} | dict.fromkeys(range(6, 10), 4)
-"""Of a weight, by `enum Format` of csrc/cpu/panels.h."""
+"""Bits of a weight, by `enum Format` of csrc/cpu/panels.h."""
 _INT8 = 3
 _PRODUCTS = ("packed_linear", "rounded_linear")
 _SIZES = slice(9, 15)
-"""Of a call of these: outputs, inputs, halves, and what is said of groups."""
+"""Arguments of these calls: outputs, inputs, halves, and the groups' description."""
 _GATED = [ACTIVATIONS[activation] for activation in GATED]
 _STREAM_BITS = {-1: 0} | {code: 8 * dtype.itemsize for dtype, code in STREAM_CODES.items()}
-"""Of what a group is scaled or shifted by, but for the steps of blocks."""
+"""Bits of a group's scale or zero point, without the steps of blocks."""
 
-TOLD_BY_TENSORS = frozenset({"experts"})
-"""Ops of which what they read is told by a tensor that a kernel before them has made."""
+DATA_DEPENDENT_OPS = frozenset({"experts"})
+"""Ops whose traffic depends on a tensor computed by an earlier kernel."""
 
 
 def num_bytes(name: str, arguments: bytes) -> int:
-    """Of a call's packed arguments; 0 for an op that reads neither."""
+    """Return the bytes for a call's packed arguments; 0 for an op without such traffic."""
     count = _READERS.get(name)
     return 0 if count is None else count(library.unpacked(name, arguments))
 
 
 def label(name: str, arguments: bytes) -> str:
-    """The op, and for a product the matrix: outputs x inputs."""
+    """Return the op, and for a matmul the weight: outputs x inputs."""
     if name not in _PRODUCTS:
         return name
     outputs, inputs, *_ = library.unpacked(name, arguments)[_SIZES]
@@ -53,7 +53,7 @@ def _of_rounded_linear(values: Sequence[int]) -> int:
 
 
 def _of_matrix(outputs: int, inputs: int, groups: Sequence[int], weight_format: int) -> int:
-    """`groups` are the values of k of one, and the types of scales and zeros."""
+    """Return the bytes of a weight; `groups` are values of k per group, and the types of scales and zeros."""
     size, *streams = groups
     numbers = outputs * inputs
     of_groups = outputs * -(-inputs // size) if size else outputs
@@ -63,7 +63,7 @@ def _of_matrix(outputs: int, inputs: int, groups: Sequence[int], weight_format: 
 
 
 def _of_experts(values: Sequence[int]) -> int:
-    """Of those that the step chose and that are here."""
+    """Return the bytes of the chosen experts on this rank."""
     chosen, tokens, top_k, count, first, hidden, inner, activation = (
         values[i] for i in (2, 9, 10, 11, 12, 14, 15, 16)
     )

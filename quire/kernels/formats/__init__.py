@@ -1,7 +1,7 @@
-"""The formats in which weights are kept, an object each: how they are rounded, how they lie, what they stand for.
+"""Weight formats, one object each: quantization, layout and dequantization.
 
-A kind of `WeightScheme` is a row of `FORMATS`; the kernels of a device have a table of the kinds that they multiply. A
-new format says here what its numbers are, in panels, in rows or in both, and is then packed, checked and unpacked.
+A kind of `WeightScheme` is a row of `FORMATS`; the kernels of a device have a table of the kinds that they support. A
+new format defines its numbers here, in panels, in rows or in both; it is then packed, checked and unpacked.
 """
 
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ __all__ = [
 FORMATS: Mapping[str, Format] = {
     each.kind: each for each in (FloatFormat(), Int8Format(), Int4Format(), Fp8Format(), *BOOKS)
 }
-"""By the kinds of `WeightScheme`."""
+"""Formats by the kinds of `WeightScheme`."""
 
 
 def format_of(scheme: WeightScheme) -> Format:
-    """The format of such weights."""
+    """Return the format of a scheme's weights."""
     return FORMATS[scheme.kind]

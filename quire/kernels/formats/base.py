@@ -1,7 +1,7 @@
-"""What a format of weights is: how they are rounded, how they lie, what they stand for.
+"""Base of weight formats: quantization, layout and dequantization.
 
-Invariant: `quantized` alone rounds, and both layouts hold what it makes, or what a checkpoint has: a weight has the
-same numbers on every device.
+Invariant: only `quantized` rounds, and both layouts hold its numbers, or a checkpoint's: a weight has the same numbers
+on every device.
 """
 
 from typing import ClassVar, NamedTuple
@@ -22,7 +22,7 @@ from quire.kernels.linear import (
 
 
 class Numbers(NamedTuple):
-    """A matrix as a format keeps it: a number for each of k, and what groups of them are scaled and shifted by.
+    """Weight as a format keeps it: a number for each k, and the scales and shifts of groups of k.
 
     `data` is [N, K]. `scales` and `zeros` are [N, G], G = 1 where all k of an output share one. `zeros` in uint8 are
     integer zero points, w = scale * (q - zero); others are minimums, w = scale * q - minimum.
@@ -34,72 +34,72 @@ class Numbers(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor of a packed weight in panels."""
+    """Shape and dtype of a tensor of a packed weight in panels."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Format:
-    """Base of all formats."""
+    """Base class of all formats."""
 
     kind: ClassVar[str]
     together: ClassVar[int] = 1
-    """Neighbouring activations whose magnitudes share a range of 8 bits in the fast mode; 0: the range of the chunk's
-    values and 0 has all 8 bits."""
+    """Neighbouring activations whose magnitudes share a range of 8 bits in the fast mode; 0: all 8 bits span the range
+    of the chunk's values and 0."""
 
     def code(self, dtype: torch.dtype) -> int:
-        """As in `enum Format` of csrc/cpu/panels.h."""
+        """Return the number of the format in `enum Format` of csrc/cpu/panels.h."""
         raise NotImplementedError
 
     def group(self, scheme: WeightScheme, dtype: torch.dtype) -> int:
-        """Values of k that share a scale in panels, 0 for all of them; of floats, what k is padded to a multiple of.
+        """Return the values of k per scale in panels, 0 for all of them; for floats, the unit that k is padded to.
 
         Raises:
-            ValueError: the scheme's group is none of the format.
+            ValueError: the format does not support the scheme's group size.
         """
         raise NotImplementedError
 
     def padded(self, scheme: WeightScheme, dtype: torch.dtype, inputs: int) -> int:
-        """k of panels: whole groups, and of integers whole chunks of activations."""
+        """Return k of panels, padded to whole groups, and for integers to whole chunks of activations."""
         unit = max(self.group(scheme, dtype), CHUNK)
         return -(-inputs // unit) * unit
 
     def parts(self, scheme: WeightScheme, dtype: torch.dtype, panels: int, inputs: int) -> tuple[Part, ...]:
-        """Data, scales and zeros of so many panels, as `quantized` makes them; floats are of that dtype."""
+        """Return data, scales and zeros of that many panels, as `quantized` makes them; floats are of `dtype`."""
         raise NotImplementedError
 
     def quantized(self, rows: Tensor, scheme: WeightScheme) -> Numbers:
-        """[N, K] of any float dtype, rounded."""
+        """Quantize [N, K] of any float dtype."""
         raise NotImplementedError
 
     def to_panels(self, numbers: Numbers, scheme: WeightScheme, halves: int) -> tuple[Tensor | None, ...]:
-        """Data, scales and zeros in panels; see `PackedWeight`."""
+        """Return data, scales and zeros in panels; see `PackedWeight`."""
         raise NotImplementedError
 
     def from_panels(self, weight: PackedWeight) -> Tensor:
-        """What they stand for: [P, 16, padded K]."""
+        """Return the weights that panels represent: [P, 16, padded K]."""
         raise NotImplementedError
 
     def to_rows(self, numbers: Numbers, scheme: WeightScheme) -> tuple[Tensor | None, ...]:
-        """Data, scales and zeros in rows; see `PackedWeight`."""
+        """Return data, scales and zeros in rows; see `PackedWeight`."""
         raise NotImplementedError
 
     def from_rows(self, weight: PackedWeight) -> Tensor:
-        """What they stand for: [N, K] or more."""
+        """Return the weights that rows represent: [N, K], or more columns."""
         raise NotImplementedError
 
     def group_in_rows(self, scheme: WeightScheme) -> int:
-        """Values of k that share a scale in rows; 0: all of them."""
+        """Return the values of k per scale in rows; 0: all of them."""
         return 0
 
     def from_numbers(
         self, numbers: Numbers, scheme: WeightScheme, halves: int = 1, layout: Layout = "panels"
     ) -> PackedWeight:
-        """The matrix of exactly these numbers, in that layout.
+        """Return the weight with exactly these numbers, in that layout.
 
         Raises:
-            ValueError, TypeError: they are none of the scheme's.
+            ValueError, TypeError: the numbers do not match the scheme.
         """
         if layout == "panels":
             data, scales, zeros = self.to_panels(numbers, scheme, halves)
@@ -110,29 +110,29 @@ class Format:
         return PackedWeight(scheme, data, scales, zeros, outputs, inputs, halves, layout)
 
     def pack(self, weight: Tensor, scheme: WeightScheme, halves: int, layout: Layout) -> PackedWeight:
-        """The matrix [N, K] in that layout, rounded."""
+        """Quantize the weight [N, K] into that layout."""
         return self.from_numbers(self.quantized(weight, scheme), scheme, halves, layout)
 
     def unpack(self, weight: PackedWeight) -> Tensor:
-        """The matrix [N, K] that a packed one stands for: its own dtype, float32 where it was quantised."""
+        """Return a packed weight as [N, K]: in its own dtype, or in float32 if it was quantized."""
         if weight.layout == "rows":
             return self.from_rows(weight)[:, : weight.inputs]
         return from_panels(self.from_panels(weight)[:, :, : weight.inputs], weight.outputs, weight.halves)
 
     def multiplied(self, weight: PackedWeight) -> Tensor:
-        """The matrix that products are made with, where that is another one."""
+        """Return the weight that matmuls use, where it differs from the stored one."""
         return self.unpack(weight)
 
     def expected(self, op: str, weight: PackedWeight, panels: int) -> tuple[Part, ...]:
-        """Data, scales and zeros that a weight of its scheme and dtypes has in panels.
+        """Return data, scales and zeros in panels of a weight of this scheme and these dtypes.
 
         Raises:
-            TypeError: there are none of such dtypes.
+            TypeError: the format does not support these dtypes.
         """
         return self.parts(weight.scheme, weight.data.dtype, panels, weight.inputs)
 
     def check(self, op: str, weight: PackedWeight) -> None:
-        """That what panels say of themselves fits their memory.
+        """Check that the metadata of panels matches their memory.
 
         Raises:
             ValueError, TypeError: it does not.
@@ -151,20 +151,20 @@ class Format:
 
 
 def finite_or_nan(scales: Tensor) -> Tensor:
-    """What is not finite poisons the sums, so that it is seen."""
+    """Replace scales that are not finite by NaN, which shows in the sums."""
     return torch.where(scales.isfinite(), scales, torch.nan)
 
 
 def usable(scales: Tensor) -> Tensor:
-    """Whether numbers can be divided by a scale."""
+    """Return a mask of the scales that numbers can be divided by."""
     return (scales < 0) | (scales > 0)
 
 
 def steps_of(x: Tensor, scales: Tensor) -> Tensor:
-    """x in steps of a scale, ties to even; 0 where there is none."""
+    """Return x in steps of a scale, ties to even; 0 where there is no scale to divide by."""
     return torch.where(usable(scales), (x / scales).round(), 0.0).nan_to_num(0.0)
 
 
 def whole_chunks(rows: Tensor) -> Tensor:
-    """[..., K] -> K padded with 0 to whole chunks."""
+    """Pad K of [..., K] with 0 to whole chunks."""
     return F.pad(rows, (0, -rows.shape[-1] % CHUNK))

@@ -1,4 +1,4 @@
-"""Codes of 4 bits that stand for one of 16 numbers: floats of 4 bits, and tables that suit weights."""
+"""4-bit codes that index 16 numbers: 4-bit floats, and tables that suit weights."""
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 
 class BookFormat(GroupedFormat):
-    """A code's value is its entry in the book.
+    """Codes whose values are entries of a book.
 
-    The fast mode multiplies integers: the entries in steps of `unit`, and rounded where they are no multiples of it.
+    The fast mode multiplies integers: the entries in steps of `unit`, rounded where they are not multiples of it.
     """
 
     per_byte = 2
@@ -51,7 +51,7 @@ class BookFormat(GroupedFormat):
         return BookFormat(self.kind, self._code, tuple(self.rounded().tolist()), self.unit).unpack(weight)
 
     def rounded(self) -> Tensor:
-        """The book as the fast mode has it."""
+        """Return the book as the fast mode uses it."""
         return (self.book / self.unit).round() * self.unit
 
     def quantized(self, rows: Tensor, scheme: WeightScheme) -> Numbers:

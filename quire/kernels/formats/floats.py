@@ -1,4 +1,4 @@
-"""Weights as they are."""
+"""Unquantized float weights."""
 
 import torch
 import torch.nn.functional as F
@@ -8,11 +8,11 @@ from quire.kernels.formats.base import Format, Numbers, Part
 from quire.kernels.linear import PAIR, PANEL, PackedWeight, WeightScheme, to_panels
 
 FLOAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What the C++ kernels call float types: `enum DType` of csrc/cpu/quire_cpu.h."""
+"""Float types by their numbers in the C++ kernels: `enum DType` of csrc/cpu/quire_cpu.h."""
 
 
 class FloatFormat(Format):
-    """As they are; in panels two k of bfloat16 stand together, the second one first."""
+    """Unchanged floats; in panels two k of bfloat16 form a pair, the second one first."""
 
     kind = "float"
 

@@ -9,11 +9,11 @@ from quire.kernels.formats.integers import in_groups
 from quire.kernels.linear import WeightScheme
 
 FP8_MAX = 448.0
-"""The largest E4M3 number."""
+"""Largest E4M3 number."""
 
 
 class Fp8Format(GroupedFormat):
-    """E4M3 with a scale per output or group of k, or one for all. On a CPU activations stay as they are."""
+    """E4M3 with a scale per output or group of k, or one for all. On a CPU activations are not rounded."""
 
     kind = "fp8"
     per_byte = 1

@@ -1,4 +1,4 @@
-"""What all formats with a scale per output and group of k have in common, whatever their numbers are."""
+"""Common base of formats with a scale per output and group of k."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -21,45 +21,45 @@ from quire.kernels.linear import PANEL, QUAD, PackedWeight, WeightScheme, to_pan
 
 
 class GroupedFormat(Format):
-    """Codes of 4 or 8 bits that stand for values, with a scale, and perhaps a zero point or a minimum, per group.
+    """4-bit or 8-bit codes of values, with a scale, and perhaps a zero point or a minimum, per group.
 
     With a scale s, a code c and its value v, a weight is s * v; with a zero point z, s * (c - z); with a minimum m,
     s * v - m.
     """
 
     per_byte: ClassVar[int]
-    """Codes in a byte."""
+    """Codes per byte."""
     groups: ClassVar[tuple[int, ...]] = (0, 16, 32, 64, 128, 256)
     """Values of k that may share a scale; 0: all of an output."""
     can_shift: ClassVar[bool] = False
-    """Whether there may be zero points and minimums."""
+    """True if the format supports zero points and minimums."""
 
     def codes(self, data: Tensor) -> Tensor:
-        """The uint8 codes of numbers as checkpoints have them.
+        """Return the uint8 codes of numbers as checkpoints store them.
 
         Raises:
-            TypeError: they are no such numbers.
+            TypeError: they have another dtype.
         """
         raise NotImplementedError
 
     def values(self, codes: Tensor, scheme: WeightScheme) -> Tensor:
-        """What codes stand for before they are scaled, in float32."""
+        """Return the values of codes before scaling, in float32."""
         raise NotImplementedError
 
     def in_rows(self, codes: Tensor) -> Tensor:
-        """Codes of 8 bits in the type that a GPU reads."""
+        """Return 8-bit codes in the dtype that a GPU reads."""
         raise NotImplementedError
 
     def zero(self, scheme: WeightScheme) -> int:
-        """The code whose value is 0, of integers."""
+        """Return the code of value 0, for integers."""
         return 0
 
     def scale_dtype(self, scheme: WeightScheme) -> torch.dtype:
-        """Type of the scales that `quantized` makes."""
+        """Return the dtype of the scales that `quantized` makes."""
         return torch.float32
 
     def streams(self, scheme: WeightScheme) -> tuple[torch.dtype, ...]:
-        """Return the types of the scales, and of the zeros if any, that `quantized` makes."""
+        """Return the dtypes of the scales, and of the zeros if any, that `quantized` makes."""
         return (self.scale_dtype(scheme), torch.uint8)[: 2 - scheme.symmetric]
 
     def group(self, scheme: WeightScheme, dtype: torch.dtype) -> int:
@@ -150,7 +150,7 @@ class GroupedFormat(Format):
     def widened(
         self, codes: Tensor, scheme: WeightScheme, scales: Tensor | None, zeros: Tensor | None = None
     ) -> Tensor:
-        """codes [..., K], and [..., G] of what groups have, of any size -> float32 [..., K], or more."""
+        """Dequantize codes [..., K] with scales and zeros [..., G], groups of any size: float32 [..., K], or more."""
         assert scales is not None
         group = -(-codes.shape[-1] // scales.shape[-1]) if scheme.group_size == 0 else scheme.group_size
         groups = torch.unflatten(_padded(codes, scales.shape[-1] * group), -1, (-1, group))
@@ -163,10 +163,10 @@ class GroupedFormat(Format):
         return (values * scale - shift).flatten(-2)
 
     def _check(self, numbers: Numbers, scheme: WeightScheme) -> None:
-        """That they are of the scheme.
+        """Check that numbers match the scheme.
 
         Raises:
-            ValueError, TypeError: they are not.
+            ValueError, TypeError: they do not.
         """
         outputs, inputs = numbers.data.shape
         group = self.group(scheme, torch.uint8) or inputs
@@ -190,7 +190,7 @@ class GroupedFormat(Format):
 
 
 def _by_group(stream: Tensor, count: int, *, of_all: bool) -> Tensor:
-    """[N, G] -> [count, N], with zeros for further groups; `of_all`: what is said of the only one said of each one."""
+    """Transpose [N, G] to [count, N], with zeros for further groups; `of_all`: repeat the only group for each."""
     if of_all:
         return stream.t().expand(count, -1).contiguous()
     return F.pad(stream.t(), (0, 0, 0, count - stream.shape[1])).contiguous()
@@ -209,5 +209,5 @@ def _check_stream(name: str, of: Tensor | BlockScales, shape: tuple[int, int]) -
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
-    """[..., K] -> [..., size], with zeros."""
+    """Pad [..., K] with zeros to [..., size]."""
     return F.pad(rows.view(torch.uint8), (0, size - rows.shape[-1])).view(rows.dtype)

@@ -1,4 +1,4 @@
-"""Integers of 8 and of 4 bits."""
+"""Integer formats of 8 and 4 bits."""
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,13 @@ from quire.kernels.linear import INT8_ZERO, WeightScheme
 
 INT4_ZERO = 8
 _LEAST_FLOAT16, _MOST_FLOAT16 = 2.0**-17, 65520.0
-"""Scales from the one up to the other, which is too large, are in float16 to 2^-8 of themselves or better."""
+"""Float16 holds scales from the first up to, but without, the second to 2^-8 of themselves or better."""
 
 
 class Int8Format(GroupedFormat):
-    """Integers of 8 bits: int8 as they are, or uint8, whose value is 128 less.
+    """8-bit integers: int8 as given, or uint8 codes with values c - 128.
 
-    uint8 go with zero points: a weight is s * (c - z).
+    uint8 codes have zero points: a weight is s * (c - z).
     """
 
     kind = "int8"
@@ -61,7 +61,7 @@ class Int8Format(GroupedFormat):
 
 
 class Int4Format(GroupedFormat):
-    """Integers of 4 bits without sign: symmetric, a weight is s * (c - 8)."""
+    """Unsigned 4-bit integers; if symmetric, a weight is s * (c - 8)."""
 
     kind = "int4"
     per_byte = 2
@@ -95,17 +95,19 @@ class Int4Format(GroupedFormat):
 
 
 def in_float16(scales: Tensor) -> Tensor:
-    """Round scales, float32, to float16; if any of them does not fit, those stay as they are, and all are float32.
+    """Round float32 scales to float16; if some do not fit, those stay unchanged, and all are float32.
 
-    A scale that fits is the same number in either type, so a part of a matrix has the numbers of the whole.
+    A scale that fits is the same number in either dtype, so a shard of a weight has the numbers of the whole.
     """
+    if scales.is_meta:
+        return scales.half()
     misfits = ((scales > 0) & (scales < _LEAST_FLOAT16)) | (scales >= _MOST_FLOAT16)
     halves = scales.half()
     return torch.where(misfits, scales, halves.float()) if misfits.any() else halves
 
 
 def in_groups(rows: Tensor, scheme: WeightScheme) -> Tensor:
-    """[N, K] -> float32 [N, G, group], padded with 0 to whole groups."""
+    """Return [N, K] as float32 [N, G, group], padded with 0 to whole groups."""
     group = scheme.group_size or rows.shape[1]
     return torch.unflatten(F.pad(rows.float(), (0, -rows.shape[1] % group)), 1, (-1, group))
 

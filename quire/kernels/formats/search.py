@@ -1,4 +1,4 @@
-"""Scales of integers of a few bits, chosen among several by the squared error of the weights that they make.
+"""Search for scales of few-bit integers by the squared error of the dequantized weights.
 
 Invariant: `csrc/cpu/linear_pack.cpp` makes the same choice, to the last bit: errors are summed in one order.
 """
@@ -13,30 +13,30 @@ from torch import Tensor
 from quire.kernels.formats.base import finite_or_nan, steps_of, usable
 
 FACTORS = (1.0, *(i / 16 for i in range(18, 10, -1) if i != 16))
-"""Of the range of a group, which the codes are tried to span: those who clip cost its extremes and spare the rest."""
+"""Multiples of a group's range that codes are tried to span: clipping costs its extremes and spares the rest."""
 
 _LANES = 8
-"""Sums of errors that are carried side by side, as in csrc/cpu/vec.h."""
+"""Parallel partial sums of errors, as in csrc/cpu/vec.h."""
 
 
 class Steps(NamedTuple):
-    """What groups are scaled by, [N, G], and their zero points, float32 [N, G]: a weight is scale * (code - zero)."""
+    """Scales [N, G] and zero points, float32 [N, G], of groups: a weight is scale * (code - zero)."""
 
     scales: Tensor
     zeros: Tensor
 
     def codes(self, groups: Tensor, bits: int) -> Tensor:
-        """[N, G, group] in steps from the zero points, in float32; 0 where there is no scale to divide by."""
+        """Return the codes of [N, G, group] in float32; 0 where there is no scale to divide by."""
         scales, zeros = self.scales.float().unsqueeze(-1), self.zeros.unsqueeze(-1)
         codes = (steps_of(groups, scales) + zeros).clamp(0, (1 << bits) - 1)
         return torch.where(usable(scales), codes, 0.0)
 
     def weights(self, codes: Tensor) -> Tensor:
-        """What codes [N, G, group] stand for."""
+        """Return the dequantized values of codes [N, G, group]."""
         return (codes - self.zeros.unsqueeze(-1)) * self.scales.float().unsqueeze(-1)
 
     def chosen(self, others: "Steps", where: Tensor) -> "Steps":
-        """The others where it says so."""
+        """Return the others where `where` is true."""
         return Steps(*(torch.where(where, new, old) for new, old in zip(others, self, strict=True)))
 
 
@@ -47,9 +47,9 @@ def best_steps(
     dtype: torch.dtype = torch.bfloat16,
     importance: Tensor | None = None,
 ) -> Steps:
-    """For float32 [N, G, group] the steps of `FACTORS` with the least squared error, the first of equals.
+    """Return for float32 [N, G, group] the steps of `FACTORS` with the least squared error, the first of equals.
 
-    `dtype` is that of scales. `importance`, which goes with the groups, is what the squares are weighted by.
+    `dtype` is the dtype of scales. `importance`, broadcast to the groups, weights the squares.
     """
     candidates = _candidates(groups, bits, symmetric, dtype)
     best = next(candidates)
@@ -62,7 +62,7 @@ def best_steps(
 
 
 def extent(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest of each group and 0."""
+    """Return the minimum and the maximum of each group and 0."""
     return groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
 
 
@@ -79,7 +79,7 @@ def _candidates(groups: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) 
 
 
 def _error(groups: Tensor, steps: Steps, bits: int, importance: Tensor | None) -> Tensor:
-    """[N, G]; infinite where there is no scale to divide by."""
+    """Return the error [N, G]; infinite where there is no scale to divide by."""
     scales, zeros = steps.scales.float().unsqueeze(-1), steps.zeros.unsqueeze(-1)
     integers = (groups * (1 / scales)).round()
     squares = (torch.clamp(integers, -zeros, (1 << bits) - 1 - zeros) * scales - groups).square()

@@ -1,8 +1,8 @@
-"""Integers of 4 bits whose scales and minimums are integers themselves, times a step that 256 values share.
+"""4-bit integers with scales and minimums that are integers themselves, times a step that 256 values share.
 
-The layout is that of llama.cpp's Q4_K, with factors of 8 bits instead of 6. A group's scale and minimum are the line
-through its codes with the least squared error, found by turns: codes of a line, then the line of these codes. Errors
-of large weights count more, as in llama.cpp without an importance matrix: products with large inputs tend to have them.
+The layout is llama.cpp's Q4_K, with factors of 8 bits instead of 6. A group's scale and minimum are the line through
+its codes with the least squared error, found alternately: codes of a line, then the line of these codes. Errors of
+large weights count more, as in llama.cpp without an importance matrix: large inputs tend to meet large weights.
 
 Invariant: `csrc/cpu/linear_pack.cpp` makes the same choice, to the last bit: sums are in one order.
 """
@@ -15,16 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.formats.base import Numbers, finite_or_nan
-from quire.kernels.formats.scaling import BLOCK, BlockScales, from_stream
+from quire.kernels.formats.scaling import BLOCK, BlockScales, from_stream, steps_from_stream
 from quire.kernels.formats.search import ordered_sum
-from quire.kernels.linear import PackedWeight
+from quire.kernels.linear import PackedWeight, to_panels
 
 PARTS = (1.0, 1.125, 0.875, 0.75)
-"""Of the range of a group, which the first codes are tried to span: more than all of it where weights were rounded
-before, in larger groups."""
+"""Multiples of a group's range that the first codes are tried to span: above 1 for weights that were rounded before,
+in larger groups."""
 _TURNS = 3
 _MOST_CODE = 15
 _MOST_FACTOR = 127
+LEAST_STEP = 2.0**-22  # Smallest step of scales that float16 holds well enough, to 2^-3 of itself.
+_ROWS_AT_ONCE = 16  # Rows that are padded to whole blocks together.
 _STEP_INPUTS = 8
 """Values of k in a step of the data of panels."""
 
@@ -61,7 +63,7 @@ class _Sums(NamedTuple):
         return torch.where(self.total == 0, 0.0, (scales * self.codes - self.values) / self.total)
 
     def refitted(self, line: Lines) -> Lines:
-        """Return the lines of least squares for the codes of others; without a slope they keep their scales."""
+        """Return the least-squares lines for the codes; groups without a slope keep the scales of `line`."""
         spread = self.total * self.squares - self.codes * self.codes
         scales = (self.total * self.products - self.codes * self.values) / spread
         scales = torch.where((spread > 0) & (scales > 0), scales, line.scales)
@@ -69,7 +71,11 @@ class _Sums(NamedTuple):
 
 
 def two_level(rows: Tensor, group: int) -> Numbers:
-    """Return [N, K] of any float dtype as codes uint8 [N, K], with scales and minimums in blocks."""
+    """Return [N, K] of any float dtype as codes uint8 [N, K], with scales and minimums in blocks.
+
+    If float16 does not hold the step of a block, all scales and minimums are float32, and those of such blocks are not
+    multiples of a step. Other blocks have the same numbers either way, so a part of a matrix has those of the whole.
+    """
     count = -(-rows.shape[1] // BLOCK)
     padded = F.pad(rows.float(), (0, count * BLOCK - rows.shape[1]))
     groups = padded.view(len(rows), count, BLOCK // group, group)
@@ -77,14 +83,39 @@ def two_level(rows: Tensor, group: int) -> Numbers:
     scales, factors, steps = _levelled(lines.scales)
     kept = Lines(scales, lines.minimums)
     minimums, offsets, offset_steps = _levelled(_sums(groups, weights_of(groups), kept).minimums(scales))
-    codes = Lines(scales, minimums).codes(groups).to(torch.uint8).flatten(1)[:, : rows.shape[1]]
-    return Numbers(codes, BlockScales(factors, steps), BlockScales(offsets, offset_steps))
+    codes = Lines(scales, minimums).codes(groups)
+    misfits = _misfits(groups, steps, offset_steps)
+    if not misfits.any():
+        coded = codes.to(torch.uint8).flatten(1)[:, : rows.shape[1]]
+        return Numbers(coded, BlockScales(factors, steps), BlockScales(offsets, offset_steps))
+    exact, exact_codes = _unlevelled(groups)
+    codes = torch.where(misfits[..., None, None], exact_codes, codes)
+    wide = exact.chosen(Lines(scales, minimums), ~misfits.unsqueeze(-1))
+    num_groups = -(-rows.shape[1] // group)
+    return Numbers(
+        codes.to(torch.uint8).flatten(1)[:, : rows.shape[1]],
+        *(part.flatten(1)[:, :num_groups].contiguous() for part in wide),
+    )
+
+
+def has_misfits(weight: PackedWeight, rows: Tensor) -> bool:
+    """Return whether some block's steps may be ones that float16 does not hold; True is no proof."""
+    streams = [part for part in (weight.scales, weight.zeros) if part is not None]
+    steps, offset_steps = (steps_from_stream(part, weight.scheme.group_size) for part in streams)
+    if not (steps.isfinite().all() and offset_steps.isfinite().all()):
+        return True
+    if bool((steps >= LEAST_STEP).all()):
+        return False
+    group = weight.scheme.group_size
+    spans = torch.cat([_spans(some, group) for some in torch.split(rows, _ROWS_AT_ONCE)])
+    used = to_panels(spans.float(), weight.halves).transpose(1, 2) != 0
+    return bool((used & (steps < LEAST_STEP)).any())
 
 
 def narrowed(weight: PackedWeight, inputs: slice) -> PackedWeight:
-    """Return the matrix of some inputs, whole chunks and groups, of one in panels.
+    """Return the weight of some inputs, whole chunks and groups, of a weight in panels.
 
-    Blocks are cut apart where inputs do not begin and end with one: scales and minimums are float32 then, and the same.
+    Scales and minimums become float32, with the same values, since inputs may split a block.
     """
     group = weight.scheme.group_size
     groups = slice(inputs.start // group, -(-inputs.stop // group))
@@ -115,7 +146,7 @@ def best_lines(groups: Tensor) -> Lines:
 
 
 def weights_of(groups: Tensor) -> Tensor:
-    """Return what squared errors of [..., G, group] are weighted by: magnitude plus mean magnitude of the group."""
+    """Return the weights of squared errors of [..., G, group]: magnitude plus mean magnitude of the group."""
     magnitudes = groups.abs()
     return magnitudes + (ordered_sum(magnitudes) / groups.shape[-1]).unsqueeze(-1)
 
@@ -126,6 +157,29 @@ def _sums(groups: Tensor, weights: Tensor, line: Lines) -> _Sums:
     squares = (stands_for - groups).square()
     summed = (squares, codes, codes * codes, groups, codes * groups)
     return _Sums(ordered_sum(weights), *(ordered_sum(each * weights) for each in summed))
+
+
+def _spans(rows: Tensor, group: int) -> Tensor:
+    """Return [N, B] true for blocks with a group of different values, whose scale is therefore not 0."""
+    padded = F.pad(rows, (0, -rows.shape[1] % BLOCK))
+    groups = torch.unflatten(padded, 1, (-1, BLOCK // group, group))
+    return (groups.amax(-1) > groups.amin(-1)).any(-1)
+
+
+def _misfits(groups: Tensor, steps: Tensor, offset_steps: Tensor) -> Tensor:
+    """Return [N, B] true for blocks whose steps float16 does not hold."""
+    used = groups.abs().amax((-2, -1)) > 0
+    spans = (groups.amax(-1) > groups.amin(-1)).any(-1)
+    small = used & spans & (steps < LEAST_STEP)
+    return small | ~steps.isfinite() | ~offset_steps.isfinite()
+
+
+def _unlevelled(groups: Tensor) -> tuple[Lines, Tensor]:
+    """Return the best lines of groups, and their codes, for any magnitude that float32 has."""
+    exponents = torch.frexp(groups.abs().amax(-1)).exponent.clamp(-126, 126)
+    usual = torch.ldexp(groups, -exponents.unsqueeze(-1))
+    lines = best_lines(usual)
+    return Lines(*(torch.ldexp(part, exponents) for part in lines)), lines.codes(usual)
 
 
 def _levelled(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,32 +1,32 @@
-"""Codes of 4 bits as GPUs read them: in words of 32 bits, eight codes of an output in each.
+"""4-bit codes in the layout of GPUs: 32-bit words, eight codes of an output in each.
 
-A step of 256 k of an output is 32 words that lie together, a line of the cache, and 16 bytes of them are 32 codes. The
-k of a step are eight planes of 32, one behind the other, and a word has one code of each: so what the same shift makes
-of 32 neighbouring words are the codes of 32 neighbouring k, and no lane needs what another one has read. Plane p is in
-the bits from 4 * (p // 2) + 16 * (p % 2) on: two planes stand where the halves of a word are numbers of 16 bits.
+A step of 256 k of an output is 32 adjacent words, one cache line; 16 bytes of them are 32 codes. The k of a step are
+eight consecutive planes of 32, and a word has one code of each. So one shift of 32 neighbouring words yields the codes
+of 32 neighbouring k, and no lane needs another lane's words. Plane p starts at bit 4 * (p // 2) + 16 * (p % 2): two
+planes align with the 16-bit halves of a word.
 """
 
 import torch
 from torch import Tensor
 
 WORDS = 32
-"""Of a step, and values of k in a plane."""
+"""Words in a step, and values of k in a plane."""
 PLANES = 8
 WORD_INPUTS = PLANES * WORDS
 """Values of k in a step."""
 _PLANES_OF_BYTES = ((0, 2), (4, 6), (1, 3), (5, 7))
-"""In the low and in the high half of each byte of a word."""
+"""Planes in the low and in the high half of each byte of a word."""
 
 
 def to_words(codes: Tensor) -> Tensor:
-    """uint8 [N, K], K a multiple of `WORD_INPUTS` -> int32 [N, K / 8]."""
+    """Pack uint8 [N, K], K a multiple of `WORD_INPUTS`, into int32 [N, K / 8]."""
     planes = torch.unflatten(codes, 1, (-1, PLANES, WORDS))
     packed = [planes[:, :, low] | planes[:, :, high] << 4 for low, high in _PLANES_OF_BYTES]
     return torch.stack(packed, -1).view(torch.int32).flatten(1)
 
 
 def from_words(words: Tensor) -> Tensor:
-    """The inverse."""
+    """Invert `to_words`."""
     packed = torch.unflatten(words.view(torch.uint8), 1, (-1, WORDS, 4))
     planes = [packed[..., 0]] * PLANES
     for byte, (low, high) in enumerate(_PLANES_OF_BYTES):

@@ -1,4 +1,4 @@
-"""The Triton GPU kernels as the rest of quire sees them; nothing is loaded before the first question."""
+"""Availability of the Triton GPU kernels; nothing is loaded before the first query."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_TYPES = ("cuda", "xpu")
-"""What Triton compiles for under torch's names; ROCm calls itself cuda."""
+"""Device types that Triton compiles for, as named by torch; ROCm is named cuda."""
 
 
 @cache
 def available() -> bool:
-    """Whether Triton is installed and its kernels are not switched off."""
+    """Return whether Triton is installed and its kernels are not switched off."""
     return find_spec("triton") is not None and os.environ.get("QUIRE_KERNELS", "auto") != "reference"
 
 
 def supports(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether the kernels compute on this dtype there."""
+    """Return whether the kernels support this dtype on the device type."""
     return device_type in DEVICE_TYPES and available() and dtype.itemsize >= 2 and dtype.is_floating_point
 
 
 def status() -> str:
-    """Why the kernels are, or are not, in use: one phrase for people."""
+    """Return why the kernels are, or are not, in use: one phrase for users."""
     return "Triton is installed" if available() else "Triton is not installed (or switched off)"

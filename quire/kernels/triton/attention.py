@@ -1,15 +1,15 @@
-"""Paged attention: which launches a batch takes, and in which shapes.
+"""Paged attention: launches and tile shapes for a batch.
 
 T. Dao, "FlashAttention-2" (2023): online softmax over tiles of keys. W. Kwon et al., "Efficient memory management for
 large language model serving with PagedAttention" (2023). The query heads of one key-value head (J. Ainslie et al.,
-"GQA", 2023) stand in the rows of one tile, which feeds the tensor cores in decode too. T. Dao et al., "Flash-Decoding"
+"GQA", 2023) form the rows of one tile, which uses the tensor cores in decode too. T. Dao et al., "Flash-Decoding"
 (2023): requests with one query are split along their keys, and a second kernel joins the parts.
 
-Requests with one query and those with more are taken by launches of their own, in every batch: so a mixed step costs
-what its decodes and its prompts cost, and a request that decodes gets the same bits with prompts beside it as without.
+Requests with one query and those with more have separate launches, in every batch. So a mixed step costs the sum of its
+decodes and prefills, and a decoding request gets the same bits with and without prefills in the batch.
 
-Invariant: a launch depends on the number of requests and the longest sequence that may be, and not on the lengths, so
-that it can be recorded and replayed; into what parts a request is cut depends on its own length alone.
+Invariant: a launch depends on the number of requests and the longest possible sequence, and not on the lengths, so it
+can be captured and replayed; the parts of a request depend on its own length alone.
 """
 
 from __future__ import annotations
@@ -27,42 +27,43 @@ from quire.kernels.triton.launch import next_power_of_2
 
 
 class Shape(NamedTuple):
-    """How requests are cut into programs."""
+    """Tiling of requests into programs."""
 
     one_query: bool
-    """Takes the requests with one query, and a program or several for each; else those with more."""
+    """True for requests with one query and one or more programs each; False for those with more queries."""
     block_m: int
     block_n: int
     part_tokens: int = 0
-    """Keys per part, a multiple of `block_n`; 0: not in parts."""
+    """Keys per part, a multiple of `block_n`; 0: no parts."""
     most_parts: int = 0
-    """In how many even parts at most what a sequence sees is cut, as `attention_kernels` says; 0: they are all of one
-    size."""
+    """Largest number of equal parts of a visible sequence, see `attention_kernels`; 0: all parts have one size."""
     num_warps: int = 4
     num_stages: int = 2
 
 
-MOST_PARTS = 32
+MAX_LAUNCH_PARTS = 32
 PART_TOKENS = 256
 INVARIANT_PART_TOKENS = 1024
 MIN_PROGRAMS_OF_A_REQUEST = 8
-"""Programs that share the parts of a long request though short ones fill the device. They end at once if there is
-nothing to share: on an H100 ten thousand take 4 microseconds."""
+"""Programs over which a long request's parts are split even if short requests fill the device. They exit at once if
+they
+have no part: on an H100 ten thousand take 4 microseconds.
+"""
 PARTS_AT_ONCE = 8
-"""Of a request whose parts are joined in their order."""
+"""Parts of a request loaded together when they are joined in order."""
 WAVES = 64
-"""Programs beyond so many for each multiprocessor take parts in turns."""
+"""Largest number of programs per multiprocessor; beyond it, programs loop over parts."""
 
 
 def decode_shape(group: int, head_size: int) -> Shape:
-    """For requests with one query each: as many parts as with 8 key-value heads fill a large GPU twice."""
+    """Return the shape for requests with one query each: enough parts that 8 key-value heads fill a large GPU twice."""
     block_m = max(16, next_power_of_2(group))
     block_n = 64 if head_size <= 128 else 32
-    return Shape(True, block_m, block_n, PART_TOKENS, MOST_PARTS, num_warps=4, num_stages=2)
+    return Shape(True, block_m, block_n, PART_TOKENS, MAX_LAUNCH_PARTS, num_warps=4, num_stages=2)
 
 
 def prefill_shape(q: Tensor, group: int, max_query_len: int) -> Shape:
-    """Whole prompts take large tiles, which keep the tensor cores busy, and short chunks a smaller one.
+    """Return the shape for prompts: large tiles, which keep the tensor cores busy, or a smaller one for short chunks.
 
     q [T, Hq, D]: the largest tile of float32 would not fit into shared memory.
     """
@@ -75,8 +76,10 @@ def prefill_shape(q: Tensor, group: int, max_query_len: int) -> Shape:
 
 
 def invariant_shape(group: int, *, one_query: bool) -> Shape:
-    """The same tiles and parts for every batch: a row's sums do not depend on who else is in it, or on how a prompt
-    is cut into chunks. Those of one query are made side by side, those of a prompt one after the other."""
+    """Return the same tiles and parts for every batch, so that sums do not depend on the batch or on prompt chunking.
+
+    Parts of one query are computed in parallel, those of a prompt one after the other.
+    """
     return Shape(
         one_query, max(64, next_power_of_2(group)), 32, INVARIANT_PART_TOKENS, num_warps=4, num_stages=2
     )
@@ -95,7 +98,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.paged_attention`: the fastest shapes for the batch."""
+    """See `ops.paged_attention`; uses the fastest shapes for the batch."""
     group = q.shape[1] // k_cache.shape[1]
     shapes = decode_shape(group, q.shape[2]), prefill_shape(q, group, metadata.max_query_len)
     return attend(
@@ -126,7 +129,7 @@ def invariant_paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` whose rows have the same bits in every batch and chunk."""
+    """Compute `paged_attention` with the same bits in every batch and chunking."""
     group = q.shape[1] // k_cache.shape[1]
     shapes = invariant_shape(group, one_query=True), invariant_shape(group, one_query=False)
     return attend(
@@ -145,7 +148,7 @@ def invariant_paged_attention(
 
 
 def is_decode(q: Tensor, metadata: AttentionMetadata) -> bool:
-    """Whether row r is the only one of request r, for all of them."""
+    """Return whether every request r has exactly one row, r."""
     return metadata.max_query_len == 1 and len(metadata.seq_lens) == len(q)
 
 
@@ -164,10 +167,12 @@ def attend(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Requests with one query in the first shape, others in the second; the launches that the batch may need."""
+    """Launch requests with one query in the first shape, others in the second; only launches that the batch may
+    need.
+    """
     check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
     only_decodes, num_requests = is_decode(q, metadata), len(metadata.seq_lens)
-    # Rows of no request are not written, but where there is one request to a row.
+    # Padding rows are not written, unless each row has a request.
     out = (torch.empty if only_decodes else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0 or num_requests == 0:
         return out
@@ -193,7 +198,7 @@ def attend(
 
 
 class _Call(NamedTuple):
-    """What a batch asks for."""
+    """Arguments of a batch."""
 
     q: Tensor
     k_cache: Tensor
@@ -208,7 +213,7 @@ class _Call(NamedTuple):
 
 
 def _launch(call: _Call, out: Tensor, shape: Shape, fewest_queries: int) -> None:
-    """Write the rows of the requests that are of this shape and have so many queries."""
+    """Write the rows of the requests for this shape with at least `fewest_queries` queries."""
     q, k_cache, v_cache, metadata, scale, window, is_chunked, soft_cap, slopes, sinks = call
     (tokens, heads, head_size), (_, kv_heads, _, page) = q.shape, k_cache.shape
     num_requests, group = len(metadata.seq_lens), heads // kv_heads
@@ -241,7 +246,7 @@ def _launch(call: _Call, out: Tensor, shape: Shape, fewest_queries: int) -> None
 
 
 def _num_parts(shape: Shape, max_seq_len: int) -> int:
-    """Parts that the longest sequence may have."""
+    """Return the largest possible number of parts."""
     most = triton.cdiv(max_seq_len, shape.part_tokens)
     few = min(FEW_PARTS.value, triton.cdiv(max_seq_len, shape.block_n))
     return max(few, min(most, shape.most_parts)) if shape.most_parts else most

@@ -1,10 +1,9 @@
-"""The kernels of paged attention: tiles of keys for tiles of queries, and the joining of parts.
+"""Kernels of paged attention: tiles of keys for tiles of queries, and the joining of parts.
 
 Invariant: a program owns BLOCK_M rows, which are BLOCK_Q tokens of one request times the query heads of one key-value
-head; it walks keys in tiles that start at multiples of BLOCK_N, part by part. Where a part begins follows from the
-request's own length, and never from who else is in the batch or how many programs share the parts. Where a product is
-added to something, an `fma` says so: a compiler would choose one way where keys are masked, and another where they are
-not.
+head; it processes keys in tiles that start at multiples of BLOCK_N, part by part. The start of a part depends on the
+request's own length, never on the batch or on the number of programs. Multiply-adds are written as explicit `fma`: a
+compiler would fuse differently with and without masks.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FEW_PARTS = tl.constexpr(4)
-"""Of a short sequence, so that it does not wait for one program alone."""
+"""Number of parts of a short sequence, so that it does not depend on one program alone."""
 
 
 @triton.jit
 def _request_of(starts, block, num_requests, BLOCK_Q: tl.constexpr):
-    """The request that owns a block of queries: the last r with starts[r] // BLOCK_Q + r <= block.
+    """Return the request that owns a block of queries: the last r with starts[r] // BLOCK_Q + r <= block.
 
-    Each request so gets one block more than it may need, and no host has to count them.
+    Each request gets one block more than it may need, so the host does not have to count them.
     """
     low, high = 0, num_requests
     while high - low > 1:
@@ -35,10 +34,9 @@ def _request_of(starts, block, num_requests, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _queries(starts, num_requests, fewest_queries, BLOCK_Q: tl.constexpr, ONE_QUERY: tl.constexpr):
-    """This program's request, the request's first row and number of queries, and its first query for this program.
+    """Return this program's request, the request's first row and number of queries, and the program's first query.
 
-    A request that another launch takes has no queries for this one. Of a prompt the last queries, which see the most,
-    come first.
+    A request of the other launch has no queries here. A prompt's last queries, which see the most keys, come first.
     """
     if ONE_QUERY:
         request = tl.program_id(1)
@@ -56,7 +54,7 @@ def _queries(starts, num_requests, fewest_queries, BLOCK_Q: tl.constexpr, ONE_QU
 
 @triton.jit
 def _first_key(position, window, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
-    """The first key that a query at a position sees; a window that is CHUNKED begins at multiples of its size."""
+    """Return the first key visible to a query at a position; a CHUNKED window begins at multiples of its size."""
     if CHUNKED:
         return tl.maximum(position, 0) // window * window
     elif HAS_WINDOW:
@@ -70,11 +68,12 @@ def _parts(
     length, window, most_parts, part_tokens,
     BLOCK_N: tl.constexpr, EVEN: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Where the parts of a sequence with one query begin, the keys in each, and how many parts there are.
+    """Return the start of the parts of a sequence with one query, the keys in each, and the number of parts.
 
-    EVEN parts share what is seen: FEW_PARTS of a short sequence, as many of `part_tokens` as there are of a longer one,
-    and `most_parts` of the longest. Others stand at multiples of `part_tokens`. It is the sequence's own length that
-    decides, so a launch that was recorded serves any lengths.
+    EVEN parts divide the visible keys equally: FEW_PARTS for a short sequence, then as many as there are `part_tokens`,
+    at
+    most `most_parts`. Others start at multiples of `part_tokens`. Only the sequence's own length matters, so a captured
+    launch serves any lengths.
     """
     first = 0
     if EVEN:
@@ -91,7 +90,7 @@ def _plain(
     history, first_query, end, part_begin, part_end, window,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """From where to where in a part all queries of a tile see all keys of each tile."""
+    """Return the range in a part within which all queries of a tile see all keys of each tile."""
     begin = _first_key(end - 1, window, HAS_WINDOW, CHUNKED)
     begin = tl.minimum(tl.maximum(tl.cdiv(begin, BLOCK_N) * BLOCK_N, part_begin), part_end)
     plain_end = (history + first_query + 1) // BLOCK_N * BLOCK_N
@@ -103,14 +102,14 @@ def _seen(
     history, first_query, num_queries, window,
     BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """The keys that some query of a tile sees, from the beginning of one of their tiles."""
+    """Return the keys visible to any query of a tile, starting at a tile boundary."""
     end = history + tl.minimum(first_query + BLOCK_Q, num_queries)
     return _first_key(history + first_query, window, HAS_WINDOW, CHUNKED) // BLOCK_N * BLOCK_N, end
 
 
 @triton.jit
 def load_where(pointer, mask, MASKED: tl.constexpr):
-    """What is there, MASKED by what may be read, and 0 elsewhere."""
+    """Load with the mask if MASKED, with 0 elsewhere."""
     if MASKED:
         return tl.load(pointer, mask=mask, other=0.0)
     else:
@@ -122,9 +121,9 @@ def _scores(
     query, key, distance, reach, slope, unit, scale, soft_cap,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores, -inf where a key is not seen: in the future, or farther than the query's reach [M].
+    """Return scores, -inf for invisible keys: in the future, or farther than the query's reach [M].
 
-    query [M, D], key [D, N], distance [M, N]. Times the unit they are powers of two; with slopes they are as they are.
+    query [M, D], key [D, N], distance [M, N]. Times the unit they are exponents of 2; with slopes they are not scaled.
     """
     score = tl.dot(query, key, input_precision="ieee")
     if HAS_CAP:
@@ -146,7 +145,7 @@ def _add_tile(
     HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over one more tile of keys; MASKED, unless all of them are there and seen by every query."""
+    """Add one more tile of keys by online softmax; not MASKED if all of them exist and are visible to every query."""
     PADDED: tl.constexpr = MASKED or HEAD != HEAD_TILE
     key_position = tile + tl.arange(0, BLOCK_N)
     known, dim = key_position < end, tl.arange(0, HEAD_TILE)
@@ -175,9 +174,9 @@ def _add_tile(
 
 @triton.jit
 def joined(largest, total, mixed, part_largest, part_total, part_mixed):
-    """Add a part to the sum of those before it; the one place where that is done, so that it always rounds alike."""
+    """Add a part to the sum of those before it; the only place that does so, so that it always rounds alike."""
     new_largest = tl.maximum(largest, part_largest)
-    # What has seen nothing yet has a largest score of -inf; measured from 0 its weights are 0 and not NaN.
+    # Rows without any visible key have a largest score of -inf; measured from 0 their weights are 0 and not NaN.
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     decay, share = tl.exp2(largest - reference), tl.exp2(part_largest - reference)
     return (
@@ -189,14 +188,15 @@ def joined(largest, total, mixed, part_largest, part_total, part_mixed):
 
 @triton.jit
 def joined_in_order(largest, total, mixed, parts, known, size, dim, inside, TILE: tl.constexpr):
-    """`joined` with TILE parts one after the other, which are read at once: parts [TILE] points at their sums, behind
-    whose `size` numbers the mass and the largest score stand."""
+    """Apply `joined` to TILE parts in order, loaded together: parts [TILE] points at their sums, followed after `size`
+    numbers by the mass and the largest score.
+    """
     sums = tl.load(parts[:, None] + dim, mask=known[:, None] & inside, other=0.0)
     masses = tl.load(parts + size, mask=known, other=0.0)
     scores = tl.load(parts + size + 1, mask=known, other=float("-inf"))
     index = tl.arange(0, TILE)
     for part in tl.static_range(TILE):
-        # A sum with nothing but zeros takes one out as it is.
+        # A sum that is zero elsewhere extracts one element exactly.
         is_this = index == part
         largest, total, mixed = joined(
             largest, total, mixed,
@@ -208,7 +208,7 @@ def joined_in_order(largest, total, mixed, parts, known, size, dim, inside, TILE
 
 @triton.jit
 def _result(largest, total, mixed, sinks, head, used, HAS_SINKS: tl.constexpr):
-    """What rows have seen divided by its mass, to which a head's sink, a key without a value, is added last."""
+    """Return rows divided by their mass, to which the head's sink, a key without a value, is added last."""
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2_E
         largest, total, mixed = joined(largest, total, mixed, sink, 1.0, tl.zeros_like(mixed))
@@ -226,9 +226,9 @@ def attend(
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of queries. Of ONE_QUERY, PARTS are put into `parts`; of more they are joined at once.
+    """Attend a tile of queries. With ONE_QUERY, PARTS are written to `parts`; with more they are joined at once.
 
-    Programs (key-value head, request or block of queries, which parts).
+    Programs: (key-value head, request or block of queries, parts).
     """
     kv_head = tl.program_id(0)
     request, start, first_query, num_queries = _queries(
@@ -317,8 +317,10 @@ def join_parts(
     HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of a request with one query, for one head: TILE of them at a time, in the order of their keys, and
-    if they are not EVEN with the bits of parts that one program joins as it makes them."""
+    """Join the parts of a request with one query, for one head: TILE at a time, in key order.
+
+    If they are not EVEN, the bits equal those of parts that one program joins as it computes them.
+    """
     head, request = tl.program_id(0), tl.program_id(1)
     token = tl.load(starts + request)
     if tl.load(starts + request + 1) - token != 1:

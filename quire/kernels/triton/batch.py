@@ -1,8 +1,8 @@
-"""The inputs of a step, made on the device from the rows of the batch that live there.
+"""Step inputs computed on the device from the batch's rows there.
 
-Invariant: one upload of int32 numbers (`staged`) is all that a step needs of the host; where its parts lie is said by
-`StagedStep`. Rows and columns come checked from the host. Padding requests, at the end, have one token in no slot and a
-sequence of length 0, so that every kernel of a decode step may run over them.
+Invariant: a step needs one upload of int32 numbers (`staged`), whose layout `StagedStep` describes. The host has
+validated rows and columns. Padding requests, at the end, have one token without a slot and a sequence of length 0, so
+that every kernel of a decode step may process them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ TILE = 256
 
 
 class StagedStep(NamedTuple):
-    """What a step uploads: R rows, R first positions, R + 1 query starts, and of N samples the request and the token
-    behind which it is; then whatever follows.
+    """Upload of a step: R rows, R first positions, R + 1 query starts, and for N samples the request and the token that
+    they
+    follow; then other data.
     """
 
     numbers: Tensor
@@ -116,9 +117,9 @@ def _keep_sampled(token_rows, codes, staged, num_requests, num_sampling, row_str
 def write_segments(
     target: Tensor, staged: Tensor, first_segment: int, num_segments: int, longest: int
 ) -> None:
-    """Copy pieces of `staged` into rows of `target` [rows, width] int32.
+    """Copy segments of `staged` into rows of `target` [rows, width] int32.
 
-    From `first_segment` on, `staged` holds the rows of all segments, then their columns, where their values begin in
+    From `first_segment` on, `staged` holds the rows of all segments, then their columns, the offsets of their values in
     `staged`, and their lengths, `longest` at most.
     """
     if num_segments:
@@ -136,7 +137,7 @@ def prepare_tokens(
     num_padded: int,
     max_query_len: int,
 ) -> None:
-    """Ids and positions [T] int64 of the step's tokens, query starts [R + 1] and sequence lengths [R] int32.
+    """Write ids and positions [T] int64 of the step's tokens, query starts [R + 1] and sequence lengths [R] int32.
 
     token_rows [rows, columns] int32. The outputs are filled for `num_padded` requests, at least R.
     """
@@ -157,7 +158,7 @@ def prepare_blocks(
     max_query_len: int,
     max_seq_len: int,
 ) -> None:
-    """Slots [T] int64 of the step's tokens, and the used part of the block tables [R, width] int32, of one group.
+    """Write slots [T] int64 of the step's tokens, and the used part of the block tables [R, width] int32, of one group.
 
     block_rows [rows, width] int32. The outputs are filled for `num_padded` requests, at least R.
     """
@@ -170,7 +171,7 @@ def prepare_blocks(
 
 
 def keep_sampled(token_rows: Tensor, codes: Tensor, step: StagedStep) -> None:
-    """Put each sampled token into its row: codes [N] int64, of which a negative one is kept as 0."""
+    """Write each sampled token into its row: codes [N] int64; negative ones are stored as 0."""
     if step.num_sampling:
         grid = (triton.cdiv(step.num_sampling, TILE),)
         _keep_sampled[grid](

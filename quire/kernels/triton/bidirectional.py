@@ -1,10 +1,9 @@
-"""Attention in both directions among the rows of a step: sequences of different lengths, one behind the other.
+"""Bidirectional attention among a step's rows: concatenated sequences of different lengths.
 
-T. Dao, "FlashAttention-2" (2023), without a causal mask, and without a cache: keys and values are rows as queries are.
+T. Dao, "FlashAttention-2" (2023), without a causal mask and without a cache: keys and values are rows as queries are.
+Tiles that are visible to all queries are processed without masks.
 
-Tiles that all queries see whole are read and weighed without masks.
-
-Invariant: a program owns BLOCK_Q tokens of one request and all query heads of one key-value head; it walks keys in
+Invariant: a program owns BLOCK_Q tokens of one request and all query heads of one key-value head; it processes keys in
 tiles that start at multiples of BLOCK_N. Tiles depend on the model alone, so a sequence has the same bits in any batch.
 """
 
@@ -29,8 +28,12 @@ def _tile(
     PADDED: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores in powers of two [M, N], and the values [N, D]; MASKED, unless all keys are there and seen by every query,
-    scores are -inf where a key is not seen. PADDED heads have fewer dimensions than tiles."""
+    """Return scores as exponents of 2 [M, N], and the values [N, D].
+
+    MASKED, unless all keys exist and are visible to every query: scores are -inf for invisible keys. PADDED heads have
+    fewer
+    dimensions than tiles.
+    """
     known = key_position < length
     token = key_position.to(tl.int64)
     key = load_where(
@@ -59,8 +62,7 @@ def _tile(
 def _stages(
     first_query, length, window, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """Where the keys begin and end that some query of a tile sees, in tiles; and between them, those tiles of which all
-    queries see all keys."""
+    """Return the tile range of keys visible to any query of a tile, and within it the tiles visible to all."""
     begin, end, plain_begin = length * 0, length, length * 0
     plain_end = length // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
@@ -147,11 +149,11 @@ def bidirectional_attention(
     alibi_slopes: Tensor | None = None,
     relative_bias: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.bidirectional_attention`; whether requests are whole is on the device, and is not looked at."""
+    """See `ops.bidirectional_attention`; whether requests are complete is on the device, and is not checked."""
     check_bidirectional(q, window, alibi_slopes, relative_bias)
     (tokens, heads, head_size), kv_heads = q.shape, k.shape[1]
     num_requests, group = len(metadata.seq_lens), heads // kv_heads
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows of no request are not written
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # padding rows are not written
     if out.numel() == 0 or num_requests == 0:
         return out
     block_m = max(64, next_power_of_2(group))

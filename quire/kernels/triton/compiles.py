@@ -1,4 +1,4 @@
-"""When kernels are compiled: before the first step, or somebody waits for it."""
+"""Notification of kernel compilations, which should happen before the first step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from triton import knobs
 
 
 def watch(tell: Callable[[str], None] | None) -> None:
-    """Have the name of every kernel told that is compiled, or loaded from Triton's cache, from now on; None: no more.
+    """Call `tell` with the name of every kernel that is compiled, or loaded from Triton's cache, from now on; None:
+    stop.
 
-    There is one watcher in a process.
+    A process has one watcher.
     """
 
-    def told(*, fn: object, **_facts: object) -> None:
+    def notify(*, fn: object, **_facts: object) -> None:
         assert tell is not None
         tell(getattr(fn, "name", str(fn)))
 
-    knobs.runtime.jit_post_compile_hook = None if tell is None else told
+    knobs.runtime.jit_post_compile_hook = None if tell is None else notify

@@ -1,4 +1,4 @@
-"""Copies of whole cache blocks: inside the cache, and to and from host memory."""
+"""Copies of whole cache blocks: within the cache, and to and from host memory."""
 
 from __future__ import annotations
 

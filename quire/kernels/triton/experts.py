@@ -1,14 +1,14 @@
-"""Experts: choices are sorted by expert, and each tile of rows is multiplied by the matrices of its expert.
+"""Experts: choices are sorted by expert, and each tile of rows is multiplied by its expert's weights; and routing.
 
-Four launches serve any step: choices are sorted; gate and up multiply gathered rows, and are activated; down leaves its
-rows at the places of the choices; and a token's are added up. How many programs there are depends on the number of
-tokens and experts, and not on what was chosen, so that a step can be recorded and replayed; others have nothing to do.
+Four launches serve any step: choices are sorted; gate and up multiply gathered rows, and are activated; down writes its
+rows at the places of the choices; and a token's rows are added. The number of programs depends on the numbers of tokens
+and experts, and not on the choices, so that a step can be captured and replayed; surplus programs exit. With adapters,
+gate and up are written unactivated at the places of the choices, LoRA is added, and another launch activates them, with
+the same bits. Routing uses one program per token.
 
-With adapters gate and up come back as they are, at the places of the choices, have added what adapters do, and are
-activated by a launch of their own, with the same bits.
-
-Invariant: a row is multiplied in a tile of fixed size and a token's experts are added up in the order of their ids; so
-no bit depends on who else is in the step. Of experts that nobody chose nothing is read.
+Invariant: a row is multiplied in a tile of fixed size and a token's experts are added in the order of their ids, so no
+bit depends on the batch. Unchosen experts are not read. Scores are ordered as integers, ties by lower id, so that the
+chosen experts are always valid and different, whatever the logits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,105 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.config.arch import Routing
 from quire.kernels.experts import ExpertAdapters, ExpertWeights, stacked
 from quire.kernels.linear import PackedWeight
-from quire.kernels.triton.activation import activated
 from quire.kernels.triton.codes import book_of
-from quire.kernels.triton.launch import next_power_of_2
+from quire.kernels.triton.elementwise import activated
+from quire.kernels.triton.launch import next_power_of_2, num_warps
 from quire.kernels.triton.lora import lora_linear
-from quire.kernels.triton.product import BLOCK_M, BLOCK_N, as_multiplied, format_options, product_tile
+from quire.kernels.triton.matmul_tile import BLOCK_M, BLOCK_N, as_multiplied, format_options, matmul_tile
+from quire.kernels.triton.token_order import NO_KEY, id_of, order_keys
+
+_LEAST_SUM = tl.constexpr(1e-20)
+
+
+@triton.jit
+def _of_best_groups(
+    keys, ranks, group, groups, top_groups, group_members, GROUP_TILE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Return the keys [G, M] of the groups, a row each, with the largest sums of their highest scores."""
+    left, judged = keys, tl.zeros([GROUP_TILE, 1], tl.float32)
+    for _ in range(group_members):
+        best = left == tl.max(left, 1, keep_dims=True)
+        judged += tl.sum(tl.where(best, ranks, 0.0), 1, keep_dims=True)
+        left = tl.where(best, NO_KEY, left)
+    group_keys = order_keys(judged, group, groups)
+    kept = group < 0
+    for _ in range(top_groups):
+        best = group_keys == tl.max(group_keys)
+        kept |= best
+        group_keys = tl.where(best, NO_KEY, group_keys)
+    return tl.where(kept, keys, NO_KEY)
+
+
+@triton.jit
+def _mixed_weight(logit, most, is_left, reach):
+    """Return an expert's softmax probability among the remaining ones that are nearly as good."""
+    far = (most - logit) / tl.maximum(tl.abs(logit), most) > reach
+    return 1.0 / tl.sum(tl.where(is_left & ~far, tl.exp(logit - most), 0.0))
+
+
+@triton.jit
+def _route(
+    ids, weights, logits, bias, row_stride, count, groups, members, top_k, top_groups, group_members, scale, reach,
+    SCORES: tl.constexpr, HAS_BIAS: tl.constexpr, NORMALIZED: tl.constexpr, OF_GROUPS: tl.constexpr,
+    GROUP_TILE: tl.constexpr, TILE: tl.constexpr, TOP_TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group, member = tl.arange(0, GROUP_TILE)[:, None], tl.arange(0, TILE)[None, :]
+    expert = group * members + member
+    inside = (group < groups) & (member < members)
+    logit = tl.load(logits + row * row_stride + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    if SCORES == "softmax":
+        mass = tl.where(inside, tl.exp(logit - tl.max(logit)), 0.0)
+        scores = mass / tl.sum(mass)
+    elif SCORES == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        scores = logit
+    ranks = scores
+    if HAS_BIAS:
+        ranks += tl.load(bias + expert, mask=inside, other=0.0)
+    keys = tl.where(inside, order_keys(ranks, expert, count), NO_KEY)
+    if OF_GROUPS:
+        keys = _of_best_groups(keys, ranks, group, groups, top_groups, group_members, GROUP_TILE, TILE)
+    place = tl.arange(0, TOP_TILE)
+    chosen, weight = tl.zeros([TOP_TILE], tl.int32), tl.zeros([TOP_TILE], tl.float32)
+    for turn in range(top_k):
+        key = tl.max(keys)
+        best = keys == key
+        score = tl.sum(tl.where(best, scores, 0.0))
+        if SCORES == "sparsemixer":
+            score = _mixed_weight(logit, score, keys != NO_KEY, reach)
+        chosen = tl.where(place == turn, id_of(key, count).to(tl.int32), chosen)
+        weight = tl.where(place == turn, score, weight)
+        keys = tl.where(best, NO_KEY, keys)
+    if NORMALIZED:
+        weight /= tl.sum(weight) + _LEAST_SUM
+    tl.store(ids + row * top_k + place, chosen, mask=place < top_k)
+    tl.store(weights + row * top_k + place, weight * scale, mask=place < top_k)
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """See `ops.route`."""
+    rows, count = logits.shape
+    ids = torch.empty(rows, routing.top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, routing.top_k, dtype=torch.float32, device=logits.device)
+    if rows:
+        members = count // routing.groups
+        group_tile, tile = next_power_of_2(routing.groups), next_power_of_2(members)
+        _route[(rows,)](
+            ids, weights, logits, bias, logits.stride(0), count, routing.groups, members, routing.top_k,
+            routing.top_groups, routing.group_members, routing.scale, routing.reach,
+            SCORES=routing.scores, HAS_BIAS=bias is not None,
+            NORMALIZED=routing.normalized and routing.scores != "sparsemixer",
+            OF_GROUPS=routing.groups > routing.top_groups and routing.scores != "sparsemixer",
+            GROUP_TILE=group_tile, TILE=tile, TOP_TILE=next_power_of_2(routing.top_k),
+            num_warps=num_warps(group_tile * tile),
+        )  # fmt: skip
+    return ids, weights
+
 
 SORT_TILE = 1024
 COLUMNS = 1024
@@ -34,9 +126,9 @@ COLUMNS = 1024
 
 @triton.jit(do_not_specialize=["choices"])
 def _sort(order, starts, chosen, choices, TILE: tl.constexpr):
-    """The choices of this program's expert, in their order, behind those of the experts before; and where they start.
+    """Write the choices of this program's expert, in order, after those of the experts before; and their start.
 
-    The last program's is no expert: it says where all end. A choice of none stands nowhere before that.
+    The last program has no expert: it writes the end of all. A choice of no expert is in none of them.
     """
     expert = tl.program_id(0)
     before = tl.zeros([TILE], tl.int32)
@@ -55,10 +147,11 @@ def _sort(order, starts, chosen, choices, TILE: tl.constexpr):
 
 @triton.jit
 def _tile(chosen, order, starts, count, BLOCK_M: tl.constexpr, BY_CHOICE: tl.constexpr):
-    """This program's expert and, of the sorted choices, the first and the end of those that it may compute.
+    """Return this program's expert and the range of sorted choices that it may compute.
 
-    BY_CHOICE a program for each choice is the one of its tile or has nothing to do, which asks for few reads; else an
-    expert has one tile more than it may need, so that a search finds whose a tile is.
+    BY_CHOICE: one program per choice, which owns its tile or exits, with few reads. Else each expert has one tile more
+    than
+    it may need, and a search finds a tile's expert.
     """
     tile = tl.program_id(0)
     if BY_CHOICE:
@@ -87,7 +180,7 @@ def _activated(gate, up, KIND: tl.constexpr):
         return up * gate / (1.0 + tl.exp(-1.702 * gate))
     elif KIND == "silu_and_mul":
         return activated(gate, "silu") * up
-    else:  # of one half
+    else:  # up only
         return activated(gate, KIND)
 
 
@@ -105,11 +198,11 @@ def _gate_up(
     place = first + tl.arange(0, BLOCK_M)
     used = place < end
     token = tl.load(order + place, mask=used, other=0) // top_k
-    # Gates and ups, if there are gates, take turns in the columns of a tile.
+    # Gates and ups, if there are gates, alternate in the columns of a tile.
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_used = column < HALVES * inner
     output = expert.to(tl.int64) * HALVES * inner + column % HALVES * inner + column // HALVES
-    sums = product_tile(
+    sums = matmul_tile(
         x, x_scales, token, row_stride, used, data, scales, zeros, book, output, column_used, HALVES * inner, hidden,
         OWN, PAIRS, WHOLE, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
@@ -162,7 +255,7 @@ def _down(
     column_used = column < hidden
     output = expert.to(tl.int64) * hidden + column
     choice = tl.load(order + place, mask=used, other=0)
-    sums = product_tile(
+    sums = matmul_tile(
         x, x_scales, place if SORTED else choice, inner, used, data, scales, zeros, book, output, column_used,
         hidden, inner, OWN, PAIRS, WHOLE, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
@@ -190,10 +283,10 @@ def _add_up(out, made, chosen, weights, count, top_k, hidden, TOP_TILE: tl.const
 
 
 class _Matrices(NamedTuple):
-    """Those of one place of all experts, one behind the other."""
+    """Weights of one layer of all experts, contiguous in memory."""
 
     one: PackedWeight
-    """The first."""
+    """First expert's weight."""
     data: Tensor
     scales: Tensor | None
     zeros: Tensor | None
@@ -211,7 +304,7 @@ def _matrices(matrices: tuple[PackedWeight, ...], biases: tuple[Tensor, ...]) ->
 
 
 def _both(of: ExpertWeights) -> tuple[_Matrices, _Matrices]:
-    """Gate and up, and down, laid together once."""
+    """Return gate and up, and down, moved into contiguous memory once."""
     if of.native is None:
         both = _matrices(of.gate_up, of.gate_up_bias), _matrices(of.down, of.down_bias)
         object.__setattr__(of, "native", both)
@@ -226,7 +319,7 @@ def experts(
     adapter_rows: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """See `ops.experts`; a choice of no expert adds nothing, and nobody waits to see whether there is one."""
+    """See `ops.experts`; an invalid choice adds nothing, and is not checked, to avoid a sync."""
     (tokens, top_k), count, device = chosen.shape, len(of), x.device
     up, down = _both(of)
     hidden, inner = up.one.inputs, down.one.inputs
@@ -277,7 +370,7 @@ def experts(
 
 
 def _slots(chosen: Tensor, adapter_rows: Tensor, count: int, num_slots: int) -> Tensor:
-    """Where the adapter of each choice has what it adds; negative: nowhere."""
+    """Return each choice's LoRA slot; negative: none."""
     each = num_slots // count
     adapter, exists = adapter_rows[:, None], (chosen >= 0) & (chosen < count)
     slots = torch.where(exists & (adapter >= 0) & (adapter < each), chosen * each + adapter, -1)

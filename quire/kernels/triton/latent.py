@@ -1,11 +1,11 @@
-"""Latent attention in its absorbed form: the products of heads, the write of latents, and attention over them.
+"""Latent attention in its absorbed form: per-head matmuls, the write of latents, and attention over them.
 
 DeepSeek-V2 (2024, arXiv:2405.04434). All heads read the same vectors, so the rows of a tile are tokens times heads, and
 a tile of latents is loaded once, as keys and as values.
 
-Invariant: tiles follow from the model, and keys are cut into parts at multiples of SPLIT_TOKENS, which are joined in
-order: one after the other by one program or, where a step that only decodes has too few programs, side by side, with
-the same bits. So no bit depends on the batch, or on how a prompt was cut into chunks.
+Invariant: tiles follow from the model, and keys are split into parts at multiples of SPLIT_TOKENS, which are joined in
+order: sequentially by one program or, if a decode step has too few programs, in parallel, with the same bits. So no bit
+depends on the batch, or on prompt chunking.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from quire.kernels.linear import PackedWeight
 from quire.kernels.triton import launch
 from quire.kernels.triton.attention import PARTS_AT_ONCE, is_decode
 from quire.kernels.triton.attention_kernels import LOG2_E, joined, joined_in_order
-from quire.kernels.triton.codes import book_of, has_own_product
+from quire.kernels.triton.codes import book_of, has_own_matmul
+from quire.kernels.triton.elementwise import normed
 from quire.kernels.triton.launch import next_power_of_2, num_warps
-from quire.kernels.triton.norm import normed
-from quire.kernels.triton.product import BLOCK_M, BLOCK_N, format_options, product_tile
+from quire.kernels.triton.matmul_tile import BLOCK_M, BLOCK_N, format_options, matmul_tile
 from quire.kernels.triton.quantize import quantize_rows
 
 SPLIT_TOKENS = 1024
 KEYS = 32
-"""Of a tile."""
+"""Keys per tile."""
 MAX_PARTS_BYTES = 1 << 28
-"""What parts that are made side by side may take."""
+"""Largest memory of parts that are computed in parallel, in bytes."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -46,7 +46,7 @@ def _per_head(
     used, column_used = token < tokens, column < outputs
     if OWN and KIND == "fp8":
         x_scales += head * tokens
-    sums = product_tile(
+    sums = matmul_tile(
         x + head * head_stride, x_scales, token, token_stride, used, data, scales, zeros, book,
         head * outputs + column, column_used, tl.num_programs(2) * outputs, inputs,
         OWN, PAIRS, WHOLE, KIND, GROUP, ZEROS, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -62,7 +62,7 @@ def per_head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     out = torch.empty(tokens, heads, outputs, dtype=x.dtype, device=x.device)
     if out.numel():
         scales = None
-        if weight.scheme.kind == "fp8" and has_own_product(weight):
+        if weight.scheme.kind == "fp8" and has_own_matmul(weight):
             rows = quantize_rows(x.flatten(0, 1))
             x, scales = rows.values.view(x.shape), rows.scales.view(tokens, heads).t().contiguous()
         grid = (triton.cdiv(tokens, BLOCK_M), triton.cdiv(outputs, BLOCK_N), heads)
@@ -75,7 +75,7 @@ def per_head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 @triton.jit
 def _rotated_pairs(start, pair, half, cos, sin, INTERLEAVED: tl.constexpr):
-    """Rotated, in float32, the first and the second of the pairs that stand behind `start`; and where these are."""
+    """Return the rotated first and second elements of the pairs at `start`, in float32, and their offsets."""
     inside = pair < half
     first = pair * 2 if INTERLEAVED else pair
     second = pair * 2 + 1 if INTERLEAVED else pair + half
@@ -89,7 +89,7 @@ def _write_latents(
     positions, q, rows, norm, table, cache, slots, rank, half, eps, q_token, q_head, row_token, heads,
     INTERLEAVED: tl.constexpr, RANK_TILE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a token, a program each, and its latent and key, which the last one writes."""
+    """Rotate a token's queries, one per program, and write its latent and key, in the last program."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, HALF)
     inside = pair < half
@@ -106,7 +106,7 @@ def _write_latents(
             start, target = rows + token * row_token, cache + slot * (rank + 2 * half)
             dim = tl.arange(0, RANK_TILE)
             value = tl.load(start + dim, mask=dim < rank, other=0.0).to(tl.float32)
-            # What is stored is rounded as activations are before it is rounded as the cache is.
+            # Stored values are rounded to the activations' dtype before the cache's.
             latent = normed(value, norm, dim, dim < rank, rank, eps).to(rows.dtype.element_ty)
             tl.store(target + dim, latent.to(cache.dtype.element_ty), mask=dim < rank)
             a, b, first, second = _rotated_pairs(start + rank, pair, half, cos, sin, INTERLEAVED)
@@ -139,10 +139,11 @@ def write_latents(
 
 @triton.jit
 def _rows_of(starts, num_requests, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, DECODE: tl.constexpr):
-    """This program's request, the request's first token and number of queries, and the first row for this program.
+    """Return this program's request, the request's first token and number of queries, and the program's first row.
 
-    A request's rows are its queries times heads. Where requests have any number of queries, each gets one tile more
-    than it may need: its first is starts[r] * HEADS // BLOCK_M + r.
+    A request's rows are its queries times heads. If requests have any number of queries, each gets one tile more than
+    it may
+    need: its first is starts[r] * HEADS // BLOCK_M + r.
     """
     tile = tl.program_id(0)
     if DECODE:
@@ -171,7 +172,7 @@ def _part(
     RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, RANK_TILE: tl.constexpr, ROPE_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What rows [M] see of the keys from `begin` to `end`: largest score, mass and unscaled sum."""
+    """Return the largest score, mass and unscaled sum of rows [M] over the keys from `begin` to `end`."""
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, RANK_TILE], tl.float32)
@@ -260,7 +261,7 @@ def _join(
     out, parts, lengths, num_parts,
     RANK: tl.constexpr, RANK_TILE: tl.constexpr, SPLIT_TOKENS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of a request's only token, for one head, in the order of their keys."""
+    """Join the parts of a request's only token, for one head, in key order."""
     request, head = tl.program_id(0), tl.program_id(1)
     row = request.to(tl.int64) * tl.num_programs(1) + head
     dim = tl.arange(0, RANK_TILE)[None, :]
@@ -283,7 +284,7 @@ def latent_attention(
     """See `ops.latent_attention`."""
     (tokens, heads, rank), (_, page, size) = q.shape, cache.shape
     num_requests, decode = len(metadata.seq_lens), is_decode(q, metadata)
-    # Rows of no request are not written, but where there is one request to a row.
+    # Padding rows are not written, unless each row has a request.
     out = (torch.empty if decode else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0 or num_requests == 0:
         return out

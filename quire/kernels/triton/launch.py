@@ -1,6 +1,6 @@
-"""What all launches share: sizes of tiles, how many programs keep a device busy, and rows of tensors that are views.
+"""Common parts of launches: tile sizes, numbers of programs, and rows of strided tensors.
 
-Invariant: a tile's size depends on properties of the model only, so that how an element is reduced never depends on
+Invariant: a tile's size depends on properties of the model only, so that the reduction of an element never depends on
 the batch.
 """
 
@@ -13,18 +13,20 @@ from torch import Tensor
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n (and 1)."""
+    """Return the smallest power of two that is at least n (and 1)."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def num_warps(tile: int) -> int:
-    """Warps for a program that works on `tile` elements at a time: 8 elements a thread, 1 to 16 warps."""
+    """Return the warps for a program that processes `tile` elements at a time: 8 elements a thread, 1 to 16 warps."""
     return min(max(tile // 256, 1), 16)
 
 
 def in_pairs(dtype: torch.dtype) -> bool:
-    """Whether floats of a dtype can be made in pairs (`pairs`); Triton's interpreter and other vendors cannot."""
-    import triton  # a CPU reads this file, too, and need not have it
+    """Return whether floats of a dtype can be decoded in pairs (`primitives`); Triton's interpreter and other vendors
+    cannot.
+    """
+    import triton  # a CPU imports this file, too, and need not have it
 
     if dtype.itemsize != 2 or triton.knobs.runtime.interpret:
         return False
@@ -34,7 +36,7 @@ def in_pairs(dtype: torch.dtype) -> bool:
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU, or what its vendor calls them; 1 for the host, in Triton's interpreter."""
+    """Return the multiprocessors of a GPU; 1 for the host, in Triton's interpreter."""
     if device.type == "cpu":
         return 1
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -43,9 +45,9 @@ def num_processors(device: torch.device) -> int:
 
 
 def rows_of(x: Tensor) -> tuple[int, int, int, int]:
-    """A tensor [..., n] as outer x inner rows: (outer, inner, outer stride, inner stride), in elements.
+    """Return a tensor [..., n] as outer x inner rows: (outer, inner, outer stride, inner stride), in elements.
 
-    Leading dimensions must merge into one but for the last of them, as those of a view [T, heads, D] do.
+    Leading dimensions except the last must merge into one, as those of a view [T, heads, D] do.
     """
     *leading, inner = x.shape[:-1] or (1,)
     outer = 1

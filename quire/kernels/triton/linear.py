@@ -1,11 +1,12 @@
-"""Linear layers on packed weights that stay rows: codes are widened in registers while they are multiplied.
+"""Linear layers on packed weights in rows: codes are decoded in registers while they are multiplied.
 
-int8 with a scale per output, and int4 with a scale (and a zero point) per output and group of k, are scaled as sums;
-all other codes are multiplied as the floats that they stand for. Many rows at a time are multiplied by the vendor's
-library, with the weight widened once. Floats are packed, as they are, for batch-invariant products only.
+int8 with a scale per output, and int4 with a scale (and a zero point) per output and group of k, scale the sums; all
+other codes are decoded to floats first. Many rows are multiplied by the vendor's library, after dequantizing the weight
+once. Floats are packed, unchanged, for batch-invariant matmuls only.
 
-Invariant: the parts into which k is cut are added in order, by the program that comes last. Where a scheme is
-invariant, tiles and parts depend on the matrix alone, and nothing on the batch.
+Invariant: parts of a split k are added in order, by the last program. If a scheme is invariant, tiles and parts depend
+on
+the weight alone, and nothing on the batch.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.formats import format_of
-from quire.kernels.linear import Ending, PackedWeight, QuantizedRows, WeightScheme
-from quire.kernels.triton import fp8
-from quire.kernels.triton.activation import activate, silu_and_mul
+from quire.kernels.linear import FusedActivation, PackedWeight, QuantizedRows, WeightScheme
+from quire.kernels.triton import quantize
 from quire.kernels.triton.codes import (
+    STEP,
     book_of,
     code_options,
     code_tile,
-    has_own_product,
+    has_own_matmul,
     in_words,
-    product_options,
+    matmul_options,
+    nibble_tile,
+    widened,
 )
-from quire.kernels.triton.embedding import embedding
+from quire.kernels.triton.elementwise import activate, embedding, silu_and_mul
 from quire.kernels.triton.launch import next_power_of_2
 from quire.kernels.triton.matmul import invariant_linear
-from quire.kernels.triton.nibbles import STEP, nibble_tile
-from quire.kernels.triton.parts import PROGRAMS, cut, put, room_for_parts
+from quire.kernels.triton.primitives import PROGRAMS, put, room_for_parts, split_k
 from quire.kernels.triton.quantize import quantize_rows
-from quire.kernels.triton.widen import widened
 
 MAX_ROWS = 256
-"""Beyond them, widening the whole weight for the vendor's library costs less than multiplying here."""
+"""Row count beyond which dequantizing the whole weight for the vendor's library is cheaper than multiplying here."""
 MANY_OUTPUTS = 128 * 132
-"""So many fill a large GPU with tiles of 128."""
+"""Outputs that fill a large GPU with tiles of 128."""
 
 
 class Tile(NamedTuple):
-    """What a program takes of rows, outputs and k, and how."""
+    """Rows, outputs and k of a program, and its launch options."""
 
     rows: int
     outputs: int
@@ -57,16 +58,18 @@ class Tile(NamedTuple):
 
 
 def tile_of(weight: PackedWeight, rows: int, dtype: torch.dtype) -> Tile:
-    """The fastest one that was found on an H100; of an invariant scheme, one for all numbers of rows."""
+    """Return the fastest tile found on an H100; for an invariant scheme, one for all numbers of rows."""
     if weight.scheme.invariant:
         return Tile(64, 64, _step(weight))
-    if has_own_product(weight) and dtype.itemsize == 2:
+    if has_own_matmul(weight) and dtype.itemsize == 2:
         return (_tile_of_words if in_words(weight) else _tile_of_bytes)(weight, rows)
-    return Tile(min(_filled(rows), 64), 64, _step(weight))  # larger ones would not fit into shared memory
+    return Tile(min(_filled(rows), 64), 64, _step(weight))  # larger tiles would not fit into shared memory
 
 
 def _tile_of_words(weight: PackedWeight, rows: int) -> Tile:
-    """Of int4. Sums of small groups are waited for so often that several small programs do better than a large one."""
+    """Return the tile for int4. Sums of small groups stall so often that several small programs outperform a large
+    one.
+    """
     if rows <= 16:
         return Tile(16, 64, STEP.value, programs=2 * PROGRAMS)
     small_groups, wide = code_options(weight)["GROUP"] < 128, weight.outputs >= MANY_OUTPUTS
@@ -76,7 +79,7 @@ def _tile_of_words(weight: PackedWeight, rows: int) -> Tile:
 
 
 def _tile_of_bytes(weight: PackedWeight, rows: int) -> Tile:
-    """Of int8."""
+    """Return the tile for int8."""
     if rows <= 16:
         return Tile(16, 32, 256, num_stages=4)
     if rows > 128:
@@ -86,15 +89,15 @@ def _tile_of_bytes(weight: PackedWeight, rows: int) -> Tile:
 
 
 def _filled(rows: int) -> int:
-    """Rows of the smallest tile that a product has and that holds so many."""
+    """Return the row count of the smallest supported tile that holds this many rows."""
     return max(next_power_of_2(rows), 16)
 
 
 def _step(weight: PackedWeight) -> int:
-    """How much of k is multiplied at once, as a rule."""
+    """Return the usual k of a tile."""
     if in_words(weight):
         return STEP.value
-    return 128 if has_own_product(weight) else 64
+    return 128 if has_own_matmul(weight) else 64
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -109,7 +112,7 @@ def _multiply_int8(
     x_start = x + row.to(tl.int64)[:, None] * x_row
     w_start = data + tl.where(output_used, output, 0).to(tl.int64)[:, None] * inputs
     first_step = tl.program_id(2) * steps_per_part
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # weights are the rows of the product: see `nibbles`
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # weights are the rows of the matmul: see `codes`
     for step in range(first_step, tl.minimum(first_step + steps_per_part, tl.cdiv(inputs, BLOCK_K))):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         if WHOLE:
@@ -131,7 +134,7 @@ def _multiply_nibbles(
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    read = tl.where(output < outputs, output, 0).to(tl.int64)  # what is not there has the weights of another
+    read = tl.where(output < outputs, output, 0).to(tl.int64)  # outputs out of range read another's weights
     first_step = tl.program_id(2) * steps_per_part
     end_step = tl.minimum(first_step + steps_per_part, tl.cdiv(inputs, STEP))
     sums = nibble_tile(
@@ -165,7 +168,7 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
         ConfigError: the device does not multiply fp8.
     """
     if scheme.kind == "fp8":
-        fp8.check_device(weight.device)
+        quantize.check_device(weight.device)
     return format_of(scheme).pack(weight, scheme, halves, "rows")
 
 
@@ -173,18 +176,18 @@ def packed_linear(
     x: Tensor | QuantizedRows,
     weight: PackedWeight,
     bias: Tensor | None = None,
-    activation: Ending | None = None,
+    activation: FusedActivation | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """See `ops.packed_linear`; but for fp8 without groups, activations keep their dtype."""
+    """See `ops.packed_linear`; activations keep their dtype, except for fp8 without groups."""
     rows: Any = x if isinstance(x, QuantizedRows) else x.flatten(0, -2)
-    multiply = _OWN.get(weight.scheme.kind, _code_linear) if has_own_product(weight) else _code_linear
+    multiply = _OWN.get(weight.scheme.kind, _code_linear) if has_own_matmul(weight) else _code_linear
     out = multiply(rows, weight, bias, dtype or x.dtype)
     out = out.view(*x.shape[:-1], weight.outputs)
     return out if activation is None else _ended(out, activation)
 
 
-def _ended(out: Tensor, activation: Ending) -> Tensor:
+def _ended(out: Tensor, activation: FusedActivation) -> Tensor:
     if activation == "silu_and_mul":
         return silu_and_mul(out)
     return reference.clamped_swiglu(out) if activation == "clamped_swiglu" else activate(out, activation)
@@ -208,9 +211,9 @@ def _fp8_linear(
     rows = x if isinstance(x, QuantizedRows) else quantize_rows(x)
     scheme = weight.scheme
     may = scheme.vendor and not scheme.invariant
-    if may and fp8.vendor_takes(rows.shape[0], weight.outputs, weight.inputs, dtype):
-        return fp8.vendor_linear(rows, weight.data, weight.scales, bias)
-    return fp8.fp8_linear(rows, weight, bias, dtype)
+    if may and quantize.vendor_takes(rows.shape[0], weight.outputs, weight.inputs, dtype):
+        return quantize.vendor_linear(rows, weight.data, weight.scales, bias)
+    return quantize.fp8_linear(rows, weight, bias, dtype)
 
 
 def _code_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -233,7 +236,7 @@ def _multiply(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None)
     """x [M, K] -> out [M, N]."""
     rows, (outputs, inputs) = len(x), (weight.outputs, weight.inputs)
     tile = tile_of(weight, rows, x.dtype)
-    num_parts, steps_per_part = cut(
+    num_parts, steps_per_part = split_k(
         triton.cdiv(outputs, tile.outputs), triton.cdiv(inputs, tile.k), tile.programs
     )
     grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), num_parts)
@@ -249,9 +252,9 @@ def _multiply(out: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None)
     }
     places = out, parts, arrived, x, weight.data, weight.scales
     if in_words(weight):
-        options = product_options(weight, x.dtype)
+        options = matmul_options(weight, x.dtype)
         _multiply_nibbles[grid](*places, weight.zeros, book_of(weight), *sizes, **options, **variant)
-    elif has_own_product(weight):
+    elif has_own_matmul(weight):
         _multiply_int8[grid](*places, *sizes, WHOLE=inputs % tile.k == 0, **variant, BLOCK_K=tile.k)
     else:
         _multiply_codes[grid](

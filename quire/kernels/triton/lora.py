@@ -1,10 +1,13 @@
-"""Low-rank adapters (E. Hu et al., 2021, arXiv:2106.09685): what each row's own adapter adds to a product.
+"""Low-rank adapters (E. Hu et al., 2021, arXiv:2106.09685): each row's own adapter added to a linear layer's output.
 
-A program has a tile of neighbouring rows and one slot, and ends at once if none of the rows has that: so rows that
-share an adapter read it once, and a launch depends on no content. The first launch shrinks, x @ a, with k in several
-parts; the second adds these up in their order and expands.
+A program has a tile of adjacent rows and one slot, and exits if no row has that slot: so rows that share an adapter
+read
+it once, and a launch depends on no data. The first launch shrinks, x @ a, with k in several parts; the second adds
+these
+in order and expands.
 
-Invariant: tiles and parts depend on the matrix alone, and a row meets its own adapter only, so its bits are its own.
+Invariant: tiles and parts depend on the weight alone, and a row uses its own adapter only, so its bits do not depend on
+the batch.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from quire.kernels.lora import RANK_UNIT, LoraStacks
 
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 128, 128
 MAX_PARTS = 8
-"""Into which k is cut, each of four tiles or more: a step of few rows has no other programs."""
+"""Largest number of parts of k, of four tiles or more each: a step of few rows has no other parallelism."""
 
 
 @triton.jit
 def _rows_of_slot(adapter_rows, slot, rows, BLOCK_M: tl.constexpr):
-    """The rows of this program's tile, which of them have its slot, and whether any has."""
+    """Return the rows of this program's tile, which of them have its slot, and whether any has."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     mine = tl.load(adapter_rows + row, mask=row < rows, other=-1) == slot
     return row, mine, tl.max(mine.to(tl.int32), 0) > 0
@@ -101,7 +104,7 @@ def _expand(
 
 
 def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStacks) -> None:
-    """See `ops.lora_linear`; a row whose slot is none is left as it is."""
+    """See `ops.lora_linear`; a row with an invalid slot is unchanged."""
     rows, (slots, parts, inputs, most) = len(x), adapters.a.shape
     if not rows:
         return
@@ -123,7 +126,7 @@ def lora_linear(out: Tensor, x: Tensor, adapter_rows: Tensor, adapters: LoraStac
 
 
 def _ends_on_device(adapters: LoraStacks) -> Tensor:
-    """Where parts begin, copied when the stacks are first used: no graph could hold the copy."""
+    """Return the parts' starts on the device, copied on first use, since a graph could not capture the copy."""
     if adapters.native is None:
         object.__setattr__(adapters, "native", adapters.ends.to(adapters.a.device, torch.int32))
     ends: Tensor = adapters.native

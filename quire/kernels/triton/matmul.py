@@ -1,7 +1,7 @@
-"""A dense GEMM whose result for a row does not depend on how many rows there are.
+"""Dense GEMM whose result for a row does not depend on the number of rows.
 
-The vendor's library chooses its kernel by the shape of the whole product, and so the order in which it adds; here
-the tile follows from the weight alone and k is walked in order. It serves `--batch-invariant` alone.
+The vendor's library chooses its kernel, and so the order of additions, by the whole shape; here the tile follows from
+the weight alone and k is processed in order. Used for `--batch-invariant` only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BLOCK_M, BLOCK_K = 64, 64
 GROUP_M = 8
 """Row tiles that share a column of the weight while it is in the cache."""
 NUM_PROCESSORS = 132
-"""Of a large GPU; a matrix with fewer tiles of 128 outputs is cut into smaller ones."""
+"""Multiprocessors of a large GPU; a weight with fewer tiles of 128 outputs gets smaller ones."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -46,14 +46,14 @@ def _matmul(
 
 
 def outputs_per_tile(outputs: int) -> int:
-    """Outputs in a tile: as many as still make work for a whole GPU when the rows fill one tile only."""
+    """Return the outputs per tile: as many as still occupy a whole GPU when the rows fill one tile only."""
     return 128 if outputs >= 128 * NUM_PROCESSORS else 64
 
 
 def invariant_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`ops.linear` with the same bits for a row in every batch."""
+    """Compute `ops.linear` with the same bits for a row in every batch."""
     flat, (outputs, inputs) = x.flatten(0, -2), weight.shape
     out = torch.empty(*x.shape[:-1], outputs, dtype=dtype or x.dtype, device=x.device)
     if out.numel():

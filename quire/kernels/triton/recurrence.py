@@ -1,8 +1,9 @@
-"""The gated delta rule and real-gated linear recurrent units: a program walks through a request's tokens.
+"""Gated delta rule, real-gated linear recurrent units and RWKV-7: a program iterates over a request's tokens.
 
-S. Yang et al., "Gated Delta Networks" (2024, arXiv:2412.06464); S. De et al., "Griffin" (2024, arXiv:2402.19427).
+S. Yang et al., "Gated Delta Networks" (2024, arXiv:2412.06464); S. De et al., "Griffin" (2024, arXiv:2402.19427);
+B. Peng et al., "RWKV-7 Goose with Expressive Dynamic State Evolution" (2025, arXiv:2503.14456).
 
-Invariant: as in `scan`; gates are made in tiles of fixed size.
+Invariant: as in `scan`; gates are computed in tiles of fixed size.
 """
 
 from __future__ import annotations
@@ -13,11 +14,93 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.attention_metadata import StateMetadata
-from quire.kernels.triton.launch import next_power_of_2
-from quire.kernels.triton.states import left_in, of_requests, softplus, state_rows
+from quire.kernels.triton.launch import next_power_of_2, num_warps
+from quire.kernels.triton.scan import left_in, of_requests, softplus, state_rows
+
+_SLOWEST = tl.constexpr(-0.6065306597126334)
+"""-exp(-1/2): the logarithm of a decay is this, times a number in (0, 1)."""
+_LEAST_LENGTH = tl.constexpr(1e-12)
+
+
+@triton.jit
+def _of_token(x, at, row_stride, channel, used):
+    return tl.load(x + at * row_stride + channel, mask=used, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _rwkv7(
+    out, r, w, k, v, a, of_heads, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
+    r_row, w_row, k_row, v_row, a_row, state_stride, size, eps, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Process one head, whose state is [D, D]: keys by values, the columns."""
+    request, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    first, last, before, end, table, source = state_rows(
+        starts, lengths, kept_lens, tables, table_width, request, num_blocks, PAGE
+    )
+    index = tl.arange(0, TILE)
+    used, channel = index < size, head * size + index
+    both = used[:, None] & used[None, :]
+    place = channel[:, None] * size + index[None, :]
+    state = tl.load(states + source * state_stride + place, mask=tl.where(source > 0, both, False), other=0.0)
+    channels = heads * size
+    unit_of = tl.load(of_heads + channel, mask=used, other=0.0)
+    rate_of = tl.load(of_heads + channels + channel, mask=used, other=0.0)
+    bonus_of = tl.load(of_heads + 2 * channels + channel, mask=used, other=0.0)
+    weight = tl.load(of_heads + 3 * channels + channel, mask=used, other=0.0)
+    bias = tl.load(of_heads + 4 * channels + channel, mask=used, other=0.0)
+    for step in range(last - first):
+        at = (first + step).to(tl.int64)
+        asked, key = _of_token(r, at, r_row, channel, used), _of_token(k, at, k_row, channel, used)
+        value, rate = _of_token(v, at, v_row, channel, used), _sigmoid(_of_token(a, at, a_row, channel, used))
+        decay = tl.exp(_sigmoid(_of_token(w, at, w_row, channel, used)) * _SLOWEST)
+        unit = key * unit_of
+        unit /= tl.maximum(tl.sqrt(tl.sum(unit * unit)), _LEAST_LENGTH)
+        key *= 1.0 + (rate - 1.0) * rate_of
+        known = tl.sum(unit[:, None] * state, 0)
+        state = (
+            state * decay[:, None] - (unit * rate)[:, None] * known[None, :] + key[:, None] * value[None, :]
+        )
+        said = tl.sum(asked[:, None] * state, 0)
+        centred = tl.where(used, said - tl.sum(said) / size, 0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(centred * centred) / size + eps)
+        result = centred * scale * weight + bias + tl.sum(asked * key * bonus_of) * value
+        tl.store(out + at * channels + channel, result.to(out.dtype.element_ty), mask=used)
+        target = left_in(table, before + step + 1, end, num_blocks, PAGE)
+        if target > 0:
+            tl.store(states + target * state_stride + place, state, mask=both)
+
+
+def rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    of_heads: Tensor,
+    states: Tensor,
+    metadata: StateMetadata,
+    eps: float,
+) -> Tensor:
+    """See `ops.rwkv7`."""
+    _, heads, size, _ = states.shape
+    out = torch.zeros(r.shape, dtype=r.dtype, device=r.device)
+    if out.numel():
+        tile = next_power_of_2(size)
+        _rwkv7[(len(metadata.seq_lens), heads)](
+            out, r, w, k, v, a, of_heads, states, *of_requests(metadata, states),
+            r.stride(0), w.stride(0), k.stride(0), v.stride(0), a.stride(0), states.stride(0), size, eps,
+            PAGE=metadata.block_size, TILE=tile, num_warps=num_warps(tile * tile // 2),
+        )  # fmt: skip
+    return out
+
 
 COLUMNS = 16
-"""Values of a head whose columns of the state a program holds."""
+"""Values of a head, whose state columns a program holds."""
 GATE_ROWS, GATE_COLUMNS, GATE_INPUTS = 16, 32, 32
 CHANNELS = 128
 _LEAST_SQUARE = tl.constexpr(1e-6)
@@ -25,7 +108,7 @@ _LEAST_SQUARE = tl.constexpr(1e-6)
 
 @triton.jit
 def _unit(x, index, used):
-    """A vector of length 1."""
+    """Return a vector of length 1."""
     value = tl.load(x + index, mask=used, other=0.0).to(tl.float32)
     return value / tl.sqrt(tl.sum(value * value) + _LEAST_SQUARE)
 
@@ -36,7 +119,7 @@ def _gated_delta(
     qkv_row, ba_row, state_stride, keys, values, key_heads, scale, strongest, least,
     PAGE: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Some columns [KEYS, TILE] of a value head's state."""
+    """Process some columns [KEYS, TILE] of a value head's state."""
     request, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first, last, before, end, table, source = state_rows(
         starts, lengths, kept_lens, tables, table_width, request, num_blocks, PAGE
@@ -47,7 +130,7 @@ def _gated_delta(
     place = (head * keys + index[:, None]) * values + column[None, :]
     state = tl.load(states + source * state_stride + place, mask=tl.where(source > 0, both, False), other=0.0)
     rate = tl.load(rates + head)
-    # The time steps of a head, of which the whole state has one, or each row of it.
+    # A head's time steps: one for the whole state, or one for each row of it.
     clock = head * keys + index if BY_CHANNEL else head + 0 * index
     more = tl.load(dt_bias + clock, mask=used, other=0.0)
     key_head = head // (heads // key_heads)
@@ -99,7 +182,7 @@ def gated_delta(
 def _gates(
     out, x, weights, bias, rows, x_row, size, ROWS: tl.constexpr, TILE: tl.constexpr, INPUTS: tl.constexpr
 ):
-    """Sigmoids of what a head's matrix [size, 2 * size] makes of its channels."""
+    """Write sigmoids of a head's channels times its weight [size, 2 * size]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, head = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.program_id(2)
     used, inside = row < rows, column < 2 * size
@@ -123,7 +206,7 @@ def _rg_lru(
     out, x, gates, rates, states, starts, lengths, kept_lens, tables, table_width, num_blocks,
     x_row, state_stride, size, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of a head."""
+    """Process some channels of a head."""
     request, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first, last, before, end, table, source = state_rows(
         starts, lengths, kept_lens, tables, table_width, request, num_blocks, PAGE

@@ -1,9 +1,9 @@
-"""Norms of heads, rotary embedding and the write of keys and values into the cache, alone and in one pass.
+"""Head norms, rotary embedding and KV cache writes, alone and fused.
 
 J. Su et al., "RoFormer: Enhanced transformer with rotary position embedding" (2021).
 
-Invariant: one program per token and head; positions and slots come checked from the runner, and a slot below 0 (a
-padding row) is skipped.
+Invariant: one program per token and head; the runner has validated positions and slots, and a slot below 0 (a padding
+row) is skipped.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.formats import FP8_MAX
+from quire.kernels.triton.elementwise import normed
 from quire.kernels.triton.launch import next_power_of_2, num_warps
-from quire.kernels.triton.norm import normed
 
 
 @triton.jit
 def _rotated(x, row, position, table, rot_dim, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
-    """Rotate the first `rot_dim` elements behind `x + row`, in place."""
+    """Rotate the first `rot_dim` elements at `x + row`, in place."""
     pair = tl.arange(0, HALF)
     inside = pair < rot_dim // 2
     first = row + (pair * 2 if INTERLEAVED else pair)
@@ -34,7 +34,7 @@ def _rotated(x, row, position, table, rot_dim, INTERLEAVED: tl.constexpr, HALF: 
 
 @triton.jit
 def _stored(value, LIMIT: tl.constexpr):
-    """What a cache whose largest number is LIMIT (0: it has none) keeps of a value; NaN stays."""
+    """Saturate a value to the cache's largest number LIMIT (0: no limit); NaN stays."""
     if LIMIT > 0.0:
         value = value.to(tl.float32)
         value = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
@@ -46,13 +46,13 @@ def _turned(
     x, row, norm, position, table, rot_dim, head_size, eps,
     NORM: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Norm, if it is to be, and rotate the head behind `x + row`, in place."""
+    """Norm, if NORM, and rotate the head at `x + row`, in place."""
     if NORM:
         dim = tl.arange(0, SIZE)
         inside = dim < head_size
         value = tl.load(x + row + dim, mask=inside, other=0.0).to(tl.float32)
         tl.store(x + row + dim, normed(value, norm, dim, inside, head_size, eps), mask=inside)
-        # What other threads of this program have stored is read next; it is rounded as a norm by itself would be.
+        # Other threads' stores are read next, rounded as by a separate norm.
         tl.debug_barrier()
     _rotated(x, row, position, table, rot_dim, INTERLEAVED, HALF)
 
@@ -77,7 +77,7 @@ def _rotary_and_write_kv(
         if ROTATE:
             position = tl.load(positions + token)
             _turned(k, row, k_norm, position, table, rot_dim, head_size, eps, NORM, INTERLEAVED, HALF, SIZE)
-            # As above.
+            # See above.
             tl.debug_barrier()
         if WRITE:
             slot = tl.load(slots + token)
@@ -96,7 +96,7 @@ def _rotary_and_write_kv(
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.rotary_embedding`; a position outside the table is not looked for on a GPU."""
+    """See `ops.rotary_embedding`; a position outside the table is not checked on a GPU."""
     if len(positions):
         _launch(q, k, None, positions, cos_sin_cache, None, None, None, interleaved)
     return q, k
@@ -161,6 +161,6 @@ def _strides(x: Tensor | None, count: int) -> tuple[int, ...]:
 
 
 def _value_strides(v_cache: Tensor | None) -> tuple[int, ...]:
-    """(block, head, dim, slot), the order in which keys have theirs."""
+    """Return (block, head, dim, slot) strides, in the order of the keys' strides."""
     block, head, slot, dim = _strides(v_cache, 4)
     return block, head, dim, slot

@@ -1,12 +1,17 @@
-"""The choice of a token on a GPU, by the Gumbel-max trick.
+"""Sampling on a GPU, by the Gumbel-max trick.
 
 The largest of ln(p) + g, with Gumbel noise g for every token, is token i with probability p[i] (E. Gumbel, "Statistical
 theory of extreme values", 1954; C. Maddison et al., "A* sampling", 2014). No sum is needed, and a maximum is exact in
-any order. So a row is split over as many programs as keep the device busy, and the token does not depend on how. A
-greedy row is one without noise.
+any order. So a row is split over as many programs as keep the device busy, without effect on the token. A greedy row
+has
+no noise. In rows with top-k or top-p, tokens that are certainly kept compete this way, and uncertain ones are collected
+and compete last: see `primitives`.
 
-Of rows that use top-k or top-p, tokens that are kept for sure race so, and those about which one must look closer are
-collected and race last: see `cut`.
+Noise is generated where it is used. A Gumbel number is -ln(E), with E = -ln(1 - v) exponential and v uniform. Winning
+tokens have large noise, so small v, which therefore must be precise: 64 random bits make a float32 of full precision
+down to 2**-65. A token with 2**-64 of the mass still has its chance, where 24 bits would end at 2**-24. Random bits:
+Philox4x32-10 of J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); one call of counter (position,
+pair) serves the two tokens of a pair.
 
 Invariant: a row's token is a function of its own logits and settings, its seed and its position.
 """
@@ -20,14 +25,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.limits import ANY_LIMITS, Limits
-from quire.kernels.triton import cut, launch
-from quire.kernels.triton.cut import (
+from quire.kernels.attention_metadata import ANY_LIMITS, SamplingLimits
+from quire.kernels.triton import launch, primitives
+from quire.kernels.triton.primitives import (
     BUCKETS,
     GROUP,
-    find_cut,
-    is_cut,
-    keys_of,
+    candidate_keys,
+    find_cutoff,
+    is_limited,
     load_span,
     num_tiles,
     parted,
@@ -39,22 +44,76 @@ from quire.kernels.triton.cut import (
     unsure_buckets,
     value_of,
 )
-from quire.kernels.triton.noise import gumbel, gumbel_at
+
+BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+
+
+@triton.jit
+def fraction_of(high, low):
+    """Convert 64 bits to a float32 in (0, 1), excluding both ends, so that all further values are finite."""
+    fraction = high.to(tl.float32) * 2.0**-32 + (low.to(tl.float32) + 0.5) * 2.0**-64
+    return tl.minimum(fraction, BELOW_ONE)
+
+
+@triton.jit
+def _words(seed, position, pair):
+    """Return the random bits of pairs of tokens: two words per token."""
+    pair = pair.to(tl.uint32)
+    zero = pair * 0
+    low, high = (
+        (position.to(tl.uint64) & 0xFFFFFFFF).to(tl.uint32),
+        (position.to(tl.uint64) >> 32).to(tl.uint32),
+    )
+    return tl.philox(seed, zero + low, zero + high, pair, zero)
+
+
+@triton.jit
+def fractions(seed, position, first, TILE: tl.constexpr):
+    """Return v of the tokens from `first`, an even number, on: [TILE] float32. See `philox.fractions`."""
+    a, b, c, d = _words(seed, position, first // 2 + tl.arange(0, TILE // 2))
+    return tl.interleave(fraction_of(a, b), fraction_of(c, d))
+
+
+@triton.jit
+def fractions_at(seed, position, token):
+    """Return v of any tokens, as from `fractions`."""
+    a, b, c, d = _words(seed, position, token // 2)
+    return tl.where(token % 2 == 0, fraction_of(a, b), fraction_of(c, d))
+
+
+@triton.jit
+def gumbel_of(v):
+    """Return -ln(-ln(1 - v))."""
+    # Near 0 the logarithm of 1 - v would lose v's precision; the series has an error of v**5 / 5 there.
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)))
+    return -tl.log(tl.where(v < 0.015625, series, -tl.log(1.0 - v)))
+
+
+@triton.jit
+def gumbel(seed, position, first, TILE: tl.constexpr):
+    """Return noise of the tokens from `first`, an even number, on: [TILE] float32 between -2.9 and 45.1."""
+    return gumbel_of(fractions(seed, position, first, TILE))
+
+
+@triton.jit
+def gumbel_at(seed, position, token):
+    """Return noise of any tokens."""
+    return gumbel_of(fractions_at(seed, position, token))
+
 
 TILE = 1024
 KEY_TILE = 256
 MAX_SPLITS = 256
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 PROGRAMS_PER_PROCESSOR = 8
-"""Of 4 warps each: enough loads in flight to keep the memory busy."""
+"""Programs of 4 warps each: enough loads in flight to saturate the memory."""
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def _survey(
     group_largest, smallest, counts, masses, found, logits, settings, n, num_groups, tiles, TILE: tl.constexpr
 ):
-    """The largest scaled logit of each group of tokens, and a split's least one that is possible; and what is to be
-    counted begins at 0."""
+    """Write the largest scaled logit of each group of tokens, and a split's least possible one; reset the counters."""
     index, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = temperature_of(settings + index * 4)
     GROUPS: tl.constexpr = TILE // GROUP
@@ -79,14 +138,14 @@ def _tally(
     spans, counts, masses, found, group_largest, smallest, logits, settings, n, num_groups, num_splits, tiles,
     TILE: tl.constexpr, GROUPS: tl.constexpr, MAX_SPLITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """A row's span and, if it is to be cut, how many tokens are in each bucket of it, and what mass they have."""
+    """Compute a row's span and, if it uses top-k or top-p, the count and mass of each bucket."""
     index, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, setting = logits + index * n, settings + index * 4
     span = store_span(
         spans + index * SPAN, group_largest + index * num_groups, smallest + index * num_splits, setting,
         n, num_groups, num_splits, split == 0, GROUPS, MAX_SPLITS,
     )  # fmt: skip
-    if is_cut(setting, n):
+    if is_limited(setting, n):
         tally(
             counts + index * BUCKETS, masses + index * BUCKETS, found + index * 2, row, setting,
             split * tiles * TILE, n, tiles, temperature_of(setting), span, TILE,
@@ -95,7 +154,7 @@ def _tally(
 
 @triton.jit
 def _random_key(random_keys, index, NOISE: tl.constexpr):
-    """The seed and the position of a row."""
+    """Return the seed and the position of a row."""
     if NOISE:
         return tl.load(random_keys + index * 2), tl.load(random_keys + index * 2 + 1)
     else:
@@ -104,14 +163,14 @@ def _random_key(random_keys, index, NOISE: tl.constexpr):
 
 @triton.jit
 def _better(best, chosen, key, token):
-    """Lane by lane the larger key and its token; of equal ones, the lower id."""
+    """Return lane by lane the larger key and its token; ties by lower id."""
     is_better = (key > best) | ((key == best) & (token < chosen))
     return tl.maximum(best, key), tl.where(is_better, token, chosen)
 
 
 @triton.jit
 def _first_of(best, chosen):
-    """The largest key of some lanes, and its token."""
+    """Return the largest key of some lanes, and its token."""
     key = tl.max(best)
     return key, tl.min(tl.where(best == key, chosen, NO_TOKEN))
 
@@ -121,15 +180,16 @@ def _race(
     best_keys, ids, logits, settings, random_keys, spans, counts, masses, kept_keys, found, n, num_splits, tiles,
     NOISE: tl.constexpr, LIMITED: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """The first token of each split, by scaled logit plus noise, among those that are kept for sure; others that may be
-    are collected."""
+    """Write the first token of each split, by scaled logit plus noise, among certainly kept ones; collect uncertain
+    ones.
+    """
     index, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, setting = logits + index * n, settings + index * 4
     temperature, is_random = temperature_of(setting), (tl.load(setting) != 0.0) & NOISE
-    lowest, cut = temperature * 0 + float("-inf"), is_random & False
+    lowest, limited = temperature * 0 + float("-inf"), is_random & False
     if LIMITED:
         span = load_span(spans + index * SPAN)
-        lowest, cut = span[1], is_cut(setting, n)
+        lowest, limited = span[1], is_limited(setting, n)
         unsure = unsure_buckets(
             counts + index * BUCKETS, masses + index * BUCKETS, found + index * 2, setting, n
         )
@@ -139,9 +199,9 @@ def _race(
         start = (split * tiles + tile) * TILE
         column = start + tl.arange(0, TILE)
         value = scaled(row, column, n, temperature)
-        runs, is_empty = value >= lowest, cut & False
+        runs, is_empty = value >= lowest, limited & False
         if LIMITED:  # noqa: SIM102  (decided when the kernel is compiled)
-            if cut:
+            if limited:
                 runs = parted(
                     value, column, n, kept_keys + index * CAPACITY, found + index * 2, span, unsure, CAPACITY
                 )
@@ -162,12 +222,12 @@ def _first_unsure(
     row, setting, span, unsure, kept_keys, count, n, seed, position,
     NOISE: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """In each lane, the largest scaled logit plus noise of the collected tokens that are kept, and its token."""
+    """Return in each lane the largest scaled logit plus noise of the collected tokens that are kept, and its token."""
     temperature, is_random = temperature_of(setting), (tl.load(setting) != 0.0) & NOISE
-    last = find_cut(setting, kept_keys, row, n, count, temperature, span, unsure, TILE, CAPACITY)
+    last = find_cutoff(setting, kept_keys, row, n, count, temperature, span, unsure, TILE, CAPACITY)
     best, chosen = tl.full([TILE], float("-inf"), tl.float64), tl.full([TILE], NO_TOKEN, tl.int32)
     for tile in range(num_tiles(count, n, TILE, CAPACITY)):
-        kept = keys_of(tile, kept_keys, row, n, count, temperature, span, unsure, TILE, CAPACITY)
+        kept = candidate_keys(tile, kept_keys, row, n, count, temperature, span, unsure, TILE, CAPACITY)
         token = token_of(kept, n)
         key = tl.where(kept >= last, value_of(kept), float("-inf")).to(tl.float64)
         if is_random:
@@ -182,7 +242,7 @@ def _finish(
     NOISE: tl.constexpr, LIMITED: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr, SPAN: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The first of the splits' tokens and of those that were collected and are kept; -1 where none is possible."""
+    """Write the best of the splits' tokens and the kept collected ones; -1 if none is possible."""
     index, split = tl.program_id(0).to(tl.int64), tl.arange(0, MAX_SPLITS)
     row, setting = logits + index * n, settings + index * 4
     place, inside = index * num_splits + split, split < num_splits
@@ -190,7 +250,7 @@ def _finish(
     best, chosen = _first_of(keys, tl.load(ids + place, mask=inside, other=NO_TOKEN))
     if LIMITED:
         count = tl.load(found + index * 2)
-        if is_cut(setting, n) & (count > 0):
+        if is_limited(setting, n) & (count > 0):
             seed, position = _random_key(random_keys, index, NOISE)
             span = load_span(spans + index * SPAN)
             unsure = unsure_buckets(
@@ -206,22 +266,22 @@ def _finish(
 
 
 class _Splits(NamedTuple):
-    """How rows are cut into splits."""
+    """Partition of rows into splits."""
 
     number: int
     tiles: int
-    """Of each."""
+    """Tiles per split."""
 
 
 def _splits(num_rows: int, vocab_size: int, wanted: int) -> _Splits:
-    """About `wanted` for each row, as many as there are tiles at most."""
+    """Return about `wanted` splits per row, at most one per tile."""
     num_tiles = triton.cdiv(vocab_size, TILE)
     tiles = triton.cdiv(num_tiles, max(min(wanted, num_tiles, MAX_SPLITS), 1))
     return _Splits(triton.cdiv(num_tiles, tiles), tiles)
 
 
 def sample_tokens(
-    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits = ANY_LIMITS
+    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: SamplingLimits = ANY_LIMITS
 ) -> Tensor:
     """See `ops.sample_tokens`."""
     programs = PROGRAMS_PER_PROCESSOR * launch.num_processors(logits.device)
@@ -229,9 +289,9 @@ def sample_tokens(
 
 
 def sample_in_splits(
-    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: Limits, num_splits: int
+    logits: Tensor, settings: Tensor, keys: Tensor | None, limits: SamplingLimits, num_splits: int
 ) -> Tensor:
-    """`sample_tokens` with each row in about so many splits, which changes no token."""
+    """Return `sample_tokens` with each row in about that many splits, which has no effect on the tokens."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
     if not num_rows:
@@ -240,9 +300,16 @@ def sample_in_splits(
     grid = (num_rows, splits.number)
     best = torch.empty(grid, dtype=torch.float64, device=device)
     ids = torch.empty(grid, dtype=torch.int32, device=device)
-    looked_at = _look(logits, settings, splits) if any(limits) else (out,) * 5  # which nobody reads
-    rows = (best, ids, logits, settings, out if keys is None else keys, *looked_at)
-    variant = {"NOISE": keys is not None, "LIMITED": any(limits), "CAPACITY": cut.CAPACITY, "SPAN": cut.SPAN}
+    buckets = (
+        _bucket_rows(logits, settings, splits) if any(limits) else (out,) * 5
+    )  # placeholders that are never read
+    rows = (best, ids, logits, settings, out if keys is None else keys, *buckets)
+    variant = {
+        "NOISE": keys is not None,
+        "LIMITED": any(limits),
+        "CAPACITY": primitives.CAPACITY,
+        "SPAN": primitives.SPAN,
+    }
     _race[grid](*rows, vocab_size, *splits, **variant, TILE=TILE)
     _finish[(num_rows,)](
         out, *rows, vocab_size, splits.number, **variant, TILE=KEY_TILE, MAX_SPLITS=MAX_SPLITS
@@ -250,15 +317,15 @@ def sample_in_splits(
     return out
 
 
-def _look(logits: Tensor, settings: Tensor, splits: _Splits) -> tuple[Tensor, ...]:
-    """What a cut is made by: spans, counts and masses of buckets, room for keys, and what was found."""
+def _bucket_rows(logits: Tensor, settings: Tensor, splits: _Splits) -> tuple[Tensor, ...]:
+    """Compute the inputs of the cut-off: spans, counts and masses of buckets, memory for keys, and counters."""
     (num_rows, vocab_size), num_groups = logits.shape, triton.cdiv(logits.shape[1], GROUP.value)
 
     def of_rows(columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_rows, columns, dtype=dtype, device=logits.device)
 
     group_largest, smallest = of_rows(num_groups, torch.float32), of_rows(splits.number, torch.float32)
-    spans, counts = of_rows(cut.SPAN, torch.float32), of_rows(BUCKETS.value, torch.int32)
+    spans, counts = of_rows(primitives.SPAN, torch.float32), of_rows(BUCKETS.value, torch.int32)
     masses, found = of_rows(BUCKETS.value, torch.int64), of_rows(2, torch.int64)
     grid = (num_rows, splits.number)
     _survey[grid](
@@ -267,6 +334,6 @@ def _look(logits: Tensor, settings: Tensor, splits: _Splits) -> tuple[Tensor, ..
     )  # fmt: skip
     _tally[grid](
         spans, counts, masses, found, group_largest, smallest, logits, settings, vocab_size, num_groups, *splits,
-        TILE=TILE, GROUPS=launch.next_power_of_2(num_groups), MAX_SPLITS=MAX_SPLITS, SPAN=cut.SPAN,
+        TILE=TILE, GROUPS=launch.next_power_of_2(num_groups), MAX_SPLITS=MAX_SPLITS, SPAN=primitives.SPAN,
     )  # fmt: skip
-    return spans, counts, masses, of_rows(cut.CAPACITY, torch.int64), found
+    return spans, counts, masses, of_rows(primitives.CAPACITY, torch.int64), found

@@ -1,1 +1,1 @@
-"""Checkpoints whose matrices are quantised already: what their tensors are, and what these stand for."""
+"""Quantized checkpoints: their tensors, and codecs that decode these."""

@@ -1,4 +1,4 @@
-"""One of two matrices whose outputs alternate in a module that no cut of its tensors takes apart."""
+"""Codec of one of two matrices with alternating outputs, in a module whose tensors cannot be sliced into the two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.layers.quantized.codec import Codec, Coded, Stored
 
 @dataclass(frozen=True)
 class Alternate(Codec):
-    """Outputs `half`, `half` + 2 and so on of what `both` decodes, which reads all of the module's tensors."""
+    """Outputs `half`, `half` + 2 and so on of the matrix that `both` decodes from all of the module's tensors."""
 
     both: Codec
     half: int

@@ -13,12 +13,12 @@ from quire.layers.quantized.bits import unpacked
 from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, outputs, scheme_of
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where, in a word, the integer of each of eight neighbouring outputs is."""
+"""Position in a word of the integer of each of eight neighbouring outputs."""
 
 
 @dataclass(frozen=True)
 class Awq(Codec):
-    """Integers of 4 bits, of which words hold those of eight outputs.
+    """4-bit integers; a word holds those of eight outputs.
 
     qweight int32 [K, N / 8]; qzeros int32 [G, N / 8]; scales [G, N].
     """
@@ -47,6 +47,6 @@ class Awq(Codec):
 
 
 def _by_output(words: Tensor) -> Tensor:
-    """[R, N / 8] -> uint8 [N, R]."""
+    """Unpack [R, N / 8] into uint8 [N, R]."""
     numbers = unpacked(words, 4, 1).unflatten(1, (-1, 8))[..., _ORDER]
     return numbers.flatten(1).t()

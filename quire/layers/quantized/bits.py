@@ -1,4 +1,4 @@
-"""Integers of a few bits out of larger ones, the first in the lowest bits."""
+"""Unpacking of few-bit integers from larger ones, the first in the lowest bits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def words_of(bits: int) -> tuple[int, int]:
-    """The fewest integers of so many bits that are a whole number of words of 32 bits, and this number."""
+    """Return the fewest integers of `bits` bits that fill whole 32-bit words, and the number of these words."""
     return (32, bits) if 32 % bits else (32 // bits, 1)
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
-    """int32 or uint8 words of which each holds several integers, or a run of 32 several words -> uint8.
+    """Unpack int32 or uint8 words into uint8: a word holds several integers, or several words hold a run of 32.
 
-    Where a word is no whole number of integers, as with 3 bits, they are one stream of bits, cut into words.
+    Where a word is not a whole number of integers, as with 3 bits, they are one stream of bits, split into words.
     """
     width = words.element_size() * 8
     along = words.movedim(dim, -1)
@@ -28,7 +28,7 @@ def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def _stream(words: Tensor, bits: int, width: int) -> Tensor:
-    """[..., W] -> [..., W / bits, width]: each integer begins in one word and may end in the next."""
+    """Unpack [..., W] into [..., W / bits, width]: each integer begins in one word and may end in the next."""
     whole = F.pad(words, (0, -words.shape[-1] % bits))
     runs = torch.unflatten(whole, -1, (-1, bits)).long() & ((1 << width) - 1)
     first = torch.arange(width, device=words.device) * bits

@@ -18,16 +18,16 @@ STORAGES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-"""What bytes may be called in files: training in shards wants parameters of one dtype."""
+"""Dtypes that files may label bytes with: sharded training needs parameters of one dtype."""
 _SCALES_PER_SCALE = 256
-"""Blocks whose scales share one, where these are quantised, too."""
+"""Blocks whose scales share a scale, where these are quantized, too."""
 _FORMATS = ("row", "col32", "col_turing", "col_ampere")
-"""How the integers of LLM.int8() lie, by the number that files have for it."""
+"""Layouts of the integers of LLM.int8(), by their numbers in files."""
 
 
 @dataclass(frozen=True)
 class BnbInt8(Codec):
-    """weight int8 [N, K], SCB [N], the largest magnitude of each output, and perhaps weight_format, how weight lies."""
+    """weight int8 [N, K]; SCB [N], the largest magnitude of each output; and perhaps weight_format, its layout."""
 
     def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
         return scheme_of("int8", 0)
@@ -49,11 +49,11 @@ class BnbInt8(Codec):
 
 @dataclass(frozen=True)
 class Bnb4(Codec):
-    """Indices into a table of sixteen numbers, of all of the matrix in a row, blocks of which share a scale.
+    """Indices into a table of 16 numbers, for the flattened matrix, in blocks that share a scale.
 
-    weight uint8 [N * K / 2, 1], a byte's high half first, or the same bytes as numbers of `storage`; weight.absmax and
-    weight.quant_map; if scales are quantised, too, absmax is indices into weight.nested_quant_map, blocks of which
-    share one of weight.nested_absmax, to which the offset in weight.quant_state, a JSON object, is added.
+    weight is uint8 [N * K / 2, 1], a byte's high half first, or the same bytes as numbers of `storage`. Also read are
+    weight.absmax and weight.quant_map. If scales are quantized, too, absmax indexes weight.nested_quant_map. Blocks of
+    its values share a scale of weight.nested_absmax; the offset in weight.quant_state, a JSON object, is added.
     """
 
     kind: str = "nf4"
@@ -108,7 +108,7 @@ class Bnb4(Codec):
         return values[: rows * columns].view(rows, columns)
 
     def _check(self, book: Tensor) -> None:
-        """Raises ValueError: it is another book than the format's."""
+        """Raise ValueError if the book is not the format's."""
         expected = format_of(scheme_of(self.kind, self.block))
         assert isinstance(expected, BookFormat), "one for each kind"
         if not torch.allclose(book, expected.book.to(book.device), rtol=0.0, atol=1e-6):
@@ -117,7 +117,7 @@ class Bnb4(Codec):
 
 @dataclass(frozen=True)
 class _State:
-    """What bitsandbytes writes beside a matrix, as far as it is read."""
+    """Fields of bitsandbytes' quant_state that are read."""
 
     block: int
     shape: tuple[int, int]
@@ -125,10 +125,10 @@ class _State:
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> _State:
-        """Out of the bytes of a JSON object.
+        """Parse the bytes of a JSON object.
 
         Raises:
-            ValueError: they are none such.
+            ValueError: they are no such object.
         """
         try:
             found = json.loads(bytes(tensor.tolist()))

@@ -1,7 +1,7 @@
-"""What a checkpoint has instead of a matrix of floats: its tensors, how they are cut, and what they stand for.
+"""Codecs of quantized weights: tensors in the checkpoint, their sharding, and their decoding.
 
-Invariant: a codec knows one module's matrix [N, K] and no layer; `Encoded` cuts by the axes that are stated here and by
-nothing else, so whole layers, merged ones and shares of ranks are all read by the same few lines.
+Invariant: a codec handles one module's weight [N, K] and no layer. `Encoded` slices only by the axes stated here, so
+the same few lines read whole layers, merged layers and ranks' shards.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from quire.layers.slot import FLOATS
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A dimension of a tensor: `per` indices for every `unit` outputs or inputs, the last of which may be begun.
+    """Dimension of a tensor: `per` indices for every `unit` outputs or inputs; the last unit may be partial.
 
-    Of one that is `filled` the last has all of its indices. One that goes along neither has `per` indices, which every
-    rank reads; 0: as many as the file has.
+    If `filled`, the last unit has all of its indices. An axis along neither has `per` indices, which every rank reads;
+    0: as many as the file has.
     """
 
     along: Literal["outputs", "inputs", "neither"]
@@ -34,11 +34,11 @@ class Axis:
     filled: bool = False
 
     def size(self, outputs: int, inputs: int) -> int:
-        """Indices in the file."""
+        """Return the number of indices in the file."""
         return self._end({"outputs": outputs, "inputs": inputs, "neither": 1}[self.along])
 
     def indices(self, side: slice) -> slice:
-        """Those of some outputs or inputs, which begin at a whole unit."""
+        """Return the indices of some outputs or inputs, which begin at a whole unit."""
         return slice(side.start // self.unit * self.per, self._end(side.stop))
 
     def _end(self, count: int) -> int:
@@ -59,9 +59,9 @@ def every(count: int = 1) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a module. The file may have any of `dtypes`, and the parameter has the first.
+    """Tensor of a module. The file may have any of `dtypes`, and the parameter has the first.
 
-    An `optional` one may be missing. Of a `flat` one, and of a single number, the file may give any shape.
+    An `optional` tensor may be missing. The file may give a `flat` tensor, or a single number, any shape.
     """
 
     axes: tuple[Axis, ...]
@@ -74,7 +74,7 @@ class Stored:
         return next(iter(self.dtypes))
 
     def as_in_file(self, tensor: Tensor | None) -> Stored:
-        """The same in the dtype of the file, if it is one of these, and with its length, where that is what it says."""
+        """Return this with the file's dtype, if it is one of `dtypes`, and its length, if the axis leaves it open."""
         dtypes = [tensor.dtype] if tensor is not None and tensor.dtype in self.dtypes else []
         length = every(tensor.shape[0] if tensor is not None and tensor.dim() else 1)
         axes = (length,) if self.axes == (every(0),) else self.axes
@@ -83,20 +83,20 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Over how many outputs and inputs a scale goes; 0: over all."""
+    """Numbers of outputs and inputs that share a scale; 0: all."""
 
     outputs: int = 1
     inputs: int = 0
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
-        """Of a tensor of scales."""
+        """Axes of a tensor of scales."""
         return outputs(self.outputs) if self.outputs else every(), inputs(
             self.inputs
         ) if self.inputs else every()
 
     def by_row(self, scales: Tensor, num_rows: int) -> Tensor:
-        """A row of scales for each output: [N, G]."""
+        """Return a row of scales for each output: [N, G]."""
         if self.outputs == 0:
             return scales.expand(num_rows, -1)
         return scales if self.outputs == 1 else scales.repeat_interleave(self.outputs, 0)[:num_rows]
@@ -104,9 +104,9 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A matrix [N, K] as numbers of a packed format, of which `group` values of k share a scale; 0: all.
+    """Weight [N, K] as numbers of a packed format; `scheme.group_size` values of k share a scale, 0: all.
 
-    With an `order`, int64 [K], column j is that of input order[j].
+    With an `order`, int64 [K], column j is input order[j].
     """
 
     scheme: WeightScheme
@@ -121,11 +121,11 @@ class Coded:
         scales: Tensor | BlockScales,
         zeros: Tensor | BlockScales | None = None,
     ) -> Coded:
-        """See `Numbers`; the group may be none of the format's."""
+        """Return codes as in `Numbers`; the format need not support the group size."""
         return Coded(scheme_of(kind, group, shifted=zeros is not None), Numbers(data, scales, zeros))
 
     def widened(self) -> Tensor:
-        """What it stands for: float32 [N, K]."""
+        """Dequantize to float32 [N, K]."""
         kept, data = format_of(self.scheme), self.numbers.data
         assert isinstance(kept, GroupedFormat), "floats are no codes"
         scales, zeros = (
@@ -136,7 +136,7 @@ class Coded:
         return columns if self.order is None else columns[:, self.order.argsort()]
 
     def narrowed(self, inputs: slice) -> Coded:
-        """Those of some inputs, which begin at a whole group."""
+        """Return the part of some inputs, which begin at a whole group."""
         group = self.scheme.group_size
         groups = slice(inputs.start // group, -(-inputs.stop // group)) if group else slice(None)
         data, *streams = self.numbers
@@ -148,49 +148,49 @@ class Coded:
 
 
 def scheme_of(kind: str, group: int, *, shifted: bool = False) -> WeightScheme:
-    """That of codes of a format; `shifted` by zero points or minimums."""
+    """Return the scheme of a format's codes; `shifted` by zero points or minimums."""
     return WeightScheme(kind, group_size=group, symmetric=not shifted)
 
 
 class Codec:
-    """Base of all codecs; the fields of one are the options of an `Encoding`."""
+    """Base class of all codecs; a codec's fields are the options of an `Encoding`."""
 
     cuts: ClassVar[bool] = True
-    """Whether a part of the tensors stands for a part of the matrix; else all is read, and cut when it is decoded."""
+    """True if a part of the tensors decodes to a part of the weight; else all is read, and sliced after decoding."""
     groups_in: ClassVar[str | None] = None
-    """The tensor that says in which group each input is, where a module has it."""
+    """Name of the tensor with the group of each input, where a module has it."""
 
     @property
     def input_unit(self) -> int:
-        """Inputs that no cut splits."""
+        """Number of inputs that no shard splits."""
         axes = (axis for stored in self.tensors(1, 1).values() for axis in stored.axes)
         return math.lcm(*(axis.unit for axis in axes if axis.along == "inputs"))
 
     def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
-        """Of what is decoded, if kernels can multiply by it as it is; of optional tensors some are `present`."""
+        """Return the scheme of the decoded numbers, if kernels can use them; `present` names tensors in files."""
         return None
 
     @property
     def reorders(self) -> bool:
-        """Whether inputs are in groups as only the tensor `groups_in` says."""
+        """True if only the tensor `groups_in` defines the groups of inputs."""
         return False
 
     def by_groups(self, groups: Tensor) -> Codec:
-        """The same for a module whose tensor `groups_in` holds this, whatever the config says of it."""
+        """Return the codec for a module whose tensor `groups_in` holds `groups`, whatever the config says of it."""
         return self
 
     def order(self, groups: Tensor) -> Tensor | None:
-        """The inputs group after group, by what the tensor `groups_in` holds; None: groups are not of one size."""
+        """Return the inputs sorted by group, from the contents of `groups_in`; None if groups are not of one size."""
         return None
 
     def tensors(self, num_outputs: int, num_inputs: int) -> Mapping[str, Stored]:
-        """What it reads of a module's matrix [N, K], by the names behind the module's."""
+        """Return the tensors of a module's weight [N, K], by their names after the module's."""
         raise NotImplementedError
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> Coded | Tensor:
-        """What the tensors, of which those are missing that may be, stand for; or its floats [N, K].
+        """Decode the tensors, of which optional ones may be missing, to codes, or to floats [N, K].
 
         Raises:
-            ValueError: they contradict each other, or what the config says; the message names the tensor.
+            ValueError: they contradict each other, or the config; the message names the tensor.
         """
         raise NotImplementedError

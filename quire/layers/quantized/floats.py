@@ -1,4 +1,4 @@
-"""A module that is a float tensor all the same, beside others that are quantised."""
+"""Codec of float modules in checkpoints with other, quantized modules."""
 
 from __future__ import annotations
 

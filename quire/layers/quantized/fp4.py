@@ -1,4 +1,4 @@
-"""E2M1 numbers of 4 bits: MXFP4 (OCP microscaling formats, 2023) and NVFP4 (NVIDIA, 2025), as several write them."""
+"""4-bit E2M1 numbers: MXFP4 (OCP microscaling formats, 2023) and NVFP4 (NVIDIA, 2025), in several tools' layouts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quire.layers.quantized.codec import Codec, Coded, Stored, every, inputs, ou
 BLOCK = 32
 """Numbers of MXFP4 that share a scale."""
 NV_BLOCK = 16
-"""Of NVFP4."""
+"""Numbers of NVFP4 that share a scale."""
 _BIAS = 127
-"""What the exponent of a scale of MXFP4 is larger by."""
+"""Bias of the exponent of a scale of MXFP4."""
 
 
 @dataclass(frozen=True)
 class Mxfp4Blocks(Codec):
-    """As OpenAI writes MXFP4: blocks uint8 [N, K / 32, 16] and scales uint8 [N, K / 32]; a byte's low half is first."""
+    """OpenAI's MXFP4: blocks uint8 [N, K / 32, 16] and scales uint8 [N, K / 32]; a byte's low half is first."""
 
     def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
         return scheme_of("e2m1", BLOCK)
@@ -38,7 +38,7 @@ class Mxfp4Blocks(Codec):
 
 @dataclass(frozen=True)
 class Mxfp4(Codec):
-    """As compressed-tensors writes it: weight_packed uint8 [N, K / 2] and weight_scale uint8 [N, K / 32]."""
+    """MXFP4 of compressed-tensors: weight_packed uint8 [N, K / 2] and weight_scale uint8 [N, K / 32]."""
 
     def scheme(self, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
         return scheme_of("e2m1", BLOCK)
@@ -55,9 +55,9 @@ class Mxfp4(Codec):
 
 @dataclass(frozen=True)
 class Nvfp4(Codec):
-    """Packed numbers uint8 [N, K / 2], weight_scale float8_e4m3fn [N, K / 16], and a scale of all of the matrix.
+    """Packed numbers uint8 [N, K / 2], weight_scale float8_e4m3fn [N, K / 16], and a scale of the whole weight.
 
-    compressed-tensors divides by that one, ModelOpt multiplies by it. Where they are `transposed`, packed numbers are
+    compressed-tensors divides by the latter, ModelOpt multiplies by it. If `transposed`, packed numbers are
     [K / 2, N] and scales [K / 16, N].
     """
 
@@ -90,10 +90,10 @@ class Nvfp4(Codec):
 
 
 def nibbles(pairs: Tensor) -> Tensor:
-    """Bytes [N, K / 2], whose low halves come first -> uint8 [N, K]."""
+    """Unpack bytes [N, K / 2], low halves first, into uint8 [N, K]."""
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """Biased exponents, uint8 -> powers of two (E8M0), which bfloat16 holds."""
+    """Convert biased exponents (E8M0), uint8, to powers of two, which bfloat16 holds."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS).bfloat16()

@@ -1,4 +1,4 @@
-"""E4M3 (P. Micikevicius et al., "FP8 formats for deep learning", 2022) with scales for blocks of the matrix."""
+"""E4M3 (P. Micikevicius et al., "FP8 formats for deep learning", 2022) with scales for blocks of the weight."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, inputs, out
 
 @dataclass(frozen=True)
 class Fp8(Codec):
-    """weight float8_e4m3fn [N, K], and its scales on a grid: of the matrix, of outputs, or of blocks of it."""
+    """weight float8_e4m3fn [N, K], with scales on a grid: for the whole weight, per output, or per block."""
 
     grid_outputs: int = 0
     grid_inputs: int = 0
     scale: str = "weight_scale"
-    """What scales are called; weights are multiplied by them, whatever that says."""
+    """Name of the scales; weights are multiplied by them, whatever the name says."""
     transposed: bool = False
-    """Whether weight is [K, N]."""
+    """True if weight is [K, N]."""
 
     @property
     def _grid(self) -> Grid:

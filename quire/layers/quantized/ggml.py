@@ -1,8 +1,8 @@
-"""The blocks of ggml's quantized types, as GGUF files have them.
+"""Blocks of ggml's quantized types, as stored in GGUF files.
 
-Each function takes blocks [B, bytes] uint8 and gives the numbers of a packed format, a row for each block. Widened,
-these are the bits that ggml's own reference makes. Names are ggml's: d and dmin are a block's scales, qs its numbers'
-low bits, qh the high ones. What is in 4 bits lies as the low halves of some bytes, then the high ones.
+Each function converts blocks [B, bytes] uint8 to the numbers of a packed format, one row per block. Dequantized, they
+equal ggml's own reference bit for bit. Names are ggml's: d and dmin are a block's scales, qs the low bits of its
+numbers, qh the high ones. 4-bit values are stored as the low halves of some bytes, then the high ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.config.ggml_types import TYPES, TensorType
+from quire.config.encoding import TYPES, TensorType
 from quire.kernels.formats import BlockScales, Numbers
 from quire.kernels.linear import WeightScheme
 from quire.layers.quantized.codec import Codec, Coded, Stored, inputs, outputs, scheme_of
@@ -23,7 +23,7 @@ _E2M1_BIAS = 127
 
 @dataclass(frozen=True)
 class Ggml(Codec):
-    """weight uint8 [N, bytes of K numbers], of a type by its name."""
+    """weight uint8 [N, bytes of K numbers], of the type with this name."""
 
     type: str
 
@@ -39,7 +39,7 @@ class Ggml(Codec):
 
 
 def coded(kind: TensorType, rows: Tensor) -> Coded:
-    """Whole blocks [N, bytes] uint8 of a quantized type."""
+    """Decode whole blocks [N, bytes] uint8 of a quantized type."""
     packed = _PACKED[kind.name]
     data, scales, zeros = packed.numbers(rows.reshape(-1, kind.num_bytes))
     by_row = (None if each is None else _by_row(each, len(rows)) for each in (scales, zeros))
@@ -47,13 +47,13 @@ def coded(kind: TensorType, rows: Tensor) -> Coded:
 
 
 def dequantized(kind: TensorType, rows: Tensor) -> Tensor:
-    """Whole blocks [..., bytes] uint8 of a quantized type -> their numbers [..., n] float32."""
+    """Dequantize whole blocks [..., bytes] uint8 of a quantized type to float32 [..., n]."""
     flat = rows.reshape(-1, rows.shape[-1])
     return coded(kind, flat).widened().view(*rows.shape[:-1], -1)
 
 
 def _by_row(of_blocks: Tensor | BlockScales, num_rows: int) -> Tensor | BlockScales:
-    """[B, n] -> [N, n of all of its blocks]."""
+    """Reshape [B, n] to [N, n of all blocks of the row]."""
     if isinstance(of_blocks, Tensor):
         return of_blocks.reshape(num_rows, -1)
     return BlockScales(*(each.reshape(num_rows, -1) for each in of_blocks))
@@ -87,7 +87,7 @@ def _q2_k(blocks: Tensor) -> Numbers:
 
 
 def _q3_k(blocks: Tensor) -> Numbers:
-    # A number is less by 4 where its bit of the mask is not set, and 8 stands for 0.
+    # A clear bit of the mask subtracts 4 from a number; code 8 has value 0.
     data = 4 + _planes(blocks[:, 32:96], bits=2) + 4 * _planes(blocks[:, :32], bits=1)
     scales = _six_bits_of_16(blocks[:, 96:108]).to(torch.int8) - 32
     return Numbers(data, _steps(scales, blocks[:, 108:110]))
@@ -124,7 +124,7 @@ def _mxfp4(blocks: Tensor) -> Numbers:
 
 @dataclass(frozen=True)
 class _Packed:
-    """What blocks are in the packed format that holds them exactly."""
+    """Packed format that holds blocks exactly, and the conversion of blocks to it."""
 
     scheme: WeightScheme
     numbers: Callable[[Tensor], Numbers]
@@ -145,48 +145,48 @@ _PACKED: Mapping[str, _Packed] = {
     "IQ4_XS": _Packed(scheme_of("iq4_nl", 32), _iq4_xs),
     "MXFP4": _Packed(scheme_of("e2m1", 32), _mxfp4),
 }
-"""By the names of `TYPES`."""
+"""Packed formats by the names of `TYPES`."""
 
 
 def _half(pairs: Tensor) -> Tensor:
-    """Bytes [B, 2] of a float16 -> [B, 1]."""
+    """View bytes [B, 2] as float16 [B, 1]."""
     return pairs.contiguous().view(torch.float16)
 
 
 def _steps(factors: Tensor, pairs: Tensor) -> BlockScales:
-    """Factors [B, G], times the float16 in bytes [B, 2]."""
+    """Return factors [B, G], times the float16 in bytes [B, 2]."""
     return BlockScales(factors.to(torch.int8), _half(pairs))
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[B, n] -> [B, 2 n]: all low halves, then all high ones."""
+    """Unpack [B, n] into [B, 2 n]: all low halves, then all high ones."""
     return torch.cat((packed & 15, packed >> 4), dim=1)
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """[B, n] -> [B, 8 n], the lowest bit of the first byte first."""
+    """Unpack [B, n] into [B, 8 n], the lowest bit of the first byte first."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> places) & 1).flatten(1)
 
 
 def _shifted(packed: Tensor, bits: int) -> Tensor:
-    """[B, n] -> [B, n * 8 / bits] uint8: the numbers of a byte, the lowest first, and then those of the next."""
+    """Unpack [B, n] into [B, n * 8 / bits] uint8: the numbers of each byte in turn, the lowest first."""
     places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> places) & (2**bits - 1)).flatten(1)
 
 
 def _planes(packed: Tensor, bits: int, run: int = 32) -> Tensor:
-    """[B, n] -> [B, n * 8 / bits]: of each run of bytes the lowest numbers, then the next ones up."""
+    """Unpack [B, n] into [B, n * 8 / bits]: the lowest numbers of each run of bytes, then the next ones up."""
     places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).unsqueeze(1)
     planes = (packed.reshape(len(packed), -1, 1, run) >> places) & (2**bits - 1)
     return planes.flatten(1)
 
 
 def _scales_of_8(blocks: Tensor) -> tuple[BlockScales, BlockScales]:
-    """Scales and minimums of the eight groups of Q4_K and Q5_K: six bits each, times d and dmin.
+    """Return scales and minimums of the eight groups of Q4_K and Q5_K: six bits each, times d and dmin.
 
-    Of the 12 bytes behind these, the first eight hold the first four scales and minimums, and in their two high bits
-    those of the other four, whose low bits are the halves of the last four bytes.
+    The next 12 bytes hold them. The first eight hold the first four scales and minimums, and in their two high bits the
+    high bits of the other four. The low bits of these are the halves of the last four bytes.
     """
     first, second, rest = blocks[:, 4:16].split(4, dim=1)
     scales = torch.cat((first & 63, (rest & 15) | (first >> 6 << 4)), dim=1)
@@ -195,11 +195,11 @@ def _scales_of_8(blocks: Tensor) -> tuple[BlockScales, BlockScales]:
 
 
 def _six_bits_of_16(packed: Tensor) -> Tensor:
-    """Q3_K's scales [B, 16], as stored: eight bytes of low halves, four bytes of two high bits each."""
+    """Return Q3_K's scales [B, 16] as stored: eight bytes of low halves, four bytes of two high bits each."""
     low, high = _nibbles(packed[:, :8]), _planes(packed[:, 8:], bits=2, run=4)
     return low + 16 * high
 
 
 def _signed(low: Tensor, high: Tensor, less: int = 0) -> Tensor:
-    """Numbers of their low four bits and the others, uint8, less so much: int8."""
+    """Combine the low four bits and the other bits of numbers, uint8, minus `less`: int8."""
     return (low + 16 * high).to(torch.int8) - less

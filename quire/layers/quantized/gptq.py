@@ -16,10 +16,10 @@ from quire.layers.quantized.integers import by_group, group_indices, in_turn, ki
 
 @dataclass(frozen=True)
 class Gptq(Codec):
-    """Integers of 2, 3, 4 or 8 bits, of which words hold those of neighbouring inputs.
+    """Integers of 2, 3, 4 or 8 bits; a word holds those of neighbouring inputs.
 
-    qweight int32 [K * bits / 32, N]; qzeros int32 [G, N * bits / 32], whose zero points are less by one in the first
-    version; scales [G, N]; g_idx int32 [K], the group of each input, which are in any order if `reordered`.
+    qweight int32 [K * bits / 32, N]; qzeros int32 [G, N * bits / 32], with zero points minus one in the first version;
+    scales [G, N]; g_idx int32 [K], the group of each input, in any order if `reordered`.
     """
 
     bits: int = 4

@@ -15,11 +15,11 @@ from quire.layers.quantized.integers import kind_of
 
 @dataclass(frozen=True)
 class Hqq(Codec):
-    """Integers of all of the matrix in a row, `group_size` of which share a scale and a zero point, which is a float.
+    """Integers of the flattened matrix; `group_size` of them share a scale and a zero point, which is a float.
 
-    Laid out [G, group_size], or [group_size, G] with `axis` 0, they are cut into as many parts, by their first
-    dimension, as a word holds integers, the first part in the highest bits: W_q uint8, or int32 of ten of 3 bits. scale
-    and zero, of each group; shape, that of the matrix.
+    Laid out as [G, group_size], or [group_size, G] with `axis` 0, they are split along the first dimension into as many
+    parts as a word holds integers. The first part is in the highest bits: W_q is uint8, or int32 of ten 3-bit integers.
+    scale and zero are per group; shape is the matrix's.
     """
 
     bits: int = 4

@@ -1,4 +1,4 @@
-"""Integers with a scale for each output, group of inputs or matrix, as compressed-tensors writes them."""
+"""Integers with a scale per output, group of inputs or weight, as compressed-tensors writes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, every, inpu
 
 @dataclass(frozen=True)
 class Int8(Codec):
-    """weight int8 [N, K], weight_scale on a grid, and perhaps weight_zero_point int8 on the same."""
+    """weight int8 [N, K], weight_scale on a grid, and perhaps weight_zero_point int8 on the same grid."""
 
     grid_outputs: int = 1
     grid_inputs: int = 0
@@ -43,10 +43,10 @@ class Int8(Codec):
 
 @dataclass(frozen=True)
 class PackedIntegers(Codec):
-    """Integers of some bits, larger by half their range, of which words hold those of neighbouring inputs.
+    """Integers of `bits` bits, offset by half their range; a word holds those of neighbouring inputs.
 
-    weight_packed int32 [N, K * bits / 32]; weight_scale [N, G]; weight_zero_point int32 [N * bits / 32, G], larger by
-    as much, unless `symmetric`; weight_g_idx int32 [K], the group of each input, if they are in another order.
+    weight_packed int32 [N, K * bits / 32]; weight_scale [N, G]; weight_zero_point int32 [N * bits / 32, G], with the
+    same offset, unless `symmetric`; weight_g_idx int32 [K], the group of each input, if `reordered`.
     """
 
     bits: int = 4
@@ -94,12 +94,12 @@ class PackedIntegers(Codec):
 
 
 def kind_of(bits: int) -> str:
-    """The format that holds integers of so many."""
+    """Return the format that holds integers of `bits` bits."""
     return "int8" if bits > 4 else "int4"
 
 
 def unsigned(bits: int, group: int, data: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Coded:
-    """Integers without sign, uint8, with such zero points, or else one in the middle of their range."""
+    """Return codes for unsigned integers, uint8, with these zero points, or else one in the middle of their range."""
     if zeros is not None:
         return Coded.of(kind_of(bits), group, data, scales, zeros)
     middle, half = (INT8_ZERO, 1 << (bits - 1)) if bits > 4 else (INT4_ZERO, 1 << (bits - 1))
@@ -112,7 +112,7 @@ def unsigned(bits: int, group: int, data: Tensor, scales: Tensor, zeros: Tensor 
 def reordered(
     bits: int, group: int, groups: Tensor, data: Tensor, scales: Tensor, zeros: Tensor | None
 ) -> Coded:
-    """As `unsigned`, of inputs in such groups: those of a group together, or else each with its own scale."""
+    """Return `unsigned` codes of inputs in these groups: sorted by group, or else with a scale for each input."""
     order = by_group(groups, group)
     if order is None or len(torch.unique(groups)) != scales.shape[1]:
         return unsigned(bits, 1, data, scales[:, groups], None if zeros is None else zeros[:, groups])
@@ -120,20 +120,20 @@ def reordered(
 
 
 def by_group(groups: Tensor, size: int) -> Tensor | None:
-    """The inputs group after group, int64 [K]; None: a group but the last has more or less than `size` (0: all)."""
+    """Return the inputs sorted by group, int64 [K]; None if a group but the last is not of `size` (0: all)."""
     order = torch.argsort(groups, stable=True)
     return order if in_turn(groups[order], size) else None
 
 
 def in_turn(groups: Tensor, size: int) -> bool:
-    """Whether the first `size` inputs (0: all) are in the first group, those behind them in the second, and so on."""
+    """Return whether the first `size` inputs (0: all) are in the first group, the next in the second, and so on."""
     return torch.equal(
         groups.long(), torch.arange(len(groups), device=groups.device) // (size or len(groups))
     )
 
 
 def with_sign(grid: Grid, data: Tensor, scales: Tensor, zeros: Tensor | None) -> Coded:
-    """int8 with scales, and perhaps zero points of that range, on a grid."""
+    """Return codes for int8 with scales, and perhaps int8 zero points, on a grid."""
     by_row = grid.by_row(scales, len(data))
     if zeros is None:
         return Coded.of("int8", grid.inputs, data, by_row)
@@ -142,10 +142,10 @@ def with_sign(grid: Grid, data: Tensor, scales: Tensor, zeros: Tensor | None) ->
 
 
 def group_indices(name: str, tensor: Tensor, count: int) -> Tensor:
-    """The group of each input, int64.
+    """Return the group of each input, int64.
 
     Raises:
-        ValueError: it is none of so many groups.
+        ValueError: a group is not in 0 .. `count` - 1.
     """
     groups = tensor.long()
     for wrong in groups[(groups < 0) | (groups >= count)][:1].tolist():

@@ -1,7 +1,7 @@
-"""One packed matrix of several modules whose numbers are of different formats: 8-bit integers hold those of many.
+"""Packed weight of several modules in different formats: 8-bit integers hold the numbers of many formats.
 
-Invariant: nothing is rounded. A module's codes become the integers that they stand for, and groups become as small as
-the smallest, with scales repeated.
+Invariant: nothing is rounded. A module's codes become their integer values, and groups become as small as the smallest,
+with scales repeated.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from quire.kernels.linear import INT8_ZERO, WeightScheme
 from quire.layers.quantized.codec import Coded, scheme_of
 
 _INTEGRAL = ("int8", "int4", "iq4_nl")
-"""Formats whose codes stand for integers of 8 bits."""
+"""Formats whose codes have 8-bit integer values."""
 
 Place = Callable[[Tensor, Tensor], None]
-"""Copies a module's rows to where they are in the whole matrix."""
+"""Copy of a module's rows to their place in the whole weight."""
 
 
 def merged_scheme(schemes: Collection[WeightScheme | None]) -> WeightScheme | None:
-    """The scheme that holds what all of these do; None: there is none, or a module has none."""
+    """Return the scheme that holds the numbers of all schemes; None if there is none, or a module has none."""
     first, *others = set(schemes)
     if first is None or not others:
         return first
@@ -39,7 +39,7 @@ def merged_scheme(schemes: Collection[WeightScheme | None]) -> WeightScheme | No
 
 
 def merged_numbers(num_rows: int, modules: Sequence[tuple[Place, Coded]], scheme: WeightScheme) -> Numbers:
-    """The numbers of a matrix with so many rows from those of the modules in it."""
+    """Return the numbers of a weight with `num_rows` rows from the numbers of its modules."""
     held = [_held(coded, scheme) for _, coded in modules]
 
     def merged(parts: Sequence[Tensor]) -> Tensor:
@@ -61,7 +61,7 @@ def merged_numbers(num_rows: int, modules: Sequence[tuple[Place, Coded]], scheme
 
 
 def _held(coded: Coded, scheme: WeightScheme) -> Numbers:
-    """The same matrix in a scheme of `merged_scheme`, but for zeros that it does not have."""
+    """Return the same weight in a scheme of `merged_scheme`, without zeros if it has none."""
     own, numbers = coded.scheme, coded.numbers
     if (own.kind, own.group_size, own.symmetric) == (scheme.kind, scheme.group_size, scheme.symmetric):
         return numbers
@@ -77,7 +77,7 @@ def _held(coded: Coded, scheme: WeightScheme) -> Numbers:
 
 
 def _repeated(stream: Tensor | BlockScales | None, times: int, count: int) -> Tensor | BlockScales | None:
-    """Each group's number for the smaller groups in it, of which there are `count`."""
+    """Repeat each group's number for the smaller groups in it, `count` in total."""
     if stream is None:
         return None
     if isinstance(stream, BlockScales):
@@ -88,7 +88,7 @@ def _repeated(stream: Tensor | BlockScales | None, times: int, count: int) -> Te
 def _all_shifted(
     scales: Sequence[Tensor | BlockScales], zeros: Sequence[Tensor | BlockScales | None]
 ) -> Sequence[Tensor | BlockScales | None]:
-    """Zeros of all where some have them: those that change nothing."""
+    """Return zeros for all modules where some have them; added ones are neutral."""
     if all(each is None for each in zeros):
         return zeros
     points = any(isinstance(each, Tensor) and each.dtype is torch.uint8 for each in zeros)

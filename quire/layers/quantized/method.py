@@ -1,7 +1,7 @@
-"""Fills a layer from modules that a checkpoint has quantised, whatever their encodings.
+"""Quantization method that loads a layer from a checkpoint's quantized modules, whatever their encodings.
 
-Invariant: what is read of a module is cut by the axes of its tensors, and what it stands for is kept as `kept` keeps
-floats; a module that the checkpoint has in floats may stand in one layer with others.
+Invariant: a module is sliced by the axes of its tensors, and the decoded weight is kept as `kept` keeps floats. One
+layer may hold quantized and float modules.
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from torch import Tensor, nn
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels import ops
-from quire.kernels.cpu.huge_pages import in_matrix_memory
+from quire.kernels.cpu.arena import on_huge_pages
 from quire.kernels.formats import format_of
 from quire.kernels.formats.grouped import GroupedFormat
-from quire.kernels.linear import Layout, PackedWeight, WeightScheme
-from quire.kernels.rounding import RowRounding
+from quire.kernels.linear import Layout, PackedWeight, RowQuantization, WeightScheme
 from quire.layers.base import parameter
+from quire.layers.input_quantization import InputQuantization
 from quire.layers.quantization import TABLE, QuantMethod
 from quire.layers.quantized.codec import Axis, Codec, Coded, Stored
 from quire.layers.quantized.merged import merged_numbers
-from quire.layers.rounded_inputs import RoundedInputs
-from quire.layers.slot import Part, Slot, length
+from quire.layers.slot import Slot, TensorPart, length
 
 if TYPE_CHECKING:
-    from quire.layers.matrix import MatrixLayer, Piece
+    from quire.layers.matrix import MatrixLayer, ModuleRows
 
 
 @dataclass(frozen=True)
 class EncodedModule:
-    """A module of the checkpoint: its name, its codec, and its tensors that are in the files, on the meta device."""
+    """Module of the checkpoint: its name, its codec, and its tensors in the files, on the meta device."""
 
     name: str
     codec: Codec
     in_files: Mapping[str, Tensor]
     weight_only: bool = False
-    """Whether activations are not to be rounded."""
-    rounding: RowRounding | None = None
-    """How what it is multiplied by is rounded before; None: not by what the checkpoint says."""
+    """True if activations are not to be rounded."""
+    rounding: RowQuantization | None = None
+    """Rounding of its activations as the checkpoint specifies; None: the checkpoint's rounding is not used."""
 
     def tensors(self, num_outputs: int, num_inputs: int) -> dict[str, Stored]:
-        """What is there, or has to be."""
+        """Return the tensors that are present or required."""
         wanted = self.codec.tensors(num_outputs, num_inputs)
         return {
             name: stored.as_in_file(self.in_files.get(name))
@@ -54,12 +53,12 @@ class EncodedModule:
         }
 
     def scheme(self, num_inputs: int) -> WeightScheme | None:
-        """See `scheme_kept`."""
+        """Return the scheme of `scheme_kept`."""
         return scheme_kept(self.codec, num_inputs, self.in_files.keys())
 
 
 def scheme_kept(codec: Codec, num_inputs: int, present: Collection[str]) -> WeightScheme | None:
-    """See `Codec.scheme`; None as well if the format does not have such groups."""
+    """Return `Codec.scheme`, or None if the format does not support its group size."""
     scheme = codec.scheme(num_inputs, present)
     if scheme is None:
         return None
@@ -69,7 +68,7 @@ def scheme_kept(codec: Codec, num_inputs: int, present: Collection[str]) -> Weig
 
 @dataclass(frozen=True)
 class Packed:
-    """How numbers stay what they are: in a scheme, and in an order of inputs, int64 [K], if the files say one."""
+    """Scheme that keeps numbers unchanged, with the order of inputs, int64 [K], if the files have one."""
 
     scheme: WeightScheme
     order: Tensor | None = None
@@ -77,17 +76,17 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Take:
-    """Rows that are read of a module's matrix, in the region that all ranks read, and where in the layer they go."""
+    """Rows to read of a module's weight, the region that all ranks read, and the rows' places in the layer."""
 
     rows: slice
     region: slice
     places: tuple[tuple[slice, slice], ...]
-    """Some of the rows, counted from the first that is read, and their place in the layer."""
+    """Ranges of the rows, counted from the first that is read, and their places in the layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a layer takes of one module, whose matrix has `num_rows`; `name` is what slots call the module."""
+    """Rows that a layer reads of one module, whose weight has `num_rows`; `name` is the module's name in slots."""
 
     index: int
     module: EncodedModule
@@ -100,11 +99,11 @@ class _Source:
 
     @property
     def places(self) -> list[slice]:
-        """Its rows in the layer."""
+        """Places of its rows in the layer."""
         return [place for take in self.takes for _, place in take.places if length(place)]
 
     def place(self, rows: Tensor, layer: Tensor) -> None:
-        """Copy what was read of the module, a row for each output, to where it is in the layer."""
+        """Copy the rows that were read of the module, one per output, to their places in the layer."""
         start = 0
         for take in self.takes:
             for taken, place in take.places:
@@ -113,9 +112,9 @@ class _Source:
 
 
 class Encoded(QuantMethod):
-    """Reads `modules`, which are merged in a layer in this order, and keeps the weight as `kept` keeps floats.
+    """Method for a layer of `modules`, merged in this order; keeps the weight as `kept` keeps floats.
 
-    With `packed`, which holds those of all of them, their numbers stay what they are.
+    With `packed`, a scheme that holds the numbers of all modules, the numbers stay unchanged.
     """
 
     name = "encoded"
@@ -146,7 +145,7 @@ class Encoded(QuantMethod):
     def create(self, layer: MatrixLayer) -> None:
         reorders = self._packed is not None and self._packed.order is not None
         if reorders and length(layer.columns) < layer.inputs:
-            # A rank has some inputs of any group.
+            # A rank's inputs are parts of arbitrary groups.
             self._packed, self.scheme = None, self._kept.scheme
         layer.weight = None
         for source, name, stored in self._tensors(layer):
@@ -155,7 +154,7 @@ class Encoded(QuantMethod):
             setattr(layer, source.parameter_name(name), parameter(*shape, dtype=stored.dtype))
         if any(module.rounding is not None for module in self._modules):
             places = [(source.module.rounding, source.places) for source in self._sources(layer)]
-            layer.rounded_inputs = RoundedInputs.of(places, layer.columns, layer.inputs, layer.name)
+            layer.input_quantization = InputQuantization.of(places, layer.columns, layer.inputs, layer.name)
 
     def slots(self, layer: MatrixLayer, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         for source, name, stored in self._tensors(layer, names):
@@ -185,12 +184,12 @@ class Encoded(QuantMethod):
         self._kept.finish(layer)
 
     def _is_packed(self, layer: MatrixLayer, device: torch.device) -> bool:
-        """Whether a kernel of the device multiplies by it; its reference would take the panels apart in each call."""
+        """Return whether a kernel of the device takes it; its reference would unpack the panels in each call."""
         weight = torch.empty(0, dtype=layer.dtype, device=device)
         return ops.pack_weight.takes(device.type, weight, self.scheme, layer.halves())
 
     def _decoded(self, layer: MatrixLayer, source: _Source) -> Coded | Tensor:
-        """What is read of a module: rows and inputs."""
+        """Return a module decoded, in the rows and inputs that are read."""
         tensors = {}
         for name in source.module.tensors(source.num_rows, layer.inputs):
             tensors[name] = getattr(layer, source.parameter_name(name)).data
@@ -222,12 +221,12 @@ class Encoded(QuantMethod):
                 region[dim] = stored.axes[dim].indices(take.region)
                 place = target.narrow(dim, start, length(box[dim]))
                 start += length(box[dim])
-            part = Part(shape, tuple(region), box, in_file if is_same else None)
-            # What stands for all outputs is read by every layer that takes some of them.
+            part = TensorPart(shape, tuple(region), box, in_file if is_same else None)
+            # A tensor for all outputs is read by every layer that takes some of them.
             yield Slot(place, "zeros", part, stored.dtypes, shared=dim is None)
 
     def _indices(self, layer: MatrixLayer, axis: Axis, rows: slice) -> slice:
-        """What is read along an axis."""
+        """Return the indices to read along an axis."""
         sides = {"outputs": rows, "inputs": self.read(layer), "neither": slice(0, 1)}
         return axis.indices(sides[axis.along])
 
@@ -243,22 +242,20 @@ class Encoded(QuantMethod):
                 yield source, name, stored
 
     def _sources(self, layer: MatrixLayer, names: Sequence[str] = ()) -> Iterator[_Source]:
-        """The modules with what the layer takes of each; `names` are what slots call them, if it is something else."""
-        pieces: dict[str, list[Piece]] = {}
+        """Yield the modules with the rows that the layer reads; `names` are their names in slots, if they differ."""
+        pieces: dict[str, list[ModuleRows]] = {}
         for piece in layer.pieces(names or [module.name for module in self._modules]):
             pieces.setdefault(piece.name, []).append(piece)
-        modules = {
-            module.name: module for module in self._modules
-        }  # one may stand for several parts of a layer
+        modules = {module.name: module for module in self._modules}  # one may hold several parts of a layer
         for index, (module, (name, parts)) in enumerate(zip(modules.values(), pieces.items(), strict=True)):
             yield _Source(index, module, name, parts[0].num_rows, _takes(parts, module.codec.cuts))
 
 
 def _in_panels(layer: MatrixLayer, packed: PackedWeight) -> PackedWeight:
-    """As a CPU's kernels have it, with what they need where activations have zero points."""
-    shifts = layer.rounded_inputs is not None and layer.rounded_inputs.shifts
+    """Return the weight for a CPU's kernels, with the code sums that activations with zero points need."""
+    shifts = layer.input_quantization is not None and layer.input_quantization.shifts
     summed = packed.with_code_sums() if shifts and packed.scheme.is_plain_int8 else packed
-    return summed.moved(in_matrix_memory)
+    return summed.moved(on_huge_pages)
 
 
 def _coded(decoded: Coded | Tensor) -> Coded:
@@ -266,8 +263,8 @@ def _coded(decoded: Coded | Tensor) -> Coded:
     return decoded
 
 
-def _takes(pieces: Sequence[Piece], cuts: bool) -> list[_Take]:
-    """All of a module in one go where nothing is left to others, or nothing can be, else piece by piece."""
+def _takes(pieces: Sequence[ModuleRows], cuts: bool) -> list[_Take]:
+    """Return one take of the whole module if all rows are needed or none can be left out, else one per piece."""
     num_rows = pieces[0].num_rows
     if not cuts or sum(length(piece.rows) for piece in pieces) == num_rows:
         whole = slice(0, num_rows)
@@ -278,7 +275,7 @@ def _takes(pieces: Sequence[Piece], cuts: bool) -> list[_Take]:
 
 
 def _check_cut(layer: MatrixLayer, source: _Source, name: str, stored: Stored) -> None:
-    """Raises ConfigError: rows that are cut apart share an index of a tensor."""
+    """Raise ConfigError if rows on both sides of a cut share an index of a tensor."""
     ends = {
         end for take in source.takes for side in (take.rows, take.region) for end in (side.start, side.stop)
     }

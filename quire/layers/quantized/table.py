@@ -1,4 +1,4 @@
-"""The codecs by the kinds of `Encoding`."""
+"""Codecs by the kinds of `Encoding`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CODECS: PluginTable[type[Codec]] = PluginTable(
 
 
 def codec_of(encoding: Encoding) -> Codec:
-    """The codec of an encoding.
+    """Return the codec of an encoding.
 
     Raises:
         ConfigError: there is none of its kind.

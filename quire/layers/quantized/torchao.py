@@ -1,4 +1,4 @@
-"""Tensor classes of torchao, as it writes them in safetensors: each of their parts is a tensor."""
+"""Tensor classes of torchao in safetensors: each of their parts is a tensor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.layers.quantized.codec import Codec, Coded, Grid, Stored, every, inpu
 from quire.layers.quantized.integers import with_sign
 
 _MIDDLE = 8
-"""The integer of 4 bits that stands for a zero point, which is a float."""
+"""4-bit integer that represents the zero point, which is a float."""
 _TILE_OUTPUTS, _TILE_INPUTS, _TILES = 8, 16, 8
-"""Of tiles as tensor cores read them; words have parts of two, and of so many in a row those of a lane lie together."""
+"""Outputs and inputs of a tensor-core tile, and tiles in a row whose values for a lane are adjacent (two per word)."""
 _FILLED = 1024
-"""Inputs that tiles are filled up to."""
+"""Multiple of inputs that tiles are padded to."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TorchAo(Codec):
 
 @dataclass(frozen=True)
 class TorchAoInt4(Codec):
-    """q * scale + zero with q from -8 to 7, two in a byte, the first in the low half.
+    """4-bit weights q * scale + zero with q from -8 to 7, two per byte, the first in the low half.
 
     qdata int8 or uint8 [N, K / 2]; scale and zero_point, floats, [G, N].
     """
@@ -77,11 +77,11 @@ class TorchAoInt4(Codec):
 
 @dataclass(frozen=True)
 class TorchAoInt4Tiles(Codec):
-    """The same with codes from 0 to 15, less 8, in the order of tinygemm's kernels: tiles of 8 outputs and 16 inputs.
+    """`TorchAoInt4` with codes from 0 to 15, less 8, in tinygemm's order: tiles of 8 outputs and 16 inputs.
 
-    qdata int32 [N / 8, K / 128, 32, 4]: lane t of 32 has output t / 4, and of each pair of tiles inputs 2 (t % 4), 8
-    behind that, and these of the other tile, in its low nibbles, and the inputs behind each in the high ones;
-    scale_and_zero [G, N, 2]. K is filled up to whole 1024.
+    qdata int32 [N / 8, K / 128, 32, 4]: lane t of 32 has output t / 4. For each pair of tiles its low nibbles have
+    input 2 (t % 4), the input 8 later, and these of the other tile; its high nibbles have the input after each.
+    scale_and_zero is [G, N, 2]. K is padded to a multiple of 1024.
     """
 
     group_size: int = 128
@@ -109,5 +109,5 @@ class TorchAoInt4Tiles(Codec):
 
 
 def _around(group: int, codes: Tensor, scales: Tensor, zeros: Tensor) -> Coded:
-    """(code - 8) * scale + zero."""
+    """Return codes for (code - 8) * scale + zero."""
     return Coded.of("int4", group, codes, scales, _MIDDLE * scales.float() - zeros.float())

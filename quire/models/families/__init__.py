@@ -1,1 +1,1 @@
-"""Families of models: for each, how its config.json is read. Importing them loads no torch."""
+"""Readers of config.json, by model family. Importing them does not import torch."""

@@ -33,7 +33,7 @@ _MERGED = {**QKV_APART, "gate_up_proj": ("c_fc_0", "c_fc_1")}
 
 
 def read_exaone(architecture: str, config: JsonObject) -> ModelArch:
-    """Llama under other names."""
+    """Llama with other names."""
     keys = {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon"}
     config = either(config, keys)
     return read_llama(
@@ -47,7 +47,7 @@ def read_exaone(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_exaone4(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
-    """Norms behind attention and MLP and of q and k; where layers have windows, the others know no positions."""
+    """Norms after attention and MLP and of q and k; if layers have windows, the others have no positions."""
     period = 4 if "layer_types" in config else config.integer("sliding_window_pattern", 4)
     windows = alternating_window(config, period=period)
     return read_llama(
@@ -63,7 +63,7 @@ def read_exaone4(architecture: str, config: JsonObject, **fields: Any) -> ModelA
 
 
 def read_exaone_moe(architecture: str, config: JsonObject) -> ModelArch:
-    """K-EXAONE (2026, arXiv:2601.01739): EXAONE 4's attention, norms in front, DeepSeek-V3's choice of experts."""
+    """K-EXAONE (2026, arXiv:2601.01739): EXAONE 4's attention, norms before it, DeepSeek-V3's routing."""
     experts = read_deepseek_experts(
         either(config, {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}),
         default_top_k=8,

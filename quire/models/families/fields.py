@@ -1,6 +1,6 @@
-"""What families read out of config.json in the same way.
+"""Fields of config.json that several families read alike.
 
-Invariant: a function here is asked for by at least two families; what is one family's own stands in its file.
+Invariant: each function here is used by at least two families; the fields of a single family are in its file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
-# Upper limits of sizes, far above any model and far below what would make a mistake in the file hang the machine.
+# Upper limits of sizes, far above any model, and low enough that a mistake in the file cannot hang the machine.
 MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCAB = 1024, 4096, 1 << 20, 1 << 24
 
 
 def read_arch(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
-    """The fields that every family reads in the same way; `fields` are those that this one has or reads otherwise."""
+    """Read the fields that every family reads alike; `fields` replaces those that this one has or reads otherwise."""
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     vocab_size = config.integer("vocab_size", high=MAX_VOCAB)
     readers: dict[str, Callable[[], Any]] = {
@@ -47,9 +47,9 @@ def _absent(fields: dict[str, Any], readers: dict[str, Callable[[], Any]]) -> di
 
 
 def read_llama(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
-    """Llama's keys, which most families share; `fields` are those that a family has or reads otherwise.
+    """Read Llama's keys, which most families share; `fields` replaces those that a family has or reads otherwise.
 
-    Two more say how a field is read: `theta`, the default of `rope_theta`, and `default_head_dim`.
+    Two more set defaults: `theta`, for `rope_theta`, and `default_head_dim`.
     """
     heads = config.integer("num_attention_heads", high=MAX_HEADS)
     default_head_dim, theta = fields.pop("default_head_dim", None), fields.pop("theta", 10000.0)
@@ -68,36 +68,36 @@ def read_llama(architecture: str, config: JsonObject, **fields: Any) -> ModelArc
 
 
 def either(config: JsonObject, keys: Mapping[str, str]) -> JsonObject:
-    """The object for callers with the usual keys, where files may have others in their place."""
+    """Return the object with aliases for usual keys that the file has under other names."""
     others = {usual: other for usual, other in keys.items() if usual not in config}
     return config.with_aliases({**config.aliases, **others})
 
 
 def rms_eps(config: JsonObject, default: float) -> float:
-    """What RMS norms add to the mean square."""
+    """Return epsilon of RMS norms."""
     return config.number("rms_norm_eps", default, high=1.0)
 
 
 def biases(
     everywhere: bool | None = None, *, qkv: bool = False, out: bool = False, mlp: bool = False
 ) -> dict[str, bool]:
-    """Which linear layers have biases: all or none, or those that are named."""
+    """Return the bias flags of linear layers: all or none, or those that are named."""
     qkv, out, mlp = (qkv, out, mlp) if everywhere is None else (everywhere,) * 3
     return {"attention_bias": qkv, "attention_out_bias": out, "mlp_bias": mlp}
 
 
 def layer_norm(config: JsonObject, key: str = "layer_norm_eps", default: float = 1e-5) -> dict[str, Any]:
-    """Layer norms in place of RMS norms."""
+    """Return the fields of layer norms in place of RMS norms."""
     return {"norm": "layer", "norm_eps": config.number(key, default, high=1.0)}
 
 
 def plain_mlp(config: JsonObject, default: str, key: str = "hidden_act") -> dict[str, Any]:
-    """An MLP without a gate, and its activation."""
+    """Return the fields of an MLP without a gate, and its activation."""
     return {"mlp": "plain", "hidden_act": config.choice(key, PLAIN_ACTIVATIONS, default)}
 
 
 def read_head_dim(config: JsonObject, heads: int, default: int | None = None) -> int:
-    """The head size named in the file, else the family's default, else an even share of the hidden size."""
+    """Return the file's head size, else the family's default, else hidden size / heads."""
     if "head_dim" in config or default is not None:
         return config.integer("head_dim", default, high=MAX_WIDTH)
     size = config.integer("hidden_size", high=MAX_WIDTH)
@@ -107,7 +107,7 @@ def read_head_dim(config: JsonObject, heads: int, default: int | None = None) ->
 
 
 def read_kv_heads(config: JsonObject, heads: int, key: str = "num_key_value_heads") -> int:
-    """Number of key-value heads; as many as query heads unless the file says otherwise."""
+    """Return the number of key-value heads; by default that of query heads."""
     kv_heads = config.integer(key, heads, high=MAX_HEADS)
     if heads % kv_heads:
         raise config.wrong(key, f"a divisor of num_attention_heads ({heads})")
@@ -115,17 +115,17 @@ def read_kv_heads(config: JsonObject, heads: int, key: str = "num_key_value_head
 
 
 def optional_number(config: JsonObject, key: str, default: float | None) -> float | None:
-    """A positive number; an explicit null switches the option off, absence means the family's default."""
+    """Return a positive number; an explicit null disables the option, absence means the family's default."""
     return config.optional_number(key, low=1e-6) if key in config.values else default
 
 
 def uniform_window(config: JsonObject, *, default: int | None) -> dict[str, Any]:
-    """A window on every layer."""
+    """Return the fields of a window on every layer."""
     return _windows(config, lambda layer: True, default=default)
 
 
 def upper_window(config: JsonObject) -> dict[str, Any]:
-    """A window from `max_window_layers` on, off unless `use_sliding_window`."""
+    """Return the fields of a window from layer `max_window_layers` on, off unless `use_sliding_window`."""
     if not config.flag("use_sliding_window", False):
         return {}
     first = config.integer("max_window_layers", 28, low=0)
@@ -133,14 +133,14 @@ def upper_window(config: JsonObject) -> dict[str, Any]:
 
 
 def alternating_window(config: JsonObject, *, period: int, default: int | None = 4096) -> dict[str, Any]:
-    """A window on all but every `period`-th layer."""
+    """Return the fields of a window on all but every `period`-th layer."""
     return declared_windows(config, lambda layer: (layer + 1) % period != 0, default=default)
 
 
 def declared_windows(
     config: JsonObject, is_sliding: Callable[[int], bool], default: int | None = 4096
 ) -> dict[str, Any]:
-    """Windows on the layers that the file lists; on those that `is_sliding` picks if it lists none."""
+    """Return the fields of windows on the layers that the file lists, else on those that `is_sliding` picks."""
     if "layer_types" not in config:
         return _windows(config, is_sliding, default=default)
     layer_types = config.texts("layer_types")
@@ -154,7 +154,7 @@ def declared_windows(
 def layer_kinds(
     config: JsonObject, kinds: Mapping[str, str], default: Callable[[int], str]
 ) -> tuple[str, ...]:
-    """How each layer mixes tokens: what the file lists, by our names for its words; `default` if it lists nothing."""
+    """Return each layer's mixer kind: the file's list, mapped by `kinds`, or else `default`."""
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     if "layer_types" not in config:
         return tuple(default(layer) for layer in range(num_layers))
@@ -167,7 +167,7 @@ def layer_kinds(
 
 
 def _windows(config: JsonObject, is_sliding: Callable[[int], bool], *, default: int | None) -> dict[str, Any]:
-    """Fields for a window on the picked layers; none if no layer is picked or the file says null."""
+    """Return the fields of a window on the picked layers; none if no layer is picked or the file says null."""
     picked = [is_sliding(layer) for layer in range(config.integer("num_hidden_layers", high=MAX_LAYERS))]
     window = default if "sliding_window" not in config.values else config.optional_integer("sliding_window")
     if window is None or not any(picked):
@@ -179,7 +179,7 @@ def _windows(config: JsonObject, is_sliding: Callable[[int], bool], *, default: 
 
 
 def unrotated_layers(config: JsonObject) -> tuple[int, ...]:
-    """Those that know no positions (NoPE, arXiv:2305.19466): which the file names, else every fourth."""
+    """Return the layers without positions (NoPE, arXiv:2305.19466): those that the file names, else every fourth."""
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     interval = config.integer("no_rope_layer_interval", 4)
     rotated = [(layer + 1) % interval != 0 for layer in range(num_layers)]
@@ -191,7 +191,7 @@ def unrotated_layers(config: JsonObject) -> tuple[int, ...]:
 
 
 def full_layers(windows: dict[str, Any]) -> tuple[int, ...]:
-    """Those without a window, by number, of a model that has some with one; none of another."""
+    """Return the layers without a window in a model where some have one; () in others."""
     types = windows.get("layer_types", ())
     return tuple(layer for layer, kind in enumerate(types) if kind == FULL)
 

@@ -1,4 +1,4 @@
-"""Granite, with experts or without, and what came of it."""
+"""Granite, dense and sparse, and its descendants."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_granite(architecture: str, config: JsonObject, **fields: Any) -> ModelA
 
 
 def read_hyperclovax(architecture: str, config: JsonObject) -> ModelArch:
-    """HyperCLOVA X (2024, arXiv:2404.01954): Granite, with norms also behind attention and MLP."""
+    """HyperCLOVA X (2024, arXiv:2404.01954): Granite, with norms after attention and MLP, too."""
     names = {
         "post_attention_layernorm": "post_norm1",
         "pre_feedforward_layernorm": "post_attention_layernorm",
@@ -48,7 +48,7 @@ def read_hyperclovax(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_granite_moe(architecture: str, config: JsonObject) -> ModelArch:
-    """Granite 3 MoE (IBM, 2024): the experts of a layer in one tensor, and perhaps one that sees every token."""
+    """Granite 3 MoE (IBM, 2024): a layer's experts in one tensor, and optionally a shared one."""
     experts = read_experts(
         config,
         count="num_local_experts",

@@ -1,7 +1,11 @@
-"""OLMo (Groeneveld et al., 2024, arXiv:2402.00838), OLMo 2 (arXiv:2501.00656), OLMo 3 (2025) and OLMo Hybrid (2026)."""
+"""OLMo (Groeneveld et al., 2024, arXiv:2402.00838), OLMo 2 (arXiv:2501.00656), OLMo 3 (2025), OLMo Hybrid (2026), and
+Hunyuan dense (Tencent, 2025): norms of q and k after the rotation, and a fixed scaling of the rotary base.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from quire.config.arch import QKV_APART, CheckpointNames, DeltaArch, ModelArch
@@ -19,6 +23,39 @@ from quire.models.json_object import JsonObject
 from quire.models.rope_config import FULL, SLIDING, read_rope
 
 
+def read_hunyuan(
+    architecture: str, config: JsonObject, names: Mapping[str, str] = MappingProxyType({}), **fields: Any
+) -> ModelArch:
+    """Hunyuan without shared keys and values (`use_cla`), with norms of q and k; `names` are additional renames."""
+    config.only("use_cla", False)
+    config.only("use_qk_norm", True)
+    head_dim = read_head_dim(config, config.integer("num_attention_heads"))
+    return read_llama(
+        architecture,
+        config,
+        names=CheckpointNames({"q_norm": "query_layernorm", "k_norm": "key_layernorm", **names}),
+        head_dim=head_dim,
+        rope=read_rope(_with_theta(config, head_dim), head_dim=head_dim),
+        qk_norm="rms_after_rope",
+        norm_eps=rms_eps(config, 1e-5),
+        **fields,
+    )
+
+
+def _with_theta(config: JsonObject, head_dim: int) -> JsonObject:
+    """Return the config with `alpha` applied to the rotary base, by the exponent of NTK-aware scaling, at any
+    length.
+    """
+    key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+    rope = config.child(key)
+    alpha = rope.optional_number("alpha", low=1e-6, high=1e9)
+    if alpha is None:
+        return config
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0, low=1.0), low=1.0)
+    stretched = theta * alpha ** (head_dim / max(head_dim - 2, 1))
+    return config.with_values(**{key: {"rope_type": "default", "rope_theta": stretched}})
+
+
 def read_olmo(architecture: str, config: JsonObject) -> ModelArch:
     """Layer norms without weights; q, k and v may be clipped."""
     return read_llama(
@@ -33,13 +70,13 @@ def read_olmo(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_olmo2(architecture: str, config: JsonObject, **fields: Any) -> ModelArch:
-    """Norms behind attention and MLP, and of all of q and all of k."""
+    """Norms after attention and MLP, and of all of q and all of k."""
     norms = {"block": "norm_after", "qk_norm": "row_rms", "norm_eps": rms_eps(config, 1e-5)}
     return read_llama(architecture, config, **(norms | fields))
 
 
 def read_olmo3(architecture: str, config: JsonObject) -> ModelArch:
-    """A window on three of four layers, whose rotary embedding is not stretched."""
+    """A window on three of four layers, whose rotary embedding is not scaled."""
     head_dim = read_head_dim(config, config.integer("num_attention_heads"))
     plain = config.with_values(rope_scaling=None)
     return read_olmo2(
@@ -52,9 +89,9 @@ def read_olmo3(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_olmo_hybrid(architecture: str, config: JsonObject) -> ModelArch:
-    """Gated DeltaNet (arXiv:2412.06464), whose norms go before, in three of four layers; OLMo 2's in the others.
+    """Gated DeltaNet (arXiv:2412.06464) with pre-norms in three of four layers; OLMo 2's blocks in the others.
 
-    States may have negative eigenvalues. Published models rotate nothing.
+    States may have negative eigenvalues. Published models have no rotation.
     """
     last = config.integer("num_hidden_layers") - 1
     kinds = layer_kinds(
@@ -78,7 +115,7 @@ def read_olmo_hybrid(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def _hybrid_names(kinds: tuple[str, ...]) -> CheckpointNames:
-    """Norms of the layers that do not attend have names of their own."""
+    """Return names, which differ for the norms of layers without attention."""
     renamed = {
         "input_layernorm": "attention_layer_norm",
         "linear_attn.norm": "o_norm",

@@ -1,4 +1,4 @@
-"""Models whose layers differ in their sizes: OpenELM by design, Deci's by a search."""
+"""Models whose layers differ in size: OpenELM by design, Deci's by architecture search."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read_openelm(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def read_decilm(architecture: str, config: JsonObject) -> ModelArch:
-    """DeciLM 7B (Deci, 2023), whose layers share keys in groups of many sizes, and Nemotron-NAS (arXiv:2411.19146)."""
+    """DeciLM 7B (Deci, 2023), with grouped keys in groups of many sizes, and Nemotron-NAS (arXiv:2411.19146)."""
     if "block_configs" in config:
         return _read_nemotron_nas(architecture, config)
     heads = config.integer("num_attention_heads", high=MAX_HEADS)
@@ -82,7 +82,7 @@ def read_decilm(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def _read_nemotron_nas(architecture: str, config: JsonObject) -> ModelArch:
-    """A Llama of which a search has left less of some layers, or nothing of their attention or MLP."""
+    """Nemotron-NAS: a Llama whose layers were shrunk, or lost attention or MLP, in architecture search."""
     blocks = config.children("block_configs")
     if len(blocks) != config.integer("num_hidden_layers", high=MAX_LAYERS):
         raise config.wrong("block_configs", "a list with num_hidden_layers entries")
@@ -105,7 +105,7 @@ def _read_nemotron_nas(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def _shape(config: JsonObject, block: JsonObject) -> LayerShape:
-    """Parts that a layer has not are of size 1: nothing is made of them."""
+    """Return a layer's shape; missing parts have size 1, as nothing is allocated for them."""
     heads = config.integer("num_attention_heads", high=MAX_HEADS)
     attention, mlp = block.child("attention"), block.child("ffn")
     for part in (attention, mlp):
@@ -124,13 +124,13 @@ def _shape(config: JsonObject, block: JsonObject) -> LayerShape:
 
 
 def _nas_width(config: JsonObject, multiplier: float) -> int:
-    """Two thirds of so many hidden sizes, up to the next multiple of 256."""
+    """Return 2/3 * multiplier * hidden size, rounded up to a multiple of 256."""
     size = int(2 * multiplier * config.integer("hidden_size", high=MAX_WIDTH) / 3)
     return -(-size // 256) * 256
 
 
 def _openelm_widths(config: JsonObject) -> list[int]:
-    """So many hidden sizes to the nearest multiple of the divisor, and never less by more than a tenth."""
+    """Return multiplier * hidden size, rounded to the nearest multiple of the divisor, but at least 90 % of it."""
     size = config.integer("hidden_size", high=MAX_WIDTH)
     divisor = config.integer("ffn_dim_divisor", 256, high=MAX_WIDTH)
     widths = []
@@ -141,7 +141,7 @@ def _openelm_widths(config: JsonObject) -> list[int]:
 
 
 def _of_layers(config: JsonObject, key: str) -> list[int]:
-    """A number of heads for each layer."""
+    """Return the number of heads of each layer."""
     numbers = _per_layer(config, key)
     if not all(number.is_integer() and 1 <= number <= MAX_HEADS for number in numbers):
         raise config.wrong(key, f"a list of integers in [1, {MAX_HEADS}]")
@@ -156,7 +156,7 @@ def _per_layer(config: JsonObject, key: str) -> tuple[float, ...]:
 
 
 def _check(config: JsonObject, key: str, shapes: tuple[LayerShape, ...]) -> None:
-    """Key-value heads, which this key tells, serve equally many query heads each."""
+    """Check that in each layer the key-value heads, read from this key, divide the query heads."""
     for layer, shape in enumerate(shapes):
         if shape.num_heads % shape.num_kv_heads:
             raise config.wrong(
@@ -166,7 +166,7 @@ def _check(config: JsonObject, key: str, shapes: tuple[LayerShape, ...]) -> None
 
 
 def _largest(shapes: tuple[LayerShape, ...]) -> dict[str, Any]:
-    """The fields of all layers, and those of each."""
+    """Return the fields for all layers (maxima) and the shape of each."""
     return {
         "num_heads": max(shape.num_heads for shape in shapes),
         "num_kv_heads": max(shape.num_kv_heads for shape in shapes),

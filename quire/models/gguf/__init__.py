@@ -1,1 +1,1 @@
-"""GGUF files, in which llama.cpp and its kin keep a whole model: shape, tokenizer, chat template and weights."""
+"""GGUF files (llama.cpp): config, tokenizer, chat template and weights in one file."""

@@ -1,7 +1,7 @@
-"""The architectures that quire reads from GGUF: which family of Hugging Face's each is, and what it calls things.
+"""Table of GGUF architectures: the Hugging Face family of each, and its names.
 
-Invariant: torch-free. A row's `config` makes the keys of config.json that the family's reader takes, and says no more
-than that; it asks `GgufModel.own` for every key of the architecture that it knows.
+Invariant: torch-free. A row's `config` produces exactly the config.json keys that the family's reader takes, and reads
+with `GgufModel.own` every key of the architecture that it handles.
 """
 
 from __future__ import annotations
@@ -12,55 +12,71 @@ from typing import Any
 
 from quire.config.arch import QKV_APART, CheckpointNames
 from quire.models.gguf import decoders, sparse
-from quire.models.gguf.encoders import BERT_PLACES, bert
-from quire.models.gguf.gemma3n import GEMMA3N_PLACES, gemma3n
+from quire.models.gguf.decoders import BERT_PLACES, GEMMA3N_PLACES, LATENT_PLACES, bert, deepseek2, gemma3n
 from quire.models.gguf.hybrids import (
+    CHANNEL_PLACES,
     CONV_PLACES,
     DELTA_APART,
     DELTA_PLACES,
     DELTA_STEPS_APART,
+    NEMOTRON_PLACES,
     PARALLEL_PLACES,
     STATE_PLACES,
     falcon_h1,
     granite_hybrid,
+    jamba,
     lfm2,
     lfm2_moe,
+    mamba,
+    mamba2,
+    nemotron_h,
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
 )
-from quire.models.gguf.latent import LATENT_PLACES, deepseek2
-from quire.models.gguf.mambas import CHANNEL_PLACES, NEMOTRON_PLACES, jamba, mamba, mamba2, nemotron_h
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.shapes import EXPERTS, MULTIPLIERS, Config, biased, dense, multiplied, named, windows
-from quire.models.gguf.tensor_names import AROUND, MERGED_MLP, SANDWICH, Listed, Places
+from quire.models.gguf.shapes import (
+    AROUND,
+    EXPERTS,
+    MERGED_MLP,
+    MULTIPLIERS,
+    SANDWICH,
+    Config,
+    Listed,
+    TensorPlaces,
+    biased,
+    dense,
+    multiplied,
+    named,
+    windows,
+)
 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """An architecture, by its name in `general.architecture`."""
+    """GGUF architecture, by its name in `general.architecture`."""
 
     config: Callable[[GgufModel], Config]
-    """The keys of config.json, but for those that every file has."""
+    """Returns the keys of config.json, except those that every file has."""
     interleaved: bool = False
-    """Whether rotated dimensions lie in pairs: the files of some families have q and k in that order."""
+    """True if rotated dimensions are stored in adjacent pairs (order of q and k in the files of some families)."""
     apart: Mapping[str, tuple[str, ...]] | None = field(default_factory=lambda: CheckpointNames().merged)
-    """Layers that are one of ours and several tensors there; none, where q, k and v are one, and gate and up.
+    """Our merged layers -> their separate tensors in GGUF; empty if q, k and v are merged, and gate and up.
 
-    None: those of the family's own checkpoints.
+    None: as in the family's own checkpoints.
     """
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Of `ModelArch`, what is otherwise in these files than in the family's own."""
-    places: Places = field(default_factory=dict)
-    """Of tensors that are elsewhere than `tensor_names.SHARED` says."""
+    """Fields of `ModelArch` that differ from the family's own checkpoints."""
+    places: TensorPlaces = field(default_factory=dict)
+    """Tensors whose place differs from `shapes.SHARED`."""
     in_turn: bool = False
-    """Whether heads of values stand as those of keys serve them in turn (`DeltaArch`)."""
+    """True if value heads are stored in the order in which key heads serve them in turn (`DeltaArch`)."""
     listed: Listed = field(default_factory=dict)
-    """Parameters of layers that are in the metadata."""
+    """Layer parameters that are stored in the metadata."""
 
 
 def _llama(model: GgufModel) -> Config:
-    """Llama, Mistral, Mixtral and what has their shape: windows are not in the file."""
+    """Llama, Mistral, Mixtral and models of the same shape: windows are not in the file."""
     if not model.own.integer("expert_count", 0, low=0):
         model.own.only("expert_used_count", 0)
         return dense(
@@ -118,14 +134,14 @@ def _gemma3(model: GgufModel) -> Config:
 
 
 def _with_gemma_scale(model: GgufModel, config: Config, layers_of_27b: int) -> Config:
-    """Scores are scaled by the size of a head, but in the model with 27 billion parameters by a head's share."""
+    """Set the score scale: from the head size, but in the 27B model from hidden size / heads."""
     share = model.own.integer("embedding_length") // model.own.integer("attention.head_count")
     is_27b = config["num_hidden_layers"] == layers_of_27b
     return config | {"query_pre_attn_scalar": share if is_27b else config["head_dim"]}
 
 
 def _phi3(model: GgufModel) -> Config:
-    """A window of nothing is none, as the converter has it."""
+    """Phi-3; the converter writes a window of 0 for none."""
     config = dense(model, "Phi3ForCausalLM", **named(model, {"sliding_window": "attention.sliding_window"}))
     return config | {"sliding_window": config.get("sliding_window") or None}
 
@@ -144,7 +160,7 @@ def _gpt_oss(model: GgufModel) -> Config:
 
 
 def _granite(model: GgufModel) -> Config:
-    model.own.only("rope.scaling.finetuned", True)  # says whether queries and keys are rotated at all
+    model.own.only("rope.scaling.finetuned", True)  # decides whether queries and keys are rotated at all
     return multiplied(model, dense(model, "GraniteForCausalLM", **named(model, MULTIPLIERS)))
 
 
@@ -231,4 +247,4 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "nemotron_h": GgufArchitecture(nemotron_h, places=NEMOTRON_PLACES),
     "nemotron_h_moe": GgufArchitecture(nemotron_h, places=NEMOTRON_PLACES),
 }
-"""By name."""
+"""Architectures by name."""

@@ -1,8 +1,7 @@
-"""From a GGUF file's metadata to a `ModelArch`, by way of the config.json that the model's family would have.
+"""Conversion of a GGUF file's metadata to a `ModelArch`, through the equivalent config.json of the model's family.
 
-Invariant: torch-free. What a family's keys mean is known to its reader in `families/` alone; here and in
-`architectures` stands what GGUF calls them. A key of the architecture that nobody asked for is refused: it may change
-what the model computes.
+Invariant: torch-free. Only the family's reader in `families/` interprets config.json keys; this module and
+`architectures` map GGUF names to them. An unread key of the architecture is refused: it may change the computation.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from quire.models.config_overrides import with_overrides
 from quire.models.generation_config import sampling_defaults
 from quire.models.gguf.architectures import ARCHITECTURES, GgufArchitecture
 from quire.models.gguf.model import GgufModel, stated_pooling
-from quire.models.gguf.shapes import FACTORS, FREQUENCIES, num_guessing
+from quire.models.gguf.shapes import FACTORS, FREQUENCIES, num_mtp_layers, place_of
 from quire.models.gguf.sparse import CORRECTION_BIAS
-from quire.models.gguf.tensor_names import place_of
 from quire.models.hf_config import read_config
 from quire.models.json_object import JsonObject
 
@@ -43,16 +41,16 @@ _TURN_ENDS = (
     "<|endoftext|>",
     "<|end_of_text|>",
 )
-"""Tokens that end an answer in files that do not say so, as a model's generation_config.json would."""
+"""Tokens that end an answer in files without such ids, as a model's generation_config.json would say."""
 _HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
-"""Those of gpt-oss, whose <|end|> is the end of one message among others."""
+"""End tokens of gpt-oss, whose <|end|> only ends one message of an answer."""
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTIZED_DTYPE = "float16"
-"""What is kept of a quantized weight that is no longer in integers: half the rounding of bfloat16 times eight."""
+"""Dtype of quantized weights that are dequantized: its rounding error is 1/8 of bfloat16's."""
 _NORMS_TOGETHER = {"each_head_layer_apart": "each_head_layer"}
-"""Norms of which the family's own files have a tensor for each head."""
+"""Norms that the family's own files store with a tensor per head."""
 _SAY_NOTHING = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon")
-"""Keys of an architecture that change nothing, as the tensors say the same or no model here has what they say."""
+"""Keys without effect: the tensors imply them, or no model here uses them."""
 _OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention.sliding_window", "attention.clamp_kqv", "attention.max_alibi_bias"), (0,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"), (0,)),
@@ -70,15 +68,15 @@ _OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_parallel_residual", "swin_norm"), (False,)),
     "rope.dimension_sections": ([0, 0, 0, 0],),
 }
-"""Keys of which a family knows nothing, and the values that switch off what they say."""
+"""Keys that a family does not read, and the values that disable them."""
 
 
 def read_gguf_config(path: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:
-    """The shape and options of a model in GGUF; `overrides` replace top-level keys of the config.json it stands for.
+    """Return the arch of a GGUF model; `overrides` replace top-level keys of the equivalent config.json.
 
     Raises:
         ModelLoadError: a file is missing, malformed or lacks a key; the message names file, key and what is allowed.
-        UnsupportedModelError: the architecture, a key or an option is one that quire does not implement.
+        UnsupportedModelError: quire does not implement the architecture, a key or an option.
     """
     model = GgufModel(path)
     row = architecture_of(model)
@@ -91,7 +89,7 @@ def read_gguf_config(path: Path, overrides: dict[str, Any], model_impl: str = "a
 
 
 def architecture_of(model: GgufModel) -> GgufArchitecture:
-    """The row of a model's architecture; raises UnsupportedModelError if there is none."""
+    """Return the row of a model's architecture; raises UnsupportedModelError if there is none."""
     if model.architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{model.path}: general.architecture is {model.architecture!r}, which quire does not read from GGUF; "
@@ -101,7 +99,7 @@ def architecture_of(model: GgufModel) -> GgufArchitecture:
 
 
 def _of_the_file(model: GgufModel) -> dict[str, Any]:
-    """Keys of config.json whose values are in no key of the architecture."""
+    """Return the config.json keys that do not come from the architecture's keys."""
     about = model.about("tokenizer.ggml")
     return {
         "vocab_size": _vocab_size(model, about),
@@ -126,7 +124,7 @@ def _vocab_size(model: GgufModel, about: JsonObject) -> int:
 
 
 def _ends(about: JsonObject) -> list[int]:
-    """Tokens that end an answer: those that the file names, and those that are known for it by their text."""
+    """Return the tokens that end an answer: those that the file names, and those known by their text."""
     named = [about.get(key) for key in _ENDS if key in about]
     tokens = about.texts("tokens") if "tokens" in about else ()
     known = _HARMONY_ENDS if "<|return|>" in tokens else _TURN_ENDS
@@ -135,7 +133,7 @@ def _ends(about: JsonObject) -> list[int]:
 
 
 def _dtype(model: GgufModel) -> str:
-    """That of most of the weights' bytes."""
+    """Return the dtype of most of the weights' bytes."""
     sizes: Counter[str] = Counter()
     for _, entry in model.tensors.values():
         sizes[_DTYPES.get(entry.type.name, _QUANTIZED_DTYPE)] += entry.end - entry.start
@@ -147,14 +145,16 @@ def _refuse_unknown_keys(model: GgufModel) -> None:
     unknown = sorted(key for key in unread if model.own.get(key) not in _OFF.get(key, ()))
     if unknown:
         raise UnsupportedModelError(
-            f"{model.own.where}: {', '.join(unknown)}: quire does not know what this changes in such a model"
+            f"{model.own.where}: {', '.join(unknown)}: quire does not support these keys for this architecture"
         )
 
 
 def _as_stored(arch: ModelArch, model: GgufModel, row: GgufArchitecture) -> ModelArch:
-    """A model as the file's tensors are: under one architecture's names as under another's, experts in stacks."""
+    """Return the arch adapted to the file's tensors: names, and stacked experts."""
     unused = [*arch.names.unused, *(f"^{name}$" for name in (FREQUENCIES, *FACTORS))]
-    unused += [rf"^(model\.layers|blk)\.{arch.num_layers + layer}\." for layer in range(num_guessing(model))]
+    unused += [
+        rf"^(model\.layers|blk)\.{arch.num_layers + layer}\." for layer in range(num_mtp_layers(model))
+    ]
     names = CheckpointNames(
         merged=arch.names.merged if row.apart is None else row.apart, unused=tuple(unused)
     )
@@ -183,7 +183,7 @@ def _as_stored(arch: ModelArch, model: GgufModel, row: GgufArchitecture) -> Mode
 
 
 def _encodings(model: GgufModel, row: GgufArchitecture) -> CheckpointQuantization | None:
-    """Which modules are in which of ggml's types; a rule has all of a type, as sparse models have very many modules."""
+    """Return which modules have which ggml type; one rule per type, as sparse models have very many modules."""
     modules: dict[str, list[str]] = defaultdict(list)
     for name, (_, entry) in model.tensors.items():
         if entry.type.is_quantized:

@@ -1,9 +1,9 @@
-"""Reads one GGUF file: its metadata, and where its tensors are.
+"""Reader of one GGUF file: its metadata and the positions of its tensors.
 
-Format (versions 2 and 3, little-endian): the magic, the version, how many tensors and keys there are; each key with its
-type and value; each tensor with its name, shape (the fastest dimension first), type and place; from the next multiple
-of the alignment on, the tensors.
-Invariant: torch-free. Everything is checked against the file's size before it is taken, so a count costs no more memory
+Format (versions 2 and 3, little-endian): magic, version, numbers of tensors and keys; each key with its type and value;
+each tensor with its name, shape (the fastest dimension first), type and position; from the next multiple of the
+alignment on, the tensors.
+Invariant: torch-free. Everything is checked against the file's size before it is read, so a count costs no more memory
 than the file has bytes for it, and no tensor reaches outside the file or into another.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
-from quire.config.ggml_types import OTHERS, READ, TensorType
+from quire.config.encoding import OTHERS, READ, TensorType
 from quire.errors import ModelLoadError
 from quire.models.checkpoint_files import size_of, unreadable
 
@@ -46,13 +46,13 @@ _SCALARS: dict[int, Struct] = {
 }
 _STRING, _ARRAY = 8, 9
 _LEAST_KEY = 8 + 4 + 1
-"""Bytes that a key takes at least: its name's length, its type, a value."""
+"""Minimum bytes of a key: its name's length, its type, a value."""
 _LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor; `shape` has the rows' length last, `start` and `end` are byte positions in the file."""
+    """Tensor; `shape` has the rows' length last, `start` and `end` are byte positions in the file."""
 
     name: str
     type: TensorType
@@ -62,18 +62,18 @@ class TensorEntry:
 
     @property
     def row_bytes(self) -> int:
-        """Of what lies along the last dimension."""
+        """Bytes of a row along the last dimension."""
         return self.shape[-1] // self.type.size * self.type.num_bytes
 
 
 class GgufFile:
-    """A checked, mapped file: `metadata` by key, `tensors` by name in the order of the data.
+    """Checked, mapped file: `metadata` by key, `tensors` by name in the order of the data.
 
     Numbers of metadata are int, float or bool, strings are str, arrays are lists of these.
 
     Raises:
-        ModelLoadError: the file cannot be read, is truncated or malformed, or has a tensor of a type that quire does
-            not know; the message names file, key or tensor, and the values that disagree.
+        ModelLoadError: the file cannot be read, is truncated or malformed, or has a tensor of an
+            unsupported type; the message names file, key or tensor, and the values that disagree.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class GgufFile:
         self.tensors = self._placed(entries)
 
     def release(self, entry: TensorEntry) -> None:
-        """Let the system have the memory of a tensor back; if it is read again, it is read from the file."""
+        """Return a tensor's memory to the system; a later access reads the file again."""
         start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
         self.map.madvise(mmap.MADV_DONTNEED, start, entry.end - start)
 
@@ -148,7 +148,7 @@ class GgufFile:
         return list(Struct(f"<{count}{kind.format[1:]}").unpack_from(self.map, start))
 
     def _read_entry(self) -> TensorEntry:
-        """Check one tensor by itself; `start` is still counted from the data on."""
+        """Read and check one tensor by itself; its `start` is still relative to the data."""
         name = self._string("the name of a tensor")
         num_dims = int(self._number(_U32, f"the shape of tensor {name!r}"))
         if not 1 <= num_dims <= MAX_DIMS:
@@ -176,7 +176,7 @@ class GgufFile:
         return READ[code]
 
     def _placed(self, entries: list[TensorEntry]) -> dict[str, TensorEntry]:
-        """The tensors where they are in the file, each in bytes of its own."""
+        """Return the tensors at their positions in the file, checked not to overlap."""
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise self._error(
@@ -205,7 +205,7 @@ class GgufFile:
         return placed
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """As many `_string`s, of which a vocabulary has hundreds of thousands."""
+        """Read `count` strings at once, as a vocabulary has hundreds of thousands."""
         self._check_count(f"values of {key!r}", count, _U64.size)
         unpack, data, size, place = _U64.unpack_from, self.map, self._size, self._place
         values = []
@@ -233,7 +233,7 @@ class GgufFile:
         return kind.unpack_from(self.map, self._take(kind.size, what))[0]
 
     def _take(self, num_bytes: int, what: str) -> int:
-        """Step over so many bytes, which are there; where they begin."""
+        """Advance over `num_bytes` of the file and return their start."""
         start = self._place
         if num_bytes > self._size - start:
             raise self._error(f"truncated: {what} ends at byte {start + num_bytes} of {self._size}")
@@ -250,7 +250,7 @@ class GgufFile:
 
 
 def _hint(content: bytes) -> str:
-    """What zeros in place of numbers mean: a download reserves a file's room before it fills it."""
+    """Return a hint if the content is zeros: a download reserves a file's room before it fills it."""
     return (
         ": it has zeros there, as a file that was never written to its end"
         if content and not any(content)

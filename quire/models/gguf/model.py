@@ -1,4 +1,4 @@
-"""A model in GGUF: the file, or the files into which it was split, as one.
+"""GGUF model: a file, or a split model's files as one.
 
 Invariant: torch-free. All parts of a split are there, in order, and no tensor is in two of them.
 """
@@ -23,12 +23,12 @@ MOST_OPEN = 8  # files that are remembered while an engine starts
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model is such a file, and not a directory."""
+    """Return whether a model path is a GGUF file."""
     return path.suffix == SUFFIX
 
 
 def gguf_in(directory: Path) -> Path | None:
-    """The one model in GGUF that a directory has; None if there is none.
+    """Return the only GGUF model in a directory; None if there is none.
 
     Raises:
         ModelLoadError: there are several.
@@ -41,16 +41,16 @@ def gguf_in(directory: Path) -> Path | None:
 
 
 def is_first_part(name: str) -> bool:
-    """Whether a file is a model, or begins one that was split."""
+    """Return whether a file is a model or the first part of one."""
     match = _PART.fullmatch(name)
     return match is None or int(match["number"]) == 1
 
 
 def part_names(name: str) -> list[str]:
-    """The file itself, or all of the split that it begins.
+    """Return the names of all parts of the model that a file begins.
 
     Raises:
-        ModelLoadError: it is not the first of its split.
+        ModelLoadError: it is not the first part.
     """
     match = _PART.fullmatch(name)
     if match is None:
@@ -62,10 +62,10 @@ def part_names(name: str) -> list[str]:
 
 
 def part_paths(path: Path) -> list[Path]:
-    """As `part_names`, of files on this machine.
+    """Return `part_names` for files on this machine.
 
     Raises:
-        ModelLoadError: it is not the first of its split, or one is missing.
+        ModelLoadError: it is not the first part, or one is missing.
     """
     paths = [Path(name) for name in part_names(str(path))]
     missing = [each.name for each in paths if not has_file(each)]
@@ -98,15 +98,16 @@ def forget_files() -> None:
 
 
 _POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last"}
-"""Values of `pooling_type` -> how hidden states become an embedding."""
+"""Values of `pooling_type` -> pooling method of embeddings."""
 
 
 class GgufModel:
-    """The metadata of the first file, and all tensors by name, each with the file that has it.
+    """Metadata of the first file, and all tensors by name, each with its file.
 
     Raises:
-        ModelLoadError: as `GgufFile` and `part_paths`; a tensor is in two files; what the files say of their number is
-            not what there is.
+        ModelLoadError: as `GgufFile` and `part_paths`; a tensor is in two files; the declared number of files or
+            tensors
+            is wrong.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,10 +125,10 @@ class GgufModel:
         self._check_split()
         self.architecture = self.about("general").text("architecture")
         self.own = self.about(self.architecture)
-        """The keys of the architecture; what was asked of it is what has been understood."""
+        """Keys of the architecture; it records which were read."""
 
     def about(self, group: str) -> JsonObject:
-        """The keys that begin with `group` and a dot, without these."""
+        """Return the keys with the prefix `group` and a dot, without the prefix."""
         prefix = f"{group}."
         values = {
             key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)
@@ -135,7 +136,7 @@ class GgufModel:
         return JsonObject(f"{self.path}: {group}", values)
 
     def floats(self, name: str) -> list[float] | None:
-        """The numbers of a small tensor in float32; None if there is no such tensor."""
+        """Return the numbers of a small float32 tensor; None if there is no such tensor."""
         if name not in self.tensors:
             return None
         file, entry = self.tensors[name]
@@ -145,9 +146,11 @@ class GgufModel:
 
     def _check_split(self) -> None:
         split = self.about("split")
-        told = split.integer("count", 1, low=0) or 1
-        if told != len(self.files):
-            raise ModelLoadError(f"{self.path}: split.count is {told}, and its name says {len(self.files)}")
+        declared = split.integer("count", 1, low=0) or 1
+        if declared != len(self.files):
+            raise ModelLoadError(
+                f"{self.path}: split.count is {declared}, and its name says {len(self.files)}"
+            )
         count = split.optional_integer("tensors.count", low=0)
         if count is not None and len(self.files) > 1 and count != len(self.tensors):
             raise ModelLoadError(
@@ -156,11 +159,11 @@ class GgufModel:
 
 
 def stated_pooling(model: GgufModel) -> str | None:
-    """Return how the file says that embeddings are made; None if it does not.
+    """Return the file's pooling method for embeddings; None if it has none.
 
     Raises:
         ModelLoadError: the value is no integer.
-        UnsupportedModelError: it is another way, such as 4, which ranks pairs of texts.
+        UnsupportedModelError: the method is unsupported, such as 4, which ranks pairs of texts.
     """
     value = model.own.integer("pooling_type", 0, low=-1)  # -1: not specified
     if value not in (-1, *_POOLINGS):

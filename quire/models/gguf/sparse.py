@@ -1,4 +1,4 @@
-"""Architectures whose MLPs are experts; see `architectures`.
+"""Sparse GGUF architectures (mixture of experts); see `architectures`.
 
 Invariant: torch-free.
 """
@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from quire.config.arch import QKV_APART
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.shapes import EXPERTS, Config, biased, dense, named, windows
-from quire.models.gguf.tensor_names import SANDWICH, Place, Places
+from quire.models.gguf.shapes import (
+    EXPERTS,
+    SANDWICH,
+    Config,
+    TensorPlace,
+    TensorPlaces,
+    biased,
+    dense,
+    named,
+    windows,
+)
 
 SOFTMAX, SIGMOID = 1, 2
 """Values of `expert_gating_func`."""
 CORRECTION_BIAS = "gate.e_score_correction_bias"
-BALANCED: Places = {"exp_probs_b.bias": Place(f"mlp.{CORRECTION_BIAS}", flat=True)}
-"""Of experts whose load a bias keeps even; some files have it as a row."""
-TRINITY_PLACES: Places = {**SANDWICH, **BALANCED, "attn_gate": "self_attn.gate_proj"}
+BALANCED: TensorPlaces = {"exp_probs_b.bias": TensorPlace(f"mlp.{CORRECTION_BIAS}", flat=True)}
+"""Place of the load-balancing bias; some files have it as a row."""
+TRINITY_PLACES: TensorPlaces = {**SANDWICH, **BALANCED, "attn_gate": "self_attn.gate_proj"}
 GATED_APART = {"qkv_proj": (*QKV_APART["qkv_proj"], "gate_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Of layers whose heads are weighted by gates."""
+"""Merged layers with gated attention heads."""
 
 _DEEPSEEK = {
     **EXPERTS,
@@ -32,8 +41,8 @@ _DEEPSEEK = {
 
 
 def deepseek_experts(model: GgufModel) -> Config:
-    """DeepSeek's keys, which several have taken over."""
-    # It follows from two others, and some converters say it wrongly.
+    """Return DeepSeek's keys, which several families adopted."""
+    # Derived from two others; some converters write it wrongly.
     model.own.get("expert_shared_feed_forward_length")
     return {"norm_topk_prob": False, **named(model, _DEEPSEEK)}
 
@@ -93,7 +102,7 @@ def minimax_m2(model: GgufModel) -> Config:
 
 
 def hunyuan_moe(model: GgufModel) -> Config:
-    """Experts are as large as the one that all tokens see."""
+    """Hunyuan A13B; experts have the size of the shared one."""
     keys = {
         "num_experts": "expert_count",
         "moe_topk": "expert_used_count",
@@ -123,7 +132,7 @@ def bailing_moe2(model: GgufModel) -> Config:
 
 
 def phimoe(model: GgufModel) -> Config:
-    """Phi-3.5-MoE: SparseMixer chooses its experts, as where it was published."""
+    """Phi-3.5-MoE with its published routing, SparseMixer."""
     keys = {
         "num_local_experts": "expert_count",
         "num_experts_per_tok": "expert_used_count",
@@ -138,7 +147,9 @@ def phimoe(model: GgufModel) -> Config:
 
 
 def afmoe(model: GgufModel) -> Config:
-    """Trinity: as llama.cpp takes it, every fourth layer has no window, and embeddings grow with their length."""
+    """Trinity as in llama.cpp: every fourth layer has no window, and embeddings are scaled by the root of their
+    size.
+    """
     model.own.only("expert_gating_func", SIGMOID)
     keys = {
         **EXPERTS,

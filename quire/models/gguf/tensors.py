@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file for the loader, under the names of our modules.
+"""Tensors of a GGUF file for the loader, under the names of our modules.
 
-Invariant: a quantized tensor is bytes, uint8 [..., bytes of a row], for whoever knows its type, and floats for others.
-A row is whole blocks, so what is read of floats is what is asked for, but for the rest of the blocks at both ends.
+Invariant: a quantized tensor is read as bytes, uint8 [..., bytes of a row], or dequantized. A row consists of whole
+blocks, so a float read decodes only the requested range, rounded to blocks.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from quire.layers.slot import Box
 from quire.models.gguf.config import architecture_of
 from quire.models.gguf.file import GgufFile, TensorEntry
 from quire.models.gguf.model import GgufModel, forget_files
-from quire.models.gguf.tensor_names import Listed, Place, Places, place_of
+from quire.models.gguf.shapes import Listed, TensorPlace, TensorPlaces, place_of
 from quire.models.tensor_file import TensorFile, TensorInfo
 
-UNDONE: Mapping[str, Callable[[Tensor], Tensor]] = {"negative_exp": lambda made: made.neg().log()}
-"""By what made the numbers of a file: the family's again."""
+INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {"negative_exp": lambda made: made.neg().log()}
+"""Inverses of the converter's transformations."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class GgufTensor(TensorInfo):
-    """A tensor under its name in the model."""
+    """Tensor under its name in the model."""
 
     entry: TensorEntry
     made_by: str | None = None
 
 
 class GgufTensorFile:
-    """See `TensorFile`; `places` are those of the architecture."""
+    """See `TensorFile`; `places` are the architecture's."""
 
-    def __init__(self, file: GgufFile, places: Places) -> None:
+    def __init__(self, file: GgufFile, places: TensorPlaces) -> None:
         self.path: Path = file.path
         self._file = file
         tensors = [tensor for entry in file.tensors.values() for tensor in _in_model(entry, places)]
@@ -55,19 +55,19 @@ class GgufTensorFile:
         raw = torch.frombuffer(self._file.map, dtype=torch.uint8, count=num_bytes, offset=info.start)
         if info.dtype is torch.uint8 or not kind.is_quantized:
             stored = raw.view(info.dtype).view(info.shape)[box]
-            return stored if info.made_by is None else self._undone(info, stored)
+            return stored if info.made_by is None else self._inverted(info, stored)
         *rows, columns = box
         first, last = columns.start // kind.size, -(-columns.stop // kind.size)
         blocks = slice(first * kind.num_bytes, last * kind.num_bytes)
         numbers = dequantized(kind, raw.view(*info.shape[:-1], -1)[(*rows, blocks)])
         return numbers[..., columns.start - first * kind.size : columns.stop - first * kind.size]
 
-    def _undone(self, info: GgufTensor, made: Tensor) -> Tensor:
+    def _inverted(self, info: GgufTensor, made: Tensor) -> Tensor:
         assert info.made_by is not None, "asked for"
-        numbers = UNDONE[info.made_by](made)
+        numbers = INVERSES[info.made_by](made)
         if not numbers.isfinite().all():
             raise ModelLoadError(
-                f"{self.path}: tensor {info.entry.name!r} has numbers that cannot be of such a model"
+                f"{self.path}: tensor {info.entry.name!r} has values that this model cannot have"
             )
         return numbers
 
@@ -80,7 +80,7 @@ class GgufTensorFile:
 
 
 class ListedParameters:
-    """Parameters of layers that a model has among its metadata, with a number for each layer; see `TensorFile`.
+    """Layer parameters in a model's metadata, with a number per layer; see `TensorFile`.
 
     Raises:
         ModelLoadError: a list is missing or not of finite numbers.
@@ -108,11 +108,11 @@ class ListedParameters:
         memory.copy_(self.part(info, box).contiguous().view(-1).view(torch.uint8))
 
     def release(self, info: TensorInfo) -> None:
-        """They are in no memory of the file's."""
+        """Do nothing: they are not in the file's map."""
 
 
 def gguf_tensor_files(path: Path) -> list[TensorFile]:
-    """The files of a model in GGUF.
+    """Return the files of a GGUF model.
 
     Raises:
         ModelLoadError: as `GgufModel`.
@@ -125,8 +125,8 @@ def gguf_tensor_files(path: Path) -> list[TensorFile]:
     return [*(GgufTensorFile(file, row.places) for file in model.files), *listed]
 
 
-def _in_model(entry: TensorEntry, places: Places) -> Iterator[GgufTensor]:
-    """What a tensor of the file is in the model; parts of one lie one behind the other."""
+def _in_model(entry: TensorEntry, places: TensorPlaces) -> Iterator[GgufTensor]:
+    """Yield the model tensors of one file tensor; members of a stack are adjacent."""
     place = place_of(entry.name, places)
     if not place.apart or len(entry.shape) < 3:
         yield _at(place, entry)
@@ -138,7 +138,7 @@ def _in_model(entry: TensorEntry, places: Places) -> Iterator[GgufTensor]:
         yield _at(place.member(number), part)
 
 
-def _at(place: Place, entry: TensorEntry) -> GgufTensor:
+def _at(place: TensorPlace, entry: TensorEntry) -> GgufTensor:
     shape = list(entry.shape)
     if entry.type.is_quantized:
         shape[-1] = entry.row_bytes
@@ -153,5 +153,5 @@ def _at(place: Place, entry: TensorEntry) -> GgufTensor:
 
 
 def _shape_of(tensor: GgufTensor) -> tuple[int, ...]:
-    """In numbers."""
+    """Return the shape in numbers."""
     return (*tensor.shape[:-1], tensor.entry.shape[-1])

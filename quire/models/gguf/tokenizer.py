@@ -1,12 +1,16 @@
-"""Builds the tokenizer of a GGUF file from the tables in it, with the `tokenizers` library.
+"""Construction of a tokenizer from a GGUF file's tables, with the `tokenizers` library.
 
 Kinds of tables:
-- `llama`: SentencePiece's pieces with scores; the pair that makes the best piece is merged first (Kudo and Richardson,
+- `llama`: SentencePiece's pieces with scores; the pair with the best merged piece is merged first (Kudo and Richardson,
   2018, arXiv:1808.06226).
-- `t5`: pieces with log likelihoods, of which a text is cut into the likeliest (Unigram: Kudo, 2018, arXiv:1804.10959).
+- `t5`: pieces with log likelihoods; the likeliest segmentation is used (Unigram: Kudo, 2018, arXiv:1804.10959).
 - `gpt2`: byte-level BPE with a list of merges (Radford et al., 2019).
 - `gemma4`: a list of merges over SentencePiece's characters.
-- `bert`: WordPiece, which takes the longest pieces first (Schuster and Nakajima, 2012).
+- `bert`: WordPiece, longest match first (Schuster and Nakajima, 2012).
+`PRE_TOKENIZERS` has the word-splitting expressions that the models' own tokenizers were published with, by GGUF's
+names.
+They apply in order, each to the pieces that the previous ones left.
+
 Invariant: torch-free; every id is that of the file.
 """
 
@@ -23,8 +27,197 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.gguf.model import GgufModel
-from quire.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from quire.models.json_object import JsonObject
+
+_CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
+_GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_CHINESE = "[一-龥ࠀ-一가-퟿]+"
+_WORD_END = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^ՠ-ֈჇჍა-ჿᲀ-\x{1C8F}ⴀ-ⴭꞐ-ꟺꬰ-ꭨ"
+    r"\x{10570}-\x{105FF}\x{10D50}-\x{10DAF}\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7FF}\x{1DF00}-\x{1DFFF}]]"
+)
+"""Letters of alphabets with two cases, as DeepSeek's first models list them: not all of them."""
+
+
+def _cl100k(digits: str, letters: str = r"\p{L}") -> str:
+    """Return cl100k's expression with this pattern for digits; `letters` are those of words."""
+    symbols = rf" ?[^\s{letters}\p{{N}}]+[\r\n]*"
+    return rf"(?i:{_CONTRACTIONS})|{_BEFORE_WORD}[{letters}]+|{digits}|{symbols}|{_SPACES}"
+
+
+def _o200k(
+    digits: str,
+    contractions: str = "",
+    *,
+    upper: str = _UPPER,
+    lower: str = _LOWER,
+    symbols: str = _SYMBOLS,
+) -> str:
+    """Return o200k's expression, which also splits where lower case ends."""
+    words = f"{_BEFORE_WORD}{upper}*{lower}+{contractions}|{_BEFORE_WORD}{upper}+{lower}*{contractions}"
+    return f"{words}|{digits}|{symbols}|{_SPACES}"
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """Word splitting; with `ignores_merges` a word that is a token becomes that token, whatever the merges give."""
+
+    expressions: tuple[str, ...]
+    ignores_merges: bool = False
+    adds_bos: bool = False
+    """Default if the file does not say."""
+    composes: bool = False
+    """True if texts are normalized to NFC first."""
+
+
+_ONE_DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
+_LLAMA3 = PreTokenizer((_cl100k(_THREE_DIGITS),), ignores_merges=True, adds_bos=True)
+_CL100K = PreTokenizer((_cl100k(_THREE_DIGITS),))
+_QWEN2 = PreTokenizer((_cl100k(_ONE_DIGIT),), composes=True)
+_CL100K_ONE_DIGIT = PreTokenizer((_cl100k(_ONE_DIGIT),))
+_DIGITS_FIRST = PreTokenizer((r"\p{N}", _GPT2))
+_PLAIN_GPT2 = PreTokenizer((_GPT2,))
+_IN_ANY_CASE = f"(?i:{_CONTRACTIONS})?"
+_O200K = PreTokenizer((_o200k(_THREE_DIGITS, _IN_ANY_CASE),))
+_PUNCTUATED = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+_DEEPSEEK_V3 = PreTokenizer((_THREE_DIGITS, "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATED))
+_TRINITY = PreTokenizer(
+    (
+        # Groups of three digits, counted from the last.
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+        # Scripts without spaces between words.
+        (
+            r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}"
+            r"\x{0E40}-\x{0E7F}\x{0E80}-\x{0EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}"
+            r"\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+"
+        ),
+        _PUNCTUATED,
+    )
+)
+_YOUTU = PreTokenizer(
+    (
+        (
+            r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[！…“”‘’—：；，\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+"
+            r"|[\x{3105}-\x{312F}]+|[一-龥぀-ゟ゠-ヿ]+"
+        ),
+        _o200k(_ONE_DIGIT, _IN_ANY_CASE),
+    ),
+    ignores_merges=True,
+)
+_NOT_HAN = r"&&[^\p{Han}]]"
+_KIMI = PreTokenizer(
+    (
+        r"\p{Han}+|"
+        + _o200k(
+            _THREE_DIGITS,
+            _IN_ANY_CASE,
+            upper=f"[{_UPPER}{_NOT_HAN}",
+            lower=f"[{_LOWER}{_NOT_HAN}",
+            symbols=r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        ),
+    )
+)
+_BLOOM = PreTokenizer((_WORD_END,))
+_LING = PreTokenizer(
+    (
+        (
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+            r"|\s*[\r\n]|\s+(?!\S)|\s+"
+        ),
+    )
+)
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": _PLAIN_GPT2,
+    "a.x-4.0": _PLAIN_GPT2,
+    "exaone4": _PLAIN_GPT2,
+    "gigachat": _PLAIN_GPT2,
+    "granite-docling": _PLAIN_GPT2,
+    "jais": _PLAIN_GPT2,
+    "mellum": _PLAIN_GPT2,
+    "mpt": _PLAIN_GPT2,
+    "olmo": _PLAIN_GPT2,
+    "phi-2": _PLAIN_GPT2,
+    "trillion": _PLAIN_GPT2,
+    "codeshell": _DIGITS_FIRST,
+    "command-r": _DIGITS_FIRST,
+    "exaone": _DIGITS_FIRST,
+    "minerva-7b": _DIGITS_FIRST,
+    "refact": _DIGITS_FIRST,
+    "mellum2": _DIGITS_FIRST,
+    "smollm": _DIGITS_FIRST,
+    "starcoder": _DIGITS_FIRST,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "midm-2.0": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "chatglm-bpe": _CL100K,
+    "dbrx": _CL100K,
+    "glm4": PreTokenizer((_cl100k(_THREE_DIGITS),), ignores_merges=True),
+    "glm5": PreTokenizer((_cl100k(_THREE_DIGITS),), ignores_merges=True),
+    "smaug-bpe": _CL100K,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "f2llmv2": _QWEN2,
+    "kormo": _QWEN2,
+    "megrez": _QWEN2,
+    "qwen35": PreTokenizer((_cl100k(_ONE_DIGIT, r"\p{L}\p{M}"),), composes=True),
+    "grok-2": _CL100K_ONE_DIGIT,
+    "hunyuan": _CL100K_ONE_DIGIT,
+    "solar-open": _CL100K_ONE_DIGIT,
+    "stablelm2": _CL100K_ONE_DIGIT,
+    "bailingmoe": _LING,
+    "bailingmoe2": _LING,
+    "llada-moe": _LING,
+    "exaone-moe": PreTokenizer(
+        (
+            (
+                rf"(?i:{_CONTRACTIONS})|{_BEFORE_WORD}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+            ),
+        )
+    ),
+    "minicpm5": PreTokenizer((_THREE_DIGITS, _cl100k(r"\p{N}+")), ignores_merges=True),
+    "seed-coder": PreTokenizer(
+        (rf"(?i:{_CONTRACTIONS})|{_BEFORE_WORD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
+    ),
+    "tekken": PreTokenizer((_o200k(_ONE_DIGIT),), ignores_merges=True, adds_bos=True),
+    "gpt-4o": _O200K,
+    "kanana2": _O200K,
+    "llama4": _O200K,
+    "minimax-m2": _O200K,
+    "deepseek-llm": PreTokenizer(
+        (r"[\r\n]", rf"\s?{_CASED}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CHINESE, r"\p{N}+")
+    ),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}")),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "afmoe": _TRINITY,
+    "youtu": _YOUTU,
+    "kimi-k2": _KIMI,
+    "hunyuan-dense": _DEEPSEEK_V3,
+    "joyai-llm": _DEEPSEEK_V3,
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    "bloom": _BLOOM,
+    "gpt3-finnish": _BLOOM,
+    "poro-chat": _BLOOM,
+    "quire-demo": PreTokenizer((r"\p{N}| ?\p{Ll}+|\p{Lu}\p{Ll}*|\p{L}+| ?[^\s\p{L}\p{N}]+|\s",)),
+    "viking": PreTokenizer((_WORD_END, r"\p{N}")),
+}
+"""Pre-tokenizers by `tokenizer.ggml.pre`."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +236,13 @@ _NAMES = {
 """Special tokens in tokenizer_config.json -> in `tokenizer.ggml`."""
 _BERT = "bert"
 _INSIDE = "##"
-"""Marks WordPiece's tokens that continue a word; the format marks those that begin one instead, by `SPACE`."""
+"""Prefix of WordPiece tokens that continue a word; GGUF marks tokens that begin one instead, by `SPACE`."""
 _BERT_IDS = {
     "cls": 101,
     "seperator": 102,
     "unknown": 100,
-}  # where a file names none, those of Google's vocabularies
-_BERT_NAMES = {"cls": "bos", "seperator": "eos"}  # other names that converters give them
+}  # ids of Google's vocabularies, for files without ids
+_BERT_NAMES = {"cls": "bos", "seperator": "eos"}  # other names used by converters
 _SAY_NOTHING = frozenset(
     (
         "scores",
@@ -62,16 +255,16 @@ _SAY_NOTHING = frozenset(
         "add_eos_token",
     )
 )
-"""Keys that some converters write for kinds of tables that have no use for them."""
+"""Keys that some converters write although this kind of table does not use them."""
 _ALWAYS_ADDED = {"gemma4": ("bos",)}
-"""Kinds -> tokens that texts get whatever the file says: early files of Gemma 4 wrongly say that they get no `bos`."""
+"""Kind -> tokens that are always added: early files of Gemma 4 wrongly disable `bos`."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's replacement for a space."""
 
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """What a file says of its tokenizer; `named_tokens` has the keys of tokenizer_config.json."""
+    """Tokenizer of a file; `named_tokens` has the keys of tokenizer_config.json."""
 
     backend: Tokenizer
     named_tokens: dict[str, str]
@@ -79,11 +272,11 @@ class GgufTokenizer:
 
 
 def read_tokenizer(path: Path) -> GgufTokenizer:
-    """The tokenizer and chat templates of a model in GGUF.
+    """Return the tokenizer and chat templates of a GGUF model.
 
     Raises:
         ModelLoadError: a table is missing, malformed, or does not fit another.
-        UnsupportedModelError: the kind of tokenizer, or how it cuts words, is one that quire does not know.
+        UnsupportedModelError: the tokenizer's kind or pre-tokenizer is unknown.
     """
     model = GgufModel(path)
     tables = _Tables(model.about("tokenizer.ggml"))
@@ -99,7 +292,7 @@ def read_tokenizer(path: Path) -> GgufTokenizer:
 
 
 class _Tables:
-    """The vocabulary of a file: `tokens` by id, and what is said of each of them."""
+    """Vocabulary of a file: `tokens` by id, and their attributes."""
 
     def __init__(self, about: JsonObject) -> None:
         self.about = about
@@ -115,7 +308,7 @@ class _Tables:
             raise ModelLoadError(f"{about.where}: tokens {first} and {self.vocab[twice]} are both {twice!r}")
 
     def numbers(self, key: str) -> list[Any]:
-        """A number for each token."""
+        """Return a number for each token."""
         values = list(self.about.numbers(key))
         if len(values) != len(self.tokens):
             raise ModelLoadError(
@@ -127,14 +320,14 @@ class _Tables:
         return (token for token, its in zip(self.tokens, self.types, strict=True) if its == kind)
 
     def named(self, name: str) -> str | None:
-        """The token that the file names so, "bos" or another; None if it names none."""
+        """Return the token with this role, such as "bos"; None if the file names none."""
         index = self.about.optional_integer(f"{name}_token_id", low=0)
         if index is not None and index >= len(self.tokens):
             raise self.about.wrong(f"{name}_token_id", f"below {len(self.tokens)}, the number of tokens")
         return None if index is None else self.tokens[index]
 
     def named_tokens(self) -> dict[str, str]:
-        """The special tokens by their names in tokenizer_config.json; `bos` and `eos` are checked."""
+        """Return the special tokens by their names in tokenizer_config.json; `bos` and `eos` are checked."""
         self.named("bos"), self.named("eos")
         ids = {ours: self.about.get(f"{theirs}_token_id") for ours, theirs in _NAMES.items()}
         count = len(self.tokens)
@@ -144,7 +337,7 @@ class _Tables:
 
 
 Made = tuple[Tokenizer, tuple[str, ...]]
-"""A tokenizer, and which of "bos" and "eos" texts get unless the file says otherwise."""
+"""Tokenizer, and which of "bos" and "eos" it adds by default."""
 
 
 def _sentence_pieces(tables: _Tables) -> Made:
@@ -167,7 +360,7 @@ def _sentence_pieces(tables: _Tables) -> Made:
 
 
 def _merges_of(tables: _Tables) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, the best one first; of those for one piece, that with the longest left."""
+    """Return all pairs of pieces that form a piece, best first; for one piece, the longest left part first."""
     scores, vocab = tables.numbers("scores"), tables.vocab
     pairs = [
         (-scores[index], -cut, piece)
@@ -202,7 +395,7 @@ def _unigrams(tables: _Tables) -> Made:
 
 
 def _characters(about: JsonObject) -> Any:
-    """What SentencePiece makes of characters before it looks for pieces, in its own compiled form."""
+    """Return SentencePiece's character normalizer, from its compiled form."""
     values = about.numbers("precompiled_charsmap")
     try:
         return normalizers.Precompiled(bytes(map(int, values)))
@@ -224,7 +417,7 @@ def _byte_pairs(tables: _Tables) -> Made:
 
 
 def _merged_pieces(tables: _Tables) -> Made:
-    """Gemma 4's: merges do not cross newlines."""
+    """Return Gemma 4's tokenizer, whose merges do not cross newlines."""
     backend = Tokenizer(
         _merging(
             tables,
@@ -242,7 +435,7 @@ def _merged_pieces(tables: _Tables) -> Made:
 
 
 def _word_pieces(tables: _Tables) -> Made:
-    """BERT's: texts get the first and the last token whatever the flags say, as in llama.cpp."""
+    """Return BERT's tokenizer, which always adds first and last tokens, as in llama.cpp."""
     about = tables.about
     _ = about.get("add_bos_token"), about.get("add_sep_token")
     unknown, first, last = (_bert_token(tables, name) for name in ("unknown", "cls", "seperator"))
@@ -264,7 +457,7 @@ def _word_pieces(tables: _Tables) -> Made:
 
 
 def _piece(token: str, kind: int) -> str:
-    """Return a token of WordPiece as vocabularies of BERT write it; those in brackets are no parts of words."""
+    """Return a WordPiece token as written in BERT's vocabularies; bracketed tokens are no parts of words."""
     if token.startswith(SPACE):
         return token[len(SPACE) :]
     is_bracketed = token[:1] == "[" and token[-1:] == "]" and len(token) > 2
@@ -282,8 +475,8 @@ def _bert_token(tables: _Tables, name: str) -> str:
 def _pre_tokenizer(about: JsonObject) -> PreTokenizer:
     if "pre" not in about:
         logger.warning(
-            "%s: pre is missing, as in files of before May 2024: words are cut by default, and not as the model's "
-            "own tokenizer did",
+            "%s: pre is missing, as in files from before May 2024: words are split by the default expression, not "
+            "by the model's own",
             about.where,
         )
     name = about.text("pre", "default")
@@ -316,11 +509,11 @@ _KINDS: dict[str, Callable[[_Tables], Made]] = {
     "gemma4": _merged_pieces,
     _BERT: _word_pieces,
 }
-"""By `tokenizer.ggml.model`."""
+"""Constructors by `tokenizer.ggml.model`."""
 
 
 def _add_tokens(backend: Tokenizer, tables: _Tables) -> None:
-    """What is a token wherever it is spelled out: unknown and control tokens, which are special, and those of users."""
+    """Add tokens that are matched verbatim: unknown and control tokens, which are special, and user-defined ones."""
     special = [
         AddedToken(token, normalized=False, special=True)
         for kind in (UNKNOWN, CONTROL)
@@ -332,7 +525,7 @@ def _add_tokens(backend: Tokenizer, tables: _Tables) -> None:
 
 
 def _add_around(backend: Tokenizer, tables: _Tables, added: tuple[str, ...]) -> None:
-    """The tokens that go before and behind every text."""
+    """Add the tokens before and after every text."""
     if backend.post_processor is not None:
         return
     always = _ALWAYS_ADDED.get(tables.kind, ())
@@ -357,7 +550,7 @@ def _add_around(backend: Tokenizer, tables: _Tables, added: tuple[str, ...]) -> 
 
 
 def _warn_of_unread(about: JsonObject) -> None:
-    """Name keys that may change what a text's tokens are, and that no kind of tables here has a use for."""
+    """Warn of unread keys that may change tokenization."""
     unread = about.values.keys() - about.asked - _SAY_NOTHING
     found = sorted(
         key for key in unread if not key.endswith(("_token_id", "_token_ids")) and about.values[key]

@@ -1,1 +1,1 @@
-"""How checkpoints say that their matrices are quantised, a module for each method that writes them."""
+"""Readers of checkpoints' quantization configs, a module for each method."""

@@ -9,7 +9,7 @@ from quire.models.quantized.rules import all_but_head, skipping
 
 
 def read_awq(config: JsonObject) -> CheckpointQuantization:
-    """Files that AutoAWQ leaves have shorter keys."""
+    """Read the config; AutoAWQ's own files have shorter keys."""
     old = {"bits": "w_bit", "group_size": "q_group_size"}
     config = config.with_aliases(
         {new: key for new, key in old.items() if key in config and new not in config}

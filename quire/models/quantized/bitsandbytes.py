@@ -7,11 +7,11 @@ from quire.models.json_object import JsonObject
 from quire.models.quantized.rules import all_but_head, skipping
 
 _STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
-"""Of `quire.layers.quantized.bitsandbytes.STORAGES`, the part that needs no torch."""
+"""Names in `quire.layers.quantized.bitsandbytes.STORAGES`, repeated without torch."""
 
 
 def read_bitsandbytes(config: JsonObject) -> CheckpointQuantization:
-    """Outliers that LLM.int8() keeps apart are of activations; the weights are integers, all of them."""
+    """Read the config. LLM.int8() keeps outliers of activations apart; all weights are integers."""
     if config.flag("load_in_4bit", False):
         kind = config.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
         nested = config.flag("bnb_4bit_use_double_quant", False)

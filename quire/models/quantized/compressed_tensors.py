@@ -1,4 +1,4 @@
-"""The config of compressed-tensors: groups of modules, each with the form of its weights and activations."""
+"""Config of compressed-tensors: groups of modules, each with the form of its weights and activations."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from quire.models.quantized.rules import EVERYTHING, beginning, block_shape, cac
 
 _CLASSES = ("Linear", "LinearBase", "ParallelLMHead")
 _TABLES = r"(.*\.)?(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings)"
-"""What families call a table of tokens."""
+"""Names of token embeddings in model families."""
 _UNREAD = (*UNREAD, r"\.(weight_shape|weight_g_idx|input_zero_point|input_global_scale|output_zero_point)$")
 _KEYS = (
     *("quant_method", "version", "format", "config_groups", "ignore", "kv_cache_scheme", "sparsity_config"),
     *("transform_config", "moe_sparsity_config", "quantization_status", "global_compression_ratio"),
-    *("run_compressed", "dequantize"),  # how transformers is to load it
+    *("run_compressed", "dequantize"),  # load options of transformers
 )
 _GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
 _ARGUMENTS = (
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder"),
-    *("scale_dtype", "zp_dtype"),  # the files say the same
-    *("observer", "observer_kwargs"),  # how scales were found
+    *("scale_dtype", "zp_dtype"),  # implied by the files
+    *("observer", "observer_kwargs"),  # calibration of scales
 )
-"""What is known of a config: everything else is refused, since it may change what numbers stand for."""
+"""Known keys of a config: all others are refused, since they may change the meaning of numbers."""
 _PACKED_BITS = (2, 3, 4, 8)
 _ROUNDED = (("token", True), ("group", True), ("tensor", False))
-"""Strategies of activations, and whether scales are found, not read, that say something of each token by itself."""
+"""Strategies of activations that round each token by itself, and whether scales are computed, not read."""
 _INTEGERS, _PACKED = ("int-quantized", "naive-quantized"), "pack-quantized"
 _FLOATS = ("float-quantized", "naive-quantized")
 _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 
 
 def read_compressed_tensors(config: JsonObject) -> CheckpointQuantization:
-    """`ignore` and `targets` name modules, classes of modules, or, after "re:", the beginnings of names."""
+    """Read the config; `ignore` and `targets` name modules, classes of modules, or, after "re:", name prefixes."""
     config.knows(*_KEYS)
     for key in ("transform_config", "moe_sparsity_config"):
         config.only(key, {})
@@ -48,13 +48,13 @@ def read_compressed_tensors(config: JsonObject) -> CheckpointQuantization:
         group.knows(*_GROUP_KEYS)
         group.only("output_activations")
         otherwise += notes(group, "input_activations")
-        if "weights" not in group:  # what attention, or the cache, reads
+        if "weights" not in group:  # for attention or the cache
             continue
         encoding = _encoding(group, group.text("format", config.text("format", "dense")))
         rules += [
             EncodingRule(_pattern(group, "targets", target), encoding) for target in group.texts("targets")
         ]
-    # Names that are spelt out come before classes of modules.
+    # Full names come before classes of modules.
     rules.sort(key=lambda rule: rule.encoding is not None and rule.pattern == EVERYTHING)
     otherwise = tuple(dict.fromkeys(otherwise))
     return CheckpointQuantization(
@@ -73,7 +73,7 @@ def _pattern(config: JsonObject, key: str, name: str) -> str:
 
 
 def _encoding(group: JsonObject, form: str) -> Encoding:
-    """That of a group's weights."""
+    """Return the encoding of a group's weights."""
     weights = group.child("weights")
     weights.knows(*_ARGUMENTS)
     found = _of_weights(weights, form)
@@ -100,7 +100,7 @@ def _activations(group: JsonObject) -> Activations:
 
 
 def _of_weights(weights: JsonObject, form: str) -> Encoding | None:
-    """None: there is no such form."""
+    """Return the encoding of weights; None if there is no such form."""
     bits, kind = weights.integer("num_bits"), weights.choice("type", ("int", "float"), "int")
     if weights.flag("dynamic", False):
         raise weights.unsupported("dynamic", "false")
@@ -129,7 +129,7 @@ def _packed(weights: JsonObject, bits: int) -> Encoding:
 
 
 def _grid(weights: JsonObject) -> dict[str, int]:
-    """The `Grid` of its scales."""
+    """Return the `Grid` of the scales."""
     strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"))
     if strategy == "block":
         rows, columns = block_shape(weights, "block_structure")

@@ -1,6 +1,6 @@
-"""Experts of families that keep those of a layer in one tensor, where checkpoints take them apart or rename them.
+"""Experts of families with one tensor for a layer's experts, in checkpoints that split or rename it.
 
-Invariant: torch-free; names are all that is read of the files.
+Invariant: torch-free; only names are read from the files.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from quire.config.arch import ExpertsArch, ExpertStack, ModelArch
 
 _ONE_OF_MANY = re.compile(r"\.experts\.\d+\.")
 _IN_A_STACK = re.compile(r"\.experts\.gate_up_proj$")
-"""The form in which transformers computes, and stores on demand."""
+"""Form that transformers computes with, and stores on demand."""
 _OF_A_LIST = re.compile(r"\.experts\.\w+_projs\.\d+\.")
 _FULL_NAME = re.compile(r"\.experts\.\w+_proj_weight_\w+$")
 
 
 def as_stored(arch: ModelArch, names: Sequence[str]) -> ModelArch:
-    """Return the same model, whose experts are in stacks or one by one as tensors of these names have them."""
+    """Return the model with its experts in stacks or one by one, as tensors of these names have them."""
     experts = arch.experts
     if experts is None:
         return arch
@@ -36,7 +36,7 @@ def as_stored(arch: ModelArch, names: Sequence[str]) -> ModelArch:
 
 
 def _in_lists(arch: ModelArch, experts: ExpertsArch, names: Iterable[str]) -> ModelArch:
-    """As Unsloth has them, whose routers hold a linear layer, too; adapters name what transformers has."""
+    """Return the model with Unsloth's lists of experts and linear routers; adapters use transformers' names."""
     called, router = arch.names, arch.names.renamed.get("gate", "gate")
     if any(f".{router}.linear.weight" in name for name in names):
         renamed = {**called.renamed, "gate": f"{router}.linear"}

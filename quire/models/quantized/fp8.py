@@ -1,4 +1,4 @@
-"""Configs of checkpoints in E4M3, with scales for matrices, their outputs (FBGEMM) or their blocks (DeepSeek)."""
+"""Configs of checkpoints in E4M3, with scales per weight, per output (FBGEMM) or per block (DeepSeek)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from quire.models.json_object import JsonObject
 from quire.models.quantized.rules import all_but_head, block_shape, cache_scales, notes, skipping
 
 STACKS = r".*\.experts\.(gate_up|down)_proj"
-"""Parameters that have the matrices [K, N] of all of a layer's experts: those of Llama 4."""
+"""Parameters with the weights [K, N] of all of a layer's experts, as in Llama 4."""
 UNREAD = (
-    # Activations are rounded, if at all, by what they are.
+    # Activations are rounded, if at all, with scales computed from them.
     r"(\.|\.experts\.(gate_up|down)_proj_)(input_scale|input_scale_ub|activation_scale)$",
     r"\.(k|v|q|kv|prob)_scale$",
     r"\.[kv]_proj\.(k|v|output)_scale$",
 )
-"""Scales of activations, and those of keys and values, which no matrix has."""
+"""Scales of activations, and of keys and values, which no weight has."""
 
 
 def read_fp8(config: JsonObject) -> CheckpointQuantization:
-    """Weights have a scale for each block of `weight_block_size`, else one for the whole matrix."""
+    """Read a config of weights with a scale for each block of `weight_block_size`, else one for the whole weight."""
     static = config.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     if "weight_block_size" in config:
         rows, columns = block_shape(config, "weight_block_size")
@@ -34,7 +34,7 @@ def read_fp8(config: JsonObject) -> CheckpointQuantization:
 
 
 def read_fbgemm_fp8(config: JsonObject) -> CheckpointQuantization:
-    """A scale for each output; stacks of experts, those of Llama 4, are transposed."""
+    """Read a config of weights with a scale per output; stacks of experts, as in Llama 4, are transposed."""
     by_output, bound = {"grid_outputs": 1}, config.number("activation_scale_ub", 1200.0)
     rounded = Activations("e4m3", bound=bound)
     stacks = EncodingRule(STACKS, Encoding("fp8", by_output | {"transposed": True}, rounded))

@@ -10,7 +10,7 @@ _BITS = (2, 3, 4, 8)
 
 
 def read_gptq(config: JsonObject) -> CheckpointQuantization:
-    """`dynamic` has patterns of modules with options of their own, or, after "-:", that are floats."""
+    """Read the config; `dynamic` has patterns of modules with their own options, or, after "-:", of float modules."""
     config.choice("pack_dtype", ("int32",), "int32")
     first_version = _is_first_version(config)
     rules = []
@@ -26,7 +26,7 @@ def read_gptq(config: JsonObject) -> CheckpointQuantization:
 
 
 def _is_first_version(config: JsonObject) -> bool:
-    """By `format`, which was called `checkpoint_format`."""
+    """Return whether `format`, formerly `checkpoint_format`, is the first version."""
     old, new = "checkpoint_format", "format"
     if old in config and new in config and config.get(old) != config.get(new):
         raise config.wrong(old, f"what {new} is, {config.get(new)!r}")
@@ -48,7 +48,7 @@ def _encoding(config: JsonObject, first_version: bool) -> Encoding:
 
 
 def group_size(config: JsonObject, key: str, default: int = 128) -> int:
-    """A number of inputs, or -1: all of them.
+    """Return a number of inputs, or -1 for all of them.
 
     Raises:
         ModelLoadError: it is something else.

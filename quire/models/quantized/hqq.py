@@ -13,11 +13,11 @@ _UNREAD = (
     r"\.(nbits|group_size|axis|packing|unpack_view_dtype|view_as_float|quant_scale|quant_zero|compute_dtype)$",
     r"\.(offload_meta|encoded_state_dict|stores_quant_config|channel_wise|optimize|round_zero)$",
 )
-"""What HQQ says of each matrix once more, in tensors."""
+"""Tensors that repeat HQQ's options for each weight."""
 
 
 def read_hqq(config: JsonObject) -> CheckpointQuantization:
-    """A layer's kind is its name without the number of its block, such as "self_attn.q_proj"."""
+    """Read the config; a layer's kind is its name without the number of its block, such as "self_attn.q_proj"."""
     options = config.child("quant_config")
     rules = skipping(config, "skip_modules")
     if "weight_quant_params" in options:

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's config, which stands in a file of its own or in config.json."""
+"""NVIDIA ModelOpt's config, in a file of its own or in config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENCODINGS = {
 
 
 def read_modelopt(config: JsonObject) -> CheckpointQuantization:
-    """Modules that are left alone are named with wildcards, or by the beginning of their names."""
+    """Read the config; it names float modules with wildcards, or by the beginning of their names."""
     said = notes(config, "kv_cache_quant_algo", "kv_cache_scheme")
     if "quant_algo" not in config and said:  # keys and values alone
         return CheckpointQuantization("modelopt", (), UNREAD, cache_scales(config), said)

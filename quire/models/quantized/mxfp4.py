@@ -1,4 +1,4 @@
-"""The config of OpenAI's checkpoints in MXFP4: experts are, and nothing else."""
+"""Config of OpenAI's MXFP4 checkpoints, in which only experts are quantized."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from quire.models.json_object import JsonObject
 
 
 def read_mxfp4(config: JsonObject) -> CheckpointQuantization:
-    """What else it names, in `modules_to_not_convert`, is no expert."""
+    """Read the config; `modules_to_not_convert` names no experts, so it is not read."""
     return CheckpointQuantization("mxfp4", (EncodingRule(r".*\.experts\..*", Encoding("mxfp4_blocks")),))

@@ -1,6 +1,6 @@
-"""Writes docs/quantized_checkpoints.md: `python -m quire.models.quantized.page [FILE]`.
+"""Generator of docs/quantized_checkpoints.md: `python -m quire.models.quantized.page [FILE]`.
 
-Invariant: how each row's weights are kept is asked of its codec, so the page says what the loader does.
+Invariant: the format of each row's weights comes from its codec, so the page matches the loader.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor
 from quire.config.encoding import Encoding
 from quire.kernels import ops, reference
 from quire.kernels.formats import format_of
-from quire.kernels.linear import WeightScheme
-from quire.kernels.rounding import RowRounding
+from quire.kernels.linear import RowQuantization, WeightScheme
 from quire.layers.quantized.method import scheme_kept
 from quire.layers.quantized.table import codec_of
 from quire.models.json_object import JsonObject
@@ -28,12 +27,12 @@ from quire.models.quantized.reader import METHODS
 
 PAGE = Path("docs/quantized_checkpoints.md")
 SPEEDS = Path("benchmarks/results/weight_formats.json")
-"""What `python -m benchmarks.weight_formats --record` measured; without it the page has no speeds."""
+"""Results of `python -m benchmarks.weight_formats --record`; without them the page has no speeds."""
 
 _LAYER = "model.layers.0.mlp.up_proj"
 _INPUTS = 4096
 _DEVICES = {"cpu": "CPU", "triton": "GPU"}
-"""By the names of implementations."""
+"""Devices by the names of implementations."""
 _IN_ANY_ORDER = (
     "; floats in experts, the head, where ranks have parts of the inputs, where merged modules disagree"
 )
@@ -170,7 +169,7 @@ key.
 
 @dataclass(frozen=True)
 class _Example:
-    """A row: what it is called, and a config of it."""
+    """Row of the table: its name and an example config."""
 
     what: str
     config: dict[str, Any]
@@ -258,7 +257,7 @@ EXAMPLES = (
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     measured = json.loads(SPEEDS.read_text()) if SPEEDS.exists() else None
     columns = ["method", "what", "kept as", "device", "error, fast"]
     columns += [] if measured is None else ["decode", "prefill"]
@@ -278,29 +277,29 @@ def _row(name: str, decode: float, prefill: float) -> str:
 
 
 OWN_INT4 = "int4, groups of 32"
-"""What `--quantization int4` keeps."""
+"""Form of weights with `--quantization int4`."""
 
 
 def kept_forms() -> dict[str, WeightScheme | None]:
-    """What matrices are kept in, in all the examples and by `--quantization int4`; None: floats."""
+    """Return the schemes of weights in all examples and with `--quantization int4`, by name; None: floats."""
     schemes = [WeightScheme("int4", 32), *(_scheme(_encoding(each)) for each in EXAMPLES)]
     return {_said(scheme): scheme for scheme in schemes}
 
 
-def rounded_forms() -> dict[str, tuple[WeightScheme, RowRounding]]:
-    """What weights are kept in, and what they are multiplied by, where a checkpoint says how that is rounded."""
+def rounded_forms() -> dict[str, tuple[WeightScheme, RowQuantization]]:
+    """Return the schemes of weights and the roundings of activations that checkpoints specify, by name."""
     int8, fp8 = WeightScheme("int8"), WeightScheme("fp8")
     return {
-        "int8, a scale per token, by int8": (int8, RowRounding("int8")),
-        "int8, static, by int8": (int8, RowRounding("int8", scale=0.03)),
-        "int8, static, a zero point, by int8": (int8, RowRounding("int8", scale=0.03, zero=9.0)),
-        "E4M3, a scale per token, by E4M3": (fp8, RowRounding("e4m3")),
-        "E4M3, static, by E4M3": (fp8, RowRounding("e4m3", scale=0.01)),
+        "int8, a scale per token, by int8": (int8, RowQuantization("int8")),
+        "int8, static, by int8": (int8, RowQuantization("int8", scale=0.03)),
+        "int8, static, a zero point, by int8": (int8, RowQuantization("int8", scale=0.03, zero=9.0)),
+        "E4M3, a scale per token, by E4M3": (fp8, RowQuantization("e4m3")),
+        "E4M3, static, by E4M3": (fp8, RowQuantization("e4m3", scale=0.01)),
     }
 
 
 def _kept(example: _Example, measured: Mapping[str, Any] | None) -> str:
-    """The columns that are asked of the code, and what was measured of such weights."""
+    """Return a row's columns that come from the code, and the measured speeds of its scheme."""
     encoding = _encoding(example)
     scheme = _scheme(encoding)
     otherwise = _IN_ANY_ORDER if codec_of(encoding).reorders else ""
@@ -332,7 +331,7 @@ def _said(scheme: WeightScheme | None) -> str:
 
 
 def _devices(scheme: WeightScheme | None) -> str:
-    """Those whose kernels take it; products of floats are the vendor's."""
+    """Return the devices with kernels for the scheme; matmuls of floats are the vendor's."""
     if scheme is None:
         return "CPU, GPU"
     weight = torch.empty(0)
@@ -341,7 +340,7 @@ def _devices(scheme: WeightScheme | None) -> str:
 
 
 def _error(scheme: WeightScheme | None) -> float:
-    """Of the factors of a product by the oracle, relative to them, of numbers that are drawn."""
+    """Return the relative error of both factors of a matmul, by the reference, for random numbers."""
     random = torch.Generator().manual_seed(0)
     x, weight = torch.randn(16, _INPUTS, generator=random), torch.randn(16, _INPUTS, generator=random)
     if scheme is None:
@@ -349,7 +348,7 @@ def _error(scheme: WeightScheme | None) -> float:
     kept, whole = format_of(scheme), replace(scheme, symmetric=True)
     packed = kept.pack(weight, whole, 1, "panels")
     of_weights = _distance(kept.multiplied(packed), kept.unpack(packed))
-    return math.hypot(of_weights, _distance(reference.seen_by(packed, x), x))
+    return math.hypot(of_weights, _distance(reference.quantized_input(packed, x), x))
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

@@ -1,6 +1,6 @@
-"""Finds what a checkpoint says of its quantisation, and has it read by whoever knows the method.
+"""Reader of a checkpoint's quantization config, by a table of methods.
 
-Invariant: torch-free, and the only place that knows methods by name.
+Invariant: torch-free, and the only place with the names of methods.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ METHODS: PluginTable[MethodReader] = PluginTable(
     },
     FACTORY,
 )
-"""By `quant_method`, which GPTQModel calls `method`."""
+"""Readers by `quant_method`, which GPTQModel calls `method`."""
 
 
 _FILES = (
@@ -45,22 +45,22 @@ _FILES = (
     ("quantize_config.json", "", "gptq"),
     ("quant_config.json", "", "awq"),
 )
-"""A file, the key in it, and the method that it is of."""
+"""Config files of tools: file name, key in the file, and method."""
 
 
 def read_quantization(config: JsonObject, model_dir: Path) -> CheckpointQuantization | None:
-    """What config.json, or a file beside it, says of the matrices; None: they are floats.
+    """Return the quantization in config.json, or in a file beside it; None if weights are floats.
 
     Raises:
         ModelLoadError: it is malformed.
-        UnsupportedModelError: nobody knows the method, or it asks for something that quire does not do.
+        UnsupportedModelError: the method is unknown, or it needs something that quire does not do.
     """
     found = _found(config, model_dir)
     if found is None:
         return None
     key = "method" if "method" in found and "quant_method" not in found else "quant_method"
     if key not in found and (found.flag("load_in_4bit", False) or found.flag("load_in_8bit", False)):
-        found = found.with_values(quant_method="bitsandbytes")  # whose early configs do not name it
+        found = found.with_values(quant_method="bitsandbytes")  # early configs do not name it
     method = found.text(key)
     if method not in METHODS.names():
         raise UnsupportedModelError(
@@ -70,7 +70,7 @@ def read_quantization(config: JsonObject, model_dir: Path) -> CheckpointQuantiza
 
 
 def _found(config: JsonObject, model_dir: Path) -> JsonObject | None:
-    """What config.json has, or a file that a tool leaves beside it."""
+    """Return the config in config.json, or in a file that a tool writes beside it."""
     for key in ("quantization_config", "compression_config"):
         if key in config:
             return config.child(key)

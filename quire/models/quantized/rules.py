@@ -1,4 +1,4 @@
-"""Rules by patterns of the several kinds in which configs name modules."""
+"""Encoding rules from the kinds of patterns by which configs name modules."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _OTHERWISE = {
 }
 EVERYTHING = ".*"
 HEAD = r"(.*\.)?lm_head"
-"""The output head, which most methods leave alone without saying so."""
+"""Output head, which most methods leave in floats without saying so."""
 
 
 def notes(config: JsonObject, *keys: str) -> tuple[str, ...]:
-    """A sentence for each key that is there and says how activations, or keys and values, are rounded."""
+    """Return a sentence for each key present that says how activations, or keys and values, are rounded."""
     return tuple(
         f"{config.where}: {key}: {_OTHERWISE[key]}" for key in keys if config.get(key) not in (None, {})
     )
 
 
 def cache_scales(config: JsonObject) -> Literal["int8", "e4m3"] | None:
-    """The codes for which keys and values have scales in the files."""
+    """Return the codes for which the files have scales of keys and values."""
     scheme = config.get("kv_cache_scheme")
     if not isinstance(scheme, dict):
         return "e4m3" if scheme == "static" or config.get("kv_cache_quant_algo") == "FP8" else None
@@ -44,15 +44,15 @@ def cache_scales(config: JsonObject) -> Literal["int8", "e4m3"] | None:
 
 
 def names(config: JsonObject, *keys: str) -> tuple[str, ...]:
-    """The first list of names that is there, or none."""
+    """Return the first list of names present, or none."""
     return next((config.texts(key) for key in keys if key in config), ())
 
 
 def skipping(config: JsonObject, *keys: str) -> list[EncodingRule]:
-    """Return rules that leave modules in floats, by the first list of names that is there.
+    """Return rules that leave modules in floats, by the first list of names present.
 
     As in transformers, a name is the beginning of a module's name up to a dot, as a regular expression, or its end.
-    The tensors of a checkpoint count for more; see `CheckpointQuantization`.
+    The tensors of a checkpoint take precedence; see `CheckpointQuantization`.
     """
     rules = []
     for name in names(config, *keys):
@@ -65,16 +65,16 @@ def skipping(config: JsonObject, *keys: str) -> list[EncodingRule]:
 
 
 def beginning(config: JsonObject, key: str, pattern: str) -> str:
-    """The pattern of names that begin as a regular expression says.
+    """Return the pattern of names that begin with a match of a regular expression.
 
     Raises:
-        ModelLoadError: it is none.
+        ModelLoadError: it is not a regular expression.
     """
     return f"{whole(config, key, pattern)}.*"
 
 
 def whole(config: JsonObject, key: str, pattern: str) -> str:
-    """The pattern of names that are what a regular expression says; raises as `beginning` does."""
+    """Return the pattern of names that match a regular expression; raises as `beginning` does."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -83,15 +83,15 @@ def whole(config: JsonObject, key: str, pattern: str) -> str:
 
 
 def all_but_head(encoding: Encoding) -> list[EncodingRule]:
-    """Every linear layer, less the output head."""
+    """Return rules for every linear layer but the output head."""
     return [EncodingRule(HEAD, None), EncodingRule(EVERYTHING, encoding)]
 
 
 def block_shape(config: JsonObject, key: str) -> tuple[int, int]:
-    """Outputs and inputs of a block.
+    """Return outputs and inputs of a block.
 
     Raises:
-        ModelLoadError: they are no two positive integers.
+        ModelLoadError: they are not two positive integers.
     """
     sides = [int(side) for side in config.numbers(key) if side == int(side) > 0]
     if len(sides) != 2 or len(config.numbers(key)) != 2:

@@ -1,4 +1,4 @@
-"""torchao's config, as transformers writes it: one of its config classes, by name, with its fields."""
+"""torchao's config, as transformers writes it: the name of a config class, with its fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTX = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
 
 
 def read_torchao(config: JsonObject) -> CheckpointQuantization:
-    """Its names say whether activations are rounded, by what they are."""
+    """Read the config; class names say whether activations are rounded, with scales computed from them."""
     kind = config.child("quant_type").child("default")
     left = skipping(config, "modules_to_not_convert")
     rules = _by_names(kind) if kind.get("_type") in _BY_NAMES else all_but_head(_encoding(kind))
@@ -25,9 +25,9 @@ def read_torchao(config: JsonObject) -> CheckpointQuantization:
 
 
 def _by_names(kind: JsonObject) -> list[EncodingRule]:
-    """Configs by names of modules, or their weights, or by whole ones, behind "re:"; null leaves them alone.
+    """Return rules by names of modules or weights, or, after "re:", by patterns of whole names; null: floats.
 
-    Names that are spelt out decide, then the first pattern, then "_default".
+    Full names take precedence, then the first pattern, then "_default".
     """
     fields = kind.child("_data")
     found = fields.child("fqn_to_config" if fields.get("fqn_to_config") else "module_fqn_to_config")
@@ -53,7 +53,7 @@ def _encoding(kind: JsonObject) -> Encoding:
 
 
 def _int4(kind: JsonObject, fields: JsonObject) -> Encoding:
-    """Before version 2 there were other tensors, of which files in safetensors have none."""
+    """Return the encoding; files in safetensors have none of the tensors from before version 2."""
     kind.only("_version", 2)
     packing = fields.child("int4_packing_format")
     form = packing.choice("_data", tuple(_PACKINGS), "PLAIN")
@@ -63,7 +63,7 @@ def _int4(kind: JsonObject, fields: JsonObject) -> Encoding:
 
 
 def _activations(name: str, fields: JsonObject) -> Activations:
-    """Those of a class whose name says that scales are found."""
+    """Return the activations of a class whose name says that scales are dynamic."""
     if name in _FP8:
         if (
             _granularity(fields, first=True, default="PerTensor") == "PerTensor"
@@ -90,7 +90,7 @@ def _grid_outputs(fields: JsonObject) -> int:
 
 
 def _granularity(fields: JsonObject, *, first: bool, default: str = "PerRow") -> str:
-    """Of activations, which is the first of two, or of weights."""
+    """Return the granularity of activations, which is the first of two, or of weights."""
     said = fields.get("granularity")
     one = {"granularity": said[0 if first else -1]} if isinstance(said, list) and said else {}
     granularity = fields.with_values(**one).child("granularity")

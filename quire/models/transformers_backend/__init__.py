@@ -1,1 +1,3 @@
-"""Any other causal language model of the installed transformers, on our attention, KV cache and matrices."""
+"""Backend for other causal language models of the installed transformers, on our attention, KV cache and linear
+layers.
+"""

@@ -1,6 +1,6 @@
-"""Experts that transformers keeps as [E, N, K]: one packed matrix each, of which those that are used are read.
+"""Packed replacement of transformers' expert tensors [E, N, K]: one packed weight each, of which used ones are read.
 
-Invariant: a token's experts are added up in the order of their numbers, whoever else is in the batch.
+Invariant: a token's experts are added in the order of their numbers, whatever the batch.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from quire.distributed.group import Group
 from quire.kernels import ops
 from quire.layers.base import model_dtype
 from quire.layers.quantization import QuantMethod
-from quire.layers.shard import WHOLE, Cut, Shard, Span
+from quire.layers.shard import WHOLE, Partition, Shard, Span
 from quire.models.transformers_backend.hosted import HostedLinear, row_spans
 from quire.models.transformers_backend.plan import Plan
 from quire.models.transformers_backend.tensors import Loaded, Stored, module_names
 
 NAME = "quire"
-"""Of our function among transformers' implementations of experts."""
+"""Name of our function among transformers' expert implementations."""
 
 RUN_WITHOUT_DATA = "batched_mm"
-"""The one of theirs that asks no tensor which experts it names, and so runs on the meta device."""
+"""transformers' implementation that reads no tensor data, and so runs on the meta device."""
 
 
 class _Down(HostedLinear):
-    """The second matrix of an expert, whose sums over ranks are made once for all experts."""
+    """Down projection of an expert; the all-reduce happens once for all experts."""
 
     def create_weights(self, method: QuantMethod, shard: Shard = WHOLE) -> None:
         super().create_weights(method, shard)
@@ -39,7 +39,7 @@ class _Down(HostedLinear):
 
 
 class PackedExperts(nn.Module):
-    """The two matrices of each expert: `up` [N, K], which may hold a gate as well, and `down` [K, N]."""
+    """Weights of each expert: `up` [N, K], which may include a gate, and `down` [K, N]."""
 
     def __init__(self, up: Sequence[HostedLinear], down: Sequence[HostedLinear]) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class PackedExperts(nn.Module):
 
     @property
     def group(self) -> Group | None:
-        """The ranks whose sums make an output together; None: it is whole."""
+        """Group that all-reduces the output; None: it is complete."""
         down = self.down[0]
         assert isinstance(down, HostedLinear)
         return down.group
 
 
 def _through_packed(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The registered function: x [T, H], the experts of each token and their weights [T, k] -> [T, H]."""
+    """Compute registered experts: x [T, H], the experts of each token and their weights [T, k] -> [T, H]."""
     packed = module.packed
     assert isinstance(packed, PackedExperts)
     out = torch.zeros_like(x)
@@ -74,17 +74,17 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, _through_packed)
 def as_experts(
     module: Any, name: str, stored: Mapping[str, Sequence[Stored]], config: EngineConfig, plan: Plan
 ) -> tuple[PackedExperts, Loaded] | None:
-    """Packed matrices for a module of experts whose checkpoints hold them one by one; None for any other."""
+    """Return packed weights for an experts module whose checkpoints hold experts one by one; None for any other."""
     if module.has_bias or module.is_transposed or module.has_post_expert_norm:
         return None
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     tensors = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
     if tensors.keys() != set(names):
         return None
-    cuts: list[Cut] = ["output", "input"] if _is_cut(module, name, names, plan) else ["whole", "whole"]
+    cuts: list[Partition] = ["output", "input"] if _is_cut(module, name, names, plan) else ["whole", "whole"]
     found = [
-        list(_matrices(kind, tensors[key], stored[f"{name}.{key}"], config, cut, parts))
-        for kind, key, cut, parts in zip(
+        list(_matrices(kind, tensors[key], stored[f"{name}.{key}"], config, partition, parts))
+        for kind, key, partition, parts in zip(
             (HostedLinear, _Down), names, cuts, (2 if module.has_gate else 1, 1), strict=True
         )
     ]
@@ -95,13 +95,13 @@ def as_experts(
 
 
 def _is_cut(module: nn.Module, name: str, names: Sequence[str], plan: Plan) -> bool:
-    """Whether ranks have some features of each expert."""
-    by_plan = [plan.cut(f"{name}.{key}") for key in names] == ["output", "input"]
+    """Return whether each expert is sharded by features."""
+    by_plan = [plan.partition(f"{name}.{key}") for key in names] == ["output", "input"]
     return by_plan and (not module.has_gate or _gates_halves(module))
 
 
 def _gates_halves(module: Any) -> bool:
-    """Whether each feature is made of the one at its place in the first half and the one in the second."""
+    """Return whether each feature combines the same places of the first and second half."""
     gate, up = torch.linspace(-2.0, 2.0, 48, device="cpu").view(3, 16).sin().chunk(2, 1)
     part = module._apply_gate(torch.cat((gate[:, :4], up[:, :4]), 1))
     whole = module._apply_gate(torch.cat((gate, up), 1))
@@ -109,7 +109,7 @@ def _gates_halves(module: Any) -> bool:
 
 
 def _halves(spans: Sequence[Span], num_spans: int) -> Sequence[Span]:
-    """Outputs that lie in one tensor, as so many equal parts that are cut by themselves."""
+    """Return outputs of one tensor as equal, separately sharded parts."""
     return spans if len(spans) > 1 else [Span(spans[0].size // num_spans)] * num_spans
 
 
@@ -118,10 +118,10 @@ def _matrices(
     tensor: Tensor,
     stored: Sequence[Stored],
     config: EngineConfig,
-    cut: Cut,
+    partition: Partition,
     num_spans: int,
 ) -> Iterator[tuple[list[str], HostedLinear]]:
-    """A layer for each expert, of so many spans; fewer layers if what checkpoints hold are no rows of one."""
+    """Yield a layer for each expert; fewer layers if the stored tensors are no rows of one."""
     _, outputs, inputs = tensor.shape
     parts: dict[int, list[Stored]] = defaultdict(list)
     for part in sorted(stored, key=lambda part: part.view.storage_offset()):
@@ -139,7 +139,7 @@ def _matrices(
                 bias=False,
                 dtype=model_dtype(config),
                 name=names[0],
-                cut=cut,
-                spans=_halves(spans, num_spans) if cut == "output" else spans,
+                partition=partition,
+                spans=_halves(spans, num_spans) if partition == "output" else spans,
             ),
         )

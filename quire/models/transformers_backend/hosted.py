@@ -1,4 +1,4 @@
-"""Our layers in the places of transformers' modules, which call them with [1, T, ...] and without a step."""
+"""Our layers adapted to transformers' calling convention: inputs [1, T, ...] and no step."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import Linear
 from quire.layers.shard import Span
 from quire.layers.step import StepContext
-from quire.models.transformers_backend.plan import Plan
-from quire.models.transformers_backend.probes import embedding_scale
+from quire.models.transformers_backend.plan import Plan, embedding_scale
 from quire.models.transformers_backend.tensors import Stored
 
 _NO_STEP = StepContext(())
 
 
-class Adapting:
-    """What the linear layers of one model ask for the adapters of the rows that are computed; see `StepContext`."""
+class AdapterContext:
+    """Current adapter rows for the linear layers of one model; see `StepContext`."""
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
         self.noted: dict[nn.Module, list[int]] | None = None
-        """While notes are taken: how many rows each layer saw."""
+        """While recording: the number of rows of each call, by layer."""
 
     @contextmanager
     def during(self, rows: Tensor | None) -> Iterator[None]:
-        """The rows that are computed have these adapters; None: no row has any."""
+        """Set the adapters of the rows computed in this context; None: no row has any."""
         self.rows = rows
         try:
             yield
@@ -44,7 +43,7 @@ class Adapting:
 
     @contextmanager
     def noting(self) -> Iterator[dict[nn.Module, list[int]]]:
-        """Take notes for a while."""
+        """Record calls in this context."""
         self.noted = {}
         try:
             yield self.noted
@@ -53,11 +52,11 @@ class Adapting:
 
 
 class HostedLinear(Linear):
-    """[..., K] -> [..., N]. It takes adapters where it was seen to be called with all rows that are computed."""
+    """Linear layer [..., K] -> [..., N]. It takes adapters if every call was seen to have all rows."""
 
     takes_adapters = False
-    adapting = Adapting()
-    """Of its model; this one is nobody's."""
+    adapting = AdapterContext()
+    """Replaced by the model's; this default has no rows."""
 
     def forward(self, x: Tensor, step: StepContext = _NO_STEP) -> Tensor:  # type: ignore[override]
         if self.adapting.noted is not None:
@@ -89,15 +88,15 @@ class HostedHead(VocabEmbedding):
 
 
 class TiedHead(nn.Module):
-    """The output head that reads the embedding's table; a bias, if there is one, is its own."""
+    """Output head on the embedding's table, with its own optional bias."""
 
     def __init__(self, table: VocabEmbedding, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self._tables = (table,)  # in a tuple, it is nobody's second submodule
+        self._tables = (table,)  # in a tuple, so that nn.Module does not register it twice
         self.bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """As `HostedHead`."""
+        """See `HostedHead`."""
         logits = _logits(self._tables[0], hidden)
         return logits if self.bias is None else logits + self.bias
 
@@ -107,39 +106,39 @@ def _logits(table: VocabEmbedding, hidden: Tensor) -> Tensor:
     return table.logits(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
 
 
-class Told(Protocol):
-    """Who knows the positions of the pass that runs, int64 [T]; None: the model counts its tokens."""
+class PositionSource(Protocol):
+    """Provider of the positions of the current pass, int64 [T]; None: the model counts its tokens."""
 
     positions: Tensor | None
 
 
 def counts_positions(module: nn.Module) -> bool:
-    """Whether it looks positions up and is told how many tokens were before."""
+    """Return whether it embeds positions that it derives from the number of past tokens."""
     names = inspect.signature(module.forward).parameters.keys()
     return isinstance(module, nn.Embedding) and {"past_key_values_length", "position_ids"} <= names
 
 
 class CountedPositions(nn.Module):
-    """A table of positions in a model that counts its tokens by itself: it is told them as they are."""
+    """Position embedding of a model that counts tokens by itself: it gets the real positions instead."""
 
-    def __init__(self, table: nn.Module, told: Told) -> None:
+    def __init__(self, table: nn.Module, source: PositionSource) -> None:
         super().__init__()
         self.table = table
-        self._told = told
+        self._source = source
 
     def forward(self, tokens: Any, *args: Any, position_ids: Tensor | None = None, **options: Any) -> Any:
-        """As the table's own."""
-        told = self._told.positions
-        if told is None:
+        """See the table's own forward."""
+        positions = self._source.positions
+        if positions is None:
             return self.table(tokens, *args, position_ids=position_ids, **options)
-        like = told if position_ids is None else told.view(position_ids.shape)
+        like = positions if position_ids is None else positions.view(position_ids.shape)
         return self.table(tokens, position_ids=like)
 
 
 class RotaryTable(nn.Module):
-    """A rotary embedding that has computed the angles of every position once, for each way in which it is asked.
+    """Rotary embedding with precomputed angles of all positions, for each set of call arguments.
 
-    It makes a tuple of tensors [1, T, ...] of positions [1, T]; what does not, or is given others, is left as it is.
+    It applies to modules that compute a tuple of tensors [1, T, ...] from positions [1, T]; other calls pass through.
     """
 
     def __init__(self, rotary: nn.Module, config: EngineConfig) -> None:
@@ -149,14 +148,14 @@ class RotaryTable(nn.Module):
         self._tables: dict[Any, tuple[Tensor, ...] | None] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """What else a model asks of its rotary embedding."""
+        """Return other attributes from the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("rotary"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
-        """As the module's own."""
+        """See the module's own forward."""
         if position_ids.dim() != 2:
             return self.rotary(x, position_ids, *args, **options)
         key = (args, tuple(options.items()))
@@ -189,7 +188,7 @@ def _rows(table: Tensor, position_ids: Tensor) -> Tensor:
 def as_linear(
     module: nn.Module, name: str, stored: Sequence[Stored], config: EngineConfig, plan: Plan
 ) -> HostedLinear | None:
-    """Our layer for a module that multiplies with a matrix as checkpoints have it; None if it does anything else."""
+    """Return our layer for a module that only multiplies with a stored weight; None for any other."""
     transposed = type(module).forward is Conv1D.forward
     if not transposed and type(module).forward is not nn.Linear.forward:
         return None
@@ -205,14 +204,16 @@ def as_linear(
         bias=module.bias is not None,
         dtype=model_dtype(config),
         name=name,
-        cut=plan.cut(name),
+        partition=plan.partition(name),
         spans=plan.spans(name, spans),
         transposed=transposed,
     )
 
 
 def row_spans(stored: Sequence[Stored], shape: Sequence[int], transposed: bool = False) -> list[Span] | None:
-    """The parts of a matrix [N, K] that checkpoints hold one by one, in their order; None if they are no rows of it."""
+    """Return the parts of a weight [N, K] that checkpoints store separately, in order; None if they are no rows of
+    it.
+    """
     if len(stored) == 1 and stored[0].view.is_contiguous() and stored[0].view.shape == shape:
         return [Span(shape[1 if transposed else 0])]
     row, offset = shape[-1], stored[0].view.storage_offset() if stored else 0
@@ -225,10 +226,10 @@ def row_spans(stored: Sequence[Stored], shape: Sequence[int], transposed: bool =
 
 
 def as_embedding(module: nn.Embedding, name: str, config: EngineConfig, *, is_head: bool) -> HostedEmbedding:
-    """Our table for the embedding of tokens.
+    """Return our table for the token embedding.
 
     Raises:
-        ValueError: it does more than to look up rows and multiply them with a number.
+        ValueError: it does more than look up rows and multiply them by a number.
     """
     return HostedEmbedding(
         vocab_size=module.num_embeddings,
@@ -242,7 +243,7 @@ def as_embedding(module: nn.Embedding, name: str, config: EngineConfig, *, is_he
 
 
 def as_head(module: nn.Linear, name: str, config: EngineConfig) -> HostedHead:
-    """Our table for an output head of its own."""
+    """Return our table for an untied output head."""
     return HostedHead(
         vocab_size=module.out_features,
         size=module.in_features,

@@ -1,21 +1,19 @@
-"""Which causal language models of transformers, of those without a row in `BUILT_IN`, run with its code, and which not.
+"""Causal language models of transformers without a row in `BUILT_IN`: which run with its code, and which are refused.
 
-Invariant: data only, for docs/models.md; the tests build and run each, and hold that there are no others.
+Invariant: data only, for docs/models.md; the tests build and run each, and check that there are no others.
 """
 
 from __future__ import annotations
 
-_OWN = "it attends by code of its own, and not through transformers' attention interface"
-_CHOOSES = "it chooses what is attended to by what it finds there"
-_BIASES = "its attention adds numbers to scores, which are no mask"
-_KINDS = "it has attention, or layers, of a kind that the KV cache has not"
-_STATES = "tokens know of others without attention, by convolutions or states"
-_PARTS = "it takes more than text, or is made of several models"
-_OTHER_WAYS = (
-    "its decoder attends to what an encoder made, or does not say that it attends to tokens before alone"
-)
-_DATA = "its code asks tensors for what is in them to find its way"
-_COMPUTED = "its checkpoints hold tensors in a form that is computed into the model's, or under several names"
+_OWN = "it has its own attention code, outside transformers' attention interface"
+_CHOOSES = "it selects the tokens to attend to from data"
+_BIASES = "its attention adds biases to scores other than a mask"
+_KINDS = "it has attention, or layers, of a kind that the KV cache does not support"
+_STATES = "it mixes tokens without attention, by convolutions or states"
+_PARTS = "it is multimodal, or consists of several models"
+_OTHER_WAYS = "its decoder has cross-attention, or is not declared causal"
+_DATA = "its control flow depends on tensor data"
+_COMPUTED = "its checkpoints store tensors that are converted on loading, or under several names"
 
 RUN: tuple[str, ...] = (
     "AriaTextForCausalLM",
@@ -60,7 +58,7 @@ RUN: tuple[str, ...] = (
     "XLMRobertaForCausalLM",
     "XLMRobertaXLForCausalLM",
 )
-"""Architectures, in the order of the alphabet."""
+"""Architectures, in alphabetical order."""
 
 REFUSED: dict[str, str] = {
     "AXK2ForCausalLM": _CHOOSES,
@@ -108,4 +106,4 @@ REFUSED: dict[str, str] = {
     "ZambaForCausalLM": _COMPUTED,
     "ZayaForCausalLM": _KINDS,
 }
-"""Architecture -> why it is refused, for people; in the order of the alphabet."""
+"""Architecture -> why it is refused, for users; in alphabetical order."""

@@ -1,7 +1,7 @@
-"""A causal language model of transformers, with our layers in the places of those that we have.
+"""Causal language model of transformers with our layers in place of its modules.
 
-transformers' code says what is computed; attention, matrices, norms and activations are ours. It is run on one row of
-all the step's tokens, which only attention may tell apart, and that is tested before the first request.
+transformers' code defines the computation; attention, linear layers, norms and activations are ours. It runs on one row
+with all the step's tokens, which only attention may separate; that is tested before the first request.
 
 Shapes: T tokens of the step, N rows whose logits are wanted, H hidden size, V vocabulary rows.
 """
@@ -25,21 +25,21 @@ from quire.layers.base import Layer, activation_dtype, device_type
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.transformers_backend import experts, sites
-from quire.models.transformers_backend.hosted import Adapting, HostedLinear
-from quire.models.transformers_backend.places import put_ours, put_positions, put_rotary_tables
+from quire.models.transformers_backend.hosted import AdapterContext, HostedLinear
 from quire.models.transformers_backend.plan import Plan
 from quire.models.transformers_backend.rows import check_rows_are_apart, position_offset
+from quire.models.transformers_backend.sites import put_positions, put_rotary_tables, replace_modules
 from quire.models.transformers_backend.tensors import compute_buffers
 
 _NOTED_ROWS = 64
-"""So many that hardly any expert has them all."""
+"""Enough rows that hardly any expert gets all of them."""
 
 
 class TransformersForCausalLM(CausalLM):
-    """Runs the class of transformers that config.json names.
+    """Model that runs the class of transformers named in config.json.
 
     Raises:
-        UnsupportedModelError: it computes something that cannot be had so; the message says what.
+        UnsupportedModelError: it computes something unsupported; the message says what.
     """
 
     def __init__(self, *, config: EngineConfig, prefix: str = "") -> None:
@@ -55,14 +55,14 @@ class TransformersForCausalLM(CausalLM):
             put_rotary_tables(model, config)
             plan = Plan.of(model)
             seen = sites.find_sites(model, backbone, self._port, config, plan)
-            self._places = put_ours(model, config, plan, seen.unused)
+            self._places = replace_modules(model, config, plan, seen.unused)
             put_positions(model, self._port)
-        self._adapting = Adapting()
+        self._adapting = AdapterContext()
         for layer in self._hosted(model):
             layer.adapting = self._adapting
         self._first_position = 0
         self._padding_idx = model.config.pad_token_id
-        setattr(model, model.base_model_prefix, _Given(seen.kind, _wrapped(backbone)))
+        setattr(model, model.base_model_prefix, _PrecomputedBackbone(seen.kind, _wrapped(backbone)))
         self.backbone = backbone
         self.head = model
         self.lm_head = self._places.head
@@ -100,7 +100,7 @@ class TransformersForCausalLM(CausalLM):
         """See `HasPlan`."""
         if self._places.why_whole is not None:
             raise ConfigError(
-                f"{option}: {self.config.arch.architecture} of transformers cannot be shared out among ranks: "
+                f"{option}: {self.config.arch.architecture} of transformers cannot be sharded over ranks: "
                 f"{self._places.why_whole}"
             )
 
@@ -108,7 +108,7 @@ class TransformersForCausalLM(CausalLM):
         return iter(self._places.loaded)
 
     def adapter_layers(self) -> Iterator[tuple[list[str], list[str], Layer]]:
-        """A module of transformers that checkpoints hold in parts has one adapter."""
+        """Yield adapter layers; a module of transformers whose checkpoint is split has one adapter."""
         for names, layer in self._places.loaded:
             own = [layer.name] if layer.name else names
             yield own, names if len(names) == 1 else own, layer
@@ -118,7 +118,7 @@ class TransformersForCausalLM(CausalLM):
         return [module for module in model.modules() if isinstance(module, HostedLinear)]
 
     def _find_adaptable(self) -> None:
-        """Let layers take adapters that are called with all rows, and not with some of a token's or of several."""
+        """Enable adapters on layers that are called with all rows, and not with some of a token's or of several."""
         count = min(_NOTED_ROWS, self.config.arch.vocab_size - 3)
         ids = torch.arange(3, 3 + count)
         with self._adapting.noting() as seen:
@@ -152,7 +152,7 @@ class TransformersForCausalLM(CausalLM):
 
 @contextmanager
 def _naming(config: EngineConfig) -> Iterator[None]:
-    """Say in errors which model it is."""
+    """Name the model in errors."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -160,14 +160,15 @@ def _naming(config: EngineConfig) -> Iterator[None]:
 
 
 def _wrapped(backbone: nn.Module) -> frozenset[str]:
-    """What a backbone that wraps another, such as a decoder, calls it."""
+    """Return the names of nested backbones, such as a decoder."""
     return frozenset(name for name, child in backbone.named_children() if isinstance(child, PreTrainedModel))
 
 
-class _Given(nn.Module):
-    """In the place of the backbone: what it has computed before. So the code around it makes logits of any rows.
+class _PrecomputedBackbone(nn.Module):
+    """Replacement of the backbone that returns given hidden states, so that the code around it computes logits of any
+    rows.
 
-    It stands in the place of those that the backbone wraps, too, for code that asks them and not the wrapper.
+    It also replaces nested backbones, for code that calls them directly.
     """
 
     def __init__(self, kind: type[ModelOutput], wrapped: frozenset[str]) -> None:
@@ -185,7 +186,7 @@ class _Given(nn.Module):
 
 
 def _build(config: EngineConfig) -> PreTrainedModel:
-    """The model as transformers builds it, on the meta device."""
+    """Build the model with transformers, on the meta device."""
     arch = config.arch
     model_cls = getattr(transformers, arch.architecture, None)
     if not (isinstance(model_cls, type) and issubclass(model_cls, PreTrainedModel)):

@@ -1,6 +1,6 @@
-"""What a server must know of a model that transformers runs, read from config.json without importing transformers.
+"""Reader of config.json for models that transformers runs, without importing transformers.
 
-Invariant: torch-free. Whether a model can be run so is found where it is built, by running it (`sites`, `rows`).
+Invariant: torch-free. Whether a model can run is tested when it is built, by running it (`sites`, `rows`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _KEYS = {
         "seq_length",
     ),
 }
-"""A key -> what it is called in files that do not have it."""
+"""Usual key -> its names in other files."""
 
 _PARTS = ("text_config", "audio_encoder", "audio_encoder_config", "patcher_config")
-"""What config.json has of a model with others beside the language model, or in it."""
+"""Keys of config.json in models with more than a language model."""
 
 _DONE_BY_TRANSFORMERS = (
     "position_embedding_type",
@@ -42,12 +42,12 @@ _DONE_BY_TRANSFORMERS = (
     "layer_norm_elementwise_affine",
     "per_layer_config",
 )
-"""Options that its code follows by itself, and that change no mask."""
+"""Options that transformers' code implements and that do not change the mask."""
 
 
 @cache
 def transformers_has(architecture: str) -> bool:
-    """Whether the installed transformers defines a model of that name; imports nothing of it."""
+    """Return whether the installed transformers defines a model of that name; does not import it."""
     found = find_spec("transformers")
     if found is None or not found.submodule_search_locations or not architecture.isidentifier():
         return False
@@ -57,22 +57,21 @@ def transformers_has(architecture: str) -> bool:
 
 
 def read_transformers(architecture: str, config: JsonObject) -> ModelArch:
-    """The sizes, by whichever of the usual names config.json has; the whole file goes along to be read again.
+    """Read the sizes, by any of the usual names; the whole file is kept to be read again by transformers.
 
-    Heads are those that the file names, if it does, for people: which heads attend to what, and whether anything does,
-    is seen when the model is built.
+    The file's numbers of heads are for display: attention is inspected when the model is built.
 
     Raises:
-        ModelLoadError: a size is missing or no number. transformers may know a default; give it with --hf-overrides.
-        UnsupportedModelError: it is a part of a model with others.
+        ModelLoadError: a size is missing or no number. transformers may have a default; give it with --hf-overrides.
+        UnsupportedModelError: it is part of a multimodal model.
     """
     parts = [key for key in _PARTS if key in config]
     if parts:
         raise UnsupportedModelError(
-            f"{config.where}: {parts[0]}: {architecture} takes more than text, or is made of several models; of such, "
-            "those in docs/models.md are served"
+            f"{config.where}: {parts[0]}: {architecture} is multimodal, or consists of several models; those supported "
+            "are in docs/models.md"
         )
-    config.only("use_bidirectional_attention", False, "vision")  # of which no token here is
+    config.only("use_bidirectional_attention", False, "vision")  # "vision": only for image tokens
     for key in _DONE_BY_TRANSFORMERS:
         config.get(key)
     sizes = config.with_aliases(_present(config))
@@ -90,7 +89,7 @@ def read_transformers(architecture: str, config: JsonObject) -> ModelArch:
 
 
 def _present(config: JsonObject) -> dict[str, str]:
-    """The usual key -> that of this file, where it has another one."""
+    """Return the usual key -> the file's key, where it differs."""
     return {
         key: other
         for key, others in _KEYS.items()

@@ -1,8 +1,8 @@
-"""Where a model of transformers attends, and how its heads get to the paged KV cache.
+"""Connection of a transformers model to the paged KV cache, and replacement of its modules by our layers.
 
-transformers lets a model's attention modules call any function that is registered under a name. Ours hands them to the
-model's `Port`. What attends, with how many heads and what window, is not read from names: the model is run once on the
-meta device, where nothing is computed, and the port takes notes.
+transformers lets attention modules call any registered function. Ours passes the heads to the model's `Port`. Which
+modules attend, with how many heads and what window, is found by running the model once on the meta device, where
+nothing is computed, and recording the calls.
 
 Shapes: T tokens of the step, Hq/Hkv query and key-value heads, Dk/Dv sizes of keys and values.
 """
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,51 +25,70 @@ from transformers.utils.generic import ModelOutput
 
 from quire.config import EngineConfig
 from quire.errors import QuireError, UnsupportedModelError
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, Sinks
+from quire.layers.base import activation_dtype
+from quire.layers.embedding import VocabEmbedding
 from quire.layers.shard import Shard
-from quire.layers.sinks import Sinks
 from quire.layers.step import StepContext
-from quire.models.transformers_backend.plan import Plan
+from quire.models.transformers_backend import experts
+from quire.models.transformers_backend.hosted import (
+    CountedPositions,
+    RotaryTable,
+    TiedHead,
+    as_embedding,
+    as_head,
+    as_linear,
+    counts_positions,
+)
+from quire.models.transformers_backend.plan import Plan, as_activation, as_norm
+from quire.models.transformers_backend.tensors import (
+    Loaded,
+    Stored,
+    held_tensors,
+    module_names,
+    stored_tensors,
+)
 
 NAME = "quire"
-"""Of our function among transformers' attention implementations."""
+"""Name of our function among transformers' attention implementations."""
 
 _HEAD_UNIT = 8
-"""Heads are filled up with zeros to a multiple of this, which the kernels want."""
+"""Head sizes are padded with zeros to a multiple of this, as the kernels require."""
 
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "output_attentions", "use_cache", "dropout"}
-"""Tensors and numbers that modules hand on and that change nothing here."""
+"""Arguments that modules pass on and that have no effect here."""
 
 _SINKS = "s_aux"
-"""What modules call the sinks that they hand over."""
+"""Argument name of attention sinks."""
 
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
 
 
 class WholeAttention(Attention):
-    """Attention of which every rank has all heads."""
+    """Attention with all heads on every rank."""
 
-    def take_share(self, shard: Shard) -> None:
+    def apply_shard(self, shard: Shard) -> None:
         return None
 
 
 class Port:
-    """What the attention modules of one model call: query, key and value [T, H, D] -> [T, Hq, Dv].
+    """Attention function of one model's modules: query, key and value [T, H, D] -> [T, Hq, Dv].
 
-    Invariant: `attend` is what a step needs, except within `doing`; a step is there while its forward pass runs. A
-    module that attends several times in a step does so with keys and values of its own each time, in the same order.
+    Invariant: `attend` is the paged attention except within `doing`; a step is set while its forward pass runs. A
+    module
+    that attends several times in a step uses separate keys and values each time, in the same order.
     """
 
     def __init__(self) -> None:
         self.attend: Attend = self._paged
         self.positions: Tensor | None = None
-        """Of the pass that runs, as the model numbers them, [T]; None: it counts its tokens."""
+        """Positions of the current pass in the model's numbering, [T]; None: the model counts its tokens."""
         self._step: tuple[Tensor, StepContext] | None = None
         self._turns: Counter[nn.Module] = Counter()
 
     @contextmanager
     def doing(self, attend: Attend) -> Iterator[None]:
-        """Have the modules call another function for a while."""
+        """Replace the attention function in this context."""
         self.attend = attend
         try:
             yield
@@ -77,7 +97,7 @@ class Port:
 
     @contextmanager
     def numbering(self, positions: Tensor | None) -> Iterator[None]:
-        """A pass over tokens at these positions."""
+        """Set the positions of the tokens in this context."""
         self.positions = positions
         try:
             yield
@@ -86,7 +106,7 @@ class Port:
 
     @contextmanager
     def during(self, positions: Tensor, step: StepContext) -> Iterator[None]:
-        """A step's forward pass."""
+        """Set the step of the forward pass in this context."""
         self._step = (positions, step)
         self._turns.clear()
         try:
@@ -107,7 +127,7 @@ class Port:
 
 
 def own_value(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Attention of a token to itself alone: its value, for each query head that reads it."""
+    """Return v, repeated for query heads: attention of a token to itself alone."""
     return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
@@ -119,7 +139,7 @@ def _through_port(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function: [1, H, T, D] each -> [1, T, Hq, Dv], and no weights."""
+    """Attend through the port: [1, H, T, D] each -> [1, T, Hq, Dv], and no weights."""
     port = module.port
     assert isinstance(port, Port)
     q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
@@ -130,38 +150,38 @@ AttentionInterface.register(NAME, _through_port)
 
 
 def give_port(model: nn.Module) -> Port:
-    """Let all modules of a model know one new port."""
+    """Set one new port on all modules of a model."""
     port = Port()
     for module in model.modules():
         module.__dict__["port"] = port
     return port
 
 
-class Found(NamedTuple):
-    """What a model was seen to do."""
+class RecordedSites(NamedTuple):
+    """Result of the recording run."""
 
     kind: type[ModelOutput]
-    """What its backbone's results are."""
+    """Result type of the backbone."""
     unused: frozenset[nn.Module]
-    """Modules of the backbone that it never calls: others compute with their parameters, if anything does."""
+    """Modules of the backbone that are never called; other code may use their parameters."""
 
 
 def find_sites(
     model: PreTrainedModel, backbone: nn.Module, port: Port, config: EngineConfig, plan: Plan
-) -> Found:
-    """Run a model that is on the meta device, and give each module an `Attention` for each time it attends, in `paged`.
+) -> RecordedSites:
+    """Run a model on the meta device, and give each attention module an `Attention` per call, in `paged`.
 
-    The plan knows what attends afterwards.
+    Also records the attention modules in the plan.
 
     Raises:
-        UnsupportedModelError: it cannot be run on a packed batch, or attends in a way that the KV cache has not.
-        ConfigError: the attention backend cannot do what it needs.
+        UnsupportedModelError: it cannot run on a packed batch, or its attention is unsupported by the KV cache.
+        ConfigError: the attention backend lacks a required feature.
     """
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, list[Attention]] = defaultdict(list)
     left_out = _experts_of_their_own(model)
 
-    def take_notes(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
+    def record(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Tensor:
         reason = _why_not(module, q, k, v, options)
         if reason is not None:
             raise UnsupportedModelError(f"{names[module]} {reason}")
@@ -174,7 +194,7 @@ def find_sites(
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         with (
-            port.doing(take_notes),
+            port.doing(record),
             _leaving_out(left_out),
             _keeping_buffers(model),
             _calls(backbone) as called,
@@ -194,11 +214,11 @@ def find_sites(
     for module, attentions in found.items():
         module.paged = nn.ModuleList(attentions)
     called |= {inner for module in left_out for inner in module.modules()}
-    return Found(type(output), frozenset(backbone.modules()) - called)
+    return RecordedSites(type(output), frozenset(backbone.modules()) - called)
 
 
 def _experts_of_their_own(model: nn.Module) -> list[nn.Module]:
-    """Experts that loop by themselves, and so ask tensors whose tokens are theirs."""
+    """Return experts modules with their own loops, which read tensor data."""
     return [
         module
         for module in model.modules()
@@ -208,7 +228,7 @@ def _experts_of_their_own(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _leaving_out(modules: Collection[nn.Module]) -> Iterator[None]:
-    """Have modules give rows like those that they get."""
+    """Replace modules' forward by one that returns rows shaped like its input."""
     for module in modules:
         module.forward = _rows_like
     try:
@@ -220,13 +240,13 @@ def _leaving_out(modules: Collection[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _calls(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """The modules of a model that are called meanwhile."""
+    """Collect the modules that are called in this context."""
     called: set[nn.Module] = set()
 
-    def take_note(module: nn.Module, args: Any) -> None:
+    def record(module: nn.Module, args: Any) -> None:
         called.add(module)
 
-    hooks = [module.register_forward_pre_hook(take_note) for module in model.modules()]
+    hooks = [module.register_forward_pre_hook(record) for module in model.modules()]
     try:
         yield called
     finally:
@@ -236,7 +256,7 @@ def _calls(model: nn.Module) -> Iterator[set[nn.Module]]:
 
 @contextmanager
 def _keeping_buffers(model: nn.Module) -> Iterator[None]:
-    """Have the model's buffers as they were, where its code brings them to the device of what it computes."""
+    """Restore the model's buffers afterwards, since its code may move them to the compute device."""
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:
         yield
@@ -253,24 +273,24 @@ _NO_INTERFACE = "none of its modules attends through transformers' attention int
 
 
 def _where(error: Exception) -> str:
-    """The innermost line of transformers' models that raised it, for people who know them."""
+    """Return the innermost line of transformers' models that raised it, for developers."""
     frames = traceback.extract_tb(error.__traceback__)
     *_, frame = [frames[-1], *(frame for frame in frames if "modeling_" in frame.filename)]
     return f"in {frame.name}, line {frame.lineno} of {Path(frame.filename).name}"
 
 
 def _has_interface(backbone: nn.Module) -> bool:
-    """Whether its authors say that it can attend otherwise than by code of its own."""
+    """Return whether the model declares support for other attention implementations."""
     kinds = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
     return any(getattr(backbone, kind, False) for kind in kinds)
 
 
 def _why_not(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> str | None:
-    """Why the KV cache has no such attention: a phrase for people; None if it has."""
+    """Return why the KV cache does not support this attention, as a phrase for users; None if it does."""
     if len(q) != len(k):
-        return "attends to something else than the tokens before"
+        return "attends to something other than the preceding tokens"
     if options.get("is_causal", getattr(module, "is_causal", True)) is False:
-        return "attends to tokens behind, too"
+        return "attends to later tokens, too"
     if q.shape[1] % k.shape[1]:
         return f"has {q.shape[1]} query heads for {k.shape[1]} key-value heads"
     for name, value in options.items():
@@ -282,7 +302,7 @@ def _why_not(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Mappin
 
 
 def _layer_type(module: nn.Module) -> str | None:
-    """What config.json calls the layer of a module, if it does."""
+    """Return the layer type of a module in config.json, if any."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
     index = getattr(module, "layer_idx", None)
     return kinds[index] if kinds is not None and index is not None else None
@@ -298,7 +318,7 @@ def _window(module: nn.Module, options: Mapping[str, Any]) -> int | None:
 
 
 def _own_name(module: nn.Module, tensor: Any) -> str | None:
-    """What a module calls that parameter of its own."""
+    """Return the name of a module's parameter."""
     return next((name for name, own in module._parameters.items() if own is tensor), None)
 
 
@@ -331,6 +351,145 @@ def _attention(
 
 
 def _filled_up(heads: Tensor, size: int) -> Tensor:
-    """[T, H, D], with zeros up to D = size."""
+    """Pad [T, H, D] with zeros to D = size."""
     missing = size - heads.shape[-1]
     return F.pad(heads, (0, missing)) if missing else heads.contiguous()
+
+
+AllStored = Mapping[str, Sequence[Stored]]
+
+
+@dataclass
+class ReplacedModules:
+    """Replaced layers of a model: those to be loaded, and the output head, if any."""
+
+    head: VocabEmbedding | None
+    loaded: Loaded = field(default_factory=list)
+    why_whole: str | None = None
+    """Why the model cannot be sharded; None: it can."""
+
+
+def replace_modules(
+    model: PreTrainedModel, config: EngineConfig, plan: Plan, kept: Collection[nn.Module] = ()
+) -> ReplacedModules:
+    """Replace modules that equal our layers; the rest, and those in `kept`, stay and get `Held` tensors.
+
+    Raises:
+        UnsupportedModelError: its embedding or output head is unsupported.
+    """
+    stored = stored_tensors(model)
+    places = _put_tables(model, stored, config)
+    places.loaded += _take_sinks(model, stored)
+    places.loaded += _put_experts(model, stored, config, plan)
+    _put_modules(model, stored, config, plan, places.loaded, kept)
+    ours = {id(layer) for _, layer in places.loaded}
+    theirs = [module for module in model.modules() if id(module) not in ours]
+    held = [*held_tensors(model, theirs, activation_dtype(config), stored)]
+    places.loaded += [([layer.name], layer) for layer in held]
+    places.why_whole = plan.why_not([layer.name for layer in held])
+    return places
+
+
+def _put_tables(model: PreTrainedModel, stored: AllStored, config: EngineConfig) -> ReplacedModules:
+    """Replace the token embedding and the output head."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or type(head).forward is not nn.Linear.forward:
+        raise UnsupportedModelError("it has no embedding of tokens, or no output head, of the usual kind")
+    is_pooled = config.pooling is not None
+    is_tied = head.weight is embedding.weight and not is_pooled
+    path, head_path = paths[id(embedding)], paths[id(head)]
+    try:
+        table = as_embedding(embedding, path, config, is_head=is_tied)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{path}: {error}") from error
+    _put(model, path, table)
+    loaded: Loaded = [(module_names(stored[f"{path}.weight"]), table)]
+    if is_pooled:
+        _put(model, head_path, nn.Identity())
+        return ReplacedModules(None, loaded)
+    if is_tied:
+        _put(model, head_path, TiedHead(table, head.bias))
+        return ReplacedModules(table, loaded)
+    own = as_head(head, head_path, config)
+    _put(model, head_path, own)
+    return ReplacedModules(own, [*loaded, (module_names(stored[f"{head_path}.weight"]), own)])
+
+
+def _take_sinks(model: PreTrainedModel, stored: AllStored) -> Loaded:
+    """Move sinks from modules to our attention, which applies them."""
+    loaded: Loaded = []
+    for attention in [module for module in model.modules() if isinstance(module, Attention)]:
+        if attention.sinks is not None:
+            path, _, key = attention.sinks.name.rpartition(".")
+            model.get_submodule(path)._parameters[key] = None
+            loaded.append((module_names(stored[attention.sinks.name]), attention.sinks))
+    return loaded
+
+
+def _put_experts(model: PreTrainedModel, stored: AllStored, config: EngineConfig, plan: Plan) -> Loaded:
+    """Replace experts by packed ones, if all of the model's support it; otherwise transformers' loop stays."""
+    modules = {path: module for path, module in model.named_modules() if hasattr(module, "_apply_gate")}
+    made = {path: experts.as_experts(module, path, stored, config, plan) for path, module in modules.items()}
+    loaded: Loaded = []
+    packed = {path: found for path, found in made.items() if found is not None}
+    is_packed = len(packed) == len(modules)
+    model.set_experts_implementation(experts.NAME if is_packed else "eager")
+    for path, (module, layers) in packed.items() if is_packed else ():
+        modules[path]._parameters.clear()
+        modules[path].packed = module
+        loaded += layers
+    return loaded
+
+
+def _put_modules(
+    model: PreTrainedModel,
+    stored: AllStored,
+    config: EngineConfig,
+    plan: Plan,
+    loaded: Loaded,
+    kept: Collection[nn.Module],
+) -> None:
+    """Replace linear layers, norms, activations and rotary embeddings; a shared module is replaced in all places."""
+    done: dict[int, nn.Module | None] = {}
+    ours = {id(layer) for _, layer in loaded}
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if not path or id(module) in ours or module in kept:
+            continue
+        if id(module) not in done:
+            done[id(module)] = _put_one(module, path, stored, config, plan, loaded)
+        put = done[id(module)]
+        if put is not None:
+            _put(model, path, put)
+
+
+def _put_one(
+    module: nn.Module, path: str, stored: AllStored, config: EngineConfig, plan: Plan, loaded: Loaded
+) -> nn.Module | None:
+    parts = stored.get(f"{path}.weight", ())
+    layer = None
+    if parts:
+        layer = as_linear(module, path, parts, config, plan) or as_norm(module, path, config)
+    if layer is not None:
+        loaded.append((module_names(parts), layer))
+        return layer
+    return as_activation(module)
+
+
+def put_rotary_tables(model: PreTrainedModel, config: EngineConfig) -> None:
+    """Replace every rotary embedding by its table."""
+    for path, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            _put(model, path, RotaryTable(module, config))
+
+
+def put_positions(model: PreTrainedModel, port: Port) -> None:
+    """Pass the step's positions to position embeddings where the model would count them itself."""
+    for path, module in list(model.named_modules()):
+        if counts_positions(module):
+            _put(model, path, CountedPositions(module, port))
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, name = path.split(".")
+    model.get_submodule(".".join(parents))._modules[name] = module

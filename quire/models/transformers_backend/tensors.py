@@ -1,7 +1,7 @@
-"""Which of a checkpoint's tensors make up each of a model's, and those that no layer of ours holds.
+"""Mapping from a checkpoint's tensors to a transformers model's, and layers for tensors without a layer of ours.
 
-transformers keeps for each model how its checkpoints' names, and experts that lie one by one in them, become the
-parameters of its classes. That is run backwards here on tensors without memory, of which each view says where it lies.
+transformers defines for each model how checkpoint names and separately stored experts become its parameters. That
+conversion is run backwards here on tensors without memory, whose views show where each stored tensor lies.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from transformers.core_model_loading import revert_weight_conversion
 from quire.errors import UnsupportedModelError
 from quire.layers.base import Layer, parameter
 from quire.layers.slot import Slot
-from quire.models.transformers_backend.row_wise import RowWise
+from quire.models.transformers_backend.rows import RowWise
 
 Loaded = list[tuple[list[str], Layer]]
-"""Layers with parameters, each under the names of the checkpoint's modules that it holds."""
+"""Layers with parameters, each with the names of the checkpoint modules that it holds."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the checkpoint: a view of a model's."""
+    """Tensor of the checkpoint: a view of a model tensor."""
 
     name: str
     view: Tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same view of a tensor of the model's shape."""
+        """Return the same view of a tensor of the model's shape."""
         return tensor.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
 
 
 def module_names(parts: Sequence[Stored]) -> list[str]:
-    """The checkpoint's modules whose weights these are."""
+    """Return the checkpoint modules of these weights."""
     return [part.name.removesuffix(".weight") for part in parts]
 
 
 def stored_tensors(model: PreTrainedModel) -> Mapping[str, Sequence[Stored]]:
-    """Name of each tensor that the model keeps -> what there is of it in its checkpoints.
+    """Return model tensor name -> the checkpoint tensors that make it up.
 
     Raises:
-        UnsupportedModelError: its checkpoints have another form, from which no part can be copied as it is.
+        UnsupportedModelError: its checkpoints have another form, from which no part can be copied unchanged.
     """
     ours = {name: torch.empty_like(tensor) for name, tensor in kept_tensors(model).items()}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in ours.items()}
@@ -63,7 +63,7 @@ def stored_tensors(model: PreTrainedModel) -> Mapping[str, Sequence[Stored]]:
 
 
 class _Views(TorchFunctionMode):
-    """While active, views stay views."""
+    """Mode in which `contiguous` returns the view itself."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,15 +72,15 @@ class _Views(TorchFunctionMode):
 
 
 def kept_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The parameters and buffers that checkpoints hold, each once: a tied one under the name that is stored."""
+    """Return the stored parameters and buffers, each once: a tied one under the name that is stored."""
     tied = set(model.all_tied_weights_keys or ())
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
 
 
 class Held(Layer):
-    """A tensor that modules of transformers compute with, in the precision of the activations.
+    """Tensor that transformers' modules compute with, in the activations' dtype.
 
-    `places` are the modules that have it, and what they call it.
+    `places` are the (module, attribute name) that have it.
     """
 
     tensor: nn.Parameter
@@ -135,7 +135,7 @@ def held_tensors(
     dtype: torch.dtype,
     stored: Mapping[str, Sequence[Stored]],
 ) -> Iterator[Held]:
-    """One layer for each tensor of these modules themselves."""
+    """Yield one layer for each tensor owned by these modules."""
     names = {id(tensor): name for name, tensor in kept_tensors(model).items()}
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     tensors: dict[int, Tensor] = {}
@@ -160,12 +160,12 @@ def held_tensors(
 
 
 def compute_buffers(model: PreTrainedModel) -> None:
-    """Give the buffers that no checkpoint holds, such as frequencies, memory on the host and what belongs there.
+    """Compute the buffers that no checkpoint holds, such as frequencies, on the host.
 
-    transformers does so after it has built a model on the meta device: `_init_weights` makes them again.
+    transformers does so after building a model on the meta device: `_init_weights` creates them again.
 
     Raises:
-        UnsupportedModelError: there is one of which it knows nothing.
+        UnsupportedModelError: transformers does not initialize one of them.
     """
     with torch.device("cpu"), torch.no_grad():
         for path, module in model.named_modules():
@@ -182,6 +182,6 @@ def compute_buffers(model: PreTrainedModel) -> None:
 
 
 def _unwritten(like: Tensor) -> Tensor:
-    """A tensor of what nobody computes."""
+    """Return a tensor of a marker value that no computation produces."""
     mark = False if like.dtype == torch.bool else -12345.0 if like.is_floating_point() else -101
     return torch.full(like.shape, mark, dtype=like.dtype)

@@ -1,1 +1,1 @@
-"""Constraints in the EBNF of xgrammar, which is llama.cpp's GBNF with tokens."""
+"""Constraints in xgrammar's EBNF, which is llama.cpp's GBNF with tokens."""

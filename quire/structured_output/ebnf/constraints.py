@@ -1,4 +1,4 @@
-"""Settled constraints of every kind in the EBNF of xgrammar."""
+"""Normalized constraints of every kind in xgrammar's EBNF."""
 
 from __future__ import annotations
 
@@ -7,33 +7,29 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.structured_output.backend import GrammarError
-from quire.structured_output.ebnf.char_sets import quoted
-from quire.structured_output.ebnf.expressions import text_rule
-from quire.structured_output.ebnf.rules import Rules, refusal
-from quire.structured_output.ebnf.scanner import Scanner
+from quire.structured_output.ebnf.expressions import Rules, Scanner, quoted, refusal, text_rule
 from quire.structured_output.ebnf.schemas import SchemaWriter
 from quire.structured_output.ecma_regex import RegexError
+from quire.structured_output.normalize import FLEXIBLE_SPACE, NO_SPACE
 from quire.structured_output.params import StructuredOutputsParams
-from quire.structured_output.settle import FLEXIBLE_SPACE, NO_SPACE
-from quire.structured_output.structural_tag import ANY
-from quire.structured_output.tag_writer import Format, TagWriter, format_of
+from quire.structured_output.structural_tag import ANY, Format, TagWriter, format_of
 
 SPACES = {FLEXIBLE_SPACE: '(" " | "\\n" ([ ]{0,20} | [\\t]{0,10}))?', NO_SPACE: '""', None: '""'}
-"""`whitespace_pattern` -> what it matches."""
+"""`whitespace_pattern` -> EBNF."""
 QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#.*')
 ADDED = re.compile(r"\(=|[A-Z]\w*\(")
-"""Lookahead, and macros, which may ask for any token."""
+"""Lookahead and macros, which may name any token."""
 
 
 def ebnf_of(params: StructuredOutputsParams, special: Mapping[str, int], ends: Collection[int]) -> str:
-    """The grammar of a settled constraint, whose first rule is `root`.
+    """Return the grammar of a normalized constraint, whose first rule is `root`.
 
     Args:
         special: literals of special tokens -> ids.
         ends: ids that end a text.
 
     Raises:
-        GrammarError: it cannot be written in EBNF, or not here.
+        GrammarError: it cannot be expressed in EBNF, or is not supported here.
     """
     if params.grammar is not None:
         return _llama(params.grammar)
@@ -86,7 +82,7 @@ class _Writer(TagWriter):
         return self._scanned(stops, anywhere, may_end=False)
 
     def _triggered(self, one: Format) -> str:
-        """Behind a tag the same begins again, with any first character and perhaps without a tag."""
+        """Write the automaton; after a tag it starts again, with any first character and perhaps no tag."""
         again = self._rules.reserve()
         after = '""' if one["stop_after_first"] else again
         rests = {trigger: self._rests(trigger, one["tags"]) for trigger in one["triggers"]}
@@ -103,9 +99,9 @@ class _Writer(TagWriter):
         )
 
     def _stops(self, turns: Mapping[str, str]) -> tuple[dict[str, str | None], list[str]]:
-        """Texts before what follows them; and what follows at once, for those that begin with a special token.
+        """Return texts with what follows them, and continuations that start with a special token.
 
-        Such a token's name in letters would look like it, and is not in free text.
+        The name of such a token spelled in letters looks the same and is excluded from free text.
         """
         stops: dict[str, str | None] = {}
         anywhere = []
@@ -135,7 +131,7 @@ def _expression(pattern: str) -> str:
 
 
 def _llama(grammar: str) -> str:
-    """A grammar as it came, which the library reads itself."""
+    """Return a grammar as sent; the library parses it."""
     if "::=" not in grammar:
         raise refusal("grammars of Lark, but to llama.cpp's (root ::= ...)")
     if ADDED.search(QUOTED.sub("", grammar)):

@@ -1,7 +1,7 @@
-"""Settled JSON schemas in the EBNF of xgrammar.
+"""Normalized JSON schemas in xgrammar's EBNF.
 
-Invariant: what is written takes a value only if the schema does, and every value that the schema takes, with strings
-and numbers in one spelling and keys in the schema's order. What is not written out here is refused.
+Invariant: the grammar accepts exactly the schema's values, with one spelling of strings and numbers and keys in the
+schema's order. What is not supported here is refused.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.structured_output import keywords
-from quire.structured_output.ebnf.char_sets import ALL, complement, in_json, of_text, quoted
-from quire.structured_output.ebnf.expressions import string_rule
-from quire.structured_output.ebnf.integers import integers
-from quire.structured_output.ebnf.rules import Rules, refusal
+from quire.structured_output.ebnf.expressions import (
+    ALL,
+    Rules,
+    complement,
+    in_json,
+    integers,
+    of_text,
+    quoted,
+    refusal,
+    string_rule,
+)
 from quire.structured_output.ecma_regex import RegexError
 from quire.structured_output.formats import IPV4
-from quire.structured_output.pointer import find, path_of
+from quire.structured_output.schema import NOT_ENFORCED, VALUES, find, path_of
 
 Schema = dict[str, Any]
 
 SILENT = frozenset({"$schema", "$defs", "definitions", "$anchor"})
-"""Keywords that say nothing about a value."""
+"""Keywords without effect on a value."""
 BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 STRINGS = frozenset({"minLength", "maxLength", "pattern", "format"})
 ARRAYS = frozenset({"prefixItems", "items", "minItems", "maxItems"})
@@ -32,23 +38,22 @@ OBJECTS = frozenset(
 )
 ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 FORMATS = {"ipv4": IPV4, "uuid": "[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}"}
-"""Those that settling leaves as they are."""
+"""Formats left by normalization."""
 KEPT = frozenset({"type", "$id", *ALONE}) | SILENT | BOUNDS | STRINGS | ARRAYS | OBJECTS
-"""What is read here; any other keyword of the standard is refused."""
-MAX_STATES = 128
-"""Places of one string that differ: the library makes a mask for each when it compiles."""
+"""Supported keywords; any other keyword of the standard is refused."""
+MAX_STATES = 128  # most states of one string: the library computes a mask for each at compile time
 _QUOTE = quoted('"')
 NUMBER = '"-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?'
 
 
 class SchemaWriter:
-    """The rules of one document.
+    """Rules of one document.
 
     Args:
-        space: of what may stand between the tokens of JSON.
+        space: rule of the whitespace between JSON tokens.
 
     Raises:
-        GrammarError: something in it cannot be kept to.
+        GrammarError: something in it cannot be enforced.
     """
 
     def __init__(self, document: Any, rules: Rules, space: str) -> None:
@@ -70,12 +75,12 @@ class SchemaWriter:
         }
 
     def rule(self, schema: Any) -> str | None:
-        """The rule of a schema; None if nothing validates."""
+        """Return the rule of a schema; None if no value validates."""
         if isinstance(schema, bool):
             return self._anything() if schema else None
         if any(one is False for one in schema.get("allOf", ())):
             return None
-        words = schema.keys() & {*keywords.VALUES, *keywords.NOT_ENFORCED, "const"} - SILENT
+        words = schema.keys() & {*VALUES, *NOT_ENFORCED, "const"} - SILENT
         if unknown := words - KEPT:
             raise refusal(min(unknown))
         if "$id" in words and schema is not self._document:
@@ -86,7 +91,7 @@ class SchemaWriter:
         return self._by_type(schema) if words - {"$id"} else self._anything()
 
     def _anything(self) -> str:
-        """Any value, in which there may be any values."""
+        """Return the rule of any value."""
         if self._any is None:
             self._any = self._rules.reserve()
             self._rules.complete(self._any, str(self._by_type({})))
@@ -107,7 +112,7 @@ class SchemaWriter:
     def _one_of(
         self, bodies: Sequence[str | None], word: str = "", others: set[str] | None = None
     ) -> str | None:
-        """Alternatives, of which those that nothing validates are none."""
+        """Return the rule of alternatives, without those that no value validates."""
         if others:
             raise refusal(f"{min(others)} beside {word}")
         possible = [body for body in bodies if body is not None]
@@ -122,11 +127,11 @@ class SchemaWriter:
 
     def _follow(self, reference: str) -> str | None:
         if reference != "#" and not reference.startswith("#/"):
-            raise refusal("a $ref that is no JSON pointer")
+            raise refusal("a $ref that is not a JSON pointer")
         if reference not in self._referred:
             name = self._referred[reference] = self._rules.reserve()
             found = self._referred[reference] = self.rule(find(self._document, path_of(reference)))
-            self._rules.complete(name, found or name)  # of itself, which nothing is
+            self._rules.complete(name, found or name)  # refers only to itself, which matches nothing
         return self._referred[reference]
 
     def _integer(self, schema: Schema) -> str | None:
@@ -160,7 +165,7 @@ class SchemaWriter:
         return self._matching(schema["pattern"] if name is None else f"^(?:{FORMATS[name]})$")
 
     def _chars(self, least: int, most: int | None) -> str:
-        """So many characters, a rule for each: what the library counts itself, it looks for at every mask anew."""
+        """Write that many characters, one rule each: the library's own counters would be expanded at every mask."""
         num_rules = least if most is None else most
         if num_rules > MAX_STATES:
             raise refusal(f"strings of which more than {MAX_STATES} characters are counted")
@@ -189,7 +194,7 @@ class SchemaWriter:
         return self._between("[", self._items([one for one in prefix if one][:most], rest, least, most), "]")
 
     def _items(self, prefix: list[str], rest: str | None, least: int, most: int | None) -> str:
-        """So many behind white space, of which the first are these; `rest` is None only if there are no others."""
+        """Write that many items with whitespace, starting with `prefix`; `rest` is None if there are no others."""
         if not prefix:
             if rest is None or most == 0:
                 return '""'
@@ -209,7 +214,7 @@ class SchemaWriter:
         return repeated(self._rules.define(f"{self._comma} {item}"), least, most)
 
     def _between(self, begin: str, body: str, end: str) -> str:
-        """A body, which begins with white space if it is not empty: two in a row would be twice as long."""
+        """Write a body, which starts with whitespace if not empty, to avoid whitespace twice in a row."""
         return f"{quoted(begin)} {body} {self._space} {quoted(end)}"
 
     def _object(self, schema: Schema) -> str | None:
@@ -240,7 +245,7 @@ class SchemaWriter:
         return self._members(rule and self._member(self._matching(pattern), rule), schema)
 
     def _members(self, member: str | None, schema: Schema) -> str | None:
-        """So many of any number; a name that is written twice is one property, so two are not asked for."""
+        """Write that many members; a repeated name is one property, so at most one can be required."""
         least, most = schema.get("minProperties", 0), schema.get("maxProperties")
         if least > 1:
             raise refusal("minProperties above 1")
@@ -249,7 +254,7 @@ class SchemaWriter:
         return self._between("{", self._items([], member, least, most), "}")
 
     def _fields(self, fields: dict[str, str | None], required: set[str], other: str | None) -> str:
-        """From behind: what may follow when something came before, and when nothing did."""
+        """Write from the end: what may follow after a field, and what at the start."""
         begun = self._repeated(other, 0, None) if other else '""'
         fresh = f"({self._space} {other} {begun})?" if other else '""'
         for name, rule in reversed(fields.items()):
@@ -266,13 +271,13 @@ class SchemaWriter:
         return self._rules.define(f'{name} {self._space} ":" {self._space} {value}')
 
     def _other_name(self, names: list[str]) -> str:
-        """A string that is none of these: at each character it goes on as some of them do, or as none does."""
+        """Write a string that is none of these: at each character it follows some of them or none."""
         if sum(map(len, names)) > MAX_STATES:
             raise refusal(f"properties beside others, whose names have more than {MAX_STATES} characters")
         return f"{_QUOTE} {self._unlike(names)}"
 
     def _unlike(self, names: list[str]) -> str:
-        """Up to the closing quote, what none of these is."""
+        """Write what is none of these, up to the closing quote."""
         firsts = sorted({name[0] for name in names if name})
         away = (
             f"{in_json(complement(of_text(firsts)))} {self._char}* {_QUOTE}"
@@ -288,7 +293,6 @@ class SchemaWriter:
         return self._rules.define(" | ".join(parts))
 
     def _value(self, value: Any) -> str:
-        """One value."""
         if isinstance(value, dict):
             members = [
                 self._member(quoted(json.dumps(name, ensure_ascii=False)), self._value(one))
@@ -305,14 +309,14 @@ class SchemaWriter:
 
 
 def repeated(item: str, least: int, most: int | None) -> str:
-    """So many of them; None is any number."""
+    """Return the repetition of an item; `most` None is unlimited."""
     if most is None:
         return f"{item}{{{least},}}" if least else f"{item}*"
     return f"{item}{{{least},{most}}}" if most else '""'
 
 
 def _is_of(schema: Schema, value: Any) -> bool:
-    """Whether a value is of the schema's type."""
+    """Return whether a value is of the schema's type."""
     kinds = schema.get("type", [*_KINDS])
     return any(_KINDS[kind](value) for kind in ([kinds] if isinstance(kinds, str) else kinds))
 

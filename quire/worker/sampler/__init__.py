@@ -1,4 +1,4 @@
-"""Choosing the next token: one small class per feature, one ordered table of them in `sampler.py`."""
+"""Sampling of the next token: one class per feature, one ordered table of features in `sampler.py`."""
 
 from quire.worker.sampler.sampler import (
     NON_FINITE,

@@ -1,16 +1,16 @@
-"""llama.cpp's own filters of candidates, and all others with them in llama.cpp's order.
+"""llama.cpp's candidate filters, in llama.cpp's order.
 
-A request that uses one of `top_n_sigma`, `typical_p`, XTC, dynamic temperature and mirostat has its candidates chosen
-here: top_n_sigma, top_k, typical_p, top_p, min_p, XTC, temperature. With mirostat it is the temperature and mirostat
-alone. What is left is drawn from as it is (`Draw`).
+A request that uses top_n_sigma, typical_p, XTC, dynamic temperature or mirostat is filtered here: top_n_sigma, top_k,
+typical_p, top_p, min_p, XTC, temperature; with mirostat, temperature and mirostat only. `Draw` then samples from the
+result as it is.
 
 - top-n-sigma: C. Tang et al., "Top-nsigma: not all logits are you need" (2024)
 - typical: C. Meister et al., "Locally typical sampling" (2022)
 - mirostat: S. Basu et al., "Mirostat: a neural text decoding algorithm" (2021)
 - XTC and dynamic temperature: the samplers `xtc` and `temp-ext` of llama.cpp
 
-Invariant: rows are shaped one at a time, and functions whose vector lanes could round otherwise than their scalar form
-are applied along a row (softmax, cumulative sums) or to one element: the bits do not depend on the batch or on threads.
+Invariant: bits do not depend on the batch or on threads. Rows are shaped one at a time; functions whose vector form
+could round differently are applied along a row (softmax, cumulative sums) or to one element.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.limits import NO_LIMITS, Limits
-from quire.kernels.philox import uniform
-from quire.kernels.reference_sampling import shaped_at_once, shaped_logits
-from quire.kernels.token_order import order_keys
+from quire.kernels.attention_metadata import NO_LIMITS, SamplingLimits
+from quire.kernels.reference_sampling import order_keys, shaped_at_once, shaped_logits, uniform
 from quire.sampling_params import MIN_TEMPERATURE, SamplingParams
 from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import LogitsFeature
 
 _MAX_LOGIT = torch.finfo(torch.float32).max
-_XTC_STREAM = 1 << 62  # added to a place, so that XTC's numbers are none of those that draw the token
+_XTC_STREAM = 1 << 62  # added to the output index, so that XTC and the draw use different random numbers
 _GREATEST_KEY = torch.iinfo(torch.int64).max
-_FIRST_WIDTH, _WIDENING = 1024, 16  # typical tokens that are looked for first, and by how much more next
-_NUM_MIROSTAT_TOKENS = 100  # by which mirostat 1 estimates the exponent of Zipf's law
-_NUM_PLACES = 256  # places of a row whose mu is kept: more than a step has drafts
+_FIRST_WIDTH, _WIDENING = 1024, 16  # typical tokens searched first, and the growth factor
+_NUM_MIROSTAT_TOKENS = 100  # tokens from which mirostat 1 estimates the exponent of Zipf's law
+_NUM_PLACES = 256  # positions of a row whose mu is kept: more than a step has drafts
 
 
 def shape(logits: Tensor, params: SamplingParams, *, excludes: bool) -> None:
@@ -50,11 +48,11 @@ def shape(logits: Tensor, params: SamplingParams, *, excludes: bool) -> None:
     if params.top_n_sigma > 0.0:
         _drop_beyond_sigma(logits, params.top_n_sigma)
     if 0 < params.top_k < logits.shape[1]:
-        _cut(logits, top_k=params.top_k)
+        _truncate(logits, top_k=params.top_k)
     if params.typical_p < 1.0:
         _drop(logits, ~_are_typical(logits, params.typical_p))
     if params.top_p < 1.0:
-        _cut(logits, top_p=params.top_p)
+        _truncate(logits, top_p=params.top_p)
     if params.min_p > 0.0:
         _drop(logits, logits < logits.amax(1, keepdim=True) + math.log(params.min_p))
     if excludes:
@@ -73,8 +71,8 @@ def _scale(logits: Tensor, temperature: Tensor | float) -> None:
     logits.copy_((logits.double() / temperature).clamp(max=_MAX_LOGIT))
 
 
-def _cut(logits: Tensor, *, top_k: int | Tensor | None = None, top_p: float = 1.0) -> None:
-    """Keep the first tokens of the order: so many, or the fewest that hold this mass."""
+def _truncate(logits: Tensor, *, top_k: int | Tensor | None = None, top_p: float = 1.0) -> None:
+    """Keep the top k tokens, or the fewest that hold the mass top_p."""
     settings = torch.tensor([neutral_settings(logits.shape[1])], dtype=torch.float64, device=logits.device)
     if top_k is not None:
         settings[0, 2] = top_k
@@ -82,7 +80,9 @@ def _cut(logits: Tensor, *, top_k: int | Tensor | None = None, top_p: float = 1.
     if logits.is_cpu:
         shaped_logits(logits, settings)
     else:
-        shaped_at_once(logits, settings, Limits(min_p=False, top_k=top_k is not None, top_p=top_p < 1.0))
+        shaped_at_once(
+            logits, settings, SamplingLimits(min_p=False, top_k=top_k is not None, top_p=top_p < 1.0)
+        )
 
 
 def _drop_beyond_sigma(logits: Tensor, num_sigmas: float) -> None:
@@ -96,20 +96,19 @@ def _drop_beyond_sigma(logits: Tensor, num_sigmas: float) -> None:
 
 
 def _are_typical(logits: Tensor, mass: float) -> Tensor:
-    """Return which tokens are kept, [1, V]: those whose surprise is nearest to the entropy, of equal ones the first,
-    until they have more than this mass.
+    """Return the kept tokens, [1, V]: those with surprise nearest to the entropy, up to `mass`.
+
+    Ties go to the lower token.
     """
     logprobs, probs = _logprobs(logits), _probs(logits)
     distance = (-logprobs - _entropy(logprobs, probs)).abs()[0]
     width = min(_FIRST_WIDTH, len(distance)) if logits.is_cpu else len(distance)
     while True:
-        ids = (
-            distance.topk(width, largest=False).indices.sort().values
-        )  # so that of equal ones the first comes first
+        ids = distance.topk(width, largest=False).indices.sort().values  # ties in token order
         nearest, order = distance[ids].sort(stable=True)
         ids = ids[order]
         is_kept = torch.nn.functional.pad(probs[0, ids].cumsum(0)[:-1], (1, 0)) <= mass
-        # Of those at the greatest distance some may be outside.
+        # Further tokens at the greatest distance may lie outside.
         if width == len(distance) or not (is_kept & (nearest == nearest[-1])).any():
             return (
                 torch.zeros_like(logits, dtype=torch.bool)
@@ -120,7 +119,7 @@ def _are_typical(logits: Tensor, mass: float) -> Tensor:
 
 
 def _exclude_top_choices(logits: Tensor, threshold: float) -> None:
-    """Drop all tokens of at least this probability but the last of them."""
+    """Drop all tokens of at least this probability but the least likely of them."""
     above = (_probs(logits) >= threshold) & (logits != -torch.inf)
     keys = order_keys(logits)
     last = keys.masked_fill(~above, _GREATEST_KEY).amin(1, keepdim=True)
@@ -128,7 +127,7 @@ def _exclude_top_choices(logits: Tensor, threshold: float) -> None:
 
 
 def _dynamic_temperature(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return a temperature [1, 1] by how near the entropy is to that of equal chances."""
+    """Return a temperature [1, 1] from the entropy relative to the uniform distribution's."""
     low, high = (
         max(0.0, params.temperature - params.dynatemp_range),
         params.temperature + params.dynatemp_range,
@@ -156,19 +155,19 @@ def _sum(values: Tensor) -> Tensor:
 
 
 def _drop_by_surprise(logits: Tensor, mu: Tensor) -> None:
-    """Mirostat 2: keep tokens whose surprise in bits is at most mu, and the first."""
+    """Apply mirostat 2: keep tokens with a surprise of at most mu bits, and the top token."""
     keys = order_keys(logits)
     is_first = keys == keys.amax(1, keepdim=True)
     _drop(logits, ~((-_logprobs(logits) / math.log(2.0) <= mu) | is_first))
 
 
 def _drop_by_zipf(logits: Tensor, mu: Tensor) -> None:
-    """Mirostat 1: keep as many first tokens as Zipf's law, with the exponent of the head, has of surprise mu."""
+    """Apply mirostat 1: keep the top k tokens, k from mu and the Zipf exponent of the head."""
     vocab_size = logits.shape[1]
     head = logits.topk(min(_NUM_MIROSTAT_TOKENS, vocab_size)).values.double()
     steps = torch.tensor([math.log((i + 2) / (i + 1)) for i in range(head.shape[1] - 1)], dtype=torch.float64)
     steps = steps.to(mu.device)
-    # Logarithms of ratios of probabilities are differences of logits.
+    # log(p1 / p2) is a difference of logits.
     is_left = head[:, 1:] != -torch.inf
     falls = (head[:, :-1] - head[:, 1:]).where(is_left, 0.0)
     squares = (steps * steps)[None].where(is_left, 0.0)
@@ -179,11 +178,11 @@ def _drop_by_zipf(logits: Tensor, mu: Tensor) -> None:
     ratio = epsilon / (1.0 - vocab_size**-epsilon)
     ratio = torch.where(epsilon.abs() < 1e-9, 1.0 / math.log(max(vocab_size, 2)), ratio)
     count = ((ratio * 2.0**mu) ** (1.0 / s_hat)).nan_to_num(nan=1.0).clamp(1.0, float(vocab_size))
-    _cut(logits, top_k=count.floor().view(()))
+    _truncate(logits, top_k=count.floor().view(()))
 
 
 class Chained(NamedTuple):
-    """A sample of a request that uses the chain."""
+    """Sample of a request that uses the chain."""
 
     sample: int
     row: int
@@ -198,10 +197,10 @@ class StagedChain(NamedTuple):
 
 
 class SamplerChain(LogitsFeature[StagedChain]):
-    """Filters candidates in llama.cpp's order.
+    """Candidate filters in llama.cpp's order.
 
-    Mirostat's mu before a token is a function of the tokens before it and their logits. It is kept for the places of
-    the last tokens, so those behind drafts that turn out to be wrong are written over like the tokens themselves.
+    Mirostat's mu before a token is a function of the tokens before it and their logits. It is stored per position, so
+    values after rejected drafts are overwritten like the tokens.
     """
 
     def __init__(self, batch: InputBatch, vocab_size: int, device: torch.device) -> None:
@@ -247,7 +246,7 @@ class SamplerChain(LogitsFeature[StagedChain]):
                 shape(row_logits, params, excludes=one.excludes)
 
     def _apply_mirostat(self, logits: Tensor, params: SamplingParams, one: Chained) -> None:
-        """Filter by mu, and take in the surprise of what will be drawn."""
+        """Filter by mu, and update it with the surprise of the token that will be drawn."""
         mus = self._mus[one.row]
         mu = mus[one.column % _NUM_PLACES].view(1, 1)
         _scale(logits, params.temperature)

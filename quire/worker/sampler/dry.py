@@ -1,9 +1,8 @@
-"""DRY: tokens that would go on with a repetition are made less likely, the longer it is the more.
+"""DRY sampler: lowers tokens that would continue a repetition, the more the longer it is.
 
-The definition is llama.cpp's (sampler `dry`, after p-e-w's proposal for text-generation-webui, pull request 5677).
+Defined as llama.cpp's sampler `dry`, after p-e-w's proposal for text-generation-webui (pull request 5677).
 
-Invariant: a penalty is a function of the tokens before a sample, prompt included. `Suffixes` only remembers what would
-be found again.
+Invariant: a penalty is a function of the tokens before a sample, prompt included; `Suffixes` is only a cache.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import LogitsFeature, flat_indices
 
 Tokens = NDArray[np.int32]
-_MOST_STEPS = 64  # tokens that are followed one by one; beyond, all are matched anew
+_MOST_STEPS = 64  # tokens added one by one; more are matched from scratch
 _MAX_LOG = math.log(np.finfo(np.float32).max)
 _MIN_LOGIT = float(np.finfo(np.float32).min)
 
 
 class Suffixes:
-    """For each place of a growing sequence, how many tokens that end there are those that end the sequence."""
+    """Length, for each position of a growing sequence, of the longest common suffix with the whole sequence."""
 
     def __init__(self) -> None:
         self._lengths = np.zeros(0, dtype=np.int64)
 
     def at_end_of(self, tokens: Tokens) -> NDArray[np.int64]:
-        """Return the lengths for tokens [n], of which those of the last call are a prefix: [n - 1], by place.
+        """Return the lengths [n - 1] by position for tokens [n], which extend those of the last call.
 
-        A sequence that is shorter than that of the last call is matched anew.
+        A shorter sequence is matched from scratch.
         """
         known = len(self._lengths) + 1
         if not known <= len(tokens) <= known + _MOST_STEPS:
@@ -46,7 +45,7 @@ class Suffixes:
         return self._lengths
 
     def behind(self, tokens: Tokens, num_drafts: int) -> NDArray[np.int64]:
-        """Return the lengths for tokens [n] of which the last are drafts; nothing of these is remembered."""
+        """Return the lengths for tokens [n] whose last are drafts, which are not cached."""
         lengths = self.at_end_of(tokens[: len(tokens) - num_drafts])
         for count in range(len(lengths) + 1, len(tokens)):
             lengths = _next(lengths, tokens[: count + 1])
@@ -54,7 +53,7 @@ class Suffixes:
 
 
 def _next(lengths: NDArray[np.int64], tokens: Tokens) -> NDArray[np.int64]:
-    """Return the lengths for tokens [n] by those for all but the last."""
+    """Return the lengths for tokens [n] from those for all but the last token."""
     longer = np.concatenate((np.zeros(1, dtype=np.int64), lengths)) + 1
     return np.where(tokens[:-1] == tokens[-1], longer[: len(tokens) - 1], 0)
 
@@ -75,13 +74,13 @@ def _matched(tokens: Tokens) -> NDArray[np.int64]:
 
 
 class _Row(NamedTuple):
-    """The settings of a request, and what was matched of its tokens."""
+    """Settings of a request, and its suffix lengths."""
 
     params: SamplingParams
     is_single: NDArray[np.bool_]
-    """[V] tokens that are a breaker by themselves."""
+    """[V] True for tokens that are a breaker by themselves."""
     longer: list[tuple[frozenset[int], tuple[int, ...]]]
-    """The other breakers: a token of the first, and then all of the second."""
+    """Other breakers: any head token, followed by the tail."""
     suffixes: Suffixes
 
     @classmethod
@@ -95,7 +94,7 @@ class _Row(NamedTuple):
         return cls(params, is_single, longer, Suffixes())
 
     def penalties(self, tokens: Tokens, num_drafts: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the tokens to lower behind tokens [n], and by how much."""
+        """Return the tokens to lower after tokens [n], and by how much."""
         params, count = self.params, len(tokens)
         last_n = params.dry_penalty_last_n
         start = max(0, count - last_n) if last_n > 0 else 0
@@ -142,7 +141,7 @@ _NO_AMOUNTS: NDArray[np.float64] = np.zeros(0)
 def _begins(window: Tokens, heads: frozenset[int], tail: tuple[int, ...]) -> NDArray[np.bool_]:
     """Return where a breaker begins in a window [n]."""
     found = np.zeros(len(window), dtype=np.bool_)
-    ends = np.flatnonzero(window[len(tail) :] == tail[-1])  # such places are few, and heads may be many
+    ends = np.flatnonzero(window[len(tail) :] == tail[-1])  # tail matches are few, heads may be many
     found[[place for place in ends.tolist() if _is_at(window, place, heads, tail)]] = True
     return found
 
@@ -204,7 +203,7 @@ class Dry(LogitsFeature[StagedAmounts]):
     def apply(self, logits: Tensor, staged: StagedAmounts) -> None:
         flat = logits.view(-1)
         lowered = flat[staged.flat].double()
-        # An impossible token stays one, and a huge penalty makes no other impossible.
+        # An impossible token stays impossible, and a huge penalty makes no other token impossible.
         flat[staged.flat] = torch.where(
             lowered == -torch.inf, lowered, (lowered - staged.amounts).clamp(min=_MIN_LOGIT)
         ).float()

@@ -1,9 +1,8 @@
-"""The one shape of a sampling feature.
+"""Base classes of sampling features.
 
-Invariant: a feature owns the settings of the rows that use it. `stage` (host: numpy, indices) and `apply`
-(device: torch, logits) are apart so that staging can run while the model computes; what passes between them
-is a value, a named tuple whose tensors are moved to the device, never state. A feature that no row of a step
-uses costs one comparison.
+Invariant: a feature owns the settings of the rows that use it. `stage` (host: numpy, indices) is apart from `apply`
+(device: torch, logits), so that staging can run during the forward pass. Between them passes a named tuple whose
+tensors are moved to the device, never state. An unused feature costs one comparison per step.
 """
 
 from __future__ import annotations
@@ -22,44 +21,43 @@ from quire.scheduler.output import NewRequestData
 from quire.worker.input_batch import Samples
 
 Staged = TypeVar("Staged")
-Failures = dict[int, str]
-"""Samples that cannot go on -> why."""
+Failures = dict[int, str]  # sample that cannot continue -> reason
 
 
 class Feature(ABC, Generic[Staged]):
-    """A step of sampling that some requests ask for.
+    """Part of sampling that some requests use.
 
     Args:
         max_num_seqs: rows of the batch.
     """
 
     reads_tokens: ClassVar[bool] = False
-    """Whether `stage` reads tokens that were sampled, which must have reached the host then."""
+    """True if `stage` reads sampled tokens, which must have reached the host then."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._is_user = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_users = 0
 
     def add_request(self, row: int, request: NewRequestData) -> None:
-        """Keep what this request asks for, if it uses the feature at all."""
+        """Store the settings of a request that uses the feature."""
         if self.wants(request.sampling_params):
             self._is_user[row] = True
             self._num_users += 1
             self._store(row, request)
 
     def remove_request(self, row: int) -> None:
-        """Forget the row; nothing happens if it did not use the feature."""
+        """Drop the row; no-op if it did not use the feature."""
         if self._is_user[row]:
             self._is_user[row] = False
             self._num_users -= 1
             self._forget(row)
 
     def has_users(self, rows: NDArray[np.int64]) -> bool:
-        """Whether one of these rows uses the feature."""
+        """Return whether one of these rows uses the feature."""
         return self._num_users > 0 and bool(self._is_user[rows].any())
 
     def stage(self, samples: Samples) -> Staged | None:
-        """Gather what `apply` needs for N samples, or None if none of their rows uses the feature."""
+        """Return what `apply` needs for N samples, or None if none of their rows uses the feature."""
         if not self._num_users:
             return None
         users = np.flatnonzero(self._is_user[samples.rows])
@@ -67,33 +65,33 @@ class Feature(ABC, Generic[Staged]):
 
     @abstractmethod
     def wants(self, params: SamplingParams) -> bool:
-        """Whether a request with these parameters uses the feature."""
+        """Return whether a request with these parameters uses the feature."""
 
     @abstractmethod
     def _store(self, row: int, request: NewRequestData) -> None:
-        """Keep a user's settings."""
+        """Store a user's settings."""
 
     def _forget(self, row: int) -> None:
-        """Drop a user's settings where keeping them would cost memory or be wrong for the row's next owner."""
+        """Drop settings that cost memory or would be wrong for the row's next owner."""
         return None
 
     @abstractmethod
     def _stage(self, samples: Samples, users: NDArray[np.int64]) -> Staged | None:
-        """`stage`, where the indices `users` into `samples` are of users and not empty."""
+        """Stage for the non-empty indices `users` into `samples`."""
 
 
 class LogitsFeature(Feature[Staged]):
-    """A feature that changes the logits."""
+    """Feature that changes logits."""
 
     @abstractmethod
     def apply(self, logits: Tensor, staged: Staged) -> Failures | None:
-        """Change logits [N, V] float32, contiguous, in place. Each sample's result depends on that sample alone.
+        """Change logits [N, V] float32, contiguous, in place; each sample's result depends on that sample alone.
 
-        Samples that are returned fail, and their logits must be such that some token can be chosen.
+        Return the failed samples; some token must remain possible in their logits.
         """
 
 
 def flat_indices(users: NDArray[np.int64], ids: Sequence[NDArray[np.int64]], vocab_size: int) -> Tensor:
-    """Indices into the flattened logits of the token ids `ids[i]` of sample `users[i]`."""
+    """Return indices into flattened logits of the token ids `ids[i]` of sample `users[i]`."""
     lengths = [len(some) for some in ids]
     return torch.from_numpy((users * vocab_size).repeat(lengths) + np.concatenate(ids))

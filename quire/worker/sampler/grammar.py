@@ -1,7 +1,7 @@
-"""The feature that keeps a text to a grammar (`structured_outputs`).
+"""Sampling feature that enforces a grammar (`structured_outputs`).
 
-Invariant: a mask is a function of the request's grammar and its tokens before the sample. A grammar that fails, or a
-text from which nothing goes on, ends its own request.
+Invariant: a mask is a function of the request's grammar and its tokens before the sample. A failing grammar, or a text
+that nothing can continue, ends only its own request.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from quire.structured_output.store import GrammarStore
 from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import Failures, LogitsFeature
 
-LEFT = "the text has left its grammar (structured_outputs)"  # our own fault, unlike what begins as `FAULT`
+LEFT = (
+    "the text has left its grammar (structured_outputs)"  # an internal bug, unlike what begins with `FAULT`
+)
 
 
 class StagedMask(NamedTuple):
-    """Of U constrained samples."""
+    """Masks of U constrained samples."""
 
     users: Tensor
     """[U] of the step's samples."""
     words: Tensor
     """[U, ceil(V / 32)], as `ops.mask_logits` reads them."""
     endings: Tensor
-    """[E] flat indices of an end for each text that is complete."""
+    """[E] flat index of the end token of each complete text."""
     failed: Failures
-    """Sample -> why its request cannot go on."""
+    """Failure reasons by sample."""
 
 
 class Filled(NamedTuple):
@@ -51,9 +53,9 @@ class Filled(NamedTuple):
 
 
 class GrammarMask(LogitsFeature[StagedMask]):
-    """Forbids every token after which the text could not be completed any more.
+    """Mask of all tokens after which the text could no longer be completed.
 
-    Where the text is whole and nothing may follow, the end is taken, whatever other features say (`min_tokens`).
+    A complete text that nothing may follow ends, whatever other features say (`min_tokens`).
     """
 
     reads_tokens = True
@@ -78,12 +80,12 @@ class GrammarMask(LogitsFeature[StagedMask]):
         self._texts.pop(row).leave()
 
     def forced_tokens(self, row: int, known: NDArray[np.int32]) -> list[int]:
-        """One way to write all that can come behind a row's known tokens before there is a choice."""
+        """Return one tokenization of what the grammar forces after a row's known tokens."""
         text = self._texts.get(row)
         return [] if text is None else text.forced_tokens(known)
 
     def num_allowed(self, row: int, known: NDArray[np.int32], drafts: Sequence[int]) -> int:
-        """How many of some guesses, behind a row's known tokens, its grammar allows; all, if it has none."""
+        """Return how many leading drafts after a row's known tokens its grammar allows; all without a grammar."""
         text = self._texts.get(row)
         return len(drafts) if text is None else text.num_allowed(known, drafts)
 
@@ -118,14 +120,14 @@ class GrammarMask(LogitsFeature[StagedMask]):
 
 
 class ConstrainedText:
-    """Text of one request under its grammar.
+    """Grammar state of one request's text.
 
     Args:
-        request: with the ids that end it; `ignore_eos` makes it end where nothing else is possible only.
+        request: with its end ids; with `ignore_eos` it ends only where nothing else is possible.
 
     Attributes:
         end: column of the row up to which its tokens were read.
-        failure: why the request cannot go on, once it cannot.
+        failure: reason why the request cannot continue, if any.
     """
 
     def __init__(self, request: NewRequestData, grammars: GrammarStore, vocab_size: int) -> None:
@@ -150,17 +152,17 @@ class ConstrainedText:
         self._restart()
 
     def leave(self) -> None:
-        """Take no more part in the request's budget."""
+        """Remove this text from the request's budget."""
         if self._budget is not None:
             self._budget.remove_text()
 
     def read(self, token_ids: list[int]) -> None:
-        """Step over tokens that were generated."""
+        """Advance over generated tokens."""
         with self._metered():
             self._read(token_ids)
 
     def forced_tokens(self, known: NDArray[np.int32]) -> list[int]:
-        """Return one way to write what must come next behind these tokens; nothing if more was read."""
+        """Return one tokenization of what must follow these tokens; nothing if more was read."""
         with self._metered():
             if not self._reads_up_to(known) or self._has_ended or not self._is_forced_known:
                 return []
@@ -168,29 +170,29 @@ class ConstrainedText:
             try:
                 return self._matcher.forced_tokens()
             except GrammarError:
-                # More is forced than the library finds at once. The mask of the next token may still be within limits.
+                # The forced text exceeds the library's limit; the mask of the next token may still be within limits.
                 self._is_forced_known = False
                 self._restart()
                 return []
 
     def num_allowed(self, known: NDArray[np.int32], drafts: Sequence[int]) -> int:
-        """Return how many of some drafts may follow these tokens; 0 if more was read."""
+        """Return how many drafts may follow these tokens; 0 if more was read."""
         with self._metered():
             if not self._reads_up_to(known):
                 return 0
             try:
                 with self._behind(drafts) as num_allowed:
                     return num_allowed
-            except GrammarError:  # a draft meets a limit, and the text need not follow it
+            except GrammarError:  # a draft exceeds a limit; the text may not take it
                 self._restart()
                 return 0
 
     def fill(self, masks: Masks, place: int, unread: list[int], drafts: Sequence[int] = ()) -> Filled:
-        """Read tokens, and write what may follow them and these drafts.
+        """Read tokens, and write the mask of what may follow them and these drafts.
 
-        Behind a draft that is not allowed everything may come, because nothing will: it is not what is sampled there.
-        What fails behind drafts is no failure of the request, whose text may take another way. The mask of a text that
-        has spent its budget is complete: ranks that do not limit time sample the same token with it.
+        After a disallowed draft everything is allowed, because no sample there will count. A failure after drafts does
+        not fail the request, whose text may differ. The mask of a text that has spent its budget is complete: ranks
+        that do not limit time sample the same token with it.
         """
         with self._metered():
             if unread:
@@ -204,7 +206,7 @@ class ConstrainedText:
     def _metered(self) -> Iterator[None]:
         """Charge the budget with the CPU time of this thread.
 
-        Compiling is free: whether a grammar has to be compiled again depends on what else the store keeps.
+        Compiling is free: whether a grammar must be recompiled depends on what else the store holds.
         """
         self._num_steps = self._free_ns = 0
         started_ns = time.thread_time_ns()
@@ -224,7 +226,7 @@ class ConstrainedText:
                 self.failure = f"{FAULT}{error}"
 
     def _reads_up_to(self, known: NDArray[np.int32]) -> bool:
-        """Read a request's tokens, unless it has read others behind them; whether the text is one of the grammar."""
+        """Read a request's tokens; return False if more were read or the text has left its grammar."""
         if self.end > len(known):
             return False
         self._read(known[self.end :].tolist())
@@ -232,7 +234,7 @@ class ConstrainedText:
 
     @contextmanager
     def _behind(self, drafts: Sequence[int]) -> Iterator[int]:
-        """Be behind those of some guesses that are allowed here, which are so many of the first, for a while."""
+        """Advance temporarily over the allowed prefix of some drafts; yield its length."""
         had_ended, num_allowed, num_read = self._has_ended, 0, 0
         for draft in drafts:
             if not self._step(draft):
@@ -245,7 +247,7 @@ class ConstrainedText:
             self._matcher.rollback(num_read)
 
     def _filled(self, masks: Masks, place: int, drafts: Sequence[int]) -> Filled:
-        """Write a mask; with states of its own if those that it shares have become too many."""
+        """Write a mask; with unshared states if the shared ones are exhausted."""
         if self.failure is not None:
             return Filled(failure=self.failure)
         try:
@@ -262,7 +264,7 @@ class ConstrainedText:
             return Filled(failure=failure)
 
     def _leaves_shared_states(self, error: GrammarError) -> bool:
-        """Begin again without the states of others, whose number must not end this text, if that may help."""
+        """Restart without states shared with other texts, if their number may be the cause; return whether it did."""
         if not (error.exhausted and self._is_shared):
             return False
         self._grammars.renew(self._params)
@@ -292,7 +294,7 @@ class ConstrainedText:
             self.failure = LEFT
 
     def _step(self, token_id: int) -> bool:
-        """Whether a token is allowed here, and then be behind it."""
+        """Advance over a token if it is allowed; return whether it is."""
         assert self._matcher is not None
         self._num_steps += 1
         if token_id in self._end_ids:
@@ -301,7 +303,7 @@ class ConstrainedText:
         return not self._has_ended and self._matcher.advance(token_id)
 
     def _restart(self) -> None:
-        """Take a new matcher behind the tokens that were read: the last one is of no use after an error."""
+        """Replace the matcher, which is unusable after an error, and advance over the tokens read."""
         self._has_ended = False
         started_ns = time.thread_time_ns()
         try:
@@ -313,6 +315,6 @@ class ConstrainedText:
 
 
 def _without_fork(request_id: str) -> str:
-    """Return the name that all sequences of a request have in common."""
+    """Return the request id without the number of the sequence."""
     label, dash, number = request_id.rpartition("-")
     return f"{label}{dash}{number.partition('.')[0]}"

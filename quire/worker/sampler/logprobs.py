@@ -1,7 +1,7 @@
-"""Logprobs of what was sampled: of the chosen token, and of the most likely tokens or of those that were asked for.
+"""Logprobs of samples: of the sampled token, and of the most likely or of requested tokens.
 
 Invariant: in the raw modes nothing that shapes sampling (penalties, masks, temperature, filters) changes a reported
-number; in the processed ones all of it does. A rank is the place in the order of the same numbers.
+number; in the processed modes all of it does. Ranks are of the same numbers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from quire.worker.input_batch import InputBatch, Samples
 from quire.worker.sampler.feature import Feature
 
 WHOLE_VOCABULARY = -1
-_SLICE_ELEMENTS = 1 << 22
-"""Logits that are copied at once for tokens that were asked for."""
+_SLICE_ELEMENTS = 1 << 22  # most logits copied at once for requested tokens
 
 
 class LogprobsMode(enum.Enum):
-    """`--logprobs-mode`: which numbers are reported, those of the model or those that the choice was made from."""
+    """Values of `--logprobs-mode`: the model's numbers (raw) or those sampled from (processed)."""
 
     RAW_LOGPROBS = "raw_logprobs"
     PROCESSED_LOGPROBS = "processed_logprobs"
@@ -44,23 +43,23 @@ class LogprobsMode(enum.Enum):
 
 
 class RawLogprobs(NamedTuple):
-    """Logprobs as `ops.token_logprobs` makes them, for M rows, and for tokens that L of them list."""
+    """Logprobs of `ops.token_logprobs` for M rows, and for L requested tokens."""
 
     token_ids: Tensor
     logprobs: Tensor
     ranks: Tensor
     counts: list[int]
-    """[M] most likely tokens wanted, at most the vocabulary."""
+    """[M] most likely tokens reported, at most the vocabulary."""
     listed: Sequence[Sequence[int]] = ()
-    """[M] tokens that are wanted in place of the most likely; empty: no row has any."""
+    """[M] tokens reported in place of the most likely; empty: no row has any."""
     listed_logprobs: Tensor | None = None
     """[sum of the lengths of `listed`]."""
     listed_ranks: Tensor | None = None
 
     def entries(self) -> list[TokenLogprobs]:
-        """One per row: the chosen token first, then the most likely in order, or the listed ones as listed.
+        """Return one entry per row: the sampled token, then the most likely in order or the requested in their order.
 
-        The chosen token comes a second time if it is among them.
+        The sampled token is repeated if it is among them.
         """
         parts = (self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist())
         entries = [
@@ -87,17 +86,17 @@ class StagedLogprobs(NamedTuple):
     rows: NDArray[np.int64]
     """[U] of the step's samples."""
     indices: Tensor
-    """The same, for the device."""
+    """[U] `rows`, for the device."""
     num_logprobs: list[int]
-    """[U] most likely tokens wanted."""
+    """[U] most likely tokens reported."""
     listed: Sequence[Sequence[int]]
-    """[U] tokens wanted in their place; empty: by none."""
+    """[U] tokens reported in their place; empty: no row has any."""
     listed_rows: Tensor | None
-    """For each listed token its place in `rows`."""
+    """[L] index into `rows` of each requested token."""
     listed_ids: Tensor | None
 
-    def of(self, logits: Tensor, chosen: Tensor, mode: LogprobsMode) -> RawLogprobs:
-        """What is wanted of logits [U, V] of these samples, of which `chosen` [U] were chosen."""
+    def read(self, logits: Tensor, chosen: Tensor, mode: LogprobsMode) -> RawLogprobs:
+        """Return the logprobs from logits [U, V] of these samples, with sampled tokens `chosen` [U]."""
         found = token_logprobs(logits, chosen, self.num_logprobs, mode)
         if self.listed_rows is None or self.listed_ids is None:
             return found
@@ -106,7 +105,7 @@ class StagedLogprobs(NamedTuple):
 
 
 class Logprobs(Feature[StagedLogprobs]):
-    """The rows that want logprobs of what they sample."""
+    """Logprobs settings of the rows that request them."""
 
     def __init__(self, batch: InputBatch) -> None:
         super().__init__(batch.max_num_seqs)
@@ -147,17 +146,17 @@ def token_logprobs(
     num_logprobs: list[int],
     mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
 ) -> RawLogprobs:
-    """Logprobs of the chosen token and of the most likely ones, for each of M rows.
+    """Return logprobs of the sampled token and of the most likely ones, for each of M rows.
 
     Args:
         logits: [M, V] float32, without a NaN or +inf.
         chosen: [M] token ids.
         num_logprobs: [M] most likely tokens wanted; -1 is the whole vocabulary.
-        mode: whether logprobs or logits are wanted.
+        mode: logprobs or logits.
     """
     vocab_size = logits.shape[1]
     counts = [vocab_size if n == WHOLE_VOCABULARY else min(n, vocab_size) for n in num_logprobs]
-    # Of logits that were processed many are -inf, and the kernels do not tell one impossible token from another.
+    # Processed logits have many -inf, and the kernels do not order impossible tokens.
     make = reference_sampling.token_logprobs if mode.is_processed else ops.token_logprobs
     token_ids, logprobs, ranks = make(logits, chosen, max(counts))
     if mode.is_logits:
@@ -166,7 +165,7 @@ def token_logprobs(
 
 
 def _listed(logits: Tensor, rows: Tensor, ids: Tensor, mode: LogprobsMode) -> tuple[Tensor, Tensor]:
-    """Logprobs and ranks [E] of tokens `ids` [E], each in one of the rows of logits [U, V]."""
+    """Return logprobs and ranks [E] of tokens `ids` [E], each in one of the rows of logits [U, V]."""
     size = max(1, _SLICE_ELEMENTS // logits.shape[1])
     parts = [
         token_logprobs(logits[rows[start : start + size]], some, [0] * len(some), mode)

@@ -1,16 +1,16 @@
 """Repetition, frequency and presence penalties.
 
-Where a device keeps the tokens, it counts them itself in every step (`ops.penalise_rows`), and the host need not know
-what was sampled. Counts that are kept would have to be taken back behind drafts, and save next to nothing: to count a
-token again takes two atomic operations on 4 bytes, while attention reads 131,072 bytes of an 8B model's cache for it.
-To clear a table for 256 rows of 152,000 tokens is 156 MB, or 50 us at 3 TB/s, in a step of 12 ms; and since only the
-tokens say where a table is not 0, a kept one that is to spare them would be read whole, which is as much.
+Where the device has the tokens, it counts them in every step (`ops.penalise_rows`), so the host need not read samples.
+Persistent counts would have to be undone after rejected drafts and save little: counting a token takes two atomic
+operations on 4 bytes, while attention reads 131,072 bytes of an 8B model's cache for it. Clearing a table for 256 rows
+of 152,000 tokens is 156 MB, 50 us at 3 TB/s in a step of 12 ms; a persistent table would be read whole, which is as
+much.
 
-Where the host keeps them, a row's distinct tokens and their counts are kept up to date, so a step costs the number of
-distinct tokens of the penalised rows and never the vocabulary.
+Where the host has them, each row's distinct tokens and counts are kept, so a step costs the number of distinct tokens
+of penalised rows, never the vocabulary.
 
-Repetition: N. Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence:
-OpenAI's definition, over the output alone.
+Repetition: N. Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence: OpenAI's
+definition, over the output alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WHOLE_CONTEXT = -1
 
 
 class Penalties(LogitsFeature[Staged]):
-    """Makes tokens that were seen less (or more) likely."""
+    """Penalties of tokens that have occurred."""
 
     def __init__(self, batch: InputBatch) -> None:
         super().__init__(batch.max_num_seqs)
@@ -51,7 +51,7 @@ def _factors(params: SamplingParams) -> tuple[float, float, float]:
 
 
 class StagedPlaces(NamedTuple):
-    """What `ops.penalise_rows` takes besides the logits and the tokens."""
+    """Arguments of `ops.penalise_rows` besides the logits and the tokens."""
 
     places: Tensor
     factors: Tensor
@@ -59,7 +59,7 @@ class StagedPlaces(NamedTuple):
 
 
 class DevicePenalties(Penalties[StagedPlaces]):
-    """Counted by the device, in its own rows."""
+    """Penalties counted by the device in its own rows."""
 
     def __init__(self, batch: InputBatch, tokens: Tensor) -> None:
         super().__init__(batch)
@@ -77,18 +77,18 @@ class DevicePenalties(Penalties[StagedPlaces]):
 
 
 class StagedPenalties(NamedTuple):
-    """One entry for each distinct token before each penalised sample."""
+    """One entry per distinct token before each penalised sample."""
 
     flat: Tensor
     """[M] index into the flattened logits."""
     repetition: Tensor
     """[M] float64 factor."""
     subtracted: Tensor
-    """[M] float64: frequency penalty times count, plus presence penalty if it was generated."""
+    """[M] float64: frequency penalty times count, plus presence penalty if generated."""
 
 
 class _Counted(NamedTuple):
-    """A token of each of some rows, and whether it was the row's first of its kind."""
+    """One token in each of some rows, and whether it is the row's first occurrence."""
 
     rows: NDArray[np.int64]
     tokens: NDArray[np.int32]
@@ -96,10 +96,9 @@ class _Counted(NamedTuple):
 
 
 class HostPenalties(Penalties[StagedPenalties]):
-    """Counted by the host, token by token.
+    """Penalties counted by the host, token by token.
 
-    Drafts are counted for the samples behind them, and taken back. The arrays over the vocabulary are zero pages until
-    a row uses them.
+    Drafts are counted for the samples after them, and undone. Arrays over the vocabulary are zero pages until used.
     """
 
     reads_tokens = True
@@ -145,7 +144,7 @@ class HostPenalties(Penalties[StagedPenalties]):
         return StagedPenalties(*map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
 
     def _entries(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> StagedPenalties:
-        """Of samples `users`, before which stand the tokens that are counted for their rows."""
+        """Return the entries of samples `users`, whose rows count exactly the tokens before them."""
         sizes = self._num_distinct[rows]
         entry_rows = rows.repeat(sizes)
         entry_index = np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)
@@ -159,13 +158,13 @@ class HostPenalties(Penalties[StagedPenalties]):
         )
 
     def _count_known_tokens(self, rows: NDArray[np.int64]) -> None:
-        """Take in what was generated since the last step that staged these rows: one token each, as a rule."""
+        """Count what was generated since these rows were last staged: usually one token each."""
         while len(rows := rows[self._num_counted[rows] < self._batch.num_tokens[rows]]):
             self._count(rows, self._num_counted[rows])
             self._num_counted[rows] += 1
 
     def _count(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> _Counted:
-        """Count a token of each row. A row that is given several times, with the same column, counts once."""
+        """Count a token of each row. A row given several times, with the same column, counts once."""
         tokens = self._batch.token_ids[rows, columns]
         self._output_counts[rows, tokens] += 1
         is_new = ~self._is_known[rows, tokens]
@@ -187,9 +186,9 @@ class HostPenalties(Penalties[StagedPenalties]):
 
 
 class WindowedPenalties(LogitsFeature[StagedPenalties]):
-    """Penalties that count the last `repeat_last_n` tokens of the context alone.
+    """Penalties over the last `repeat_last_n` tokens only.
 
-    A window is counted anew for each sample, on the host: that costs its size.
+    Counted from scratch for each sample, on the host, at the cost of the window's size.
     """
 
     reads_tokens = True
@@ -214,7 +213,7 @@ class WindowedPenalties(LogitsFeature[StagedPenalties]):
         return StagedPenalties(*map(torch.cat, zip(*parts, strict=True)))
 
     def _entries(self, user: int, row: int, column: int) -> StagedPenalties:
-        """Return one entry for each distinct token of the window before a sample."""
+        """Return one entry per distinct token of the window before a sample."""
         params, tokens = self._params[row], self._batch.token_ids[row]
         start = max(0, column - params.repeat_last_n)
         first_output = min(max(start, int(self._batch.num_prompt_tokens[row])), column)
@@ -234,7 +233,7 @@ class WindowedPenalties(LogitsFeature[StagedPenalties]):
 
 
 def make_penalties(batch: InputBatch, vocab_size: int) -> Penalties[Any]:
-    """Counted where the batch's tokens are known first."""
+    """Return penalties counted where the tokens are first known."""
     if batch.device_tokens is None:
         return HostPenalties(batch, vocab_size)
     return DevicePenalties(batch, batch.device_tokens)

@@ -1,7 +1,7 @@
-"""The sampler: logits in, one token per row of them out. A row of the batch has several if it has drafts.
+"""Sampler: logits in, one token per row of them out. A batch row with drafts has several rows of logits.
 
-Invariant: a sample's token and logprobs depend on its logits, the tokens before it and its request's parameters alone,
-bit for bit; every feature works sample by sample. A new way to change logits is a new class and a line in
+Invariant: a sample's token and logprobs depend bit for bit only on its logits, the tokens before it and its request's
+parameters; every feature works sample by sample. A new way to change logits is a new class and a line in
 `LOGITS_FEATURES`.
 """
 
@@ -12,28 +12,135 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels import ops
+from quire.kernels.attention_metadata import ANY_LIMITS, NO_LIMITS, SamplingLimits
+from quire.kernels.reference_sampling import shaped_at_once, shaped_logits
 from quire.logits_processors import LogitsProcessor
 from quire.plugins import FACTORY, PluginTable
+from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, TokenLogprobs
-from quire.structured_output.settings import StructuredOutputsSettings
+from quire.structured_output.params import StructuredOutputsSettings
 from quire.structured_output.store import GrammarStore
-from quire.worker.devices import Transfers, moved
 from quire.worker.input_batch import InputBatch, Samples
-from quire.worker.sampler.bad_words import BadWords
-from quire.worker.sampler.chain import SamplerChain
-from quire.worker.sampler.custom import CustomProcessors
-from quire.worker.sampler.draw import Draw, StagedDraw
+from quire.worker.sampler.chain import SamplerChain, neutral_settings
 from quire.worker.sampler.dry import Dry
 from quire.worker.sampler.feature import Failures, Feature, LogitsFeature
 from quire.worker.sampler.grammar import GrammarMask
 from quire.worker.sampler.logprobs import Logprobs, LogprobsMode, RawLogprobs, StagedLogprobs
-from quire.worker.sampler.masks import AllowedTokenIds, LogitBias, MinTokens
-from quire.worker.sampler.penalties import DevicePenalties, WindowedPenalties, make_penalties
-from quire.worker.sampler.thinking import ThinkingBudget
+from quire.worker.sampler.masks import (
+    AllowedTokenIds,
+    BadWords,
+    CustomProcessors,
+    LogitBias,
+    MinTokens,
+    ThinkingBudget,
+)
+from quire.worker.sampler.penalties import DevicePenalties, StagedPlaces, WindowedPenalties, make_penalties
+from quire.worker.transfers import Transfers, moved
+
+
+class StagedDraw(NamedTuple):
+    """Arguments of `ops.sample_tokens` besides the logits, for all N samples."""
+
+    settings: Tensor
+    keys: Tensor | None
+    limits: SamplingLimits
+
+    def num_deciding(self) -> int:
+        """Return the number of top tokens that decide the draw of each row; the others change nothing.
+
+        Without top-k all do: top-p refers to the mass of all, and min-p may leave any number. The settings must be on
+        the host.
+        """
+        temperature, top_k = self.settings[:, 0], self.settings[:, 2]
+        return int(top_k.where(temperature != 0.0, 1.0).max())
+
+
+def greedy_settings(vocab_size: int) -> tuple[float, float, float, float]:
+    """Return the settings of a greedy row."""
+    return 0.0, -np.inf, float(vocab_size), 1.0
+
+
+class Draw(Feature[StagedDraw]):
+    """Random sampling with temperature, min-p, top-k and top-p; rows that do not use it are greedy.
+
+    Invariant: a random row's token is a function of its own logits, its settings and (seed, output index). The
+    settings are those of `ops.sample_tokens`.
+    """
+
+    def __init__(self, batch: InputBatch, vocab_size: int, device: torch.device) -> None:
+        super().__init__(batch.max_num_seqs)
+        self._batch = batch
+        self._vocab_size = vocab_size
+        self._greedy = greedy_settings(vocab_size)
+        self._settings = np.tile(np.array(self._greedy), (batch.max_num_seqs, 1))
+        self._seeds = np.zeros(batch.max_num_seqs, dtype=np.int64)
+        greedy = torch.from_numpy(self._settings.copy()).to(device)
+        self._greedy_rows = StagedDraw(greedy, None, NO_LIMITS)
+
+    def wants(self, params: SamplingParams) -> bool:
+        return not params.greedy
+
+    def _store(self, row: int, request: NewRequestData) -> None:
+        params = request.sampling_params
+        assert params.seed is not None, "the front end seeds every random request"
+        self._seeds[row] = params.seed
+        if params.has_sampler_chain:  # the chain has shaped the logits already
+            self._settings[row] = neutral_settings(self._vocab_size)
+            return
+        log_min_p = np.log(params.min_p) if params.min_p > 0.0 else -np.inf
+        top_k = min(params.top_k or self._vocab_size, self._vocab_size)
+        self._settings[row] = params.temperature, log_min_p, top_k, params.top_p
+
+    def _forget(self, row: int) -> None:
+        self._settings[row] = self._greedy
+
+    def _stage(self, samples: Samples, users: NDArray[np.int64]) -> StagedDraw:
+        settings = self.settings(samples.rows)
+        return StagedDraw(
+            torch.from_numpy(settings),
+            torch.from_numpy(self.keys(samples)),
+            SamplingLimits(*(settings[:, 1:] != self._greedy[1:]).any(0).tolist()),
+        )
+
+    def settings(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the settings [N, 4] of rows [N]."""
+        settings: NDArray[np.float64] = self._settings[rows]
+        return settings
+
+    def keys(self, samples: Samples) -> NDArray[np.int64]:
+        """Return [N, 2] seed and output index of each sample."""
+        return np.stack((self._seeds[samples.rows], self._batch.output_indices(samples)), axis=1)
+
+    def choose(self, logits: Tensor, staged: StagedDraw | None) -> Tensor:
+        """Map logits [N, V] to token ids [N] int64, -1 where no token is left."""
+        settings, keys, limits = staged or self._all_greedy(len(logits))
+        return ops.sample_tokens(logits, settings[: len(logits)], keys, limits)
+
+    def _all_greedy(self, num_samples: int) -> StagedDraw:
+        """Return settings of at least so many greedy samples; with drafts these may exceed the rows."""
+        settings = self._greedy_rows.settings
+        if num_samples > len(settings):
+            self._greedy_rows = StagedDraw(settings[:1].repeat(num_samples, 1), None, NO_LIMITS)
+        return self._greedy_rows
+
+    def shaped(self, logits: Tensor, staged: StagedDraw | None, indices: Tensor) -> Tensor:
+        """Return a copy of some samples' logits [M], with temperature and filters applied as before a draw."""
+        shaped = logits[indices]
+        if staged is None:
+            return shaped
+        settings = staged.settings[indices]
+        is_random = settings[:, :1] != 0.0
+        # Greedy rows are computed too: selecting the others would synchronize with the device.
+        settings = torch.cat((settings[:, :1].where(is_random, 1.0), settings[:, 1:]), dim=1)
+        if self._batch.device_tokens is None:
+            return shaped_logits(shaped.clone(), settings).where(is_random, shaped)
+        return shaped_at_once(shaped.clone(), settings, staged.limits).where(is_random, shaped)
+
 
 LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = PluginTable(
     "quire.logits_features",
@@ -51,54 +158,53 @@ LOGITS_FEATURES: PluginTable[Callable[[InputBatch, int], LogitsFeature[Any]]] = 
     },
     FACTORY,
 )
-"""What may change the logits, in the order in which it does; those of plug-ins come after ours, by name, then grammars,
-and the sampler chain last."""
+"""Features in the order of application; plug-ins follow by name, then grammars, then the sampler chain."""
 
 NON_FINITE = "the model produced non-finite logits"
 NO_TOKEN_LEFT = (
-    "no token is left to choose from: allowed_token_ids, bad_words, min_tokens, stop tokens or "
+    "no token is left to sample: allowed_token_ids, bad_words, min_tokens, stop tokens or "
     "structured_outputs exclude all"
 )
 
 _FAILURES = {-1: NO_TOKEN_LEFT, -2: NON_FINITE}
-"""What a negative code in the place of a token id means; -1 is that of `ops.sample_tokens`."""
+"""Meaning of a negative code in place of a token id; -1 is that of `ops.sample_tokens`."""
 NON_FINITE_CODE = -2
 
 
 class SamplerOutput(NamedTuple):
-    """The choice for N rows."""
+    """Samples of N rows, on the host."""
 
     token_ids: NDArray[np.int64]
     """[N]; 0 for rows in `failed`."""
     logprobs: dict[int, TokenLogprobs]
-    """Index of a row that wants logprobs -> its logprobs."""
+    """Logprobs by index of the rows that request them."""
     failed: dict[int, str]
-    """Index of a row that cannot go on -> the reason."""
+    """Failure reasons by index of the failed rows."""
 
 
 class Sampled(NamedTuple):
-    """The same as the device has it."""
+    """Samples of N rows, on the device."""
 
     codes: Tensor
-    """[N] int64: the token's id, or negative."""
+    """[N] int64: token id, or a negative failure code."""
     logprobs: RawLogprobs | None
     wanting: NDArray[np.int64]
-    """Rows that `logprobs` are about."""
+    """Rows that `logprobs` belong to."""
     failures: Failures
-    """Rows that a feature gave up."""
+    """Rows failed by a feature."""
 
     @staticmethod
     def of_codes(codes: Tensor) -> Sampled:
-        """Choices of which nothing else is wanted."""
+        """Return samples without logprobs or failures of features."""
         return Sampled(codes, None, np.zeros(0, dtype=np.int64), Failures())
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Sampled:
-        """With its tensors moved, as by `Transfers.download`."""
+        """Return a copy with its tensors moved, as by `Transfers.download`."""
         logprobs = None if self.logprobs is None else moved(self.logprobs, move)
         return Sampled(move(self.codes), logprobs, self.wanting, self.failures)
 
     def read(self) -> SamplerOutput:
-        """What it says, once it is on the host."""
+        """Return the output; the tensors must be on the host."""
         token_ids: NDArray[np.int64] = self.codes.numpy()
         failed: dict[int, str] = {}
         if token_ids.min() < 0:
@@ -110,28 +216,28 @@ class Sampled(NamedTuple):
 
 
 class StagedRows(NamedTuple):
-    """What all features need for the rows of a step."""
+    """Staged values of all features for the samples of a step."""
 
     features: list[tuple[LogitsFeature[Any], Any]]
     draw: StagedDraw | None
     logprobs: StagedLogprobs | None
 
     @property
-    def take_the_first(self) -> bool:
-        """Whether all rows want the likeliest token, as the model has it, and nothing else."""
+    def is_plain_greedy(self) -> bool:
+        """True if all rows sample the model's most likely token and nothing else is requested."""
         return not self.features and self.draw is None and self.logprobs is None
 
     def num_deciding(self) -> int | None:
-        """How many tokens at the head of each row's order, as the model has it, decide its choice; None: any may.
+        """Return the number of top tokens of the model's order that decide each sample; None: any may.
 
-        What changes logits may bring any token to the head, and logprobs are shares of the mass of all.
+        Features that change logits may promote any token, and logprobs need the mass of all.
         """
         if self.features or self.logprobs is not None:
             return None
         return 1 if self.draw is None else self.draw.num_deciding()
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> StagedRows:
-        """With its tensors moved, as by `Transfers.upload`."""
+        """Return a copy with its tensors moved, as by `Transfers.upload`."""
         return StagedRows(
             [(feature, moved(value, move)) for feature, value in self.features],
             None if self.draw is None else moved(self.draw, move),
@@ -139,20 +245,19 @@ class StagedRows(NamedTuple):
         )
 
 
-NOTHING_STAGED = StagedRows([], None, None)
-"""Of rows that ask for nothing but their first tokens."""
+NOTHING_STAGED = StagedRows([], None, None)  # greedy rows without features
 
 
 class Sampler:
-    """Samples for the rows of a batch, which it reads and does not change.
+    """Sampler of the rows of a batch, which it reads and does not change.
 
     Args:
-        logprobs_mode: what is reported where logprobs are wanted.
+        logprobs_mode: numbers reported as logprobs.
         processors: logits processors of the whole engine.
-        grammars: where the core keeps them.
+        grammars: store of compiled grammars.
 
     Attributes:
-        grammar_mask: the feature that has read the texts that grammars constrain.
+        grammar_mask: feature with the grammar state of each row.
     """
 
     def __init__(
@@ -166,9 +271,7 @@ class Sampler:
         grammars: GrammarStore | None = None,
     ) -> None:
         self._batch = batch
-        self._replays: dict[
-            int, int
-        ] = {}  # row -> its tokens when it was added, of which some are to be replayed
+        self._replays: dict[int, int] = {}  # row -> its tokens when added, some of which are replayed
         self._transfers = transfers
         self._mode = logprobs_mode
         grammars = grammars or GrammarStore(StructuredOutputsSettings())
@@ -183,9 +286,9 @@ class Sampler:
         self._features: list[Feature[Any]] = [*self._logits_features, self._draw, self._logprobs]
 
     def add_request(self, row: int, request: NewRequestData) -> None:
-        """Take in a request that was given a row.
+        """Add a request that was given a row.
 
-        With sampler state it begins behind its prompt, and `replay` takes in what was sampled before.
+        With sampler state it starts after its prompt, and `replay` adds what was sampled before.
         """
         if request.sampling_params.has_sampler_state and len(request.token_ids) > request.num_prompt_tokens:
             self._replays[row] = len(request.token_ids)
@@ -195,20 +298,19 @@ class Sampler:
             feature.add_request(row, request)
 
     def remove_request(self, row: int) -> None:
-        """Forget a row."""
         self._replays.pop(row, None)
         for feature in self._features:
             feature.remove_request(row)
 
     def columns_to_replay(self, row: int, start: int, end: int) -> range:
-        """Return the columns, behind positions from `start` to `end`, that were sampled before the row was added."""
+        """Return the columns after positions `start` to `end` that were sampled before the row was added."""
         num_known = self._replays.get(row)
         if num_known is None:
             return range(0)
         return range(max(start + 1, int(self._batch.num_prompt_tokens[row])), min(end + 1, num_known))
 
     def replay(self, logits: Tensor, row: int, column: int) -> None:
-        """Sample a known token again by logits [1, V], which are changed: all features are then as they were behind it.
+        """Sample a known token again from logits [1, V], which are changed, to restore the features' state after it.
 
         Columns of a row must come in order.
         """
@@ -224,19 +326,19 @@ class Sampler:
 
     @property
     def replays(self) -> bool:
-        """Whether a row has tokens for `replay`."""
+        """True if a row has tokens to replay."""
         return bool(self._replays)
 
     def reads_tokens(self, rows: NDArray[np.int64]) -> bool:
-        """Whether `stage` needs these rows' sampled tokens on the host."""
+        """Return whether `stage` needs these rows' sampled tokens on the host."""
         return any(feature.reads_tokens and feature.has_users(rows) for feature in self._features)
 
     def stage(self, samples: Samples) -> StagedRows:
-        """The host's part of sampling for N samples; needs no logits, so it can run while the model computes."""
+        """Stage N samples; needs no logits, so it can run during the forward pass."""
         return self.stage_on_host(samples).moved(self._transfers.upload)
 
     def stage_on_host(self, samples: Samples) -> StagedRows:
-        """The same, and its tensors are still the host's."""
+        """Stage N samples, with tensors still on the host."""
         staged = ((feature, feature.stage(samples)) for feature in self._logits_features)
         return StagedRows(
             features=[(feature, value) for feature, value in staged if value is not None],
@@ -245,28 +347,29 @@ class Sampler:
         )
 
     def only_draws(self, rows: NDArray[np.int64]) -> bool:
-        """Whether these rows ask for nothing but their draws, or their first tokens."""
+        """Return whether these rows use no feature but random or greedy sampling."""
         others = (*self._logits_features, self._logprobs)
         return not any(feature.has_users(rows) for feature in others)
 
     def draws(self, samples: Samples) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """The settings [N, 4] and keys [N, 2] of `ops.sample_tokens` for all N samples; greedy ones have some, too."""
+        """Return settings [N, 4] and keys [N, 2] of `ops.sample_tokens` for all N samples, greedy ones included."""
         return self._draw.settings(samples.rows), self._draw.keys(samples)
 
     @property
     def penalties(self) -> DevicePenalties | None:
-        """Those that a device counts, if it does."""
+        """Penalties counted by the device, if any."""
         found = (one for one in self._logits_features if isinstance(one, DevicePenalties))
         return next(found, None)
 
-    def guess(self, logits: Tensor, samples: Samples) -> Tensor:
-        """[N] int64 what would be sampled from another model's logits [N, V] float32, contiguous, which are changed in
-        place; negative where nothing could be.
+    def sample_draft(self, logits: Tensor, samples: Samples) -> Tensor:
+        """Sample from a draft model's logits [N, V] float32, contiguous, which are changed: [N] int64.
+
+        Negative where no token can be sampled.
         """
         return self.sample(logits, self.stage(samples)._replace(logprobs=None)).codes
 
     def sample(self, logits: Tensor, staged: StagedRows) -> Sampled:
-        """Choose a token for each row; logits [N, V] float32, contiguous, may be changed in place."""
+        """Sample a token for each row of logits [N, V] float32, contiguous, which may be changed in place."""
         is_bad, wanted, failures = clear_unusable(logits), staged.logprobs, Failures()
         reported = None if wanted is None or self._mode.is_processed else _raw_logits(logits, staged, wanted)
         for feature, value in staged.features:
@@ -278,7 +381,7 @@ class Sampler:
         if wanted is None or reported is None:
             return Sampled.of_codes(codes)._replace(failures=failures)
         about = chosen.clamp(min=0)[wanted.indices]
-        return Sampled(codes, wanted.of(reported, about, self._mode), wanted.rows, failures)
+        return Sampled(codes, wanted.read(reported, about, self._mode), wanted.rows, failures)
 
 
 def _logits_features(
@@ -290,14 +393,123 @@ def _logits_features(
 
 
 def clear_unusable(logits: Tensor) -> Tensor:
-    """Set rows of [N, V] that `ops.unusable_rows` finds to 0; returns which, [N] bool."""
+    """Zero the rows of [N, V] that `ops.unusable_rows` finds; return which, [N] bool."""
     is_bad = ops.unusable_rows(logits)
     ops.clear_rows(logits, is_bad)
     return is_bad
 
 
 def _raw_logits(logits: Tensor, staged: StagedRows, wanted: StagedLogprobs) -> Tensor:
-    """The logits of the rows that want logprobs; a copy only if it takes one to keep them as they are."""
+    """Return the logits of rows that request logprobs, copied only if they will be changed."""
     if staged.features or len(wanted.rows) < len(logits):
         return logits[wanted.indices]
     return logits
+
+
+class SampleKind(NamedTuple):
+    """Key of the kernels that sample a step; everything else is numbers that they read."""
+
+    is_random: bool
+    """True if some row samples randomly."""
+    is_limited: bool
+    """True if some row has min_p, top_k or top_p."""
+    is_penalised: bool
+    """True if some row has penalties."""
+
+    @classmethod
+    def of(cls, staged: StagedRows) -> SampleKind | None:
+        """Return the kind of staged rows; None: they vary too much to be captured."""
+        penalised = [isinstance(feature, DevicePenalties) for feature, _ in staged.features]
+        if staged.logprobs is not None or not all(penalised):
+            return None
+        draw = staged.draw
+        return cls(draw is not None, draw is not None and any(draw.limits), bool(penalised))
+
+    @property
+    def is_plain(self) -> bool:
+        """True if there are no numbers to read."""
+        return self == _PLAIN
+
+
+_PLAIN = SampleKind(False, False, False)
+KINDS = tuple(
+    SampleKind(is_random, is_limited, is_penalised)
+    for is_penalised in (True, False)
+    for is_random, is_limited in ((True, True), (True, False), (False, False))
+)
+"""All kinds, the largest in memory first."""
+
+
+class _Numbers(NamedTuple):
+    """Views of `_WIDTH` 64-bit numbers for each of S samples."""
+
+    settings: Tensor
+    keys: Tensor
+    places: Tensor
+    factors: Tensor
+
+    @classmethod
+    def within(cls, numbers: Tensor, size: int) -> _Numbers:
+        """Return the views, with the dtypes of `StagedDraw` and `StagedPlaces`."""
+        sizes = [4 * size, 2 * size, 4 * size, 3 * size]
+        parts = torch.split_with_sizes(numbers[: _WIDTH * size], sizes)
+        settings, keys, places, factors = (part.view(size, -1) for part in parts)
+        return cls(settings.view(torch.float64), keys, places, factors.view(torch.float64))
+
+
+_WIDTH = 4 + 2 + 4 + 3
+
+
+class SettingsBuffer:
+    """Sampling settings of up to `most` samples at fixed addresses, for captured sampling.
+
+    Invariant: an unused place has neutral settings (greedy, no penalties), so it does not change the bits of the
+    others.
+
+    Args:
+        longest: most tokens before a sample.
+    """
+
+    def __init__(
+        self, sampler: Sampler, most: int, vocab_size: int, longest: int, transfers: Transfers
+    ) -> None:
+        self._penalties = sampler.penalties
+        self._longest = longest
+        self._transfers = transfers
+        self._greedy = torch.tensor(greedy_settings(vocab_size), dtype=torch.float64)
+        on = transfers.torch_device
+        self._numbers = torch.zeros(_WIDTH * most, dtype=torch.int64, device=on)
+        self._all_greedy = self._greedy.to(on).repeat(most, 1)
+
+    @property
+    def kinds(self) -> tuple[SampleKind, ...]:
+        """Kinds that can occur."""
+        return tuple(kind for kind in KINDS if self._penalties is not None or not kind.is_penalised)
+
+    def place(self, size: int, staged: StagedRows) -> None:
+        """Write staged settings to where graphs of `size` samples read them."""
+        host = torch.zeros(_WIDTH * size, dtype=torch.int64)
+        numbers = _Numbers.within(host, size)
+        numbers.settings[:] = self._greedy
+        numbers.places[:, 0] = torch.arange(size)
+        numbers.factors[:, 0] = 1.0
+        if staged.draw is not None and staged.draw.keys is not None:
+            count = len(staged.draw.settings)
+            numbers.settings[:count], numbers.keys[:count] = staged.draw.settings, staged.draw.keys
+        for _, penalties in staged.features:
+            samples = penalties.places[:, 0]
+            numbers.places[samples], numbers.factors[samples] = penalties.places, penalties.factors
+        self._numbers[: len(host)].copy_(self._transfers.upload(host))
+
+    def staged(self, size: int, kind: SampleKind) -> StagedRows:
+        """Return staged rows that read the buffer."""
+        numbers = _Numbers.within(self._numbers, size)
+        draw = StagedDraw(self._all_greedy[:size], None, NO_LIMITS)
+        if kind.is_random:
+            limits = ANY_LIMITS if kind.is_limited else NO_LIMITS
+            draw = StagedDraw(numbers.settings, numbers.keys, limits)
+        features: list[tuple[LogitsFeature[Any], Any]] = []
+        if kind.is_penalised and self._penalties is not None:
+            places = StagedPlaces(numbers.places, numbers.factors, self._longest)
+            features.append((self._penalties, places))
+        return StagedRows(features, draw, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.entrypoints.chat.call_ids import new_call_id
+from quire.entrypoints.chat.call_arguments import new_call_id
 from quire.entrypoints.chat.template import ChatTemplate
 
 MISTRAL = """\

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.tokenizer import Tokenizer
-from quire.entrypoints.chat import plain_text
+from quire.entrypoints.chat import messages
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ValidationError
 
-ASSETS = Path(plain_text.__file__).parents[2] / "assets" / "quire-demo"
+ASSETS = Path(messages.__file__).parents[2] / "assets" / "quire-demo"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 pieces = st.sampled_from(
     [*SPECIAL, "<|im_", "end|>", "<", "<|", "|>", "im_start", " ", "\n", "é🙂", "word", "\ua500"]
@@ -68,4 +68,4 @@ def test_literal_made_of_two_contents() -> None:
 
 def test_no_free_mark() -> None:
     with pytest.raises(ValidationError, match="every character"):
-        plain_text.PlainText(plain_text.Literals(SPECIAL), ["".join(plain_text.MARKS)])
+        messages.PlainText(messages.SpecialTokenTexts(SPECIAL), ["".join(messages.MARKS)])

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from quire.entrypoints.chat.formats.choice import AnswerFormat
 from quire.entrypoints.chat.formats.reasoning import FORMATS
-from quire.entrypoints.chat.template import ChatTemplate
-from quire.entrypoints.chat.thinking import ThinkingSwitch
+from quire.entrypoints.chat.formats.selection import AnswerFormat
+from quire.entrypoints.chat.template import ChatTemplate, ThinkingSwitch
 
 THINK = next(row for row in FORMATS if row.name == "qwen3")
 BEGIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-IN_THE_BOX = BEGIN + "{% if enable_thinking %}<think>\n{% endif %}"
+THINKS_BY_DEFAULT = BEGIN + "{% if enable_thinking %}<think>\n{% endif %}"
 OFF_CLOSES = (
     BEGIN + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
@@ -36,9 +35,9 @@ BUDGET = "{% if thinking_budget == 0 %}Do not think.{% endif %}" + BEGIN
 @pytest.mark.parametrize(
     ("template", "options", "is_off"),
     [
-        (IN_THE_BOX, {}, True),
-        (IN_THE_BOX, {"enable_thinking": False}, True),
-        (IN_THE_BOX, {"enable_thinking": True}, False),
+        (THINKS_BY_DEFAULT, {}, True),
+        (THINKS_BY_DEFAULT, {"enable_thinking": False}, True),
+        (THINKS_BY_DEFAULT, {"enable_thinking": True}, False),
         (OFF_CLOSES, {}, False),
         (OFF_CLOSES, {"enable_thinking": True}, False),
         (OFF_CLOSES, {"enable_thinking": False}, True),
@@ -70,7 +69,7 @@ def test_switch_follows_what_the_template_does(template: str, options: dict[str,
 
 
 def test_switch_without_reasoning_format_is_on() -> None:
-    assert not ThinkingSwitch(ChatTemplate(IN_THE_BOX), None).is_off({"enable_thinking": False})
+    assert not ThinkingSwitch(ChatTemplate(THINKS_BY_DEFAULT), None).is_off({"enable_thinking": False})
 
 
 def test_switch_remembers_a_bounded_number_of_options() -> None:

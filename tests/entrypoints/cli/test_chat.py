@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from quire.entrypoints.cli.conversation import StreamTimings
-from quire.entrypoints.cli.local_tools import REFUSED
+from quire.entrypoints.cli.chat import StreamTimings
 from quire.entrypoints.cli.main import main
+from quire.entrypoints.cli.run import DENIED
 from tests.fixtures.fake_server import FakeServer, chat_events, completion_events, event_stream, json_answer
 
 MODELS = json_answer({"data": [{"id": "first"}, {"id": "second"}]})
@@ -239,7 +239,7 @@ def calling_server(server: FakeServer, call: dict[str, Any]) -> None:
     server.answers["/v1/chat/completions"] = answer
 
 
-@pytest.mark.parametrize(("typed_answer", "said"), [("y", "noon in CET"), ("n", REFUSED), (None, REFUSED)])
+@pytest.mark.parametrize(("typed_answer", "said"), [("y", "noon in CET"), ("n", DENIED), (None, DENIED)])
 def test_a_tool_runs_when_the_user_says_so(
     server: FakeServer,
     tool_file: str,

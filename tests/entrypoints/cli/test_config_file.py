@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.keys import hashed_key
+from quire.config.fields import hashed_key
 from quire.errors import ConfigError
 from tests.entrypoints.cli.test_options import configs
 

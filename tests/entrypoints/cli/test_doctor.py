@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.entrypoints.cli import doctor
 from quire.entrypoints.cli import doctor as doctor_module
-from quire.entrypoints.cli import machine
 from quire.entrypoints.cli.doctor import (
     SECTIONS,
     Problem,
@@ -38,7 +38,7 @@ def test_sections_of_this_machine() -> None:
     assert library.status() == sections["Native library"].facts["state"]
     loaded = library.loaded()
     assert loaded is None or sections["Native library"].facts[loaded.isa] == "used"
-    off_tapes = sections["Tapes (decode steps on the CPU)"].facts["not recorded"]
+    off_tapes = sections["Recorded kernel graphs (decode steps on the CPU)"].facts["not recorded"]
     assert "linear" in off_tapes
     assert loaded is None or "packed_linear" not in off_tapes
     assert not sections["OpenMP"].problems
@@ -128,18 +128,18 @@ def test_machine_from_proc(tmp_path: Path) -> None:
         "7f06-7f07 r-xp 00000000 08:01 125   /opt/libomptarget_not.txt\n"
         "7f08-7f09 rw-p 00000000 00:00 0     [heap]\n"
     )
-    assert machine.cpu_model(tmp_path) == "Fast CPU"
-    assert machine.instruction_sets(tmp_path) == ["avx2", "fma"]
-    assert machine.memory_gib(tmp_path) == (2.0, 1.0)
-    assert machine.openmp_runtimes(tmp_path) == ["/opt/a dir/libgomp.so.1", "/opt/libiomp5.so"]
+    assert doctor.cpu_model(tmp_path) == "Fast CPU"
+    assert doctor.instruction_sets(tmp_path) == ["avx2", "fma"]
+    assert doctor.memory_gib(tmp_path) == (2.0, 1.0)
+    assert doctor.openmp_runtimes(tmp_path) == ["/opt/a dir/libgomp.so.1", "/opt/libiomp5.so"]
 
 
 def test_machine_without_proc(tmp_path: Path) -> None:
-    assert machine.cpu_model(tmp_path)
-    assert machine.instruction_sets(tmp_path) == []
-    assert machine.memory_gib(tmp_path) is None
-    assert machine.openmp_runtimes(tmp_path) == []
-    assert machine.num_cores() >= 1
+    assert doctor.cpu_model(tmp_path)
+    assert doctor.instruction_sets(tmp_path) == []
+    assert doctor.memory_gib(tmp_path) is None
+    assert doctor.openmp_runtimes(tmp_path) == []
+    assert doctor.num_cores() >= 1
 
 
 def test_nodes_with_their_processors_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

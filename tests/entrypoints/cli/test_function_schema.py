@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from quire.entrypoints.cli.function_schema import tool_of
+from quire.entrypoints.cli.run import tool_of
 from quire.errors import ConfigError
 
 

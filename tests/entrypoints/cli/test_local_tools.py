@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.entrypoints.cli.local_tools import REFUSED, LocalTools, find_functions
+from quire.entrypoints.cli.run import DENIED, LocalTools, find_functions
 from quire.errors import ConfigError
 
 SOURCE = '''
@@ -90,7 +90,7 @@ def test_what_cannot_be_called_is_told_and_nobody_is_asked(file: Path, name: str
 
 
 def test_a_refusal_runs_nothing(file: Path) -> None:
-    assert tools(file, [], allowed=False).answer(call("fail", "{}"))["content"] == REFUSED
+    assert tools(file, [], allowed=False).answer(call("fail", "{}"))["content"] == DENIED
 
 
 def test_arguments_are_shown_without_control_characters(file: Path) -> None:

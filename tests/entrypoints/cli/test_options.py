@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig, ServerConfig, child_configs, engine_fields
-from quire.config.fields import Config, field_types, flag_of, info_of, plain_type
-from quire.config.keys import hashed_key
+from quire.config.fields import Config, field_types, flag_of, hashed_key, info_of, plain_type
 from quire.entrypoints.cli.main import cli
 from quire.entrypoints.cli.options import engine_config, server_config
 from quire.entrypoints.cli.serve import serve

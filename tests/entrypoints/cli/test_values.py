@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.cli.values import HumanInt, JsonObject, Rate
+from quire.entrypoints.cli.options import HumanInt, JsonObject, Rate
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import httpx
 import jsonschema_rs
 from fastapi import FastAPI
 
-from quire.entrypoints.openai.openapi.limits import Limits
+from quire.entrypoints.openai.openapi.limits import ServerLimits
 
 Schema = dict[str, Any]
 ALIASES = {"/v1/models/": "/v1/models"}
@@ -117,7 +117,7 @@ class Contract:
 def contract_of(app: FastAPI) -> Contract:
     """That of an app; apps that say the same of themselves share it."""
     document, state = app.state.document, app.state.server
-    limits = Limits.of(state)
+    limits = ServerLimits.from_server(state)
     key = (limits, document.facts)
     if key not in _documents:
         _documents[key] = Contract(document.under(limits))

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 from quire.config import EngineConfig, ModelArch
 from quire.engine.input_processor import InputProcessor
-from quire.engine.lexicons import Lexicon
 from quire.engine.output_stream import Offer
 from quire.engine.prompt_forms import TokenizedPrompt
-from quire.engine.queue_limits import Place, WaitingSequences
+from quire.engine.queue_limits import QueueReservation, WaitingSequences
+from quire.engine.tokenizer_cache import TokenizerContext
 from quire.errors import (
     EngineDeadError,
     MemoryShortError,
@@ -147,8 +147,8 @@ class FakeEngine:
     def errored(self) -> bool:
         return self.dead_error is not None
 
-    async def lexicon_of(self, adapter: LoRARequest | None) -> Lexicon:
-        return self.input_processor.lexicons.of(adapter)
+    async def get_tokenizer_context(self, adapter: LoRARequest | None) -> TokenizerContext:
+        return self.input_processor.tokenizers.of(adapter)
 
     def add_stat_logger(self, stat_logger: StatLogger) -> None:
         self.stat_loggers.append(stat_logger)
@@ -198,14 +198,14 @@ class FakeEngine:
         return [Explanation(f"{request_id}-a", status, 5, [share])]
 
     @contextmanager
-    def reserve(self, num_sequences: int = 1) -> Iterator[Place]:
+    def reserve(self, num_sequences: int = 1) -> Iterator[QueueReservation]:
         if self.is_full:
             raise UnavailableError("the queue is full: 7 sequences wait", retry_after=3)
-        place = Place(self.waiting, num_sequences)
+        place = QueueReservation(self.waiting, num_sequences)
         try:
             yield place
         finally:
-            place.give_up()
+            place.release()
 
     def crowding(self) -> str | None:
         return "the queue is nearly full" if self.is_crowded else None
@@ -222,7 +222,7 @@ class FakeEngine:
         self.died.set()
 
     async def check_constraint(self, params: SamplingParams) -> None:
-        self.input_processor.constraints.settled(params)
+        self.input_processor.constraints.validated(params)
 
     async def generate(
         self,
@@ -237,13 +237,13 @@ class FakeEngine:
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
         offer: Offer | None = None,
-        place: Place | None = None,
+        place: QueueReservation | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
         tokenized = self.input_processor.tokenize(prompt, adapter=lora_request)
         if isinstance(sampling_params, BeamSearchParams):
             sampling_params = self._recited(tokenized, sampling_params)
-        sampling_params = self.input_processor.constraints.settled(sampling_params)
+        sampling_params = self.input_processor.constraints.validated(sampling_params)
         children = self.input_processor.process(
             request_id,
             tokenized,

@@ -7,7 +7,7 @@ from typing import Any
 
 RELATIONS = (
     # Between fields.
-    r"a beam search cannot be held to a form",
+    r"beam search does not support structured output or required tool calls",
     r"min_tokens \(\d+\) is greater than max_",
     r"best_of is \d+, so n must be from 1 to that",
     r"best_of above n cannot be streamed",
@@ -25,14 +25,14 @@ RELATIONS = (
     r"(parameters|input_schema) must be the JSON schema of an object",
     # Of a model that pools.
     r"tokens have no room for text beside the \d+ special tokens",
-    r"this server has no IO processor",
+    r"data needs an IO processor",
     r"must have one, or as many",
-    r"average_windows (is for texts|is of embeddings|leaves nothing of a text)",
-    r"lexical_weights is for models that weigh words",
+    r"average_windows (needs texts|is for embeddings|and truncation cannot be combined)",
+    r"lexical_weights needs a model with lexical weights",
     r"the \w+ makes \d+ prompts",
     # Of adapters, and of files.
-    r"adapters are not served here",
-    r"a model is called .* already",
+    r"this server serves no adapters",
+    r"the name .* is already served",
     r"\badapter '",
     r"lora_path cannot be read: ",
     # With the model: its context, its tokens as keys of an object, its template.

@@ -12,8 +12,9 @@ import httpx
 from fastapi import FastAPI
 
 from quire.config import ServerConfig
-from quire.entrypoints.openai.api_server import bind, http_config
+from quire.entrypoints.openai.api_server import bind
 from quire.entrypoints.openai.app import build_app
+from quire.entrypoints.openai.connection import http_config
 from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
 from tests.entrypoints.openai.conformance import contract_of
 from tests.entrypoints.openai.fake_engine import FakeEngine

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from quire.config import EngineConfig, ServerConfig
-from quire.entrypoints.openai.adapter_changes import make_resolvers
 from quire.entrypoints.openai.app import build_app
 from quire.errors import ConfigError
+from quire.lora.server.changes import make_resolvers
 from quire.lora_request import LoRARequest
 from quire.lora_resolvers import DirectoryResolver, LoRAResolver
 from tests.entrypoints.openai.fake_engine import FakeEngine
@@ -62,14 +62,14 @@ async def test_an_adapter_is_loaded_used_and_unloaded() -> None:
         assert await names(client) == ["fake-model", "pirate"]
         assert (await answer(client, "pirate")).status_code == 200
         again = await client.post(LOAD, json={"lora_name": "pirate", "lora_path": "/b"})
-        assert "a model is called 'pirate' already" in reason(again, 400)
+        assert "the name 'pirate' is already served" in reason(again, 400)
         await client.post(LOAD, json={"lora_name": "pirate", "lora_path": "/b", "load_inplace": True})
         await answer(client, "pirate")
         assert engine.adapters == [LoRARequest("pirate", 1, "/a"), LoRARequest("pirate", 2, "/b")]
         response = await client.post(UNLOAD, json={"lora_name": "pirate"})
         assert response.text == "Success: LoRA adapter 'pirate' removed successfully."
         assert reason(await answer(client, "pirate"), 404)
-        assert "no adapter is called 'pirate'" in reason(
+        assert "no adapter has the name 'pirate'" in reason(
             await client.post(UNLOAD, json={"lora_name": "pirate"}), 404
         )
         assert engine.loras == [LoRARequest("pirate", 1, "/a")], "it goes when there is no room for it"
@@ -82,10 +82,10 @@ async def test_an_adapter_is_loaded_used_and_unloaded() -> None:
         ({"lora_name": "..", "lora_path": "/a"}, "lora_name must be"),
         ({"lora_name": "", "lora_path": "/a"}, "lora_name must be"),
         ({"lora_name": "a" * 257, "lora_path": "/a"}, "lora_name must be"),
-        ({"lora_name": "fake-model", "lora_path": "/a"}, "a model is called 'fake-model' already"),
+        ({"lora_name": "fake-model", "lora_path": "/a"}, "the name 'fake-model' is already served"),
         (
             {"lora_name": "fake-model", "lora_path": "/a", "load_inplace": True},
-            "a model is called 'fake-model'",
+            "the name 'fake-model' is already served",
         ),
         ({"lora_name": "a", "lora_path": ""}, "lora_path"),
         ({"lora_name": "a"}, "lora_path is required"),
@@ -177,7 +177,7 @@ async def test_a_package_may_know_where_adapters_are(offer: Offer, tmp_path: Pat
 def test_a_directory_of_adapters_is_one_and_needs_them_to_be_served(tmp_path: Path) -> None:
     for engine, root, problem in (
         (FakeEngine(), tmp_path, "--lora-dir needs --enable-lora"),
-        (FakeEngine(enable_lora=True), tmp_path / "nothing", "is no directory"),
+        (FakeEngine(enable_lora=True), tmp_path / "nothing", "is not a directory"),
     ):
         with pytest.raises(ConfigError, match=problem):
             build_app(engine, ServerConfig(lora_dir=str(root)))  # type: ignore[arg-type]

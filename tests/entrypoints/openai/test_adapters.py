@@ -46,7 +46,7 @@ async def test_model_chooses_an_adapter(directory: Path) -> None:
             engine.adapters.clear()
         unknown = await client.post("/v1/completions", json={"prompt": "hi", "model": "../pirate"})
         assert unknown.status_code == 404
-        assert "this server has: fake-model, pirate, json-2" in unknown.text
+        assert "this server serves: fake-model, pirate, json-2" in unknown.text
 
 
 async def test_adapters_are_listed_with_their_parent(directory: Path) -> None:
@@ -66,7 +66,7 @@ async def test_adapters_are_listed_with_their_parent(directory: Path) -> None:
         ("=path", "must be NAME=DIRECTORY"),
         ("a/b={}", "must be NAME=DIRECTORY"),
         ("..={}", "must be NAME=DIRECTORY"),
-        ("fake-model={}", "two models are called 'fake-model'"),
+        ("fake-model={}", "the name 'fake-model' is used twice"),
     ],
 )
 def test_what_is_no_adapter_is_refused_at_start(module: str, problem: str, directory: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 from quire.config import DEMO_MODEL, EngineConfig, ServerConfig
 from quire.engine import prompt_forms, tokenizer
 from quire.engine.async_llm import AsyncLLM
-from quire.entrypoints.openai import json_body
+from quire.entrypoints.openai import parsing
 from quire.entrypoints.openai.app import build_app
-from quire.entrypoints.openai.json_body import parse_json
+from quire.entrypoints.openai.parsing import parse_json
 from quire.errors import ValidationError
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import CheckedClient, client_for
@@ -149,7 +149,7 @@ async def test_requests_without_long_texts_pass_many_that_have_some(
         num_done = sum(task.done() for task in long)
         may_go_on.set()
         answers += await asyncio.gather(*long)
-    assert len(large) > json_body.THREAD_ABOVE_BYTES
+    assert len(large) > parsing.THREAD_ABOVE_BYTES
     assert num_done == 0
     assert {answer.status_code for answer in answers} == {200}
 
@@ -168,7 +168,7 @@ async def test_requests_without_long_texts_pass_many_that_have_some(
 def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(
     body: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_body, "_DECODER", None)
+    monkeypatch.setattr(parsing, "_DECODER", None)
     with pytest.raises(ValidationError, match=f"holds more than .* {reason}"):
         parse_json(body)
 
@@ -235,9 +235,9 @@ async def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.
         has_waited.append(may_go_on.wait(10))
         return parse_json(body)
 
-    body = {"prompt": "hi", "metadata": {"text": "x" * json_body.THREAD_ABOVE_BYTES}}
+    body = {"prompt": "hi", "metadata": {"text": "x" * parsing.THREAD_ABOVE_BYTES}}
     async with client_for(FakeEngine()) as client:
-        monkeypatch.setattr(json_body, "parse_json", parse)
+        monkeypatch.setattr(parsing, "parse_json", parse)
         large = asyncio.create_task(client.post("/v1/completions", json=body))
         assert (await client.get("/health")).status_code == 200
         assert not large.done()

@@ -10,7 +10,7 @@ import pytest
 from quire.config import ServerConfig
 from quire.entrypoints.openai.app import build_app
 from quire.entrypoints.openai.middleware.auth import OPEN_PATHS
-from quire.entrypoints.openai.openapi.limits import Limits
+from quire.entrypoints.openai.openapi.limits import ServerLimits
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
 
@@ -23,7 +23,7 @@ BEARER = {"authorization": f"Bearer {KEY}"}
 
 def registered(app: Any) -> set[tuple[str, str]]:
     """(method, path) of everything the app serves, from its own document."""
-    paths = app.state.document.under(Limits.of(app.state.server))["paths"]
+    paths = app.state.document.under(ServerLimits.from_server(app.state.server))["paths"]
     return {(method, path) for path, methods in paths.items() for method in methods}
 
 

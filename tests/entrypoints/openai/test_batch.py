@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quire.config import ServerConfig
 from quire.entrypoints.openai.app import build_app
-from quire.entrypoints.openai.batch import Batch, Counts, bounded_lines
+from quire.entrypoints.openai.batch import Batch, LineCounts, bounded_lines
 from quire.entrypoints.openai.batch_output import opened_output
 from quire.errors import ConfigError
 from tests.entrypoints.openai.fake_engine import FakeEngine
@@ -26,7 +26,9 @@ def line(custom_id: Any = "x", url: str = "/v1/completions", **body: Any) -> byt
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode()
 
 
-async def answered(engine: FakeEngine, *lines: bytes, **options: Any) -> tuple[list[dict[str, Any]], Counts]:
+async def answered(
+    engine: FakeEngine, *lines: bytes, **options: Any
+) -> tuple[list[dict[str, Any]], LineCounts]:
     window = options.pop("window", 3)
     config = ServerConfig(**options)
     out = io.BytesIO()
@@ -78,7 +80,7 @@ async def test_batch_resumed_anywhere_has_the_answers_of_one_run(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "out"
 
-        async def run(*, resume: bool) -> Counts:
+        async def run(*, resume: bool) -> LineCounts:
             batch = Batch(build_app(FakeEngine(), config), config)  # type: ignore[arg-type]
             with opened_output(path, overwrite=False, resume=resume) as (out, answered):
                 return await batch.run(io.BytesIO(b"\n".join(lines)), out, window=3, answered=answered)

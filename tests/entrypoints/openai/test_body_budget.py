@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.entrypoints.openai import parsing
-from quire.entrypoints.openai.middleware.body_budget import SMALL_BYTES, BodyBudget, HeldBody
+from quire.entrypoints.openai.middleware.body_limit import SMALL_BYTES, BodyBudget, HeldBody
 from quire.errors import UnavailableError
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, live_server

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.entrypoints.openai.bounded_threads import MAX_THREADS, BoundedThreads
+from quire.entrypoints.openai.state import MAX_THREADS, BoundedThreads
 from quire.processes import collect_garbage
 from tests.entrypoints.openai.fake_engine import FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for
@@ -149,7 +149,7 @@ async def test_a_template_that_makes_gigabytes_costs_one_request() -> None:
         large, small = await asyncio.gather(ask("x" * 20), ask("x"))
     assert (large.status_code, small.status_code) == (400, 200)
     assert large.json()["error"]["message"] == (
-        "the chat template refused the messages: center makes too much of what it is given"
+        "the chat template refused the messages: center exceeds the output limit of chat templates"
     )
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from quire.config import ServerConfig
 from quire.entrypoints.openai import connection
-from quire.entrypoints.openai.begun_answer import FIRST
-from quire.entrypoints.openai.connection import max_connections
+from quire.entrypoints.openai.connection import FIRST_BYTES, max_connections
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import LiveServer, live_server
 
@@ -201,7 +200,7 @@ async def test_a_client_that_sends_no_more_gets_its_answer(body: bytes) -> None:
     assert (b"[DONE]" if body is STREAMED else b"Reply 0!") in answer
 
 
-@pytest.mark.parametrize("num_probes", [0, 1, 4, len(FIRST)])
+@pytest.mark.parametrize("num_probes", [0, 1, 4, len(FIRST_BYTES)])
 @pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "stream"])
 async def test_one_of_an_older_http_sees_but_its_answer(
     body: bytes, num_probes: int, monkeypatch: pytest.MonkeyPatch
@@ -222,9 +221,9 @@ async def test_one_of_an_older_http_sees_but_its_answer(
         engine.died.set()
         answer = begun + await until_closed(reader)
         writer.close()
-    assert FIRST.startswith(begun)
+    assert FIRST_BYTES.startswith(begun)
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert answer.count(FIRST) == 1
+    assert answer.count(FIRST_BYTES) == 1
     assert (
         answer.endswith(b"[DONE]\n\n") if body is STREAMED else json.loads(answer.partition(b"\r\n\r\n")[2])
     )

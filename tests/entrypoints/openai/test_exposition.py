@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from quire.entrypoints.openai.exposition import Merged, families_of
+from quire.entrypoints.openai.exposition import MergedMetrics, families_of
 from quire.metrics.prometheus import PrometheusStatLogger
 from quire.metrics.stats import FinishedRequestStats, IterationStats
 from quire.scheduler.output import SchedulerStats
@@ -54,7 +54,7 @@ def test_what_was_counted_in_several_processes_adds_up(counts: list[tuple[int, i
     for process, num_tokens, status in counts:
         one.count(num_tokens, status)
         several[process].count(num_tokens, status)
-    merged = values(generate_latest(Merged([families_of(each.registry) for each in several])))
+    merged = values(generate_latest(MergedMetrics([families_of(each.registry) for each in several])))
     expected = values(generate_latest(one.registry))
     assert merged.keys() == expected.keys()
     assert all(math.isclose(merged[name], expected[name]) for name in expected)
@@ -63,7 +63,9 @@ def test_what_was_counted_in_several_processes_adds_up(counts: list[tuple[int, i
 def test_the_engines_state_is_what_the_first_process_says() -> None:
     first, other = Measured(), Measured()
     first.stats.record(IterationStats(), SchedulerStats(num_running=3, num_waiting=2, kv_cache_usage=0.5), 0)
-    merged = values(generate_latest(Merged([families_of(first.registry), families_of(other.registry)])))
+    merged = values(
+        generate_latest(MergedMetrics([families_of(first.registry), families_of(other.registry)]))
+    )
     state = {name.partition("{")[0]: value for name, value in merged.items()}
     assert state["quire:num_requests_running"] == 3
     assert state["quire:num_requests_waiting"] == 2
@@ -74,7 +76,7 @@ def test_a_death_that_every_process_saw_is_one_and_what_each_lost_adds_up() -> N
     processes = [Measured() for _ in range(3)]
     for number, process in enumerate(processes):
         process.stats.core_died(0, number, 1)
-    merged = values(generate_latest(Merged([families_of(each.registry) for each in processes])))
+    merged = values(generate_latest(MergedMetrics([families_of(each.registry) for each in processes])))
     seen = {name.partition("{")[0]: value for name, value in merged.items()}
     assert seen["quire:engine_core_deaths_total"] == 1
     assert seen["quire:engine_core_resumed_requests_total"] == 3
@@ -86,7 +88,7 @@ def test_a_series_began_when_its_first_process_did() -> None:
         [["c", "C.", "counter", [["c_total", {}, 1.0], ["c_created", {}, began]]]]
         for began in (30.0, 10.0, 20.0)
     ]
-    text = generate_latest(Merged(answers)).decode()
+    text = generate_latest(MergedMetrics(answers)).decode()
     assert "c_total 3.0" in text
     assert "c_created 10.0" in text
 
@@ -94,7 +96,9 @@ def test_a_series_began_when_its_first_process_did() -> None:
 def test_merging_what_was_merged_changes_nothing() -> None:
     registry = CollectorRegistry()
     Histogram("h", "H.", ["x"], registry=registry, buckets=[1, 2]).labels("y").observe(1.5)
-    once = Merged([families_of(registry)])
+    once = MergedMetrics([families_of(registry)])
     assert (
-        generate_latest(Merged([families_of(once), []])) == generate_latest(once) == generate_latest(registry)
+        generate_latest(MergedMetrics([families_of(once), []]))
+        == generate_latest(once)
+        == generate_latest(registry)
     )

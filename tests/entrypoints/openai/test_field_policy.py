@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.openai.field_policy import REFUSED, settle_fields
 from quire.entrypoints.openai.notes import MAX_NOTES, Notes
+from quire.entrypoints.openai.parsing import REFUSED, filter_fields
 from quire.entrypoints.openai.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -137,7 +137,7 @@ async def test_what_would_change_the_answer_is_refused(client: httpx.AsyncClient
 async def test_a_suffix_is_refused_with_a_reason(client: httpx.AsyncClient) -> None:
     response = await client.post(COMPLETIONS, json={"prompt": "hi", "suffix": "end"})
     assert response.status_code == 400
-    assert "fill in the middle" in response.json()["error"]["message"]
+    assert "fill-in-the-middle" in response.json()["error"]["message"]
 
 
 async def test_what_the_template_reads_is_honoured_and_not_told() -> None:
@@ -219,7 +219,7 @@ def test_what_is_not_named_is_counted(num_more: int, told: list[str]) -> None:
 def test_every_field_is_kept_or_told_or_refused(body: dict[str, Any]) -> None:
     notes = Notes()
     try:
-        kept = settle_fields(body, ChatCompletionRequest.model_fields, notes)
+        kept = filter_fields(body, ChatCompletionRequest.model_fields, notes)
     except ValidationError:
         return
     told = {

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from quire.engine.token_bytes import BYTE_OF_CHAR
 from quire.engine.tokenizer import Tokenizer
+from quire.engine.tokenizer_files import BYTE_OF_CHAR
 from quire.entrypoints.fill_in import LAYOUTS, PREFIX, SUFFIX, FillIn, Layout
 from quire.errors import ValidationError
 
@@ -38,5 +38,5 @@ def test_marks_stand_around_both_texts(layout: Layout) -> None:
 
 def test_a_model_without_marks_is_refused() -> None:
     for specials in ((), ("<fim_prefix>", "<fim_suffix>")):
-        with pytest.raises(ValidationError, match="made to fill in the middle"):
+        with pytest.raises(ValidationError, match="fill-in-the-middle model"):
             FillIn(tokenizer_with(*specials))

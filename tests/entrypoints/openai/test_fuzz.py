@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.openai.json_body import MAX_DEPTH, parse_json
+from quire.entrypoints.openai.parsing import MAX_DEPTH, parse_json
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, CompletionRequest
 from quire.errors import ClientError
 from tests.entrypoints.openai.fake_engine import FakeEngine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.queue_limits import Place, WaitingSequences
+from quire.engine.queue_limits import QueueReservation, WaitingSequences
 from quire.entrypoints.openai.generation import Outputs
 from quire.errors import EngineDeadError, EngineError
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -74,7 +74,7 @@ async def test_priming_of_a_silent_engine_ends_and_loses_nothing(
 
 
 async def test_priming_of_a_request_not_queued_yet_waits_on(engine: FakeEngine) -> None:
-    place = Place(WaitingSequences(), 2)  # of two sequences one will have joined
+    place = QueueReservation(WaitingSequences(), 2)  # of two sequences one will have joined
     outputs = outputs_for(engine, 1, place=place)
     engine.hold_after = 0
     priming = asyncio.create_task(outputs.prime(0.001))
@@ -82,7 +82,7 @@ async def test_priming_of_a_request_not_queued_yet_waits_on(engine: FakeEngine) 
         await asyncio.sleep(0)
     done, _ = await asyncio.wait({priming}, timeout=0.05)
     assert not done
-    place.give_up()
+    place.release()
     await priming
     await outputs.aclose()
     assert not engine.running

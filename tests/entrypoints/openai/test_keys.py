@@ -16,7 +16,7 @@ from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai.app import keyring
 from quire.entrypoints.openai.keys import Keyring, Tenant, make_keyring, with_keys_of_environment
 from quire.entrypoints.openai.middleware.quota import Bucket, Meters
-from quire.entrypoints.openai.processes.messages import Hello
+from quire.entrypoints.openai.processes.channel import WorkerHello
 from quire.errors import ConfigError, RateLimitError
 from quire.metrics.stats import FinishedRequestStats, IterationStats
 from tests.entrypoints.openai.fake_engine import FakeEngine
@@ -71,10 +71,10 @@ def test_of_keys_the_hash_is_kept_and_passed_on_and_nothing_else(
     config = with_keys_of_environment(ServerConfig(api_key=("flag-key",), api_key_file=path))
     assert not os.environ.keys() & {"QUIRE_API_KEY", "QUIRE_ADMIN_API_KEY"}
     ring = keyring(config)
-    hello = msgspec.json.encode(Hello(1, 2, 1, EngineConfig(), config, ring.tenants)).decode()
+    hello = msgspec.json.encode(WorkerHello(1, 2, 1, EngineConfig(), config, ring.tenants)).decode()
     kept = hello + repr(config) + repr(vars(ring))
     assert not [key for key in ("flag-key", "of-the-environment", "r-one", "s-one") if key in kept]
-    passed_on = Keyring(msgspec.json.decode(hello, type=Hello).tenants)
+    passed_on = Keyring(msgspec.json.decode(hello, type=WorkerHello).tenants)
     for key in (b"flag-key", b"of-the-environment", b"r-one", b"r-two", b"s-one"):
         assert passed_on.tenant_of(key) == ring.tenant_of(key) is not None
     assert ring.tenant_of(b"of-nobody") is None, "the flag is meant"
@@ -226,7 +226,7 @@ def test_what_was_not_computed_is_not_paid() -> None:
     fork = FinishedRequestStats("stop", 900, 7, 0, 0, None, 0, 0, 0, 0, tenant="a", is_fork=True)
     meters.record(IterationStats(finished=[in_queue, fork]), None, 0)
     assert left() == "993"
-    meters.record(IterationStats(spent_in_vain={"a": 93, "nobody": 5}), None, 0)
+    meters.record(IterationStats(wasted_prompt_tokens={"a": 93, "nobody": 5}), None, 0)
     assert left() == "900"
 
 

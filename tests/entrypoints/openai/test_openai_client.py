@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from quire.entrypoints.openai.welcome import (
+from quire.entrypoints.openai.lifecycle import (
     CHAT,
     COMPLETION,
     Greeting,

@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 
 from quire.config import ServerConfig
 from quire.entrypoints.openai.app import CONTROLS, build_app, routers
-from quire.entrypoints.openai.openapi.limits import Limits
+from quire.entrypoints.openai.openapi.limits import ServerLimits
 from quire.entrypoints.openai.openapi.operation import operation_of
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.relations import is_relation
@@ -47,7 +47,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def document(engine: FakeEngine | None = None, **options: Any) -> dict[str, Any]:
     app = build_app(engine or FakeEngine(), ServerConfig(**options))  # type: ignore[arg-type]
-    written = app.state.document.under(Limits.of(app.state.server))
+    written = app.state.document.under(ServerLimits.from_server(app.state.server))
     assert isinstance(written, dict)
     return written
 

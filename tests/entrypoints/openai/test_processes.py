@@ -14,17 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import ServerConfig
-from quire.engine.ledger import Column, Ledger
 from quire.entrypoints.openai.api_server import bind
 from quire.entrypoints.openai.app import build_app
-from quire.entrypoints.openai.census import SharedCensus
+from quire.entrypoints.openai.connection_count import SharedConnectionCount
 from quire.entrypoints.openai.keys import Tenant
 from quire.entrypoints.openai.middleware.quota import Meters
-from quire.entrypoints.openai.processes import door as doors
-from quire.entrypoints.openai.processes.channel import Channel, open_channel
-from quire.entrypoints.openai.processes.door import BackDoor, Door
-from quire.entrypoints.openai.processes.house import House
-from quire.entrypoints.openai.processes.messages import Drain, Hello, Message, Up
+from quire.entrypoints.openai.processes import acceptor
+from quire.entrypoints.openai.processes.acceptor import ConnectionAcceptor, ConnectionReceiver
+from quire.entrypoints.openai.processes.channel import (
+    Channel,
+    Drain,
+    Message,
+    WorkerHello,
+    WorkerReady,
+    open_channel,
+)
+from quire.entrypoints.openai.processes.supervisor import ApiServerSupervisor
 from quire.entrypoints.openai.state import ServerState
 from quire.errors import (
     ConflictError,
@@ -35,6 +40,7 @@ from quire.errors import (
     ValidationError,
 )
 from quire.metrics.stats import FinishedRequestStats, IterationStats
+from quire.routing.counters import CounterField, SharedCounters
 from tests.entrypoints.openai.fake_engine import FakeEngine
 
 # Messages
@@ -65,10 +71,10 @@ async def test_each_question_gets_its_answer() -> None:
         large = "x" * 3_000_000
         asked = [one.ask("slow", 1), one.ask("quick", large), other.ask("quick", None)]
         assert await asyncio.gather(*asked) == [["slow", 1], ["quick", large], ["quick", None]]
-        one.tell(Up())
-        one.tell(Drain())
+        one.send(WorkerReady())
+        one.send(Drain())
         await one.ask("quick")
-        assert told == [Up(), Drain()]
+        assert told == [WorkerReady(), Drain()]
 
 
 async def test_a_question_that_cannot_be_answered_costs_only_itself() -> None:
@@ -98,7 +104,7 @@ async def test_a_refusal_arrives_as_it_was_meant(error: QuireError) -> None:
 
     async with channels(refuse) as (one, _, _):
         with pytest.raises(type(error)) as refused:
-            await one.order("?")
+            await one.execute("?")
         assert (str(refused.value), vars(refused.value)) == (str(error), vars(error))
 
 
@@ -112,7 +118,7 @@ async def test_who_is_gone_answers_nothing_and_holds_up_nobody(monkeypatch: pyte
         other.close()
         with pytest.raises(EngineError):
             await asked
-        one.tell(Up())
+        one.send(WorkerReady())
     monkeypatch.setattr("quire.entrypoints.openai.processes.channel.PATIENCE_S", 0.05)
     async with channels(never) as (one, _, _):
         with pytest.raises(EngineError, match="does not answer"):
@@ -122,39 +128,39 @@ async def test_who_is_gone_answers_nothing_and_holds_up_nobody(monkeypatch: pyte
 # Connections
 
 
-class Room:
-    """A process that answers each connection with its page."""
+class ConnectionTarget:
+    """A process that answers each connection with its slot."""
 
-    def __init__(self, page: int, ledger: Ledger) -> None:
-        self.page = page
-        self.door, theirs = socket.socketpair()
-        self.door.setblocking(False)
+    def __init__(self, slot: int, counters: SharedCounters) -> None:
+        self.slot = slot
+        self.connections, theirs = socket.socketpair()
+        self.connections.setblocking(False)
         self.admitted: list[socket.socket] = []
-        self.census = SharedCensus(ledger.page(page), whole=True)
-        self.back_door = BackDoor(theirs, self.admit, self.census)
+        self.connection_count = SharedConnectionCount(counters.slot(slot), whole=True)
+        self.back_door = ConnectionReceiver(theirs, self.admit, self.connection_count)
         self.back_door.open()
         self._theirs = theirs
 
     def admit(self, connection: socket.socket) -> None:
-        connection.sendall(str(self.page).encode())
+        connection.sendall(str(self.slot).encode())
         self.admitted.append(connection)
 
     def close(self) -> None:
         if self._theirs.fileno() >= 0:
             self.back_door.close()
-        for end in (self.door, self._theirs, *self.admitted):
+        for end in (self.connections, self._theirs, *self.admitted):
             end.close()
 
 
 class Street:
-    """A door with rooms behind it."""
+    """Acceptor with targets."""
 
-    def __init__(self, num_rooms: int) -> None:
-        self.ledger = Ledger(num_rooms + 1)
-        self.rooms = [Room(page, self.ledger) for page in range(1, num_rooms + 1)]
+    def __init__(self, num_targets: int) -> None:
+        self.counters = SharedCounters(num_targets + 1)
+        self.targets = [ConnectionTarget(slot, self.counters) for slot in range(1, num_targets + 1)]
         self.own: list[socket.socket] = []
         self.listener = bind("127.0.0.1", 0)
-        self.door = Door(self.listener, self.ledger, self.admit, lambda: self.rooms)
+        self.acceptor = ConnectionAcceptor(self.listener, self.counters, self.admit, lambda: self.targets)
 
     def admit(self, connection: socket.socket) -> None:
         connection.sendall(b"0")
@@ -168,47 +174,47 @@ class Street:
 
 
 @asynccontextmanager
-async def street(num_rooms: int) -> AsyncIterator[Street]:
-    it = Street(num_rooms)
-    it.door.open()
+async def street(num_targets: int) -> AsyncIterator[Street]:
+    it = Street(num_targets)
+    it.acceptor.open()
     try:
         yield it
     finally:
-        it.door.close()
-        for room in it.rooms:
-            room.close()
+        it.acceptor.close()
+        for target in it.targets:
+            target.close()
         for end in (it.listener, *it.own):
             end.close()
 
 
 async def pages_of(it: Street, num: int) -> tuple[list[int], list[asyncio.StreamWriter]]:
     connected = [await it.connect() for _ in range(num)]
-    return [page for page, _ in connected], [writer for _, writer in connected]
+    return [slot for slot, _ in connected], [writer for _, writer in connected]
 
 
-@pytest.mark.parametrize(("num_rooms", "num_connections"), [(0, 3), (1, 6), (3, 14)])
-async def test_connections_are_spread_evenly(num_rooms: int, num_connections: int) -> None:
-    async with street(num_rooms) as it:
-        pages, writers = await pages_of(it, num_connections)
-        counts = [pages.count(page) for page in range(num_rooms + 1)]
+@pytest.mark.parametrize(("num_targets", "num_connections"), [(0, 3), (1, 6), (3, 14)])
+async def test_connections_are_spread_evenly(num_targets: int, num_connections: int) -> None:
+    async with street(num_targets) as it:
+        slots, writers = await pages_of(it, num_connections)
+        counts = [slots.count(slot) for slot in range(num_targets + 1)]
         assert max(counts) - min(counts) <= 1
-        assert it.ledger.total(Column.HANDED) == num_connections
+        assert it.counters.total(CounterField.HANDED) == num_connections
         for writer in writers:
             writer.close()
 
 
 async def test_a_new_connection_goes_to_who_has_the_fewest_and_takes_turns_among_equals() -> None:
     async with street(2) as it:
-        pages, writers = await pages_of(it, 6)
+        slots, writers = await pages_of(it, 6)
         for _ in range(2):
-            it.rooms[0].census.leave()
+            it.targets[0].connection_count.leave()
         more, more_writers = await pages_of(it, 2)
-        assert (sorted(pages), more) == ([0, 0, 1, 1, 2, 2], [1, 1])
+        assert (sorted(slots), more) == ([0, 0, 1, 1, 2, 2], [1, 1])
         turns = set()
         for _ in range(6):
-            page, writer = await it.connect()
-            turns.add(page)
-            it.ledger.add(page, Column.CLOSED, 1)
+            slot, writer = await it.connect()
+            turns.add(slot)
+            it.counters.add(slot, CounterField.CLOSED, 1)
             writer.close()
         assert turns == {0, 1, 2}
         for writer in (*writers, *more_writers):
@@ -217,18 +223,18 @@ async def test_a_new_connection_goes_to_who_has_the_fewest_and_takes_turns_among
 
 async def test_a_room_that_is_gone_or_takes_nothing_is_passed_over() -> None:
     async with street(2) as it:
-        gone, deaf = it.rooms
+        gone, deaf = it.targets
         gone.back_door.close()
         gone._theirs.close()
         deaf.back_door.close()
-        deaf.door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        deaf.connections.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         while True:
             try:
-                deaf.door.send(b"." * 1000)
+                deaf.connections.send(b"." * 1000)
             except BlockingIOError:
                 break
-        pages, writers = await pages_of(it, 5)
-        assert pages == [0] * 5
+        slots, writers = await pages_of(it, 5)
+        assert slots == [0] * 5
         for writer in writers:
             writer.close()
 
@@ -236,10 +242,10 @@ async def test_a_room_that_is_gone_or_takes_nothing_is_passed_over() -> None:
 async def test_without_room_for_a_file_connections_wait_instead_of_failing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doors, "PAUSE_S", 0.05)
+    monkeypatch.setattr(acceptor, "PAUSE_S", 0.05)
 
     class Full:
-        """A listener for which there is no room at first."""
+        """A listener for which there is no target at first."""
 
         def __init__(self, listener: socket.socket) -> None:
             self.listener = listener
@@ -255,7 +261,7 @@ async def test_without_room_for_a_file_connections_wait_instead_of_failing(
             return self.listener.accept()
 
     async with street(1) as it:
-        it.door._listener = full = Full(it.listener)  # type: ignore[assignment]
+        it.acceptor._listener = full = Full(it.listener)  # type: ignore[assignment]
         _, writer = await it.connect()
         assert full.num_failed == 3
         writer.close()
@@ -282,8 +288,8 @@ def test_limits_of_a_tenant_hold_in_total_whichever_process_is_asked(
 ) -> None:
     """Several processes refuse and admit what a single one would."""
     now = 5.0
-    ledger = Ledger(3, len(TENANTS))
-    several = [Meters(TENANTS, lambda: now, ledger.page(index)) for index in range(3)]
+    counters = SharedCounters(3, len(TENANTS))
+    several = [Meters(TENANTS, lambda: now, counters.slot(index)) for index in range(3)]
     single = Meters(TENANTS, lambda: now)
     running: list[tuple[str, int]] = []
     for kind, name, process, amount in events:
@@ -313,13 +319,13 @@ def _enters(meters: Meters, name: str) -> str | None:
 
 
 def test_what_a_dead_process_ran_no_longer_counts() -> None:
-    ledger = Ledger(2, len(TENANTS))
-    alive, dead = (Meters(TENANTS, lambda: 1.0, ledger.page(index)) for index in range(2))
+    counters = SharedCounters(2, len(TENANTS))
+    alive, dead = (Meters(TENANTS, lambda: 1.0, counters.slot(index)) for index in range(2))
     for _ in range(2):
         dead["a"].enter()
     with pytest.raises(RateLimitError, match="2 requests of this key are running"):
         alive["a"].enter()
-    ledger.clear(1)
+    counters.clear(1)
     alive["a"].enter()
 
 
@@ -336,30 +342,32 @@ class Owner:
         self.forgotten.append(front_end)
 
 
-def make_house(owner: Owner, num_pages: int, ledger: Ledger) -> House:
+def make_supervisor(owner: Owner, num_slots: int, counters: SharedCounters) -> ApiServerSupervisor:
     engine = FakeEngine()
     state: ServerState = build_app(engine, ServerConfig()).state.server  # type: ignore[arg-type]
-    return House(state, owner, ledger, Hello(0, num_pages, 0, engine.config, ServerConfig(), {}))
+    return ApiServerSupervisor(
+        state, owner, counters, WorkerHello(0, num_slots, 0, engine.config, ServerConfig(), {})
+    )
 
 
 async def test_processes_that_end_at_once_are_started_again_ever_later_and_the_first_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("quire.entrypoints.openai.processes.launch.PROGRAM", "no.such.module")
-    monkeypatch.setattr("quire.entrypoints.openai.processes.house.BACKOFF_S", (0.0, 0.01, 60.0))
+    monkeypatch.setattr("quire.entrypoints.openai.processes.supervisor.PROGRAM", "no.such.module")
+    monkeypatch.setattr("quire.entrypoints.openai.processes.supervisor.BACKOFF_S", (0.0, 0.01, 60.0))
     owner = Owner()
-    with closing(Ledger.create(3, 0)) as ledger:
-        house = make_house(owner, 3, ledger)
-        house.open()
+    with closing(SharedCounters.create(3, 0)) as counters:
+        supervisor = make_supervisor(owner, 3, counters)
+        supervisor.open()
         async with asyncio.timeout(60):
             while len(owner.forgotten) < 6:
-                assert house.rooms() == []
-                assert await house.ask("load") == [0]
+                assert supervisor.targets() == []
+                assert await supervisor.ask("load") == [0]
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
-        await house.close()
+        await supervisor.close()
     assert sorted(owner.forgotten) == [1, 2, 3, 4, 5, 6], "no number comes twice"
-    delays = [record.args[2] for record in caplog.records if "started again" in record.msg]  # type: ignore[index]
+    delays = [record.args[2] for record in caplog.records if "restarting it" in record.msg]  # type: ignore[index]
     assert sorted(delays) == [0.0, 0.0, 0.01, 0.01, 60.0, 60.0]
 
 
@@ -370,11 +378,11 @@ async def test_a_process_that_cannot_be_started_costs_no_other(
         raise OSError(errno.EAGAIN, "no more processes")
 
     monkeypatch.setattr("subprocess.Popen", refuse)
-    with closing(Ledger.create(2, 0)) as ledger:
-        house = make_house(Owner(), 2, ledger)
-        house.open()
+    with closing(SharedCounters.create(2, 0)) as counters:
+        supervisor = make_supervisor(Owner(), 2, counters)
+        supervisor.open()
         async with asyncio.timeout(60):
             while "no more processes" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert await house.ask("load") == [0]
-        await house.close()
+        assert await supervisor.ask("load") == [0]
+        await supervisor.close()

@@ -102,7 +102,7 @@ async def test_of_a_refused_request_no_limit_was_lowered(client: httpx.AsyncClie
 
 async def test_a_limit_of_the_generation_config_never_refuses_a_request() -> None:
     engine = FakeEngine(override_generation_config={"max_new_tokens": 10**6})
-    engine.input_processor.settle(engine.config)
+    engine.input_processor.update_config(engine.config)
     async with client_for(engine) as client:
         assert (await client.post(CHAT, json={"messages": HI})).status_code == 200
 

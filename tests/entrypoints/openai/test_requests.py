@@ -12,7 +12,7 @@ import pytest
 
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.entrypoints.openai.client_ids import MAX_ENDED, ClientIds
+from quire.entrypoints.openai.keys import MAX_ENDED, ClientIds
 from quire.scheduler.explain import Explanation
 from tests.engine.slow_schedulers import Slow
 from tests.entrypoints.openai.fake_engine import FakeEngine

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.openai.field_policy import SAMPLERS as REFUSED
-from quire.entrypoints.openai.field_policy import settle_fields
 from quire.entrypoints.openai.notes import Notes
+from quire.entrypoints.openai.parsing import SAMPLERS as REFUSED
+from quire.entrypoints.openai.parsing import filter_fields
 from quire.entrypoints.openai.protocol.requests import SAMPLERS, ChatCompletionRequest, CompletionRequest
 from quire.errors import ValidationError
 from quire.sampling_params import SamplingParams
@@ -176,7 +176,7 @@ async def test_what_generates_nothing_ignores_samplers(client: httpx.AsyncClient
 def test_no_sampler_is_dropped_silently(body: Fields) -> None:
     notes = Notes()
     try:
-        kept = settle_fields(body, SAMPLERS, notes)
+        kept = filter_fields(body, SAMPLERS, notes)
     except ValidationError:
         assert REFUSED.keys() & body.keys() - set(SAMPLERS)
         return

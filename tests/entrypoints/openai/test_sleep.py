@@ -54,7 +54,7 @@ async def test_asleep_it_lives_and_takes_nothing(served: httpx.AsyncClient) -> N
         assert (await asleep(served))["is_sleeping"] is True
         response = await served.post("/v1/completions", json=BODY)
         assert (response.status_code, response.headers["retry-after"]) == (503, "2")
-        assert "sleeps" in response.json()["error"]["message"]
+        assert "asleep" in response.json()["error"]["message"]
         for probe, status in {"/readyz": 503, "/health": 503, "/livez": 200}.items():
             assert (await served.get(probe)).status_code == status, probe
         assert (await served.post("/wake_up")).json() == {"is_sleeping": False, "asleep": []}

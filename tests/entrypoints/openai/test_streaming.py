@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.entrypoints.openai import respond, streaming
+from quire.entrypoints.openai import streaming
 from quire.entrypoints.openai.chat_completions import ChatAnswer
+from quire.entrypoints.openai.connection import ResponseBody
 from quire.entrypoints.openai.protocol.responses import ChatChunk, ChatChunkChoice, ChatDelta
-from quire.entrypoints.openai.response_body import ResponseBody
 from quire.entrypoints.openai.streaming import TextFrame, frame
 from tests.entrypoints.openai.fake_engine import TEMPLATE, FakeEngine, FakeTokenizer
 from tests.entrypoints.openai.serving import client_for, live_server
@@ -31,7 +31,7 @@ def test_a_frame_of_a_text_is_that_of_its_chunk(text: str) -> None:
         choice = ChatChunkChoice(index=3, delta=ChatDelta(content=content))
         return ChatChunk(id="a", created=1, model='a "model"', choices=[choice], usage=None)
 
-    assert TextFrame(chunk(TextFrame.MARK)).of(text) == frame(chunk(text))
+    assert TextFrame(chunk(TextFrame.MARK)).with_text(text) == frame(chunk(text))
 
 
 @given(st.lists(st.binary()), st.sampled_from([b"1.0", b"1.1"]))
@@ -160,7 +160,7 @@ async def test_silent_stream_has_head_and_pings_and_same_bytes(
     name: str, hold_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Held before its first token, or in the middle, an answer has its head, signs of life, and then its bytes."""
-    monkeypatch.setattr(respond, "HEAD_AFTER_S", 0.001)
+    monkeypatch.setattr(streaming, "HEAD_AFTER_S", 0.001)
     (path, body), ping = STREAMS[name], PINGS.get(name, b":\n\n")
     engine = FakeEngine()
     options = {"sse_keep_alive_interval": 0.002}
@@ -187,7 +187,7 @@ def without_changes(body: bytes, ping: bytes) -> list[str]:
 
 
 async def test_failure_behind_the_head_ends_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(respond, "HEAD_AFTER_S", 0.001)
+    monkeypatch.setattr(streaming, "HEAD_AFTER_S", 0.001)
     engine = FakeEngine()
     engine.hold_after = 0
     async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
@@ -202,7 +202,7 @@ async def test_failure_behind_the_head_ends_the_stream_with_an_error(monkeypatch
 
 
 async def test_client_that_leaves_a_silent_stream_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(respond, "HEAD_AFTER_S", 0.001)
+    monkeypatch.setattr(streaming, "HEAD_AFTER_S", 0.001)
     engine = FakeEngine()
     engine.hold_after = 0
     async with live_server(engine, sse_keep_alive_interval=0.002) as server:

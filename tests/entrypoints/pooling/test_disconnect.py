@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.config.pooling import PoolingSpec
-from quire.entrypoints.pooling import run
+from quire.pooling.server import run
 from tests.entrypoints.openai.test_disconnect import Client
 from tests.entrypoints.pooling.conftest import Serve
 from tests.fixtures.pooling import CROSS_ENCODER, EMBEDDER

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from quire.config.pooling import HeadLayer, PoolingSpec
-from quire.entrypoints.pooling.protocol import MAX_INPUTS
-from quire.entrypoints.pooling.words import words_of
-from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling.server.protocol import MAX_INPUTS
+from quire.pooling.server.run import words_of
 from tests.entrypoints.pooling.conftest import Serve
 from tests.fixtures.pooling import CLASSIFIER, CLS, CONTEXT, EMBEDDER, REWARDS, SEP
 
@@ -77,7 +77,7 @@ async def test_the_limit_of_inputs_is_told_and_reached(serve: Serve) -> None:
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
         ({"input": "a", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens", "no room for text"),
         ({"input": "a", "normalize": True}, "normalize", "is called use_activation"),
-        ({"input": [1] * 50, "average_windows": True}, "average_windows", "is for texts"),
+        ({"input": [1] * 50, "average_windows": True}, "average_windows", "needs texts"),
         ({"input": "a", "model": "gpt"}, "model", "does not exist"),
     ],
 )
@@ -151,7 +151,8 @@ async def test_a_wrong_endpoint_says_which_ones_there_are(serve: Serve) -> None:
             reply = await client.post(path, json={})
             assert reply.status_code == 400
             assert (
-                f"{path} is not for this model, which is served for embed, token_embed; it has" in reply.text
+                f"{path} is not supported by this model, which is served for embed, token_embed; use"
+                in reply.text
             )
             assert "/v1/embeddings, /pooling, /v1/score" in reply.text
         paths = (await client.get("/openapi.json")).json()["paths"]
@@ -159,7 +160,7 @@ async def test_a_wrong_endpoint_says_which_ones_there_are(serve: Serve) -> None:
         assert not {"/v1/completions", "/classify"} & paths.keys()
     async with serve(CLASSIFIER) as client:
         reply = await client.post("/v1/embeddings", json={"input": "a"})
-        assert "it has /pooling, /classify" in reply.text
+        assert "use /pooling, /classify" in reply.text
         assert (await client.post("/rerank", json={})).status_code == 400
 
 
@@ -198,8 +199,8 @@ def test_words_of_a_text_have_weights_and_tokens_around_it_none() -> None:
 async def test_words_have_weights_where_the_model_weighs_them(serve: Serve) -> None:
     async with serve(WORDS) as client:
         for body, message in (
-            ({"task": "embed"}, "is of the task token_classify, and the task is embed"),
-            ({"encoding_format": "base64"}, "are JSON objects"),
+            ({"task": "embed"}, "needs the task token_classify, but the task is embed"),
+            ({"encoding_format": "base64"}, "cannot be encoded as base64"),
         ):
             reply = await client.post("/pooling", json={"input": "a", "lexical_weights": True, **body})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "lexical_weights")
@@ -213,7 +214,7 @@ async def test_words_have_weights_where_the_model_weighs_them(serve: Serve) -> N
     async with serve(EMBEDDER) as client:
         reply = await client.post("/pooling", json={"input": "a", "lexical_weights": True})
         assert reply.status_code == 400
-        assert "for models that weigh words" in reply.json()["error"]["message"]
+        assert "needs a model with lexical weights" in reply.json()["error"]["message"]
 
 
 async def test_windows_are_averaged_by_every_route_that_embeds(serve: Serve) -> None:

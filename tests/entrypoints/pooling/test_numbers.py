@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config.pooling import PoolingSpec
-from quire.entrypoints.pooling import numbers
-from quire.entrypoints.pooling.numbers import INLINE_NUMBERS, beside_numbers, encoded
-from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling.server import protocol
+from quire.pooling.server.protocol import INLINE_NUMBERS, beside_numbers, encoded
 from quire.pooling_params import PoolingParams
 from tests.entrypoints.pooling.conftest import Serve
 from tests.fixtures.pooling import EMBEDDER, REWARDS, TOKEN_EMBEDDER
@@ -27,7 +27,7 @@ from tests.fixtures.pooling import EMBEDDER, REWARDS, TOKEN_EMBEDDER
 def test_pieces_make_the_same_json(shape: tuple[int, ...], most: int) -> None:
     data = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / np.float32(7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numbers, "INLINE_NUMBERS", most)
+        patch.setattr(protocol, "INLINE_NUMBERS", most)
         assert json.loads(bytes(encoded(data, "float"))) == data.tolist()
 
 

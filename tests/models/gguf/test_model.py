@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.config.ggml_types import READ
+from quire.config.encoding import READ
 from quire.engine.startup import prepare
 from quire.errors import ConfigError, ModelLoadError, StartupError, UnsupportedModelError
 from quire.layers.gated_delta_net import GatedDeltaNet
@@ -136,7 +136,7 @@ def bare(path: Path, architecture: str = "llama", **keys: Any) -> Path:
         ({"embedding_length": None}, ModelLoadError, "'embedding_length' is missing"),
         ({"embedding_length": "x"}, ModelLoadError, "embedding_length must be an integer"),
         ({"block_count": 10**6}, ModelLoadError, "num_hidden_layers must be an integer in"),
-        ({"attention.clamp_kqv": 3.0}, UnsupportedModelError, "attention.clamp_kqv: quire does not know"),
+        ({"attention.clamp_kqv": 3.0}, UnsupportedModelError, "attention.clamp_kqv: quire does not support"),
         ({"attention.value_length": 8}, UnsupportedModelError, "attention.value_length = 8 is not supported"),
         ({"rope.scaling.type": "ntk"}, UnsupportedModelError, 'rope.scaling.type = "ntk" is not supported'),
         (
@@ -152,7 +152,7 @@ def bare(path: Path, architecture: str = "llama", **keys: Any) -> Path:
         (
             {"architecture": "deepseek2"},
             UnsupportedModelError,
-            r"attention.key_length_mla = null is not supported; .*by a matrix each \(attn_k_b\)",
+            r"attention.key_length_mla = null is not supported; .*separate key and value projections \(attn_k_b\)",
         ),
         (
             {
@@ -285,7 +285,7 @@ def test_value_heads_in_turn_are_those_of_one_rank(tmp_path: Path) -> None:
         r"--tensor-parallel-size is 2, but model\.layers\.0\.linear_attn has its value heads in the order"
     )
     with pytest.raises(ConfigError, match=message):
-        layer.take_share(Shard(0, 2))
+        layer.apply_shard(Shard(0, 2))
 
 
 @pytest.mark.item(26)

@@ -13,11 +13,9 @@ import tokenizers
 from gguf import GGUFWriter, TokenType
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from quire.engine.text_bound import max_chars_per_token
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.tokenizer import Tokenizer, max_chars_per_token
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.models.gguf.pre_tokenizers import PRE_TOKENIZERS
-from quire.models.gguf.tokenizer import SPACE
+from quire.models.gguf.tokenizer import PRE_TOKENIZERS, SPACE
 from tests.fixtures.gguf_models import DEMO, add_tokenizer, finish
 from tests.fixtures.vocabularies import (
     SPECIAL,

@@ -35,20 +35,22 @@ def test_ours_in_8_bits_are_finer_than_a_scale_per_token(outliers: int) -> None:
     x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0))
     x[:, :outliers] *= 30
     theirs = by_definition(x, -128, 127, torch.int8)
-    ours = reference.seen_by(weight("int8", "panels"), x)
+    ours = reference.quantized_input(weight("int8", "panels"), x)
     assert (ours - x).norm() < (0.3 if outliers else 1.0) * (theirs - x).norm()
 
 
 def test_e4m3_on_a_gpu_is_that_of_a_scale_per_token() -> None:
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     theirs = by_definition(x, -448, 448, torch.float8_e4m3fn)
-    torch.testing.assert_close(reference.seen_by(weight("fp8", "rows"), x), theirs, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(
+        reference.quantized_input(weight("fp8", "rows"), x), theirs, rtol=1e-6, atol=0.0
+    )
 
 
 @pytest.mark.parametrize(("layout", "fast"), [("rows", False), ("panels", True)])
 def test_e4m3_meets_floats_if_weights_alone_are_rounded_or_on_a_cpu(layout: Layout, fast: bool) -> None:
     x = torch.randn(8, 64)
-    assert torch.equal(reference.seen_by(weight("fp8", layout, fast=fast), x), x)
+    assert torch.equal(reference.quantized_input(weight("fp8", layout, fast=fast), x), x)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.layers.attention import Attention
-from quire.layers.cache_scales import CacheScales, for_all_heads
+from quire.layers.attention import Attention, CacheScales, for_all_heads
 from quire.layers.shard import Shard
 from quire.models.base import CausalLM
 from quire.models.weight_files import SINGLE_NAME

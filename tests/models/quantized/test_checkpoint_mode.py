@@ -243,7 +243,7 @@ def test_ranks_share_what_has_scales_of_its_own(name: str, llama: Path, tmp_path
     )
     same(quantized, floats, tolerance=1e-6)
     rounds = [
-        layer.rounded_inputs is not None
+        layer.input_quantization is not None
         for _, layer in quantized.checkpoint_layers()
         if isinstance(layer, MatrixLayer) and "layers." in layer.name
     ]
@@ -305,9 +305,7 @@ def test_what_cannot_be_followed_is_refused(
     said: dict[str, Any], message: str, llama: Path, tmp_path: Path
 ) -> None:
     path, _ = write(llama, tmp_path, activations("int-quantized", INT8, **said), int8(1), but_head)
-    with pytest.raises(
-        ConfigError, match=f"mode checkpoint cannot round what .*q_proj is multiplied by {message}"
-    ):
+    with pytest.raises(ConfigError, match=f"mode checkpoint cannot quantize the input of .*q_proj {message}"):
         load_tiny(path, **CHECKPOINT)
     load_tiny(path, quantization_config={"mode": "precise"})
 
@@ -354,14 +352,16 @@ def test_experts_that_are_elsewhere_or_adapted_are_refused(
 ) -> None:
     config, writer, _ = CASES["int8-token"]
     path, _ = write(tiny_model("qwen2moe"), tmp_path, dict(config), writer, lambda name: "experts." in name)
-    with pytest.raises(ConfigError, match=r"experts\.0.* is multiplied by in "):
+    with pytest.raises(ConfigError, match=r"experts\.0.*gate_proj in "):
         load_tiny(path, **CHECKPOINT, **options)
 
 
 def test_ranks_that_have_parts_of_what_shares_a_scale_are_refused(llama: Path, tmp_path: Path) -> None:
     config, writer, _ = CASES["int8-token"]
     path, _ = write(llama, tmp_path, dict(config), writer, but_head)
-    with pytest.raises(ConfigError, match="o_proj: a scale stands for all inputs of a token, of which ranks"):
+    with pytest.raises(
+        ConfigError, match="o_proj: a scale covers all inputs of a token, which are split over ranks"
+    ):
         load_model(prepared_config(path, **CHECKPOINT), Shard(0, 2))
 
 
@@ -370,7 +370,7 @@ def test_ranks_that_have_parts_of_what_shares_a_scale_are_refused(llama: Path, t
 def test_tapes_hold_it(name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, writer, _ = CASES[name]
     path, _ = write(llama, tmp_path, dict(config), writer, but_head)
-    recorded: list[taped_forward.Tape] = []
+    recorded: list[taped_forward.RecordedGraph] = []
     record = taped_forward.record
     monkeypatch.setattr(taped_forward, "record", lambda *args: recorded.append(record(*args)) or recorded[-1])
     params = [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, logprobs=2) for n in (5, 9)]

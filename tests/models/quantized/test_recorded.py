@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.config.encoding import Encoding
 from quire.kernels import ops
-from quire.kernels.rounding import RowRounding
+from quire.kernels.linear import RowQuantization
 from quire.layers.linear import Linear
 from quire.layers.quantization import FLOATS
 from quire.layers.quantized.method import Encoded, EncodedModule
@@ -74,7 +74,7 @@ def test_activations_are_rounded_as_by_the_package(path: Path) -> None:
     said = encoding.activations
     assert said is not None
     assert not said.unlike
-    how = RowRounding(said.codes, group=said.group, symmetric=said.symmetric, bound=said.bound)
+    how = RowQuantization(said.codes, group=said.group, symmetric=said.symmetric, bound=said.bound)
     found, want = ops.round_rows(tensors["x"], how), tensors["rounded"]
     differs = ~torch.isclose(found, want, rtol=1e-6, atol=1e-6)
     # torchao multiplies by the inverse of a scale: what lies between two codes may be the other one.

@@ -10,7 +10,7 @@ import numpy as np
 from quire.errors import ValidationError
 from quire.inputs import PromptType
 from quire.io_processors import IOProcessor
-from quire.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.pooling_params import PoolingParams
 
 

@@ -1,6 +1,6 @@
-"""Calls as constraints: the pieces of a structural tag (`quire.structured_output.structural_tag`) that a syntax needs.
+"""Constraints on calls: the structural-tag pieces (`quire.structured_output.structural_tag`) that syntaxes use.
 
-Invariant: what a client named, a function or an argument, is matched letter by letter and never read as a marker.
+Invariant: a client's text, such as a function or argument name, is matched literally and never read as a marker.
 """
 
 from __future__ import annotations
@@ -9,22 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-Form = dict[str, Any]
-"""A piece of a structural tag."""
+Form = dict[str, Any]  # A piece of a structural tag.
 Schema = Mapping[str, Any]
 ANY_OBJECT: Schema = {"type": "object"}
 NOTHING: Form = {"type": "const_string", "value": ""}
 ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id",
      "$defs", "definitions", "strict", "nullable"}
-)  # fmt: skip
-"""Keywords that say nothing about a value, or nothing alone."""
+)  # fmt: skip  # Keywords that do not restrict a value by themselves.
 OF_ARGUMENTS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
 MAX_REFERENCES = 16
 
 
-class UnsayableError(Exception):
-    """A schema cannot be enforced in a syntax; the message says what of it, and `path` where."""
+class UnenforceableError(Exception):
+    """Raised for a schema that a syntax cannot enforce; the message names the keyword, `path` its location."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -33,16 +31,16 @@ class UnsayableError(Exception):
 
 @contextmanager
 def within(*path: str) -> Iterator[None]:
-    """Around what reads the part of a schema that stands at this place of the whole."""
+    """Prefix the path of errors raised while a subschema at this location is read."""
     try:
         yield
-    except UnsayableError as error:
+    except UnenforceableError as error:
         error.path = (*path, *error.path)
         raise
 
 
 class Argument(NamedTuple):
-    """One of a function's."""
+    """One argument of a function."""
 
     name: str
     schema: Schema
@@ -50,12 +48,12 @@ class Argument(NamedTuple):
 
 
 def fixed(text: str) -> Form:
-    """Text of the format; names of special tokens in it are these tokens."""
+    """Match fixed text of the format; names of special tokens in it match these tokens."""
     return {"type": "const_string", "value": text}
 
 
 def verbatim(text: str) -> Form:
-    """Text of a client."""
+    """Match a client's text literally."""
     if not text:
         return NOTHING
     return matching(
@@ -72,7 +70,7 @@ def json_of(schema: Schema) -> Form:
 
 
 def placed(form: Form, *path: str) -> Form:
-    """The form of a part of a schema, which stands at this place of the whole: what is refused later has it, too."""
+    """Set the location of a subschema's form within the whole schema, for later errors."""
     if form["type"] == "json_schema":
         return {**form, "origin": [*path, *form["origin"]]}
     inner: Form = {}
@@ -92,7 +90,7 @@ def either(forms: Sequence[Form]) -> Form:
 
 
 def fields(forms: Sequence[Form], required: Sequence[bool], separator: str = "") -> Form:
-    """These in order, without some that are not required."""
+    """Match the forms in order; optional ones may be missing."""
     return {"type": "fields", "elements": list(forms), "required": list(required), "separator": separator}
 
 
@@ -101,29 +99,29 @@ def listed(element: Form, separator: str, least: int = 0, most: int | None = Non
 
 
 def until(end: str, pattern: str | None = None) -> Form:
-    """Text, up to and with the first `end`; `pattern` is what the text before it matches."""
+    """Match text up to and including the first `end`; `pattern` restricts the text before it."""
     return {"type": "until", "end": end, **({} if pattern is None else {"pattern": pattern})}
 
 
 def arguments_of(schema: Schema, *, strict: bool) -> list[Argument]:
-    """A function's arguments, where a syntax writes them one by one: those that the schema names.
+    """Return the arguments that the schema names, for syntaxes that write them one by one.
 
     Raises:
-        UnsayableError: the schema says of them what cannot be said of each alone.
+        UnenforceableError: the schema relates arguments to each other.
     """
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
-        raise UnsayableError("properties must be an object, and required a list")
+        raise UnenforceableError("properties must be an object, and required a list")
     if not strict:
         return [Argument(name, {}, False) for name in properties]
     others = sorted(keyword for keyword in schema if keyword not in OF_ARGUMENTS)
     if others:
-        raise UnsayableError(f"the keyword {others[0]} beside the arguments")
+        raise UnenforceableError(f"the keyword {others[0]} beside the arguments")
     if isinstance(schema.get("additionalProperties"), Mapping):
-        raise UnsayableError("arguments without names (additionalProperties)")
+        raise UnenforceableError("arguments without names (additionalProperties)")
     unnamed = [name for name in required if name not in properties]
     if unnamed:
-        raise UnsayableError(f"the argument {unnamed[0]!r:.80}, which is required and not described")
+        raise UnenforceableError(f"the argument {unnamed[0]!r:.80}, which is required and not described")
     return [_argument(name, one, schema, name in required) for name, one in properties.items()]
 
 
@@ -133,10 +131,10 @@ def _argument(name: str, described: Any, root: Schema, is_required: bool) -> Arg
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """A schema without a reference at its top, nor at the top of its alternatives.
+    """Return a schema with references resolved at its top and at the top of its alternatives.
 
     Raises:
-        UnsayableError: a reference leads elsewhere than to the definitions of the root, or round in a circle.
+        UnenforceableError: a reference is circular, or does not lead to the root's definitions.
     """
     return _resolved(schema, root, MAX_REFERENCES)
 
@@ -144,12 +142,12 @@ def resolved(schema: Any, root: Schema) -> Schema:
 def _resolved(schema: Any, root: Schema, left: int) -> Schema:
     if isinstance(schema, bool):
         if not schema:
-            raise UnsayableError("a schema that no value fits")
+            raise UnenforceableError("a schema that no value fits")
         return {}
     if not isinstance(schema, Mapping):
-        raise UnsayableError("a schema that is no object")
+        raise UnenforceableError("a schema that is no object")
     if not left:
-        raise UnsayableError("references that lead too far")
+        raise UnenforceableError("references that lead too far")
     if "$ref" in schema:
         target = _definition(schema["$ref"], root)
         return _resolved(
@@ -167,10 +165,10 @@ def _definition(reference: Any, root: Schema) -> Schema:
     definitions = root.get(place.removeprefix("#/")) if place in ("#/$defs", "#/definitions") else None
     target = definitions.get(name) if isinstance(definitions, Mapping) else None
     if not isinstance(target, Mapping):
-        raise UnsayableError(f"the reference {reference!r:.80}")
+        raise UnenforceableError(f"the reference {reference!r:.80}")
     return target
 
 
 def with_definitions(schema: Schema, root: Schema) -> Schema:
-    """A part of a schema, with what its references lead to."""
+    """Return a subschema with the root's definitions."""
     return {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}

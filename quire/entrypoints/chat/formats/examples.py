@@ -1,7 +1,7 @@
-"""Examples of a model's answers: what its chat template makes of a history with a call and reasoning.
+"""Example answers of a model, rendered by its chat template from a history with a call and reasoning.
 
-Invariant: a template is foreign code, so one that fails has no examples, and an example proves a format and disproves
-none that cannot be rendered.
+Invariant: a template is untrusted code; one that fails has no examples. An example can confirm a format, never exclude
+one that cannot be rendered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
+from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
 from quire.inputs import Conversation
 
 NAME, ARGUMENTS, THOUGHT, SAID = "probe_weather", {"city": "Paris", "days": 3}, "PROBE THOUGHT", "PROBE SAID"
@@ -30,8 +30,8 @@ TOOL = {
 }
 QUESTION = {"role": "user", "content": "PROBE QUESTION"}
 CALL = {"id": "probe0001", "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
+# Names under which templates read a message's reasoning.
 THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT)
-"""The names by which templates know the reasoning of a message."""
 ANSWERS: tuple[dict[str, Any], ...] = (
     {"role": "assistant", "content": "", "tool_calls": [CALL], **THOUGHTS},
     {"role": "assistant", "content": SAID, **THOUGHTS},
@@ -40,20 +40,19 @@ ANSWERS: tuple[dict[str, Any], ...] = (
 THINKING: tuple[dict[str, Any], ...] = (
     {"enable_thinking": True, "thinking": True, "thinking_mode": "enabled"},
     {},
-)
-"""Options by which templates are told to think."""
+)  # Options by which templates enable thinking.
 
 
 class Renderer(Protocol):
-    """What is needed of a chat template."""
+    """Chat template that can render examples."""
 
     def try_render(self, messages: Conversation, /, **options: Any) -> str | None:
-        """Return the prompt without the options that the template does not read; None if it cannot be rendered."""
+        """Return the prompt, ignoring options that the template does not read; None if it cannot be rendered."""
         ...
 
 
 class Example(NamedTuple):
-    """An answer of the model as a template writes it; `prompt` is what stands before it."""
+    """Answer of the model as a template writes it, and the prompt before it."""
 
     prompt: str
     text: str
@@ -67,19 +66,19 @@ class Example(NamedTuple):
         return THOUGHT in self.text
 
     def calls_are_read(self, events: list[Event]) -> bool:
-        """Whether these events are the call that the answer holds, and no text that looks like one."""
+        """Return whether these events are exactly the answer's call, without text that looks like one."""
         calls = [event for event in events if isinstance(event, ToolCall)]
         content = "".join(event for event in events if isinstance(event, str))
         said = [(call.name, json.loads(call.arguments)) for call in calls]
         return said == [(NAME, ARGUMENTS)] and NAME not in content
 
     def thought_is_read(self, events: list[Event]) -> bool:
-        """Whether these events have the reasoning that the answer holds."""
+        """Return whether these events have the answer's reasoning."""
         return "".join(event.text for event in events if isinstance(event, Reasoning)) == THOUGHT
 
 
 def examples_of(template: Renderer) -> Iterator[Example]:
-    """Render the answers of `ANSWERS` with and without thinking, as far as the template can."""
+    """Yield the answers of `ANSWERS` with and without thinking, as far as the template renders them."""
     for options in THINKING:
         for answer in ANSWERS:
             found = shown(template, answer, tools=[TOOL], **options)
@@ -88,9 +87,9 @@ def examples_of(template: Renderer) -> Iterator[Example]:
 
 
 def shown(template: Renderer, answer: dict[str, Any], **options: Any) -> Example | None:
-    """Return an answer as the template writes it behind a question; None if it cannot.
+    """Return an answer as the template writes it after a question; None if it cannot.
 
-    Some templates show a call only if its message has no content at all, or its arguments are text.
+    Some templates show a call only if its message has no content, or its arguments are text.
     """
     prompt = template.try_render([QUESTION], add_generation_prompt=True, **options)
     calls = answer.get("tool_calls") or []
@@ -106,7 +105,7 @@ def shown(template: Renderer, answer: dict[str, Any], **options: Any) -> Example
 
 
 def _with_texts(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with arguments as JSON texts, and without a content that is empty."""
+    """Return the message with arguments as JSON text and without empty content."""
     functions = [call["function"] for call in answer["tool_calls"]]
     texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
     calls = [{**call, "function": text} for call, text in zip(answer["tool_calls"], texts, strict=True)]
@@ -114,10 +113,10 @@ def _with_texts(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def example(prompt: str, rendered: str) -> Example:
-    """Return the answer at the end of a rendered history, which was to follow this prompt.
+    """Return the answer at the end of a rendered history, given its generation prompt.
 
-    Where the prompt is not what the history begins with, as one that ends in reasoning that is switched off, the answer
-    begins where they part, but not within a marker.
+    If the history does not begin with the prompt (for instance because the prompt disables reasoning), the answer
+    begins where they differ, but not within a marker.
     """
     if rendered.startswith(prompt):
         return Example(prompt, rendered[len(prompt) :])

@@ -1,4 +1,4 @@
-"""A format of tool calls, a format of reasoning: data, from which text is read and written."""
+"""Data of a tool-call format and of a reasoning format, used for parsing, writing and constraints."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from quire.entrypoints.chat.formats.syntax import Syntax
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Where calls may stand in an answer, and how each is written.
+    """Format of tool calls: where they may stand in an answer, and how each is written.
 
     Args:
-        calls: the ways in which a call may be written; the first is how the model was taught.
-        opens: markers, each of which begins a section of calls.
-        closes: what ends a section; without it the first thing that is no call does.
-        skips: what may stand between the calls of a section, beside white space.
-        bare: characters with which a section may begin at the beginning of the answer, without a marker.
-        needs_required: calls begin as text does, so they can be enforced only where no text may come.
-        only_known: a call is one only if the request has a tool of its name: for formats that look like other text.
+        calls: syntaxes of a call; the first is the one the model was trained on.
+        opens: markers that begin a section of calls.
+        closes: markers that end a section; without any, the first text that is not a call ends it.
+        skips: separators between the calls of a section, besides white space.
+        bare: characters with which a section may begin at the start of the answer, without a marker.
+        needs_required: calls begin like text, so they can only be enforced where no text is allowed.
+        only_known: a call must name a tool of the request, for formats that resemble other text.
         opening, separator, closing: what a model writes around its calls, and between two of them.
         each: every call has a section of its own.
-        evidence: each of these, if all of it is in a chat template, says that its model writes this format.
+        evidence: alternatives; a chat template that contains all texts of one uses this format.
         aliases: other names.
     """
 
@@ -44,11 +44,11 @@ class ToolFormat:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """How a call may begin, so that it is one though the model forgot the section's marker."""
+        """Beginnings of calls that are recognized even without the section's marker."""
         return tuple(call.before for call in self.calls if call.before and not call.needs_marker)
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """The text of some calls, names with arguments, as a model of this format writes it."""
+        """Return the text of calls (names with arguments) as a model of this format writes it."""
         written = [
             self.calls[0].write(name, arguments, index) for index, (name, arguments) in enumerate(calls)
         ]
@@ -57,7 +57,7 @@ class ToolFormat:
         return f"{self.opening}{self.separator.join(written)}{self.closing}"
 
     def shows(self, special_token: str) -> bool:
-        """Whether this special token of a model must be in the text that is read."""
+        """Return whether this special token must be kept in the text to parse it."""
         syntax = (str(value) for call in self.calls for value in vars(call).values())
         literals = (
             *self.opens,
@@ -73,16 +73,16 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """What stands around a model's reasoning.
+    """Format of a model's reasoning.
 
     Args:
-        opens: each of these markers begins it; a prompt that ends in one has begun it.
-        closes: each of these ends it.
-        starts_open: an answer begins with reasoning though nothing says so.
-        silent: markers around other parts of the answer, which are no part of its text.
-        heads: stands before a call, with `{name}` for its tool, and is no part of the text either.
-        ends_at_calls: a tool call ends it, too.
-        evidence, aliases: as those of a tool format.
+        opens: markers that begin reasoning; a prompt may end in one.
+        closes: markers that end it.
+        starts_open: answers begin with reasoning without a marker.
+        silent: markers around other parts of the answer, removed from its text.
+        heads: text before a call, with `{name}` for its tool, also removed.
+        ends_at_calls: a tool call ends reasoning, too.
+        evidence, aliases: as in `ToolFormat`.
     """
 
     name: str
@@ -102,11 +102,11 @@ class ReasoningFormat:
         return replace(self, silent=(*self.silent, *(self.heads.format(name=name) for name in names)))
 
     def is_open_after(self, prompt: str, continued: str = "", *, may_think: bool = True) -> bool:
-        """Whether an answer to this prompt begins inside of the reasoning.
+        """Return whether an answer to this prompt begins inside of the reasoning.
 
         Args:
-            continued: the message that the answer goes on with, if there is one.
-            may_think: thinking is not turned off, so it may begin though the prompt does not say so.
+            continued: the message that the answer continues, if any.
+            may_think: thinking is not disabled, so reasoning may begin without a marker in the prompt.
         """
         end = prompt.rstrip()
         if continued:
@@ -117,5 +117,5 @@ class ReasoningFormat:
         return self.starts_open and may_think and not any(end.endswith(marker) for marker in self.closes)
 
     def shows(self, special_token: str) -> bool:
-        """Whether this special token of a model must be in the text that is read."""
+        """Return whether this special token must be kept in the text to parse it."""
         return any(special_token in literal for literal in (*self.opens, *self.closes, *self.silent))

@@ -1,4 +1,4 @@
-"""`ModelFormat`: the formats of one model, and what its tokenizer makes of their markers."""
+"""`ModelFormat`: a model's answer formats, with the token ids of their markers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.entrypoints.chat.answer_grammar import AnswerGrammar
 from quire.entrypoints.chat.formats.answer import AnswerReader
-from quire.entrypoints.chat.formats.choice import AnswerFormat
-from quire.entrypoints.chat.formats.events import Reasoning, Tools
-from quire.entrypoints.chat.formats.thought_counter import ThoughtCounter, TokenIds
+from quire.entrypoints.chat.formats.reasoning import ReasoningCounter, TokenIds
+from quire.entrypoints.chat.formats.scanning import Reasoning, Tools
+from quire.entrypoints.chat.formats.selection import AnswerFormat
+from quire.entrypoints.chat.tool_grammar import AnswerGrammar
 from quire.inputs import Conversation
-from quire.outputs import Answer, ToolCall
+from quire.outputs import ChatAnswer, ToolCall
 from quire.sampling_params import SamplingParams, ThinkingMarkers
 from quire.structured_output.params import StructuredOutputsParams
 from quire.structured_output.structural_tag import as_format, as_tag
 
+END_CHARS = 256  # Length of a prompt's end that determines the state in which its answer begins.
+
 
 class MarkerTokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """Tokenizer that encodes markers."""
 
     @property
     def special_tokens(self) -> Iterable[str]: ...
@@ -29,15 +31,11 @@ class MarkerTokenizer(Protocol):
     ) -> list[int]: ...
 
 
-END_CHARS = 256
-"""Of a prompt that say where its answer begins."""
-
-
 @dataclass(frozen=True)
 class PromptEnd:
-    """Where an answer begins: the end of its prompt, and of the message that it goes on with, if there is one.
+    """State in which an answer begins: the prompt's end, and the message that the answer continues, if any.
 
-    `may_think` is false if thinking was turned off, so that only the prompt itself can begin reasoning.
+    `may_think` is False if thinking is disabled, so that only the prompt itself can open reasoning.
     """
 
     text: str = ""
@@ -46,68 +44,68 @@ class PromptEnd:
 
     @staticmethod
     def of(prompt: str, messages: Conversation, *, continues: bool, may_think: bool) -> PromptEnd:
-        """The end of a rendered conversation; `continues` if the answer goes on with the last message."""
+        """Return the state after a rendered conversation; `continues`: the answer continues the last message."""
         content = messages[-1].get("content") if continues else None
         return PromptEnd(prompt[-END_CHARS:], content if isinstance(content, str) else "", may_think)
 
 
 class ModelFormat:
-    """How one model's answers are read."""
+    """Reading and constraining of one model's answers."""
 
     def __init__(self, formats: AnswerFormat, tokenizer: MarkerTokenizer) -> None:
         self.formats = formats
         shown = formats.shown_tokens(tokenizer.special_tokens)
+        # Special tokens that must be kept in the text to parse it.
         self.shown_ids = tuple(token_id for token in sorted(shown) for token_id in _ids(tokenizer, token))
-        """Special tokens that must be in the text for it to be read."""
         reasoning = formats.reasoning
         self._opens = [_ids(tokenizer, marker) for marker in (reasoning.opens if reasoning else ())]
         self._closes = [_ids(tokenizer, marker) for marker in (reasoning.closes if reasoning else ())]
         self._calls = [_ids(tokenizer, marker) for marker in self._calls_that_end_reasoning()]
 
     def reader(self, begin: PromptEnd, tools: Tools | None) -> AnswerReader:
-        """Reads one answer; `tools` are those of a request that may be answered with calls."""
+        """Return the reader of one answer; `tools` are the request's, if calls are allowed."""
         return self.formats.reader(begin.text, tools, continued=begin.continued, may_think=begin.may_think)
 
     def grammar(self, begin: PromptEnd) -> AnswerGrammar:
-        """Makes the constraints of one answer."""
+        """Return the grammar of one answer."""
         return self.formats.grammar(begin.text, continued=begin.continued, may_think=begin.may_think)
 
-    def read(self, text: str, begin: PromptEnd, tools: Tools | None, *, was_cut: bool = False) -> Answer:
-        """Read a whole answer; `was_cut` as for `AnswerReader.finish`."""
+    def read(self, text: str, begin: PromptEnd, tools: Tools | None, *, was_cut: bool = False) -> ChatAnswer:
+        """Parse a whole answer; `was_cut` as for `AnswerReader.finish`."""
         reader = self.reader(begin, tools)
         found = reader.feed(text) + reader.finish(was_cut=was_cut)
-        return Answer(
+        return ChatAnswer(
             "".join(event for event in found if isinstance(event, str)),
             "".join(event.text for event in found if isinstance(event, Reasoning)),
             tuple(event for event in found if isinstance(event, ToolCall)),
         )
 
-    def counter(self, begin: PromptEnd, tools: Tools | None) -> ThoughtCounter | None:
-        """Counts the reasoning of one answer, beside its reader; None if the model does not reason."""
+    def counter(self, begin: PromptEnd, tools: Tools | None) -> ReasoningCounter | None:
+        """Return the counter of one answer's reasoning tokens; None if the model does not reason."""
         reasoning = self.formats.reasoning
         if reasoning is None:
             return None
         is_open = reasoning.is_open_after(begin.text, begin.continued, may_think=begin.may_think)
         calls = self._calls if tools is not None else ()
-        return ThoughtCounter(self._opens, self._closes, calls, is_open=is_open)
+        return ReasoningCounter(self._opens, self._closes, calls, is_open=is_open)
 
-    def settled(self, params: SamplingParams, begin: PromptEnd) -> SamplingParams:
-        """Sampling parameters of an answer that begins there, so that it can be read and its reasoning ended."""
-        params = params.settled(
+    def with_format_options(self, params: SamplingParams, begin: PromptEnd) -> SamplingParams:
+        """Return sampling parameters with what parsing the answer and limiting its reasoning need."""
+        params = params.replace_unchecked(
             shown_special_token_ids=self.shown_ids,
             structured_outputs=self.text_constraint(params.structured_outputs, begin),
         )
         if params.thinking_token_budget is None or params.thinking_markers is not None:
             return params
-        return params.settled(thinking_markers=self.thinking_markers(begin))
+        return params.replace_unchecked(thinking_markers=self.thinking_markers(begin))
 
     def text_constraint(
         self, wanted: StructuredOutputsParams | None, begin: PromptEnd
     ) -> StructuredOutputsParams | None:
-        """The constraint on an answer whose text is wanted to be this; where that is all of it, as the client has it.
+        """Return the constraint on an answer with constrained text, unchanged if the answer is that text alone.
 
         Raises:
-            ValidationError: it has no valid form, or cannot be enforced from there on.
+            ValidationError: it is malformed, or cannot be enforced from this state.
         """
         if wanted is None:
             return None
@@ -116,7 +114,9 @@ class ModelFormat:
         return wanted if answer is text else as_tag(answer, wanted)
 
     def thinking_markers(self, begin: PromptEnd) -> ThinkingMarkers | None:
-        """What opens and closes the reasoning of an answer that begins there; None if the model does not reason."""
+        """Return the markers of the reasoning of an answer that begins in this state; None if the model does not
+        reason.
+        """
         reasoning = self.formats.reasoning
         if reasoning is None or not self._opens or not self._closes:
             return None

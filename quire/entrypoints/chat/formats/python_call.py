@@ -1,4 +1,4 @@
-"""Calls as Python writes them. Python's own parser reads them, and only literals are taken from what it gives."""
+"""Python-style calls, parsed by Python's own parser; only literals are accepted as values."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from quire.entrypoints.chat.formats.constraint import (
     row,
     verbatim,
 )
-from quire.entrypoints.chat.formats.ends import MAX_HEAD_CHARS, End, python_end
-from quire.entrypoints.chat.formats.events import ToolCall, Tools
-from quire.entrypoints.chat.formats.literals import PythonLiterals
+from quire.entrypoints.chat.formats.elements import PythonLiterals
 from quire.entrypoints.chat.formats.python_literals import literal, parse_python
+from quire.entrypoints.chat.formats.scanning import MAX_HEAD_CHARS, CallEnd, ToolCall, Tools, python_end
 from quire.entrypoints.chat.formats.syntax import is_begun
 
 
 @dataclass(frozen=True)
 class PythonCall:
-    """`name(key=value, ...)`, values being Python's or JSON's literals."""
+    """`name(key=value, ...)` with literals of Python or JSON."""
 
     before: ClassVar[str] = ""
     needs_marker: ClassVar[bool] = False
@@ -45,7 +44,7 @@ class PythonCall:
         assert found is not None, "both parts may be empty"
         return found[2] in ("", "(") and is_begun(found[1], tools, is_whole=bool(found[2]))
 
-    def end(self) -> End:
+    def end(self) -> CallEnd:
         return python_end()
 
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
@@ -58,7 +57,7 @@ class PythonCall:
             if len(said) != len(call.keywords):
                 return None
             arguments = json.dumps(said, ensure_ascii=False, allow_nan=False)
-            arguments.encode()  # half of a character can be written in Python, and not be sent
+            arguments.encode()  # Python can express lone surrogates, which cannot be encoded
             return ToolCall(name.strip(), arguments)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None

@@ -1,4 +1,4 @@
-"""Literals of Python. Python's own parser reads them, and nothing else is taken from what it gives."""
+"""Python literals, parsed by Python's own parser; other expressions are rejected."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import re
 from typing import Any
 
 JSON_NAMES = {"true": True, "false": False, "null": None}
+# A string; an unterminated one extends to the end of the text, which keeps the search linear.
 STRING = re.compile(r"'(?:[^'\\]|\\.)*+(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*+(?:\"|\\?\Z)", re.DOTALL)
-"""A string; one without an end goes on to that of the text, which keeps the search linear."""
 LINE_END = re.compile(r"\\.|(?P<end>[\n\r])", re.DOTALL)
+# An escape, or a backslash that Python keeps with a warning.
 ODD_ESCAPE = re.compile(r"\\(?:[\\'\"abfnrtvxuUN\n]|[0-3]?[0-7]{1,2}|(?P<odd>.))", re.DOTALL)
-"""An escape, or a backslash that is none to Python, which keeps both characters and warns."""
 
 
 def parse_python(text: str) -> ast.expr:
-    """Parse an expression, in which lines may end within strings, as models write them.
+    """Parse an expression whose strings may contain newlines, as models write them.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is none, or too much for the parser.
+        SyntaxError, ValueError, RecursionError, MemoryError: it is not an expression, or too large for the parser.
     """
     escaped = STRING.sub(lambda string: LINE_END.sub(_escaped, string[0]), text)
     return ast.parse(ODD_ESCAPE.sub(_doubled, escaped), mode="eval").body
@@ -36,7 +36,7 @@ def literal(node: ast.expr) -> Any:
     """Return the value of a literal of Python or JSON.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is another expression.
     """
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):

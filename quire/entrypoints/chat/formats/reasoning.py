@@ -1,12 +1,100 @@
-"""The table of reasoning formats, and of markers around what is said; names as in vLLM's `--reasoning-parser`.
+"""Table of reasoning formats, named as in vLLM's `--reasoning-parser`, and the counter of reasoning tokens.
 
-A template is asked for evidence in the order of the table, so what is more particular stands first.
+Templates are matched in table order, so more specific formats come first.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Sequence
+
 from quire.entrypoints.chat.formats.format import ReasoningFormat
 from quire.plugins import PluginTable, instance_of
+
+TokenIds = tuple[int, ...]
+
+
+class ReasoningCounter:
+    """Incremental counter of the tokens between the markers of an answer's reasoning.
+
+    Markers that are several tokens are matched as the tokenizer encodes them. A call marker may be a mention or end the
+    reasoning, depending on the following text; tokens after one are counted once that is known.
+
+    Args:
+        opens, closes: token ids of each marker.
+        calls: token ids of each call marker, if calls end the reasoning.
+        is_open: the answer begins inside of the reasoning.
+    """
+
+    def __init__(
+        self,
+        opens: Sequence[TokenIds],
+        closes: Sequence[TokenIds],
+        calls: Sequence[TokenIds] = (),
+        *,
+        is_open: bool,
+    ) -> None:
+        self._opens = opens
+        self._calls = calls
+        self._markers = [marker for marker in (*opens, *closes, *calls) if marker]
+        self._last_ids = {marker[-1] for marker in self._markers}
+        self._longest = max(map(len, self._markers), default=1)
+        self._last: TokenIds = ()
+        self._num_read = 0
+        # Reasoning tokens without those since `_begin`, which is None outside of reasoning.
+        self._counted = 0
+        self._begin: int | None = 0 if is_open else None
+        # Markers and their positions; the first one is undecided.
+        self._unread: deque[tuple[TokenIds, int]] = deque()
+        self._num_resolved = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of reasoning tokens, as far as it is certain."""
+        if self._begin is None:
+            return self._counted
+        return self._counted + (self._unread[0][1] if self._unread else self._num_read) - self._begin
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Add the next tokens."""
+        for token_id in token_ids:
+            self._num_read += 1
+            self._last = (*self._last, token_id)[-self._longest :]
+            if token_id in self._last_ids:
+                self._find()
+
+    def _find(self) -> None:
+        marker = next((one for one in self._markers if self._last[-len(one) :] == one), ())
+        if marker:
+            self._unread.append((marker, self._num_read - len(marker)))
+
+    def resolve(self, call_markers: Sequence[bool]) -> None:
+        """Resolve the call markers inside of reasoning (`AnswerReader.call_markers`)."""
+        while self._unread:
+            marker, place = self._unread[0]
+            if marker in self._calls and self._begin is not None:
+                if self._num_resolved == len(call_markers):
+                    return
+                self._num_resolved += 1
+                if call_markers[self._num_resolved - 1]:
+                    self._close(place)
+            elif marker in self._opens:
+                self._open(place, len(marker))
+            elif self._begin is not None:
+                self._close(place)
+            self._unread.popleft()
+
+    def _open(self, place: int, num_tokens: int) -> None:
+        if self._begin is None:
+            self._begin = place + num_tokens
+        else:  # a repeated marker
+            self._counted -= num_tokens
+
+    def _close(self, place: int) -> None:
+        assert self._begin is not None
+        self._counted += place - self._begin
+        self._begin = None
+
 
 FORMATS = (
     ReasoningFormat(

@@ -1,7 +1,6 @@
-"""How one call is written: where it ends, what it says, and how it would be written.
+"""Syntaxes of one call: detection, end, parsing, writing and constraint.
 
-Each syntax is data: the literals around name and arguments. What is no call of the syntax is None, whatever it is,
-since models write anything.
+Each syntax is data: the literals around name and arguments. Parsers return None for text that is not a valid call.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from quire.entrypoints.chat.formats.constraint import (
     Argument,
     Form,
     Schema,
-    UnsayableError,
+    UnenforceableError,
     arguments_of,
     either,
     fields,
@@ -32,76 +31,89 @@ from quire.entrypoints.chat.formats.constraint import (
     verbatim,
     within,
 )
-from quire.entrypoints.chat.formats.ends import (
+from quire.entrypoints.chat.formats.elements import GemmaLiterals
+from quire.entrypoints.chat.formats.scanning import (
     MAX_HEAD_CHARS,
     MAX_SPACE,
-    End,
-    HeadedEnd,
+    CallEnd,
+    HeadedJsonEnd,
     MarkerEnd,
+    QuotedEnd,
+    ToolCall,
+    Tools,
     json_end,
 )
-from quire.entrypoints.chat.formats.events import ToolCall, Tools
-from quire.entrypoints.chat.formats.tagged import Tags, tagged_value
-from quire.entrypoints.chat.formats.typed import (
+from quire.entrypoints.chat.formats.tagged import (
     KINDS,
     VALUES,
+    Tags,
     json_kind,
     marked_text,
     object_text,
     plain,
+    tagged_value,
     to_json,
     typed_text,
     unpadded,
 )
 
+LINE_HEAD = re.compile(r"[A-Za-z_][\w\-]{0,63}(?P<space>\s*)")
+# Parts of a call's head that the model makes up.
+PLACEHOLDERS = {"index": "[0-9]{1,4}", "id": "[a-z0-9]{10}"}
+BARE_KEY = re.compile(
+    r"([{,]\s*)([^\s\"{}\[\],](?:[^\"{}\[\],]*[^\s\"{}\[\],])?)\s*:(?=\s*(?:\Z|[-\d{\[tfnTFN]))"
+)  # An unquoted key and its value, or the end of the text if the value is a string.
+BARE_WORD = re.compile(r"(?<=[:,\[])(\s*)(True|False|None)(?=\s*[,}\]])")  # A Python constant as a value.
+JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
 
 class Syntax(Protocol):
-    """How one call is written."""
+    """Syntax of one call."""
 
     @property
     def before(self) -> str:
-        """What every call begins with; "" if that is nothing by which to know it."""
+        """Text that every call begins with; "" if calls have no distinctive beginning."""
         ...
 
     @property
     def needs_marker(self) -> bool:
-        """Whether a call looks like any text, so that it can only stand behind a marker."""
+        """True if a call looks like ordinary text, so that it is only recognized behind a marker."""
         ...
 
     def begins(self, text: str) -> bool | None:
-        """Whether a call begins with this text, which is not empty; None if more of it must be seen."""
+        """Return whether a call begins with this non-empty text; None if more text is needed."""
         ...
 
-    def end(self) -> End:
-        """Finds where a call ends that begins with the next piece."""
+    def end(self) -> CallEnd:
+        """Return a finder of the end of a call that begins with the next piece."""
         ...
 
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
-        """The call that a text is, which begins and ends as one."""
+        """Parse a text that begins and ends like a call; None if it is invalid."""
         ...
 
     def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
-        """The text that a model would write; `index` counts the calls of an answer."""
+        """Return a call as a model writes it; `index` counts the calls of an answer."""
         ...
 
     def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
-        """The calls of a function that can be read, as a piece of a structural tag; `write` makes such texts.
+        """Return the structural-tag piece of a function's valid calls, which `write` satisfies.
 
         Args:
-            schema: of the arguments; unless `strict`, they are only named by it.
+            schema: of the arguments; unless `strict`, only their names count.
 
         Raises:
-            UnsayableError: what the schema asks for cannot be enforced here.
+            UnenforceableError: the schema cannot be enforced in this syntax.
         """
         ...
 
 
 @runtime_checkable
 class BareSyntax(Protocol):
-    """A way to write calls that may stand at the beginning of an answer without a marker."""
+    """Syntax whose calls may stand at the beginning of an answer without a marker."""
 
     def may_begin(self, text: str, tools: Tools) -> bool:
-        """Tell whether this text, which is cut off, can be the beginning of a call of one of the tools."""
+        """Return whether this incomplete text can be the beginning of a call of one of the tools."""
         ...
 
 
@@ -126,12 +138,12 @@ class JsonCall:
         named = re.search(rf'"(?:{"|".join(map(re.escape, self.name_keys))})"\s*:\s*"([^"]*)("?)', text)
         return named is None or is_begun(named[1], tools, is_whole=bool(named[2]))
 
-    def end(self) -> End:
+    def end(self) -> CallEnd:
         return json_end()
 
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
         fields = json_object(text)
-        if fields is not None and "function" in fields:  # as in the OpenAI API, around name and arguments
+        if fields is not None and "function" in fields:  # OpenAI's form, around name and arguments
             fields = json_object(bytes(fields["function"]).decode()) or fields
         if fields is None:
             return None
@@ -155,7 +167,7 @@ class JsonCall:
 
 @dataclass(frozen=True)
 class NamedJson:
-    """`{"name of the function": {...}}`."""
+    """`{"function name": {...}}`."""
 
     before: ClassVar[str] = ""
     needs_marker: ClassVar[bool] = False
@@ -163,7 +175,7 @@ class NamedJson:
     def begins(self, text: str) -> bool | None:
         return text[0] == "{"
 
-    def end(self) -> End:
+    def end(self) -> CallEnd:
         return json_end()
 
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
@@ -184,12 +196,12 @@ class NamedJson:
 
 @dataclass(frozen=True)
 class HeadedJson:
-    """A head with the name, and the JSON object of the arguments.
+    """A head with the name, and the arguments as a JSON object.
 
     Args:
         before: begins the call.
-        head: what stands between that and the object, white space around it aside, with a group `name`, and a group
-            `id` if the model numbers its calls.
+        head: expression between that and the object, without surrounding white space. It has a group `name`, and a
+            group `id` if the model numbers its calls.
         written: the same as a model writes it, with `{name}`, and `{index}` or `{id}` if calls have one.
     """
 
@@ -206,8 +218,8 @@ class HeadedJson:
             return _begins(text, self.before)
         return text[0].isalpha() or text[0] == "_"
 
-    def end(self) -> End:
-        return HeadedEnd()
+    def end(self) -> CallEnd:
+        return HeadedJsonEnd()
 
     def parse(self, text: str, tools: Tools) -> ToolCall | None:
         start = text.find("{")
@@ -229,7 +241,7 @@ class HeadedJson:
 
 
 class LineCall(HeadedJson):
-    """A line with the name, and the JSON object of the arguments; text that begins otherwise is no call."""
+    """A line with the name, then the arguments as a JSON object; text with another beginning is not a call."""
 
     def begins(self, text: str) -> bool | None:
         found = LINE_HEAD.match(text)
@@ -245,25 +257,22 @@ class LineCall(HeadedJson):
         return found[3] in ("", "{") and is_begun(found[1], tools, is_whole=bool(found[2]))
 
 
-LINE_HEAD = re.compile(r"[A-Za-z_][\w\-]{0,63}(?P<space>\s*)")
-
-
 @dataclass(frozen=True)
 class TaggedCall:
-    """A name, and for each argument its key and its value between literals; values are text.
+    """A name, then a key and a value between literals for each argument; values are text.
 
-    A value is a string if the tool's schema says so, or else what JSON makes of it. With padding, one line end on
-    either side of it belongs to the literals.
+    A value is a string if the tool's schema says so, else JSON. With padding, one newline on either side of a value
+    belongs to the literals.
 
     Args:
         name_close: ends the name; it may hold `{index}`, the number of the call.
-        key_close: ends the key; it may hold `{mark}`, the kind of the value.
+        key_close: ends the key; it may hold `{mark}`, the value's type.
         padding: written on either side of a value.
         gap: written between the parts of a call.
-        outer: ends the section, and so a call with values whose own end was forgotten.
-        marks: how `key_close` names strings, and then other values; of six, those of `KINDS` in their order.
-        quotes: may stand around a string that holds markup.
-        index_from: the number of the first call.
+        outer: ends the section, and also a call with values whose own end is missing.
+        marks: type names in `key_close` for strings and then other values; six follow the order of `KINDS`.
+        quotes: optional delimiters of a string that holds markup.
+        index_from: number of the first call.
     """
 
     before: str
@@ -286,7 +295,7 @@ class TaggedCall:
     def begins(self, text: str) -> bool | None:
         return _begins(text, self.before) if self.before else text[0].isalpha() or text[0] == "_"
 
-    def end(self) -> End:
+    def end(self) -> CallEnd:
         head = _head_of(self.before, self.name_close.strip())
         return MarkerEnd(head, self.close, self.key_open, self.value_close, self.outer)
 
@@ -328,7 +337,7 @@ class TaggedCall:
         return row(fixed(self.key_open), verbatim(argument.name), value, fixed(self.gap))
 
     def _opens(self, marks: tuple[str, ...]) -> Form:
-        """Ends the key of a value that is marked as one of these."""
+        """Match the key's end before a value of one of these types."""
         closes = [self.key_close.replace("{mark}", mark) for mark in marks or ("",)]
         return either([fixed(close + self.padding) for close in closes])
 
@@ -339,14 +348,14 @@ class TaggedCall:
         return self.key_close.replace("{mark}", self.marks[place])
 
     def _quoted(self, value: Any) -> str:
-        """The value as it is written; between quotes if it is a string that could be taken for markup."""
+        """Return the written value, quoted if it is a string that resembles markup."""
         text = plain(value)
         if self.quotes is None or not isinstance(value, str) or not re.search(r"[<&\n]", text):
             return text
         return f"{self.quotes[0]}{text}{self.quotes[1]}"
 
     def _typed(self, schema: Schema, mark: str | None, value: str) -> str:
-        """The JSON text of a value."""
+        """Return the JSON text of a value."""
         if self.quotes is not None and value.strip().startswith(self.quotes[0]):
             inner = value.strip().removeprefix(self.quotes[0])
             if inner.endswith(self.quotes[1]):
@@ -359,7 +368,7 @@ class TaggedCall:
         )
 
     def _pairs(self, text: str) -> list[tuple[str, str | None, str]] | None:
-        """Key, mark and value of each argument; None if something else stands between them."""
+        """Return key, type and value of each argument; None if there is other text between them."""
         key_open, value_close = re.escape(self.key_open), re.escape(self.value_close)
         key_close = r"\s*".join(_pattern(part) for part in self.key_close.split())
         one = re.compile(
@@ -374,12 +383,8 @@ class TaggedCall:
         return pairs if not text[position:].strip() else None
 
 
-PLACEHOLDERS = {"index": "[0-9]{1,4}", "id": "[a-z0-9]{10}"}
-"""What a model writes for itself in the head of a call."""
-
-
 def numbered(written: str, name: str) -> list[Form]:
-    """The head of a call of this function."""
+    """Match the head of a call of this function."""
     parts = re.split(r"\{(name|index|id)\}", written)
     parts_of_model = {key: matching(pattern) for key, pattern in PLACEHOLDERS.items()}
     kinds = {**parts_of_model, "name": verbatim(name)}
@@ -387,14 +392,14 @@ def numbered(written: str, name: str) -> list[Form]:
 
 
 def _pattern(literal: str) -> str:
-    """The expression of a literal with placeholders."""
+    """Return the expression of a literal with placeholders."""
     escaped = re.escape(literal)
     return escaped.replace(r"\{index\}", "[0-9]*").replace(r"\{mark\}", r"(?P<mark>\w*)")
 
 
 @lru_cache(maxsize=64)
 def _head_of(before: str, name_close: str) -> re.Pattern[str]:
-    """What stands before a call's first value, or the beginning of it."""
+    """Return an expression for the text before a call's first value, or any prefix of it."""
     name = rf"[^\s<>{{}}{re.escape(name_close[:1])}]*"
     chars = re.findall(r"\{index\}|.", name_close, re.DOTALL)
     close = "".join("[0-9]*" if char == "{index}" else rf"{re.escape(char)}?" for char in chars)
@@ -402,29 +407,29 @@ def _head_of(before: str, name_close: str) -> re.Pattern[str]:
 
 
 def is_begun(word: str, known: Iterable[str], *, is_whole: bool) -> bool:
-    """Tell whether a word, of which the end may be missing, is one of those that are known."""
+    """Return whether a word, possibly incomplete, is one of the known ones."""
     return any(name == word if is_whole else name.startswith(word) for name in known)
 
 
 def json_object(text: str) -> dict[str, msgspec.Raw] | None:
-    """The fields of a JSON object, each as the model wrote it; None if it is none."""
+    """Return the fields of a JSON object as raw text; None if it is invalid."""
     try:
         fields = msgspec.json.decode(text.encode(), type=dict[str, msgspec.Raw])
         for value in fields.values():
-            VALUES.decode(value)  # a raw value has been skipped, and not checked
+            VALUES.decode(value)  # raw values are skipped by the decoder and not validated
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return None
     return fields
 
 
 def _property(schema: Schema, key: str) -> Schema:
-    """What a schema says of one argument; nothing if it says it in a way that nobody can follow."""
+    """Return the schema of one argument; empty if it is missing or cannot be resolved."""
     properties = schema.get("properties")
     try:
         return (
             resolved(properties[key], schema) if isinstance(properties, Mapping) and key in properties else {}
         )
-    except UnsayableError:
+    except UnenforceableError:
         return {}
 
 
@@ -438,7 +443,7 @@ def _as_string(raw: msgspec.Raw) -> str | None:
 
 
 def _arguments_text(text: str) -> str | None:
-    """The JSON object as the model wrote it, be it inside of a string; None if it is none."""
+    """Return the text of a JSON object, also from within a JSON string; None if it is invalid."""
     if text.startswith('"'):
         text = msgspec.json.decode(text.encode())
     if text.strip() in ("", "null"):
@@ -450,3 +455,59 @@ def _begins(text: str, literal_text: str) -> bool | None:
     if text.startswith(literal_text):
         return True
     return None if literal_text.startswith(text) else False
+
+
+def _json_key(found: re.Match[str]) -> str:
+    return f"{found[1]}{to_json(found[2])}:"
+
+
+def _json_word(found: re.Match[str]) -> str:
+    return f"{found[1]}{JSON_WORDS[found[2]]}"
+
+
+@dataclass(frozen=True)
+class GemmaCall:
+    """`call:name{key:<escape>text<escape>,n:1}`: JSON with unquoted keys, and strings between two markers."""
+
+    close: str
+    quote: str
+    before: str = "call:"
+    needs_marker: ClassVar[bool] = True
+
+    def begins(self, text: str) -> bool | None:
+        return text.startswith(self.before) or (None if self.before.startswith(text) else False)
+
+    def end(self) -> CallEnd:
+        return QuotedEnd(self.close, self.quote)
+
+    def parse(self, text: str, tools: Tools) -> ToolCall | None:
+        name, brace, body = text.removeprefix(self.before).removesuffix(self.close).partition("{")
+        arguments = self._as_json(brace + body.strip())
+        if not re.fullmatch(r"[\w.\-]+", name) or json_object(arguments) is None:
+            return None
+        return ToolCall(name, arguments)
+
+    def write(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> str:
+        return f"{self.before}{name}{self._write(arguments)}{self.close}"
+
+    def constraint(self, name: str, schema: Schema, *, strict: bool) -> Form:
+        arguments, values = arguments_of(schema, strict=strict), GemmaLiterals(schema, self.quote)
+        items = [row(values.key(one.name), values.argument(one)) for one in arguments]
+        body = fields(items, [one.is_required for one in arguments], ",")
+        return row(fixed(self.before), verbatim(name + "{"), body, fixed("}" + self.close))
+
+    def _as_json(self, text: str) -> str:
+        """Convert to JSON; strings and other text alternate."""
+        parts = text.split(self.quote)
+        parts[0::2] = [BARE_WORD.sub(_json_word, BARE_KEY.sub(_json_key, part)) for part in parts[0::2]]
+        parts[1::2] = [to_json(part) for part in parts[1::2]]
+        return "".join(parts)
+
+    def _write(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{self.quote}{value}{self.quote}"
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{key}:{self._write(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list | tuple):
+            return "[" + ",".join(map(self._write, value)) + "]"
+        return to_json(value)

@@ -1,7 +1,7 @@
-"""The table of tool formats; names as in vLLM's `--tool-call-parser`.
+"""Table of tool formats, named as in vLLM's `--tool-call-parser`.
 
-Sources: the chat templates and model cards of each family. A template is asked for evidence in the order of the
-table, so what is more particular stands first.
+Sources: the chat templates and model cards of each family. Templates are matched in table order, so more specific
+formats come first.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from string import ascii_letters
 
 from quire.entrypoints.chat.formats.elements import ElementCall
 from quire.entrypoints.chat.formats.format import ToolFormat
-from quire.entrypoints.chat.formats.languages import GemmaCall
 from quire.entrypoints.chat.formats.python_call import PythonCall
 from quire.entrypoints.chat.formats.syntax import (
+    GemmaCall,
     HeadedJson,
     JsonCall,
     LineCall,
     NamedJson,
     TaggedCall,
 )
-from quire.entrypoints.chat.formats.typed import KINDS
+from quire.entrypoints.chat.formats.tagged import KINDS
 from quire.plugins import PluginTable, instance_of
 
-LIST = ("[", "]", ",")
-"""What stands around and between the items of a list."""
+LIST = ("[", "]", ",")  # Delimiters of a list.
 MISTRAL_HEAD = r"(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?"
 PLAMO_CALL = "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
 PLAMO_ARGUMENTS = "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|>"
@@ -41,7 +40,7 @@ XML_CALL = TaggedCall(
 
 
 def dsml(name: str, section: str) -> ToolFormat:
-    """Return DeepSeek's markup, in which each value says whether it is a string."""
+    """Return DeepSeek's format, which marks each value as a string or not."""
     opening, closing = f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"
     call = TaggedCall(
         '<｜DSML｜invoke name="',
@@ -67,7 +66,7 @@ def dsml(name: str, section: str) -> ToolFormat:
 
 
 def glm(name: str, gap: str, evidence: tuple[str, ...], *aliases: str) -> ToolFormat:
-    """Return GLM's tags with this between them."""
+    """Return GLM's format with this text between its tags."""
     key_close = f"</arg_key>{gap}<arg_value>"
     call = TaggedCall("", "", "<arg_key>", key_close, "</arg_value>", "</tool_call>", padding="", gap=gap)
     return ToolFormat(
@@ -83,7 +82,7 @@ def glm(name: str, gap: str, evidence: tuple[str, ...], *aliases: str) -> ToolFo
 
 
 def hunyuan(name: str, suffix: str, evidence: tuple[str, ...]) -> ToolFormat:
-    """Return Hunyuan 3's tags, of which the names end in a suffix."""
+    """Return Hunyuan 3's format, whose tag names have a suffix."""
     opening, closing = f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"
     call = TaggedCall(
         f"<tool_call{suffix}>",
@@ -107,7 +106,7 @@ def hunyuan(name: str, suffix: str, evidence: tuple[str, ...]) -> ToolFormat:
 
 
 def gigachat(name: str, opening: str) -> ToolFormat:
-    """Return GigaChat's calls, which are messages of a role, or stand behind a token."""
+    """Return GigaChat's format; calls are messages of a role, or follow a token."""
     return ToolFormat(
         name,
         (JsonCall(),),

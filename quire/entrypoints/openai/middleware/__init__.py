@@ -1,5 +1,5 @@
-"""What every request passes, outermost first: metrics, boundary, header limit, HEAD, CORS, auth, quota, availability,
-body encoding, body limit.
+"""ASGI middleware of every request, outermost first: metrics, error boundary, header limit, HEAD, CORS, auth, quota,
+availability, in-flight tracking, body encoding, body limit.
 
-Plain ASGI callables: none of them buffers a body, and all decide from the raw scope.
+None of them buffers a body; all decide from the raw scope.
 """

@@ -1,8 +1,8 @@
-"""What a tenant may use in a minute, and at once.
+"""Rate limits: a tenant's requests and tokens per minute, and its concurrent requests.
 
-Invariant: counted per tenant of the keys and over all processes of the server, so a client cannot split itself; a
-request is refused before its body is read. Tokens are counted when they have been computed, by the engine's own
-statistics, so that a request may overdraw the minute's tokens, and the next ones wait until the debt is paid.
+Invariant: limits are counted per tenant over all API processes, and checked before the body is read. Tokens are counted
+from the engine's statistics after they were computed. A request may thus overdraw the minute's tokens; later ones wait
+until the debt is paid.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, MutableSequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.engine.ledger import Column, Ledger, Page
 from quire.entrypoints.openai.errors import request_id_of, response_of
 from quire.entrypoints.openai.keys import Tenant
 from quire.errors import RateLimitError
 from quire.metrics.stats import IterationStats, StatLogger
+from quire.routing.counters import CounterField, CounterSlot, SharedCounters
 from quire.scheduler.output import SchedulerStats
 
 Clock = Callable[[], float]
@@ -28,9 +28,9 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 class Bucket:
-    """A minute's allowance, which fills steadily; `limit` None: there is no end of it.
+    """Token bucket of one minute's allowance, refilled continuously; `limit` None: unlimited.
 
-    `cells` are how much of it was used up, and when; 0 and 0 at first.
+    `cells` hold the used amount and its timestamp; initially 0 and 0.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Bucket:
         self._clock = clock
 
     def wait_s(self, wanted: float) -> float:
-        """Seconds until `wanted` is there; 0: now."""
+        """Return the seconds until `wanted` is available; 0: now."""
         if self.limit is None:
             return 0.0
         return max(0.0, (wanted + self._used() - self._limit) * 60 / self._limit)
 
     def headers(self, unit: str) -> list[tuple[bytes, bytes]]:
-        """The allowance, what is left of it, and when it is whole again, as OpenAI tells it; none if it has no end."""
+        """Return OpenAI's rate limit headers; none if unlimited."""
         if self.limit is None:
             return []
         values = {
@@ -63,60 +63,60 @@ class Bucket:
             self._cells[0], self._cells[1] = self._used() + amount, self._clock()
 
     def _used(self) -> float:
-        """As of now."""
+        """Return the amount used as of now."""
         used, since = self._cells
         return max(0.0, used - (self._clock() - since) * self._limit / 60)
 
 
 class Meter:
-    """One tenant's use, in all processes of the server.
+    """Usage of one tenant over all API processes.
 
     Args:
-        number: of the tenant's account in the ledger.
+        number: index of the tenant's account in the shared counters.
     """
 
-    def __init__(self, tenant: Tenant, number: int, page: Page, clock: Clock) -> None:
+    def __init__(self, tenant: Tenant, number: int, slot: CounterSlot, clock: Clock) -> None:
         self._tenant = tenant
-        self._page = page
-        self._column = len(Column) + number
-        account = page.ledger.account(number)
+        self._slot = slot
+        self._column = len(CounterField) + number
+        account = slot.counters.account(number)
         self._requests = Bucket(tenant.requests_per_minute, clock, account[:2])
         self._tokens = Bucket(tenant.tokens_per_minute, clock, account[2:])
 
     def enter(self) -> None:
-        """Count a request that begins; every one that may is to `leave`.
+        """Count a new request; every successful call needs a `leave`.
 
         Raises:
-            RateLimitError: it may not yet.
+            RateLimitError: a limit is reached.
         """
         tenant = self._tenant
-        with self._page.ledger.locked():
-            num_running = int(self._page.total(self._column))
+        with self._slot.counters.locked():
+            num_running = int(self._slot.total(self._column))
             if tenant.max_concurrent is not None and num_running >= tenant.max_concurrent:
                 raise RateLimitError(
-                    f"{num_running} requests of this key are running, its limit", retry_after=1
+                    f"{num_running} requests of this key are running, which is its limit", retry_after=1
                 )
             _refuse_for(self._requests.wait_s(1), f"{tenant.requests_per_minute} requests per minute")
             _refuse_for(self._tokens.wait_s(1), f"{tenant.tokens_per_minute} tokens per minute")
             self._requests.take(1)
-            self._page.add(self._column, 1)
+            self._slot.add(self._column, 1)
 
     def spend(self, num_tokens: int) -> None:
-        """So many were computed."""
-        with self._page.ledger.locked():
+        """Count computed tokens."""
+        with self._slot.counters.locked():
             self._tokens.take(num_tokens)
 
     def leave(self) -> None:
-        self._page.add(self._column, -1)
+        self._slot.add(self._column, -1)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What a response tells of the limits."""
-        with self._page.ledger.locked():
+        """Return the rate limit headers of a response."""
+        with self._slot.counters.locked():
             return [*self._requests.headers("requests"), *self._tokens.headers("tokens")]
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it, and Go: 20ms, 1.5s, 6m0s."""
+    """Format a duration as OpenAI and Go do: 20ms, 1.5s, 6m0s."""
     ms = math.ceil(seconds * 1000)
     if ms < 1000:
         return f"{ms}ms"
@@ -130,17 +130,17 @@ def _refuse_for(wait_s: float, limit: str) -> None:
 
 
 class Meters(StatLogger):
-    """All tenants' meters; as a logger of the engine's statistics it sees the tokens of every request that ended.
+    """Meters of all tenants; as a StatLogger it counts the tokens of every finished request.
 
-    A prompt is paid once, by the first of its sequences, and by one that ended early as far as it was computed.
+    A prompt's computed tokens are counted once, with the first of its sequences that ends.
     """
 
     def __init__(
-        self, tenants: Mapping[str, Tenant], clock: Clock = time.monotonic, page: Page | None = None
+        self, tenants: Mapping[str, Tenant], clock: Clock = time.monotonic, slot: CounterSlot | None = None
     ) -> None:
-        page = page or Ledger(1, len(tenants)).page(0)
+        slot = slot or SharedCounters(1, len(tenants)).slot(0)
         self._meters = {
-            name: Meter(tenant, number, page, clock) for number, (name, tenant) in enumerate(tenants.items())
+            name: Meter(tenant, number, slot, clock) for number, (name, tenant) in enumerate(tenants.items())
         }
 
     def __getitem__(self, tenant: str) -> Meter:
@@ -150,7 +150,7 @@ class Meters(StatLogger):
         for one in iteration.finished:
             num_computed = one.num_prompt_tokens - one.num_cached_tokens if one.has_prompt else 0
             self._spend(one.tenant, num_computed + one.num_generation_tokens)
-        for tenant, num_tokens in iteration.spent_in_vain.items():
+        for tenant, num_tokens in iteration.wasted_prompt_tokens.items():
             self._spend(tenant, num_tokens)
 
     def _spend(self, tenant: str, num_tokens: int) -> None:
@@ -159,9 +159,9 @@ class Meters(StatLogger):
 
 
 class Quota:
-    """429 with Retry-After for work of a tenant who has used up what it may; what only asks is free.
+    """Answers 429 with Retry-After if the tenant's limits are reached; only POST counts.
 
-    Every answer to work says what is left of the limits.
+    Every response to a POST carries the rate limit headers.
     """
 
     def __init__(self, app: ASGIApp, meters: Meters) -> None:

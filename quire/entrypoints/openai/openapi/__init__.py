@@ -1,5 +1,5 @@
-"""The published description of the HTTP interface: what every route takes, gives and refuses.
+"""OpenAPI description of the HTTP interface: requests, replies and errors of every route.
 
-Invariant: schemas of replies are made from the structs that are sent, those of requests from the models that check
-them, and the rest from the tables that the server itself works by; nothing is written down a second time.
+Invariant: reply schemas are generated from the structs that are sent, request schemas from the models that check them,
+and the rest from the server's own tables; nothing is written twice.
 """

@@ -1,7 +1,7 @@
-"""What a request's fields may be beyond their types: ranges that `SamplingParams` checks, and those of one server.
+"""Ranges of request fields beyond their types: those of `SamplingParams`, and those of one server.
 
-A rule is a field's name, and for each JSON type that it may have the keywords that narrow it. A schema may name another
-rule than that of its field in `x-rule`.
+A rule maps each JSON type of a field to keywords that narrow it. Rules are named like fields; a schema may name another
+rule in `x-rule`.
 """
 
 from __future__ import annotations
@@ -40,29 +40,27 @@ OTHER_NAMES = {
     "penalty_last_n": "repeat_last_n",
     "stop_sequences": "stop",
     "tokens": "stop_token_ids",
-}
-"""Other fields under the rule of the one on the right."""
+}  # Fields that share the rule of another field.
 STOP: Rule = {
     "string": {"minLength": 1, "maxLength": MAX_STOP_CHARS},
     "array": {"maxItems": MAX_STOP_STRINGS},
 }
 NEVER: Schema = {"not": {}}
-MAX_DIGITS = 19
-"""Of a token id that is the key of an object."""
+MAX_DIGITS = 19  # Digits of a token id that is an object's key.
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one server takes.
+class ServerLimits:
+    """Limits of one server.
 
     Args:
-        max_logprobs: below 0: there is no limit.
-        has_priorities: whether a request may have another priority than 0.
-        idle_fields: names of fields that mean nothing here, and may hold anything.
-        rejects_unknown: whether fields without effect are refused.
-        fills_in: whether the model was made to fill in the middle.
-        has_processors: whether there is code that reads `vllm_xargs`.
-        template_variables: what the chat template reads by name.
+        max_logprobs: below 0: unlimited.
+        has_priorities: whether a request may have a priority other than 0.
+        idle_fields: fields without meaning here, which may hold anything.
+        rejects_unknown: whether fields without effect are rejected.
+        fills_in: whether the model supports fill-in-the-middle.
+        has_processors: whether a processor reads `vllm_xargs`.
+        template_variables: variables that the chat template reads.
     """
 
     model_names: tuple[str, ...]
@@ -78,8 +76,8 @@ class Limits:
     template_variables: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, server: ServerState) -> Limits:
-        """Those that the engine has settled by now."""
+    def from_server(cls, server: ServerState) -> ServerLimits:
+        """Return the current limits of a server."""
         config = server.engine.config
         scheduler = config.scheduler
         return cls(
@@ -97,7 +95,7 @@ class Limits:
         )
 
     def rules(self) -> dict[str, Rule]:
-        """By name of the field."""
+        """Return the rules by field name."""
         rules: dict[str, Rule] = {name: _number(low, high) for name, (low, high) in RANGES.items()}
         rules["top_k"] = _number(-1, RANGES["top_k"][1])  # as 0, all
         rules["completion_max_tokens"] = _number(0, sys.maxsize)
@@ -136,11 +134,11 @@ class Limits:
         rules["tagged_model"] = {"string": {"enum": [*self.model_names, *tagged]}}
         if self.pooling is not None:
             rules |= pooling_rules(self.pooling)
-        rules |= self._rules_of_what_is_absent()
-        return rules | self._rules_of_the_strict() if self.rejects_unknown else rules
+        rules |= self._unsupported_rules()
+        return rules | self._strict_rules() if self.rejects_unknown else rules
 
-    def _rules_of_what_is_absent(self) -> dict[str, Rule]:
-        """For fields that need something of the model or the engine which is not there."""
+    def _unsupported_rules(self) -> dict[str, Rule]:
+        """Return rules for fields that this model or engine does not support."""
         rules: dict[str, Rule] = {}
         if not self.has_priorities:
             rules["priority"] = _number(0, 0)
@@ -152,8 +150,8 @@ class Limits:
             rules["vllm_xargs"] = {"object": {"maxProperties": 0}}
         return rules
 
-    def _rules_of_the_strict(self) -> dict[str, Rule]:
-        """For options that the chat template does not read, and what no answer includes (`chat_prompt`)."""
+    def _strict_rules(self) -> dict[str, Rule]:
+        """Return rules for template options that are not read and unsupported `include` values (`chat_prompt`)."""
         options = sorted(self.template_variables - OWN_VARIABLES)
         rules: dict[str, Rule] = {
             "chat_template_kwargs": {
@@ -174,15 +172,15 @@ class Limits:
         return rules
 
     def relations(self) -> dict[str, tuple[Schema, ...]]:
-        """By name of a request's model, what its fields ask of each other as this server is, besides what all do."""
+        """Return by request model the relations between fields that depend on the server."""
         return {} if self.pooling is None else pooling_relations(self.pooling)
 
 
 def _digits_below(end: int) -> str:
-    """A pattern of the numbers from 0 to `end` - 1, without leading zeros."""
+    """Return a pattern for the numbers 0 to `end` - 1, without leading zeros."""
     last = str(end - 1)
     forms = [f"[1-9][0-9]{{{count - 1}}}" for count in range(1, len(last))]
-    for place, digit in enumerate(last):  # as the last one so far, and below it here
+    for place, digit in enumerate(last):  # equal to the bound so far, and below it here
         low = int(place == 0)
         if int(digit) > low:
             forms.append(f"{last[:place]}[{low}-{int(digit) - 1}][0-9]{{{len(last) - place - 1}}}")
@@ -190,7 +188,7 @@ def _digits_below(end: int) -> str:
 
 
 def _number(low: float, high: float) -> Rule:
-    """Of whole numbers and others; a low that is the next to 0 is no part of the range itself."""
+    """Return the rule of a numeric range; a `low` next to 0 is exclusive."""
     keywords: Schema = {"exclusiveMinimum": 0} if 0 < low < sys.float_info.min else {"minimum": low}
     if not math.isinf(high):
         keywords["maximum"] = high
@@ -198,7 +196,7 @@ def _number(low: float, high: float) -> Rule:
 
 
 def narrow(schema: Schema, rule: Rule) -> Schema:
-    """The schema of a field under its rule, whichever of its forms is the value's."""
+    """Return a field's schema narrowed by its rule, in every alternative."""
     narrowed = {**schema, **rule.get(str(schema.get("type")), {})}
     if "anyOf" in schema:
         narrowed["anyOf"] = [narrow(one, rule) for one in schema["anyOf"]]

@@ -1,4 +1,8 @@
-"""What a route says about itself, beside its code."""
+"""Description of a route, beside its code.
+
+OpenAPI 3.1 cannot describe sequences: the schema of a stream's media type is that of one event or line, as tools
+expect.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,80 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from quire.entrypoints.openai.openapi.streams import Stream
 from quire.entrypoints.openai.protocol.requests import RequestModel
 
-Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 Schema = dict[str, Any]
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 ATTRIBUTE = "__quire_operation__"
 
 
 @dataclass(frozen=True)
-class Operation:
-    """What a route takes and gives, besides what all routes of the server have in common.
+class Stream:
+    """Streamed response of a route.
 
     Args:
-        body: models of the JSON body; of several, the request is one.
-        reply: type of the JSON reply; None: there is none.
-        anthropic: type of the JSON reply to Anthropic's clients, whose errors have their form, too; None: as others.
-        stream: what is sent instead if the client asks for a stream.
+        media_type: of the response.
+        item: type of the streamed objects.
+        write: function from the schemas of `item` and of the API's errors to the schema of one event.
+    """
+
+    media_type: str
+    item: Any
+    write: Callable[[Schema, Schema], Schema]
+
+
+def data_events(item: Any) -> Stream:
+    """Return OpenAI's stream: unnamed events; an error may come last but one, and `[DONE]` is last."""
+    return Stream("text/event-stream", item, _data_event)
+
+
+def named_events(item: Any) -> Stream:
+    """Return a stream whose event names equal the `type` in their JSON; errors are named `error`."""
+    return Stream("text/event-stream", item, _named_event)
+
+
+def json_lines(item: Any) -> Stream:
+    """Return Ollama's stream: one JSON line each; an error may be the last one."""
+    return Stream("application/x-ndjson", item, _line)
+
+
+def _data_event(item: Schema, error: Schema) -> Schema:
+    data = {"anyOf": [{"type": "string", "const": "[DONE]"}, _json_text({"anyOf": [item, error]})]}
+    return _event("One event; `[DONE]` is the last, also after an error.", {"data": data})
+
+
+def _named_event(item: Schema, error: Schema) -> Schema:
+    fields = {"event": {"type": "string"}, "data": _json_text({"anyOf": [item, error]})}
+    return _event("One event; `event` is the `type` in `data`.", fields)
+
+
+def _line(item: Schema, error: Schema) -> Schema:
+    return {"description": "One line.", "anyOf": [item, error]}
+
+
+def _event(description: str, fields: Schema) -> Schema:
+    return {"description": description, "type": "object", "properties": fields, "required": list(fields)}
+
+
+def _json_text(schema: Schema) -> Schema:
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Description of what a route accepts and returns, besides what all routes share.
+
+    Args:
+        body: alternative models of the JSON body.
+        reply: type of the JSON reply; None: no body.
+        anthropic: type of the JSON reply to Anthropic's clients; their errors have Anthropic's form. None: the same as
+            `reply`.
+        stream: the stream sent if the client requests one.
         other: schemas of replies in further media types.
-        errors: statuses of errors that other routes do not have.
-        headers: request headers that it reads, with their schemas.
-        query: parameters of the query that it reads, with their schemas.
+        errors: statuses that only some routes return.
+        headers: request headers that the route reads, with their schemas.
+        query: query parameters that the route reads, with their schemas.
     """
 
     body: tuple[type[RequestModel], ...] = ()
@@ -40,7 +97,7 @@ class Operation:
 
 
 def describe(operation: Operation) -> Callable[[Endpoint], Endpoint]:
-    """Describe the route of a function; stands below the router's decorator."""
+    """Attach an operation to a route's function; used below the router's decorator."""
 
     def described(endpoint: Endpoint) -> Endpoint:
         vars(endpoint)[ATTRIBUTE] = operation
@@ -50,6 +107,6 @@ def describe(operation: Operation) -> Callable[[Endpoint], Endpoint]:
 
 
 def operation_of(endpoint: Callable[..., Any]) -> Operation | None:
-    """What a route said about itself."""
+    """Return the operation attached to a route's function."""
     found = vars(endpoint).get(ATTRIBUTE)
     return found if isinstance(found, Operation) else None

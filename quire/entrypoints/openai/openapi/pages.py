@@ -1,7 +1,7 @@
 """GET /openapi.json, and /docs, which shows it.
 
-Invariant: the page needs nothing from elsewhere, no script and no style sheet: a server may have no way to the
-internet, and neither may its users.
+Invariant: the page loads nothing external, neither script nor style sheet: server and users may have no internet
+access.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from quire.entrypoints.openai.openapi.document import Document
-from quire.entrypoints.openai.openapi.limits import Limits
+from quire.entrypoints.openai.openapi.limits import ServerLimits
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.state import server_of
 
@@ -54,28 +54,28 @@ PAGE = """\
 
 
 def document_of(request: Request) -> Schema:
-    """The document of the server that answers `request`; not to be changed."""
+    """Return the document of the server that answers `request`; must not be modified."""
     document = request.app.state.document
     assert isinstance(document, Document)
-    return document.under(Limits.of(server_of(request)))
+    return document.under(ServerLimits.from_server(server_of(request)))
 
 
 def page(title: str, body: str) -> HTMLResponse:
-    """A page that loads nothing."""
+    """Return an HTML page with a policy that forbids loading anything."""
     return HTMLResponse(PAGE.format(title=escape(title), style=STYLE, body=body), headers=POLICY)
 
 
 @router.get("/openapi.json")
 @describe(Operation(other={"application/json": JSON_OBJECT}))
 async def openapi_document(request: Request) -> Response:
-    """This description, for programs."""
+    """Return this description for programs."""
     return JSONResponse(document_of(request))
 
 
 @router.get("/docs")
 @describe(Operation(other=HTML))
 async def docs(request: Request) -> Response:
-    """This description, for people."""
+    """Return this description for people."""
     return page("quire: endpoints", "\n".join(_body(document_of(request))))
 
 
@@ -113,7 +113,7 @@ def _operation(title: str, operation: Schema, known: Schema) -> Iterator[str]:
 
 
 def _content(holder: Schema) -> str:
-    """Each media type, with links to the schemas that it refers to."""
+    """Return each media type with links to its schemas."""
     return "; ".join(
         f"{escape(media_type)} {_links(described['schema'])}"
         for media_type, described in holder.get("content", {}).items()

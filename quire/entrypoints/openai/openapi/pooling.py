@@ -1,4 +1,4 @@
-"""What requests to a model that pools may hold, by what the model can do."""
+"""Limits of requests to a pooling model, from what the model supports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Schema = dict[str, Any]
 
 
 def pooling_rules(spec: PoolingSpec) -> dict[str, dict[str, Schema]]:
-    """By name of the field, as those of `Limits`."""
+    """Return the rules by field name, as in `Limits`."""
     allowed: Schema = (
         {"minimum": 1, "maximum": spec.size}
         if 0 in spec.matryoshka
@@ -26,7 +26,7 @@ def pooling_rules(spec: PoolingSpec) -> dict[str, dict[str, Schema]]:
 
 
 def pooling_relations(spec: PoolingSpec) -> dict[str, tuple[Schema, ...]]:
-    """By name of the model: what is of some tasks only, as `PoolingSpec.check` and `embeddings.pool` say."""
+    """Return relations by request model: fields that only some tasks allow (`PoolingSpec.check`, `embeddings.pool`)."""
     return {"PoolingRequest": (either(*(_of_task(spec, task) for task in spec.tasks)),)}
 
 

@@ -1,1 +1,1 @@
-"""What goes over HTTP: pydantic models read requests, msgspec structs write responses."""
+"""HTTP data models: pydantic for requests, msgspec structs for responses."""

@@ -1,7 +1,6 @@
-"""The fields by which a request asks its text to have a form: OpenAI's, vLLM's, and those of servers like it.
+"""Structured-output fields of a request: OpenAI's, vLLM's, and those of similar servers.
 
-Invariant: whatever a field is called, it means one of the constraints of `StructuredOutputsParams`, and a request has
-at most one.
+Invariant: each field maps to one of the constraints of `StructuredOutputsParams`; a request has at most one.
 """
 
 from __future__ import annotations
@@ -22,28 +21,9 @@ StructuredOutputs = Annotated[
     dict[str, Any] | None, WithJsonSchema(shapes.optional(shapes.STRUCTURED_OUTPUTS))
 ]
 JsonSchema = Annotated[str | dict[str, Any] | None, WithJsonSchema(shapes.optional(shapes.SCHEMA_OR_TEXT))]
-Grammar = Annotated[str | None, WithJsonSchema(shapes.optional(shapes.GRAMMAR))]
-Pattern = Annotated[str | None, WithJsonSchema(shapes.optional(shapes.PATTERN))]
-Choice = Annotated[list[str] | None, WithJsonSchema(shapes.optional(shapes.CHOICE))]
-
-
-class ConstraintFields(BaseModel):
-    """At most one of these, the last apart. Their values are read here, and not by pydantic, whose errors say less."""
-
-    model_config = ConfigDict(protected_namespaces=())
-
-    response_format: ResponseFormat = None
-    structured_outputs: StructuredOutputs = None
-    guided_json: JsonSchema = None
-    guided_regex: Pattern = None
-    guided_choice: Choice = None
-    guided_grammar: Grammar = None
-    json_schema: JsonSchema = None
-    regex: Pattern = None
-    ebnf: Grammar = None
-    grammar: Pattern = None
-    guided_whitespace_pattern: Pattern = None
-
+GrammarField = Annotated[str | None, WithJsonSchema(shapes.optional(shapes.GRAMMAR))]
+PatternField = Annotated[str | None, WithJsonSchema(shapes.optional(shapes.PATTERN))]
+ChoiceField = Annotated[list[str] | None, WithJsonSchema(shapes.optional(shapes.CHOICE))]
 
 OTHER_NAMES: Mapping[str, str] = {
     "guided_json": "json",
@@ -54,15 +34,32 @@ OTHER_NAMES: Mapping[str, str] = {
     "regex": "regex",
     "ebnf": "grammar",
     "grammar": "grammar",
-}
-"""Fields with the value itself: older names of vLLM's, and those of SGLang and llama.cpp."""
+}  # Fields with the same value as a constraint: older names of vLLM, and those of SGLang and llama.cpp.
+
+
+class ConstraintFields(BaseModel):
+    """Constraint fields, at most one of which may be set. Checked here, with clearer errors than pydantic's."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs = None
+    guided_json: JsonSchema = None
+    guided_regex: PatternField = None
+    guided_choice: ChoiceField = None
+    guided_grammar: GrammarField = None
+    json_schema: JsonSchema = None
+    regex: PatternField = None
+    ebnf: GrammarField = None
+    grammar: PatternField = None
+    guided_whitespace_pattern: PatternField = None
 
 
 def constraint_field(request: ConstraintFields) -> str | None:
-    """The field that has the request's constraint.
+    """Return the name of the field that holds the request's constraint.
 
     Raises:
-        ValidationError: two have one.
+        ValidationError: several fields do.
     """
     names = ("response_format", PARAM, *OTHER_NAMES)
     given = [name for name in names if _is_given(name, getattr(request, name))]
@@ -72,10 +69,10 @@ def constraint_field(request: ConstraintFields) -> str | None:
 
 
 def constraint_of(request: ConstraintFields) -> StructuredOutputsParams | None:
-    """What the request's text must be; None if it may be anything.
+    """Return the request's constraint; None if its text is unconstrained.
 
     Raises:
-        ValidationError: the constraint has no valid form, or there are several.
+        ValidationError: the constraint is malformed, or there are several.
     """
     name = constraint_field(request)
     if request.guided_whitespace_pattern is not None and name not in OTHER_NAMES:
@@ -92,7 +89,7 @@ def constraint_of(request: ConstraintFields) -> StructuredOutputsParams | None:
 
 
 def _is_given(name: str, value: Any) -> bool:
-    """Whether a value asks for anything: no grammar, and free text, are what happens anyway."""
+    """Return whether a value is a constraint: an empty grammar and the format `text` are not."""
     if name == "grammar" and value == "":
         return False
     return value is not None and not (name == "response_format" and value.get("type") == "text")
@@ -112,7 +109,7 @@ def _object(form: Mapping[str, Any]) -> Constraint:
 
 
 def _schema(form: Mapping[str, Any]) -> Constraint:
-    """The schema is one level down, beside a name and `strict`, which makes no difference: it is always kept to."""
+    """Return the constraint of `json_schema`; its `strict` has no effect, since schemas are always enforced."""
     inner = form.get("json_schema", form)
     if not isinstance(inner, dict):
         raise ValidationError("response_format.json_schema must be an object", param="response_format")
@@ -142,5 +139,4 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Constraint]] = {
     "structural_tag": lambda form: {"structural_tag": dict(form)},
     "grammar": _text_of("grammar", "grammar"),
     "regex": _text_of("pattern", "regex"),
-}
-"""Types of `response_format`, to constraints."""
+}  # Type of `response_format` -> constraint.

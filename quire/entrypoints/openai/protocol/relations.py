@@ -1,8 +1,7 @@
-"""What fields of a request ask of each other, as JSON schemas: for the document.
+"""Relations between request fields as JSON schemas, for the OpenAPI document.
 
-Each relation says what its reader checks, named beside it. It is a choice between forms of the whole request: whoever
-makes requests from a document can choose one, where a condition would leave it guessing. What no schema can say, such
-as that one number is not above another, is told by the error alone.
+Each relation states what the reader named beside it checks, as alternative forms of the whole request, from which a
+generator can choose. Comparisons between numbers cannot be stated in a schema.
 """
 
 from __future__ import annotations
@@ -10,46 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.beam_search_params import MAX_BEAM_WIDTH
 from quire.entrypoints.openai.protocol.constraints import OTHER_NAMES, SPACES
+from quire.sampling_params import MAX_BEAM_WIDTH
 from quire.structured_output.params import PARAM
 
 Schema = dict[str, Any]
-
-
-def either(*forms: Schema) -> Schema:
-    return {"anyOf": list(forms)}
-
-
-def both(*forms: Schema) -> Schema:
-    """All of these; of one field no two say something."""
-    properties = {name: one for form in forms for name, one in form.get("properties", {}).items()}
-    required = [name for form in forms for name in form.get("required", ())]
-    return {"properties": properties, "required": required} if required else {"properties": properties}
-
-
-def asks_nothing(name: str, *neutral: Any) -> Schema:
-    """The field is absent, null, or one of the values that ask for nothing."""
-    return {"properties": {name: {"enum": [None, *neutral]}}}
-
-
-def has(name: str, schema: Schema) -> Schema:
-    """The field is there, and of this schema."""
-    return {"properties": {name: schema}, "required": [name]}
-
-
-def is_true(name: str) -> Schema:
-    return has(name, {"const": True})
-
-
-def has_items(name: str) -> Schema:
-    return has(name, {"type": "array", "minItems": 1})
-
-
-def is_whole(name: str, **limits: int) -> Schema:
-    """The field is absent, null, or an integer within these limits."""
-    return {"properties": {name: {"anyOf": [{"type": "integer", **limits}, {"type": "null"}]}}}
-
 
 # `constraints.constraint_of`
 _FREE_TEXT: Schema = {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]}
@@ -57,20 +21,8 @@ _NO_FORM: Schema = {name: {"enum": [None]} for name in (PARAM, *OTHER_NAMES)} | 
     "grammar": {"enum": [None, ""]},
     "response_format": {"anyOf": [{"type": "null"}, _FREE_TEXT]},
 }
-
-
-def _no_form_but(*names: str) -> Schema:
-    return {"properties": {name: one for name, one in _NO_FORM.items() if name not in names}}
-
-
-ONE_FORM = either(
-    both(_no_form_but("response_format"), asks_nothing(SPACES)),
-    both(_no_form_but(PARAM), asks_nothing(SPACES)),
-    *(both(_no_form_but(name), has(name, {"not": _NO_FORM[name]})) for name in OTHER_NAMES),
-)
-"""At most one constraint, and none but the last of these has spaces beside it."""
-
 # `beam_search.beam_search_params` and `sampling`
+# Neutral values of fields that beam search does not support; null is always neutral, and a seed has no effect.
 NOT_IN_SEARCHES: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
@@ -104,8 +56,55 @@ NOT_IN_SEARCHES: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "vllm_xargs": ({},),
 }
-"""Values that ask for nothing, of fields that a search cannot honour; null is always one. A seed changes nothing."""
 ONLY_SEARCHES: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
+_NOT_STRICT: Schema = {"properties": {"strict": {"enum": [None, False]}}}
+_TEXTS: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+
+def either(*forms: Schema) -> Schema:
+    return {"anyOf": list(forms)}
+
+
+def both(*forms: Schema) -> Schema:
+    """Return the conjunction; no two forms constrain one field."""
+    properties = {name: one for form in forms for name, one in form.get("properties", {}).items()}
+    required = [name for form in forms for name in form.get("required", ())]
+    return {"properties": properties, "required": required} if required else {"properties": properties}
+
+
+def asks_nothing(name: str, *neutral: Any) -> Schema:
+    """Return a schema for a field that is absent, null, or neutral."""
+    return {"properties": {name: {"enum": [None, *neutral]}}}
+
+
+def has(name: str, schema: Schema) -> Schema:
+    """Return a schema for a field that is present and matches `schema`."""
+    return {"properties": {name: schema}, "required": [name]}
+
+
+def is_true(name: str) -> Schema:
+    return has(name, {"const": True})
+
+
+def has_items(name: str) -> Schema:
+    return has(name, {"type": "array", "minItems": 1})
+
+
+def is_whole(name: str, **limits: int) -> Schema:
+    """Return a schema for a field that is absent, null, or an integer within these limits."""
+    return {"properties": {name: {"anyOf": [{"type": "integer", **limits}, {"type": "null"}]}}}
+
+
+def _no_form_but(*names: str) -> Schema:
+    return {"properties": {name: one for name, one in _NO_FORM.items() if name not in names}}
+
+
+ONE_FORM = either(
+    both(_no_form_but("response_format"), asks_nothing(SPACES)),
+    both(_no_form_but(PARAM), asks_nothing(SPACES)),
+    *(both(_no_form_but(name), has(name, {"not": _NO_FORM[name]})) for name in OTHER_NAMES),
+)  # At most one constraint; only the fields of the last alternatives allow a whitespace pattern.
+
 _NO_SEARCH = both(
     asks_nothing("use_beam_search", False),
     *(asks_nothing(name, *neutral) for name, neutral in ONLY_SEARCHES.items()),
@@ -119,7 +118,6 @@ _SEARCH = both(
     _no_form_but(),
 )
 _SEARCH_OF_COMPLETION = both(_SEARCH, is_whole("max_tokens", minimum=1))
-_NOT_STRICT: Schema = {"properties": {"strict": {"enum": [None, False]}}}
 WAYS_OF_COMPLETIONS = either(
     _STREAMED,
     _WHOLE,
@@ -140,18 +138,16 @@ WAYS_OF_CHATS = either(
 
 # `sampling.completion_params` and `prompts`
 _NO_ECHO = both(asks_nothing("echo", False), is_whole("max_tokens", minimum=1))
-_TEXTS: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 ECHO = either(
     both(is_true("echo"), asks_nothing("logprob_token_ids"), asks_nothing("suffix", "")),
     both(_NO_ECHO, asks_nothing("suffix", "")),
     both(_NO_ECHO, has("suffix", {"type": "string", "minLength": 1}), has("prompt", _TEXTS)),
-)
-"""With echo nothing need be generated."""
+)  # With echo no token need be generated.
 
 # `sampling.chat_params`
 LOGPROBS = either(both(asks_nothing("top_logprobs"), asks_nothing("logprob_token_ids")), is_true("logprobs"))
 
-# `legacy_functions.translate` and `tool_choice.tools_in_use`
+# `chat_prompt.translate` and `tool_choice.tools_in_use`
 _NO_FUNCTIONS = both(asks_nothing("functions", []), asks_nothing("function_call", "none", "auto"))
 TOOLS = either(
     both(_NO_FUNCTIONS, asks_nothing("tool_choice", "none", "auto")),

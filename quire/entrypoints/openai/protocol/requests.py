@@ -1,8 +1,7 @@
-"""Requests, as strict pydantic models: a field has the type it is documented with, and no other.
+"""Request models of strict pydantic types.
 
-Invariant: a model has exactly the fields that the server honours; what happens to any other field is told in
-`quire.entrypoints.openai.field_policy`, and what the reply will say about it is in `notes`. Ranges are checked by
-`SamplingParams`, for all entry points alike.
+Invariant: a model has exactly the supported fields; `quire.entrypoints.openai.parsing` handles all others, and `notes`
+records them for the reply. `SamplingParams` checks ranges, for all entry points alike.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from quire.sampling_extras import MAX_PATTERN_COUNT, MAX_PATTERN_SIZE
 
 INT64_MAX = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
+# Text, token ids, or a list of either; read by `quire.entrypoints.openai.prompts` with clearer errors.
 PromptField = Annotated[Any, WithJsonSchema(shapes.PROMPT)]
-"""Text, token ids, or a list of either; read by `quire.entrypoints.openai.prompts`, whose errors are clearer."""
 Objects = list[dict[str, Any]]
 Messages = Annotated[
     Objects, Field(min_length=1, max_length=shapes.MAX_MESSAGES), WithJsonSchema(shapes.MESSAGES)
@@ -35,25 +34,24 @@ ToolChoice = Annotated[str | dict[str, Any] | None, WithJsonSchema(shapes.TOOL_C
 class RequestModel(BaseModel):
     """Base of all requests."""
 
-    # What reaches a model has been settled; to a client any field is allowed.
+    # Unsupported fields are filtered before; the published schema allows any field.
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": True})
+    # Whether it generates text, so that unsupported samplers are rejected (`parsing.SAMPLERS`).
     samples: ClassVar[bool] = False
-    """Whether it asks for generated text, so that samplers it does not have are refused (`field_policy.SAMPLERS`)."""
+    # Rules of objects in the request, if they differ from chat's.
     inner: ClassVar[Mapping[str, Any] | None] = None
-    """Rules (`field_policy.Place`) of the objects in a request of another form than chat's."""
-    without_effect: ClassVar[tuple[str, ...]] = ()
-    """Fields that have a form, and change nothing."""
+    without_effect: ClassVar[tuple[str, ...]] = ()  # Fields that are checked and have no effect.
+    # Relations between fields, for the OpenAPI document.
     relations: ClassVar[tuple[dict[str, Any], ...]] = ()
-    """What its fields ask of each other, for the document."""
     _notes: Notes = PrivateAttr(default_factory=Notes)
 
     @property
     def notes(self) -> Notes:
-        """What the reply will say about this request."""
+        """Notes for the reply."""
         return self._notes
 
     def with_notes(self, notes: Notes) -> Self:
-        """This request with the notes that were taken while it was read."""
+        """Attach the notes taken while the request was read."""
         self._notes = notes
         return self
 
@@ -64,7 +62,7 @@ class StreamOptions(RequestModel):
 
 
 class RepetitionDetection(RequestModel):
-    """When a text goes round in circles (`quire.sampling_params.RepetitionDetectionParams`)."""
+    """Stop criterion for repetitive text (`quire.sampling_params.RepetitionDetectionParams`)."""
 
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"additionalProperties": False})
     max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_SIZE)
@@ -74,14 +72,14 @@ class RepetitionDetection(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, fields: Any) -> Any:
-        """Null is absent, here as everywhere; unlike elsewhere, what is unknown is refused."""
+        """Drop nulls, which mean absent; unlike elsewhere, unknown fields are rejected."""
         if not isinstance(fields, dict):
             return fields
         return {name: value for name, value in fields.items() if value is not None}
 
 
 class EngineRequest(RequestModel):
-    """What all share that have the engine do something: on whose account, how urgently, and for how long."""
+    """Fields of all requests to the engine."""
 
     model: str | None = None
     priority: int = Field(0, ge=-INT64_MAX - 1, le=INT64_MAX)
@@ -94,7 +92,7 @@ class EngineRequest(RequestModel):
 
     @property
     def trace_headers(self) -> dict[str, str]:
-        """The headers of the trace that the request is part of, if it is."""
+        """Trace headers of the request, if it is part of a trace."""
         return self._trace_headers
 
     def join_trace(self, headers: dict[str, str]) -> None:
@@ -102,28 +100,28 @@ class EngineRequest(RequestModel):
 
     @property
     def replica(self) -> int | None:
-        """The number of the one that is asked for."""
+        """Number of the requested replica."""
         return self._replica
 
     def choose_replica(self, number: int | None) -> None:
         self._replica = number
 
     def time_left(self) -> float | None:
-        """Seconds that are left of `timeout`, which counts from when the request had come in; None: any number.
+        """Return the remaining seconds of `timeout`, counted from the request's arrival; None: unlimited.
 
         Raises:
-            DeadlineError: there are none.
+            DeadlineError: no time is left.
         """
         if self.timeout is None:
             return None
         left = self._arrived + self.timeout - time.monotonic()
         if left <= 0:
-            raise DeadlineError("the request's time was over before anything was done")
+            raise DeadlineError("the request timed out before processing began")
         return left
 
 
 class SamplerFields(RequestModel):
-    """Samplers that every request for generated text may name; None is the model's or the sampler's default."""
+    """Samplers of every request for generated text; None is the model's or the sampler's default."""
 
     samples: ClassVar[bool] = True
 
@@ -159,7 +157,7 @@ SAMPLERS = tuple(SamplerFields.model_fields)
 
 
 class GenerationRequest(EngineRequest, SamplerFields, ConstraintFields):
-    """What completions and chat completions share; None is the model's or the field's default."""
+    """Shared fields of completions and chat completions; None is the model's or the field's default."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -210,7 +208,7 @@ class ToolFunction(RequestModel):
 
 
 class CustomTool(RequestModel):
-    """A tool with text in place of arguments."""
+    """A tool with free text in place of arguments."""
 
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
@@ -218,7 +216,7 @@ class CustomTool(RequestModel):
 
 
 class OfferedTool(RequestModel):
-    """A tool as a client describes it; tools of other types than these two are left out."""
+    """A tool as a client describes it; tools of types other than these two are ignored."""
 
     type: str = Field(min_length=1)
     function: ToolFunction | None = None
@@ -235,12 +233,12 @@ class Tool(RequestModel):
 
     @property
     def place(self) -> str:
-        """The path of its function in the request, for errors."""
+        """Path of the tool's function in the request, for errors."""
         return self._place
 
     @property
     def is_custom(self) -> bool:
-        """Whether it stands for a custom tool, whose calls have text in place of arguments."""
+        """True for a custom tool, whose calls have text in place of arguments."""
         return self._is_custom
 
     @classmethod
@@ -251,7 +249,7 @@ class Tool(RequestModel):
 
 
 class ChatFields(RequestModel):
-    """What decides how a conversation becomes a prompt."""
+    """Fields that determine how a conversation becomes a prompt."""
 
     relations: ClassVar[tuple[dict[str, Any], ...]] = (related.CONTINUED,)
 
@@ -268,12 +266,12 @@ class ChatFields(RequestModel):
 
     @property
     def shown_tools(self) -> list[Tool]:
-        """The functions that the model may be shown."""
+        """Functions to show to the model."""
         return self._shown_tools
 
     @property
     def left_out(self) -> list[str]:
-        """Types of tools in the request that this server has not."""
+        """Types of the request's tools that this server does not support."""
         return self._left_out
 
     def show_tools(self, tools: list[Tool], left_out: Sequence[str] = ()) -> None:
@@ -296,7 +294,7 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
 
 
 def _without(field: str) -> ConfigDict:
-    """For one of two forms of a request: what makes it the other may only be null."""
+    """Return the config of one of two request forms; the field of the other form must be null."""
 
     def describe(schema: dict[str, Any]) -> None:
         schema["properties"][field] = shapes.NULL

@@ -1,6 +1,6 @@
-"""Responses, in OpenAI's shapes; a field that is UNSET is left out, None is written as null.
+"""Response structs in OpenAI's shapes; UNSET fields are omitted, None is written as null.
 
-The last object of a reply also has `timings`, and `ignored` and `adjusted` if there is anything to tell (see `notes`).
+The last object of a reply also has `timings`, and `ignored` and `adjusted` unless they are empty (see `notes`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from msgspec import UNSET, UnsetType, field
 
 from quire import __version__
 
-FINGERPRINT = f"quire-{__version__}"
-"""The version, where OpenAI names what else besides the model decides an answer."""
+FINGERPRINT = f"quire-{__version__}"  # The version; OpenAI names the backend configuration here.
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -21,7 +20,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Predictions are the drafts of speculative decoding; they are told of where there were any."""
+    """Token details; predictions are speculative decoding's drafts, omitted if there were none."""
 
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int | UnsetType = UNSET
@@ -29,7 +28,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """`completion_tokens_details` is there if the model reasons, or tokens were guessed."""
+    """Token counts; `completion_tokens_details` is present if the model reasons or drafts tokens."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -44,9 +43,9 @@ class Usage(msgspec.Struct):
 
 
 class Timings(msgspec.Struct):
-    """Where the time of a request went, in seconds: waiting, until its first token, and from there to the last one.
+    """Times of a request in seconds: queueing, until the first token, and from there to the last one.
 
-    With several sequences these are the times of all together. `tokens_per_s` counts the tokens after each first one.
+    With several sequences these cover all of them. `tokens_per_s` excludes each sequence's first token.
     """
 
     queue_s: float
@@ -70,8 +69,7 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str | None
 
 
-PromptPosition = dict[str, PromptLogprob]
-"""Token ids, as vLLM shows the logprobs of a prompt."""
+PromptPosition = dict[str, PromptLogprob]  # Token id -> logprob, as vLLM shows prompt logprobs.
 
 
 class CompletionChoice(msgspec.Struct):
@@ -86,7 +84,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """A completion, or one chunk of its stream: both have the same object name at OpenAI."""
+    """A completion, or one chunk of its stream: OpenAI gives both the same object name."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -101,7 +99,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct):
-    """`bytes` are the token's own where `token` has U+FFFD for a part of a character; null without a tokenizer."""
+    """One alternative; `bytes` are the token's own where `token` has U+FFFD; null without a tokenizer."""
 
     token: str
     logprob: float
@@ -126,7 +124,7 @@ class FunctionCall(msgspec.Struct):
 
 
 class ToolCallMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
-    """`index` is there in a stream only."""
+    """Tool call; `index` is present in streams only."""
 
     index: int | UnsetType = UNSET
     id: str
@@ -139,7 +137,7 @@ class CustomCall(msgspec.Struct):
 
 
 class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
-    """A call of a custom tool; `index` is there in a stream only."""
+    """Call of a custom tool; `index` is present in streams only."""
 
     index: int | UnsetType = UNSET
     id: str
@@ -150,7 +148,7 @@ AnyToolCall = ToolCallMessage | CustomToolCall
 
 
 class ChatMessage(msgspec.Struct):
-    """What the model reasoned has two names: `reasoning_content` is the older one, which many clients read.
+    """Message of an answer; `reasoning_content` is the older name of `reasoning`, which many clients read.
 
     A call is a `function_call` if the request had functions.
     """
@@ -260,7 +258,7 @@ class Version(msgspec.Struct):
 
 
 class Integrity(msgspec.Struct):
-    """What a server holds; `cores` has the scheduler's counts of each."""
+    """Resources in use; `cores` has the scheduler's counts of each core."""
 
     num_requests: int
     num_sequences: int
@@ -270,7 +268,7 @@ class Integrity(msgspec.Struct):
 
 
 class SleepState(msgspec.Struct):
-    """Whether anything sleeps, and what: "weights", "kv_cache", "scheduling"."""
+    """Sleep state of the engine; `asleep` lists "weights", "kv_cache", "scheduling"."""
 
     is_sleeping: bool
     asleep: list[str]

@@ -1,6 +1,6 @@
-"""JSON schemas of objects in requests that are read by hand, because their errors are clearer so: for the document.
+"""JSON schemas of objects in requests that are checked by hand, for the OpenAPI document.
 
-Each says what its reader takes, named beside it, and no more; a null is the same as an absent field, as everywhere.
+Each schema states exactly what the reader named beside it accepts; null always means absent.
 """
 
 from __future__ import annotations
@@ -14,8 +14,22 @@ Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 NULL: Schema = {"type": "null"}
 MAX_MESSAGES = 4096
+# Value of `include` that requests logprobs in the Responses API.
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
-"""How the Responses API asks for them."""
+
+JSON_OBJECT_TEXT: Schema = {**TEXT, "contentMediaType": "application/json"}
+# `constraints.constraint_of`
+JSON_SCHEMA: Schema = {"type": ["object", "boolean"]}
+PATTERN: Schema = {**TEXT, "pattern": r"^[^\u0000]*$"}
+GRAMMAR: Schema = {**PATTERN, "minLength": 1}
+_FLAGS = {
+    "disable_any_whitespace": {"type": "boolean"},
+    "disable_additional_properties": {"type": "boolean"},
+    "whitespace_pattern": PATTERN,
+}
+# `prompts.split_prompts`
+MAX_PROMPTS = 1024
+_PROMPT_TEXT: Schema = {**TEXT, "minLength": 1}
 
 
 def any_of(*schemas: Schema) -> Schema:
@@ -35,13 +49,13 @@ def enum(*values: Any) -> Schema:
 
 
 def object_of(required: Schema, others: Schema | None = None) -> Schema:
-    """An object with these fields, those of `others` being optional; what else it holds is ignored, and noted."""
+    """Return an object schema; `others` are optional fields, and further ones are ignored and noted."""
     more = {name: optional(schema) for name, schema in (others or {}).items()}
     return {"type": "object", "properties": {**required, **more}, "required": list(required)}
 
 
 def text_parts(names: dict[str, str]) -> Schema:
-    """Objects with a type and a text, which lies in the field that `names` has for the type, and in no other."""
+    """Return the schema of text parts, from type to the field that holds the text."""
     fields = sorted(set(names.values()))
     return any_of(
         *(
@@ -51,6 +65,7 @@ def text_parts(names: dict[str, str]) -> Schema:
     )
 
 
+# Checked by `chat.tool_schemas` for strict tools; patterns, since the rest of a schema is the client's own.
 PARAMETERS: Schema = {
     "type": "object",
     "patternProperties": {
@@ -59,11 +74,10 @@ PARAMETERS: Schema = {
         "^required$": optional(array(TEXT)),
     },
 }
-"""As `chat.tool_schemas` checks those of strict tools; patterns, since all else in it is the client's own."""
 
 
 def read_if_strict(schema: Schema, name: str = "parameters") -> Schema:
-    """Return the schema of a tool whose arguments' schema, in this field, must be `PARAMETERS` if it is strict."""
+    """Return a tool's schema whose arguments' schema, in the field `name`, must match `PARAMETERS` if strict."""
     lenient = {"properties": {"strict": enum(False, None)}}
     return {**schema, "anyOf": [lenient, {"properties": {name: optional(PARAMETERS)}}]}
 
@@ -79,7 +93,7 @@ CUSTOM = object_of(
 
 
 def other_type(*types: str) -> Schema:
-    """Return a type that is none of these."""
+    """Return the schema of a type that is none of these."""
     return {**TEXT, "minLength": 1, "not": enum(*types)}
 
 
@@ -96,9 +110,8 @@ def _tools(function: Schema) -> Schema:
 
 
 TOOLS = _tools(FUNCTION)
+# Checked by `OfferedTool` and `tool_choice.resolve_tools`; loose where no call is requested.
 LOOSE_TOOLS = _tools(LOOSE_FUNCTION)
-"""As the model `OfferedTool` and `tool_kinds.settle_tools` check them; the loose ones where no call is asked for."""
-JSON_OBJECT_TEXT: Schema = {**TEXT, "contentMediaType": "application/json"}
 
 # `chat.messages.checked_messages`
 CONTENT = any_of(TEXT, array(any_of(TEXT, text_parts(TEXT_PARTS))))
@@ -111,7 +124,7 @@ CALLED = object_of({"name": TEXT}, {"arguments": {}})
 
 
 def _unread(*names: str) -> Schema:
-    """Return the schema of a field that is not read in a call of the other kind, and has rules for its fields."""
+    """Return the schema of a call's unused field, whose inner fields still have rules."""
     known, plain = object_of({}, {name: {} for name in names}), {"type": ["string", "number", "boolean"]}
     return any_of(plain, known, array(any_of({**plain, "type": [*plain["type"], "array", "null"]}, known)))
 
@@ -154,7 +167,7 @@ MESSAGE = any_of(
 )
 MESSAGES = array(MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 
-# `tool_kinds.settle_tools` and `tool_choice.tools_in_use`
+# `tool_choice.resolve_tools` and `tool_choice.tools_in_use`
 _NAMED = object_of({"name": TEXT})
 _ALLOWED = array(
     any_of(
@@ -177,13 +190,8 @@ TOOL_CHOICE = any_of(
 )
 FUNCTION_CALL = any_of(
     enum("auto", "none", None), {**object_of({"name": TEXT}), "additionalProperties": False}
-)
-"""As `legacy_functions.translate` reads it."""
+)  # Checked by `chat_prompt.translate`.
 
-# `constraints.constraint_of`
-JSON_SCHEMA: Schema = {"type": ["object", "boolean"]}
-PATTERN: Schema = {**TEXT, "pattern": r"^[^\u0000]*$"}
-GRAMMAR: Schema = {**PATTERN, "minLength": 1}
 SCHEMA_OR_TEXT = any_of({"type": "object"}, JSON_OBJECT_TEXT)
 _NAMED_SCHEMA = object_of(
     {"schema": JSON_SCHEMA}, {"name": TEXT, "description": TEXT, "strict": {"type": "boolean"}}
@@ -196,11 +204,6 @@ RESPONSE_FORMAT = any_of(
     object_of({"type": enum("grammar"), "grammar": GRAMMAR}),
     object_of({"type": enum("regex"), "pattern": PATTERN}),
 )
-_FLAGS = {
-    "disable_any_whitespace": {"type": "boolean"},
-    "disable_additional_properties": {"type": "boolean"},
-    "whitespace_pattern": PATTERN,
-}
 CHOICE = array({**TEXT, "minLength": 1}, minItems=1)
 STRUCTURED_OUTPUTS = any_of(
     *(
@@ -214,8 +217,7 @@ STRUCTURED_OUTPUTS = any_of(
             "structural_tag": SCHEMA_OR_TEXT,
         }.items()
     )
-)
-"""A constraint, and how it is read; whether it can be enforced is known when it has been compiled."""
+)  # A constraint and its options; whether it can be enforced is known after compilation.
 
 # `chat_prompt.chat_prompt`
 DOCUMENTS: Schema = {**optional(array({"type": "object"})), "x-rule": "documents_of_chats"}
@@ -227,9 +229,6 @@ TEMPLATE_OPTIONS: Schema = {
 # `sampling.completion_params`
 COMPLETION_MAX_TOKENS: Schema = {**optional({"type": "integer"}), "x-rule": "completion_max_tokens"}
 
-# `prompts.split_prompts`
-MAX_PROMPTS = 1024
-_PROMPT_TEXT: Schema = {**TEXT, "minLength": 1}
 _TOKEN_IDS = array({"type": "integer"}, minItems=1)
 PROMPT = any_of(
     _PROMPT_TEXT, _TOKEN_IDS, array(any_of(_PROMPT_TEXT, _TOKEN_IDS), minItems=1, maxItems=MAX_PROMPTS)

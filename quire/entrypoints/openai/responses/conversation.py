@@ -1,7 +1,7 @@
-"""From a request of the Responses API to the fields of a chat request.
+"""Requests of the Responses API -> fields of a chat request.
 
-Invariant: the server keeps no response, so what asks it to remember one is refused; every text of the input reaches
-the chat, in its order. Items without text for the model, as calls of tools that run elsewhere, are left out and named.
+Invariant: the server stores no responses, so stateful fields are rejected. Every text of the input is kept, in order.
+Items without text for the model, such as calls of tools that run elsewhere, are ignored and named.
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ CHAT_NAMES = {
     "messages[].role": "input[].role",
     "messages[].tool_calls[].function.arguments": "input[].arguments",
     "messages[].tool_call_id": "input[].call_id",
-}
-"""Chat's names of fields, to those of the Responses API."""
+}  # Chat's field names -> those of the Responses API.
 STATEFUL = ("store", "background", "previous_response_id", "conversation", "prompt")
+# Neutral values of these fields, besides null.
 NEUTRAL = {"store": (None, False), "background": (None, False), "previous_response_id": (None, "")}
-"""Values of these fields that ask for nothing, besides null."""
 Fields = dict[str, Any]
 
 
 def chat_fields(request: ResponsesRequest, tools: ResponseTools) -> Fields:
-    """Return all of the chat request.
+    """Return the fields of the chat request.
 
     Raises:
-        ValidationError: the request needs a memory, or an item or tool is not one that a text model takes.
+        ValidationError: the request is stateful, or an item or tool is not supported by a text model.
     """
     _check_stateless(request)
     messages = _Input(request, tools).messages
@@ -64,7 +63,7 @@ def chat_fields(request: ResponsesRequest, tools: ResponseTools) -> Fields:
     if request.tool_choice is not None and (request.tools or request.tool_choice != "auto"):
         fields["tool_choice"] = _tool_choice(request.tool_choice, tools)
     if request.top_logprobs is not None or INCLUDED_LOGPROBS in (request.include or ()):
-        if request.tools:  # the tokens of a call would stand among those of the text
+        if request.tools:  # the logprobs of a call's tokens would be mixed with those of the text
             raise ValidationError("logprobs are not supported together with tools", param="top_logprobs")
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     effort = (request.reasoning or {}).get("effort")
@@ -75,7 +74,7 @@ def chat_fields(request: ResponsesRequest, tools: ResponseTools) -> Fields:
 
 
 def idle_includes(request: ResponsesRequest) -> list[str]:
-    """What the request asks to be included that no answer here has, by the names under which that is told."""
+    """Return the unsupported values of `include`, as field names for `ignored`."""
     return [f"include[{value}]" for value in request.include or () if value != INCLUDED_LOGPROBS]
 
 
@@ -93,7 +92,7 @@ def _check_stateless(request: ResponsesRequest) -> None:
 
 
 class _Input:
-    """Builds the messages of a request, item by item."""
+    """Builder of a request's messages, item by item."""
 
     def __init__(self, request: ResponsesRequest, tools: ResponseTools) -> None:
         self.messages: list[Fields] = []
@@ -121,7 +120,7 @@ class _Input:
                 self._add_message({"role": "assistant", "content": "", "reasoning": thought})
         elif kind in CALLS:
             self._add_call(item, kind, where)
-            if kind == "mcp_call":  # its result is a part of it
+            if kind == "mcp_call":  # its result is part of the same item
                 self.messages.append(_call_output(item, where))
         elif kind in OUTPUTS:
             self.messages.append(_call_output(item, where))
@@ -129,7 +128,7 @@ class _Input:
             self._leave_out(item, kind, where)
 
     def _add_message(self, message: Fields) -> None:
-        """Add a message; what was reasoned is part of the message after it."""
+        """Add a message; preceding reasoning becomes part of it."""
         before = self.messages[-1] if self.messages else {}
         is_open = bool(before.get("reasoning")) and not before["content"] and "tool_calls" not in before
         if is_open and message["role"] == "assistant":
@@ -138,7 +137,7 @@ class _Input:
             self.messages.append(message)
 
     def _add_call(self, item: Fields, kind: str, where: str) -> None:
-        """Add a call; the calls of one answer are one message, also where text came before them."""
+        """Add a call; calls of one turn form one message, also after text."""
         if not isinstance(item.get("call_id"), str | None):
             raise ValidationError(f"{where}.call_id must be text", param=f"{where}.call_id")
         if not self.messages or self.messages[-1]["role"] != "assistant":
@@ -160,10 +159,10 @@ class _Input:
         return self._tools.shown_name(name, namespace)
 
     def _leave_out(self, item: Fields, kind: str, where: str) -> None:
-        """Note an item that says nothing to the model.
+        """Note an item without content for the model.
 
         Raises:
-            ValidationError: its text would be lost, or the server would have to remember it.
+            ValidationError: its text would be lost, or it refers to a stored item.
         """
         if kind == REFERENCE:
             raise ValidationError(
@@ -180,7 +179,7 @@ class _Input:
 
 
 def _thought(item: Fields, where: str) -> str:
-    """Return the text of an item that this server gave; what others encrypted is not to be read."""
+    """Return the text of a reasoning item of this server; encrypted content of others is ignored."""
     parts = item.get("content") or []
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ValidationError(f"{where}.content must be a list of texts", param=f"{where}.content")
@@ -197,7 +196,7 @@ def _message(item: Fields, where: str) -> Fields:
             f"{where}.role must be user, assistant, system or developer", param=f"{where}.role"
         )
     content = item.get("content")
-    if content is None and role == "assistant":  # a turn that was calls alone, as some clients write it
+    if content is None and role == "assistant":  # a turn of calls only, as some clients send it
         content = ""
     return {"role": role, "content": _content(content, f"{where}.content")}
 
@@ -239,7 +238,7 @@ def _call_output(item: Fields, where: str) -> Fields:
 
 
 def _from_shell(part: Any, where: str) -> Any:
-    """Return what a shell wrote as a text part; parts that have a type are returned as they are."""
+    """Convert a shell's output to a text part; parts with a type are returned unchanged."""
     if not isinstance(part, dict) or "type" in part or "stdout" not in part:
         return part
     written = [part["stdout"], part.get("stderr", "")]
@@ -249,7 +248,7 @@ def _from_shell(part: Any, where: str) -> Any:
 
 
 def _tool_choice(choice: Any, tools: ResponseTools) -> Any:
-    """Return the choice as chat has it, where a name is one level down, and the model's own."""
+    """Convert the choice to chat's form, with the model's tool name one level down."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str):
@@ -271,7 +270,7 @@ def _allowed(entry: Any, tools: ResponseTools) -> list[Any]:
 
 
 def _chosen_name(choice: Fields, tools: ResponseTools) -> str:
-    """Return the model's name of a tool that is chosen, with its namespace or without."""
+    """Return the model's name of the chosen tool, with or without a namespace."""
     if not isinstance(choice.get("namespace"), str | None):
         raise ValidationError("the namespace of tool_choice must be text", param="tool_choice")
     if choice.get("namespace") is not None:
@@ -280,7 +279,7 @@ def _chosen_name(choice: Fields, tools: ResponseTools) -> str:
 
 
 def _response_format(form: Any) -> Any:
-    """A schema is beside its name here, and one level down in chat."""
+    """Convert the format to chat's form, where the schema is one level down."""
     if isinstance(form, dict) and form.get("type") == "json_schema":
         inner = {name: value for name, value in form.items() if name != "type"}
         return {"type": "json_schema", "json_schema": inner}

@@ -1,6 +1,6 @@
-"""Requests, objects and events of the Responses API; a field that is None is written as null.
+"""Requests, objects and events of the Responses API; None is written as null.
 
-Invariant: `type` stands first in every item and event, and every event has its number in the stream.
+Invariant: `type` comes first in every item and event, and every event has its number in the stream.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType, field
 from pydantic import Field, WithJsonSchema
 
-from quire.entrypoints.openai.field_policy import Place
+from quire.entrypoints.openai.parsing import FieldRules
 from quire.entrypoints.openai.protocol import shapes
 from quire.entrypoints.openai.protocol.constraints import StructuredOutputs
 from quire.entrypoints.openai.protocol.relations import asks_nothing, both, either, has, has_items
@@ -20,11 +20,9 @@ from quire.entrypoints.openai.protocol.requests import Objects, SamplerFields, T
 from quire.entrypoints.openai.protocol.responses import Timings, TokenLogprob
 from quire.entrypoints.openai.protocol.shapes import any_of, array, enum, object_of, text_parts
 
-WITHOUT_EFFECT = ("stream_options",)
-"""Fields that change nothing: there is no padding of the stream."""
+WITHOUT_EFFECT = ("stream_options",)  # Fields without effect: streams have no padding.
+# Type of a text part -> field that holds the text.
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Kinds of text parts, and the field that holds the text."""
-
 
 CALLS = {
     "function_call": "arguments",
@@ -33,30 +31,27 @@ CALLS = {
     "shell_call": "action",
     "apply_patch_call": "operation",
     "mcp_call": "arguments",
-}
-"""Types of items that are calls whose text the model can read, and the field with their arguments."""
+}  # Types of call items whose text the model can read -> field with their arguments.
+# Calls of tools that have no name besides their type.
 FIXED_CALLS = ("local_shell_call", "shell_call", "apply_patch_call")
-"""Calls of tools that have no name but that of their type."""
 OUTPUTS = tuple(f"{kind}_output" for kind in CALLS if kind != "mcp_call")
-MAX_PART_CHARS = 120  # of a namespace's name and of the names in it, which become one name for the model
+# limit of a namespace's name, and of a name in it; joined they are the model's tool name
+MAX_PART_CHARS = 120
 REFERENCE = "item_reference"
-TEXT_FIELDS = ("content", "output")
-"""Fields that would be lost with an item of an unknown type."""
+TEXT_FIELDS = ("content", "output")  # Fields whose text would be lost with an item of an unknown type.
 
-
-PART = Place(frozenset({"type", "text", "refusal", "stdout", "stderr"}))
-ITEM = Place(
+PART = FieldRules(frozenset({"type", "text", "refusal", "stdout", "stderr"}))
+ITEM = FieldRules(
     frozenset({"type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output"})
     | {"action", "operation"},
     inner={"content": PART, "output": PART},
 )
 DESCRIBED = frozenset({"type", "name", "description", "parameters", "strict", "format"})
-TOOL = Place(DESCRIBED | {"tools"}, inner={"tools": Place(DESCRIBED)})
-TEXT = Place(
+TOOL = FieldRules(DESCRIBED | {"tools"}, inner={"tools": FieldRules(DESCRIBED)})
+TEXT = FieldRules(
     frozenset({"format"}),
-    inner={"format": Place(frozenset({"type", "name", "description", "schema", "strict"}))},
+    inner={"format": FieldRules(frozenset({"type", "name", "description", "schema", "strict"}))},
 )
-
 
 # `conversation.chat_fields` reads these.
 CONTENT = any_of(shapes.TEXT, array(text_parts(TEXT_PARTS)))
@@ -140,8 +135,7 @@ TEXT_CONFIG = object_of({}, {"format": FORMAT})
 REASONING = object_of({}, {"effort": shapes.TEXT})
 Stateless = Annotated[bool | None, WithJsonSchema(enum(False, None))]
 
-
-# What `conversation.chat_fields` and chat ask of several.
+# Relations that `conversation.chat_fields` and chat check.
 _SAID = {
     "anyOf": [
         {"properties": {"type": enum("message", *CALLS, *OUTPUTS, None)}},
@@ -186,13 +180,13 @@ RELATIONS = (
 
 
 class ResponsesRequest(SamplerFields):
-    """POST /v1/responses; the fields from `stop` on, and samplers beside `temperature` and `top_p`, are quire's own."""
+    """POST /v1/responses; fields from `stop` on, and samplers besides `temperature` and `top_p`, are quire's own."""
 
-    inner: ClassVar[Mapping[str, Place]] = {
+    inner: ClassVar[Mapping[str, FieldRules]] = {
         "input": ITEM,
         "tools": TOOL,
         "text": TEXT,
-        "reasoning": Place(frozenset({"effort"})),
+        "reasoning": FieldRules(frozenset({"effort"})),
     }
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
     relations: ClassVar[tuple[dict[str, Any], ...]] = RELATIONS
@@ -261,7 +255,7 @@ class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """Nobody sums reasoning up here: it is all there."""
+    """Reasoning item; the summary is empty, because the full text is in `content`."""
 
     id: str
     status: str
@@ -429,5 +423,4 @@ class InputDone(Event, tag="response.custom_tool_call_input.done", kw_only=True)
 AnyEvent = (
     Created | InProgress | Completed | EndedIncomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
     | ReasoningDelta | ReasoningDone | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone | InputDelta | InputDone
-)  # fmt: skip
-"""What a stream is made of."""
+)  # fmt: skip  # Events of a stream.

@@ -1,7 +1,6 @@
 """POST /v1/responses
 
-Invariant: the events of a stream make the response that the same request gets without stream. Nothing is kept: a
-response is known to the client alone.
+Invariant: a stream's events build the same response as the request without stream. No response is stored.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.entrypoints.openai.errors import own_id_of
-from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.openapi.streams import named_events
+from quire.entrypoints.openai.openapi.operation import Operation, describe, named_events
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.responses.conversation import CHAT_NAMES, chat_fields, idle_includes
 from quire.entrypoints.openai.responses.protocol import (

@@ -1,7 +1,7 @@
-"""Tools of the Responses API: their names for the model, and the names under which calls go back to the client.
+"""Tools of the Responses API: mapping between the client's tools and the function names shown to the model.
 
-Invariant: the model sees functions of distinct names, and every call of one of them has one tool of the client. Names
-depend on the tools alone, so they are the same in every turn of a conversation.
+Invariant: function names are distinct, and every call maps to one tool of the client. Names depend on the tools alone,
+so they are stable over the turns of a conversation.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from typing import Any, NamedTuple
 
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.responses.protocol import MAX_PART_CHARS
-from quire.entrypoints.openai.tool_kinds import custom_function, grammar_of
+from quire.entrypoints.openai.tool_choice import custom_function, grammar_of
 from quire.errors import ValidationError
 
 FUNCTION = ("name", "description", "parameters", "strict")
 KINDS = ("function", "custom")
 SEPARATOR = "__"
-JOINTS = (SEPARATOR, ".", "/", ":")
-"""What models write between a namespace and a name."""
+JOINTS = (SEPARATOR, ".", "/", ":")  # Separators that models write between a namespace and a name.
 Fields = dict[str, Any]
 
 
 class ClientTool(NamedTuple):
-    """A tool as the client knows it."""
+    """A tool as the client named it."""
 
     name: str
     namespace: str | None = None
@@ -42,30 +41,30 @@ class ResponseTools:
 
     Args:
         tools: as the client describes them.
-        notes: receives what of them has no effect.
+        notes: receives the ignored ones.
 
     Raises:
-        ValidationError: a function, custom tool or namespace lacks what describes it.
+        ValidationError: a function, custom tool or namespace is incomplete.
     """
 
     def __init__(self, tools: Sequence[Fields], notes: Notes) -> None:
+        # Tools of the chat request at the client's indices; further members of a namespace come last.
         self.chat: list[Fields] = [{"type": _kind(tool, f"tools.{i}")} for i, tool in enumerate(tools)]
-        """The tools of the chat request; each is at the place of the client's, what more a namespace has behind."""
+        # Paths of chat's tools -> paths of the client's, where they differ.
         self.chat_names: dict[str, str] = {}
-        """Paths of chat's tools, to those of the client's, where they differ."""
         self._notes = notes
         self._shown: dict[str, ClientTool] = {}
         self._names: dict[tuple[str, str | None], str] = {}
         for index, tool in enumerate(tools):
             if tool["type"] in KINDS:
                 self._add(_described(tool, f"tools.{index}"), index)
-        for index, tool in enumerate(tools):  # behind all others, whose names are not to be changed
+        for index, tool in enumerate(tools):  # last, so that they do not change other tools' names
             if tool["type"] == "namespace":
                 for described in self._members(tool, f"tools.{index}"):
                     self._add(described, index)
 
     def shown_name(self, name: str, namespace: str | None) -> str:
-        """Return the model's name of a tool, also of one that the request no longer has."""
+        """Return the model's name of a tool, even of one that is no longer in the request."""
         return self._names.get((name, namespace)) or _joined(name, namespace)
 
     def names_in(self, namespace: str) -> list[str]:
@@ -73,12 +72,12 @@ class ResponseTools:
         return [name for name, tool in self._shown.items() if tool.namespace == namespace]
 
     def name_of(self, name: str) -> str:
-        """Return the model's name of a tool that is meant by any form of its name."""
+        """Return the model's name of a tool, given any form of its name."""
         tool = self.called(name)
         return self.shown_name(tool.name, tool.namespace)
 
     def called(self, name: str) -> ClientTool:
-        """Return the tool that the model called, also by another form of its name."""
+        """Return the tool that the model called, given any form of its name."""
         if name in self._shown:
             return self._shown[name]
         forms = {
@@ -91,7 +90,7 @@ class ResponseTools:
         return forms.get(name) or (named[0] if len(named) == 1 else ClientTool(name))
 
     def _members(self, tool: Fields, where: str) -> Iterator[_Described]:
-        """Yield the functions and custom tools of a namespace, the first with what is said about all of them."""
+        """Yield the functions and custom tools of a namespace; the first carries the namespace's description."""
         about = _described(tool, where, in_namespace=True).tool.get("description") or ""
         members = tool.get("tools", [])
         if not isinstance(members, list) or not all(isinstance(member, dict) for member in members):
@@ -110,7 +109,7 @@ class ResponseTools:
         client = ClientTool(tool["name"], namespace, tool["type"] == "custom")
         if namespace is not None and (client.name, namespace) in self._names:
             raise ValidationError(
-                f"{place}.name {client.name!r:.80} is another tool's of this namespace, too",
+                f"{place}.name {client.name!r:.80} is already used in this namespace",
                 param=f"{place}.name",
             )
         shown = client.name if namespace is None else self._unused(_joined(client.name, namespace))
@@ -144,7 +143,7 @@ class ResponseTools:
 
 
 def _described(tool: Fields, where: str, *, in_namespace: bool = False) -> _Described:
-    """Return the tool, once it has what a tool with a name needs."""
+    """Check the fields of a named tool and return it."""
     if not isinstance(tool.get("name"), str) or not tool["name"]:
         raise ValidationError(f"{where}.name must be text", param=f"{where}.name")
     if in_namespace and len(tool["name"]) > MAX_PART_CHARS:

@@ -1,7 +1,7 @@
-"""Responses, whole and as events.
+"""Responses API answers, whole and as events.
 
-Invariant: events are numbered from 0 without gaps; one item is open at a time; the deltas of each join to the item of
-the whole response; the last event is `response.completed`, `.incomplete` or `.failed` with all that was written.
+Invariant: events are numbered from 0 without gaps. One item is open at a time, and its deltas concatenate to the item
+of the whole response. The last event is `response.completed`, `.incomplete` or `.failed`, with all that was written.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ from quire.entrypoints.openai.responses.protocol import (
     TextDone,
 )
 from quire.entrypoints.openai.responses.tools import ResponseTools
-from quire.entrypoints.openai.streaming import COMMENT, Wire
+from quire.entrypoints.openai.streaming import COMMENT, StreamFormat
 from quire.entrypoints.openai.translation import Piece
 from quire.outputs import RequestStateStats
 
+# Finish reason -> reason of an incomplete response.
 INCOMPLETE = {"length": "max_output_tokens", "timeout": "timeout"}
-"""Finish reason -> why the response is incomplete."""
 
 
 class ResponseWriter:
-    """Writes one response."""
+    """Writer of one response."""
 
     def __init__(self, response_id: str, model: str, request: ResponsesRequest, tools: ResponseTools) -> None:
         self._response = _opened(response_id, model, request)
         self._tools = tools
         self._num_events = 0
-        self._pieces: list[str] = []  # of the item that is open
+        self._pieces: list[str] = []  # pieces of the open item
         self._is_open = False
+        # Logprobs of tokens without text so far: markers, or the first tokens of a text.
         self._held_logprobs: list[TokenLogprob] = []
-        """Of tokens without text: those of a marker, or the first ones of a text."""
         self._call_index = -1
 
     @cached_property
-    def wire(self) -> Wire:
-        return Wire("text/event-stream", self._failure, ping=COMMENT)
+    def stream_format(self) -> StreamFormat:
+        return StreamFormat("text/event-stream", self._failure, ping=COMMENT)
 
     def encode(self, event: msgspec.Struct) -> bytes:
         numbered = replace(event, sequence_number=self._num_events)
@@ -153,7 +153,7 @@ class ResponseWriter:
             yield from self._open(self._call_item(call))
         self._pieces.append(call.function.arguments)
         item = self._response.output[-1]
-        if isinstance(item, CallItem):  # the input of a custom tool is known when its arguments are whole
+        if isinstance(item, CallItem):  # a custom tool's input is known only once its arguments are complete
             yield ArgumentsDelta(item_id=item.id, output_index=self._index, delta=call.function.arguments)
 
     def _call_item(self, call: ToolCallMessage) -> CallItem | CustomCallItem:
@@ -170,7 +170,7 @@ class ResponseWriter:
         yield ItemAdded(output_index=self._index, item=item)
 
     def _close(self, status: str) -> Iterator[msgspec.Struct]:
-        """End the open item, which is now known as a whole."""
+        """Close the open item, which is now complete."""
         if not self._is_open:
             return
         item, whole = self._response.output[-1], "".join(self._pieces)
@@ -195,7 +195,9 @@ class ResponseWriter:
         yield ItemDone(output_index=self._index, item=item)
 
     def _end(self, last: Piece) -> Iterator[msgspec.Struct]:
-        """End the response. A whole answer without any text has an empty message; one that was cut has what came."""
+        """Complete the response. A finished answer without text gets an empty message; a truncated one keeps its
+        content.
+        """
         reason = INCOMPLETE.get(last.finish_reason or "")
         is_whole = reason is None and last.stop_reason is None
         if is_whole and all(isinstance(item, ReasoningItem) for item in self._response.output):

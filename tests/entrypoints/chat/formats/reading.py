@@ -8,9 +8,9 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from quire.entrypoints.chat.formats.choice import AnswerFormat
-from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
+from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
+from quire.entrypoints.chat.formats.selection import AnswerFormat
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.examples import examples_of
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.formats.reasoning import REASONING_FORMATS
+from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.formats.tools import TOOL_FORMATS
 from quire.entrypoints.chat.template import ChatTemplate
 from quire.errors import ConfigError
@@ -295,7 +295,7 @@ def test_a_name_overrides_the_template_and_none_is_none() -> None:
     template = FAMILIES["qwen3"][0]
     chosen = choose("llama3_json", "none", template)
     assert (chosen.tools and chosen.tools.name, chosen.reasoning) == ("llama3_json", None)
-    assert "llama3_json" in chosen.told()
+    assert "llama3_json" in chosen.describe()
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "internlm2", "qwen3_xml", "phi4_mini", "hermes", "json"])
@@ -349,7 +349,7 @@ def test_the_tokens_between_the_markers_are_counted_however_they_come(
         assert counter is not None
         for start in range(0, len(ids), size):
             counter.add(ids[start : start + size])
-            counter.settle(())
+            counter.resolve(())
         assert counter.num_tokens == num_tokens
 
 

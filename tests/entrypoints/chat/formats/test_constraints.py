@@ -13,20 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.chat.answer_grammar import Calls
 from quire.entrypoints.chat.formats.answer import AnswerParser
-from quire.entrypoints.chat.formats.choice import choose
 from quire.entrypoints.chat.formats.constraint import Form, fixed
-from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.reasoning import FORMATS as REASONING
+from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
+from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.formats.tools import FORMATS
-from quire.entrypoints.chat.tool_grammar import Function, after_reasoning, calls_in_text, calls_only
+from quire.entrypoints.chat.tool_grammar import Calls, Function, after_reasoning, calls_in_text, calls_only
 from quire.errors import ValidationError
 from quire.structured_output.backend import Masks, Matcher
 from quire.structured_output.guidance import GuidanceBackend
-from quire.structured_output.settings import StructuredOutputsSettings
-from quire.structured_output.settle import settle
+from quire.structured_output.normalize import normalize
+from quire.structured_output.params import StructuredOutputsSettings
 from quire.structured_output.structural_tag import as_tag
 from quire.structured_output.vocabulary import Vocabulary
 
@@ -107,10 +106,10 @@ class Walker:
     """Texts under a constraint, token by token."""
 
     def __init__(self, form: Form, special: tuple[str, ...] = ()) -> None:
-        self._vocabulary = Vocabulary.of_bytes(special)
+        self._vocabulary = Vocabulary.from_bytes(special)
         self._names = {token_id: name for name, token_id in self._vocabulary.special.items()}
         backend = GuidanceBackend(self._vocabulary)
-        self._grammar = backend.compile(settle(as_tag(form), StructuredOutputsSettings()))
+        self._grammar = backend.compile(normalize(as_tag(form), StructuredOutputsSettings()))
 
     def takes(self, text: str, *, is_whole: bool = True) -> bool:
         """Whether a text is allowed from beginning to end, or as the beginning of one."""

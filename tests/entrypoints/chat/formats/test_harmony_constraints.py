@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.chat.answer_grammar import Calls
-from quire.entrypoints.chat.formats.choice import AnswerFormat
 from quire.entrypoints.chat.formats.constraint import Form, json_of
-from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.harmony import MARKERS
+from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
+from quire.entrypoints.chat.formats.selection import AnswerFormat
 from quire.entrypoints.chat.formats.tools import FORMATS
+from quire.entrypoints.chat.tool_grammar import Calls
 from quire.errors import ValidationError
 from tests.entrypoints.chat.formats.test_constraints import SCHEMAS, Walker, functions, strict
 

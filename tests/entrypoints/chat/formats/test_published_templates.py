@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from quire.entrypoints.chat.formats.choice import AnswerFormat, choose
-from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.examples import THINKING, Example, examples_of, shown
+from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
+from quire.entrypoints.chat.formats.selection import AnswerFormat, choose
 from quire.entrypoints.chat.template import ChatTemplate
 from tests.entrypoints.chat.formats.reading import pieces_of
 
@@ -142,7 +142,7 @@ def test_published_template_answers_are_read_back(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
     formats = choose("auto", "auto", source, examples_of(template))
-    assert formats.tools is not None or "tools" not in template.variables, formats.told()
+    assert formats.tools is not None or "tools" not in template.variables, formats.describe()
     num_shown = 0
     for answer, rendered in turns(template):
         turn = spoken(formats, rendered)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.chat.formats.choice import AnswerFormat
-from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.reasoning import FORMATS
+from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
+from quire.entrypoints.chat.formats.selection import AnswerFormat
 from quire.entrypoints.chat.formats.tools import FORMATS as TOOL_FORMATS
 
 TAGGED = [row for row in FORMATS if row.opens and row.name != "openai_gptoss"]

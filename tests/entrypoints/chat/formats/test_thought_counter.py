@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from quire.entrypoints.chat.formats.choice import AnswerFormat
 from quire.entrypoints.chat.formats.format import ReasoningFormat, ToolFormat
 from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
 from quire.entrypoints.chat.formats.reasoning import FORMATS
+from quire.entrypoints.chat.formats.selection import AnswerFormat
 from quire.entrypoints.chat.formats.tools import FORMATS as TOOL_FORMATS
-from quire.entrypoints.openai.chat_choice import ChatChoiceBuilder
+from quire.entrypoints.openai.chat_completions import ChatChoiceBuilder
 from tests.entrypoints.chat.formats.reading import TOOLS
 
 BY_NAME = {name: row for row in TOOL_FORMATS for name in (row.name, *row.aliases)}

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from quire.entrypoints.chat.formats.events import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.format import ToolFormat
+from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall
 from quire.entrypoints.chat.formats.tools import FORMATS
 from tests.entrypoints.chat.formats.reading import (
     Calls,

@@ -1,1 +1,0 @@
-"""Embeddings, classes, scores and rankings: what is asked of a model that pools."""

@@ -1,0 +1,231 @@
+"""Shared-memory counters of a server's API processes, core loads, and prefix cache deltas for routing.
+
+Invariant of `SharedCounters`: every process writes only its own slot (except `HANDED`, which the first process writes
+for all), and all may read. So no process waits for another, and the slot of a dead one is known to be at rest. Tenant
+accounts, which several write, are written under the lock, which the kernel releases for a dead process.
+
+`Loads`: each front end counts its own requests in its slot and reads totals over all.
+
+Cache deltas: applying all deltas of a core in order yields the blocks stored on its device since then, each identified
+by a prefix of its hash. A collision only makes an estimate wrong.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import IO
+
+import msgspec
+
+from quire.kv_cache.events import DEVICE, AllBlocksCleared, BlockStored, KVCacheEvent
+from quire.kv_cache.hashing import BlockHash
+
+KEY_BYTES = 8
+_FIRST_GROUP = 0  # Groups of a hybrid model share the hashes, and mostly keep and lose the same blocks.
+
+
+class CacheDelta(msgspec.Struct, array_like=True, frozen=True):
+    """Changes of a prefix cache: cleared first, if so, then stored and lost blocks, as concatenated keys."""
+
+    stored: bytes
+    lost: bytes
+    is_cleared: bool = False
+
+
+class CacheDeltaBuffer:
+    """Buffer of KV cache events until the next delta is taken."""
+
+    def __init__(self) -> None:
+        self._is_cleared = False
+        self._is_stored: dict[bytes, bool] = {}
+
+    def note(self, events: Iterable[KVCacheEvent]) -> None:
+        """Add events in the order in which they happened."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self._is_cleared = True
+                self._is_stored.clear()
+            elif (event.medium, event.group_idx) == (DEVICE, _FIRST_GROUP):
+                keys = (_key(block_hash) for block_hash in event.block_hashes)
+                self._is_stored.update(dict.fromkeys(keys, isinstance(event, BlockStored)))
+
+    def take(self) -> CacheDelta | None:
+        """Return the changes since the last call, if there were any."""
+        found, self._is_stored = self._is_stored, {}
+        is_cleared, self._is_cleared = self._is_cleared, False
+        if not found and not is_cleared:
+            return None
+        stored, lost = (
+            b"".join(key for key, is_there in found.items() if is_there is wanted) for wanted in (True, False)
+        )
+        return CacheDelta(stored, lost, is_cleared)
+
+
+def block_keys(hashes: Iterable[BlockHash]) -> list[int]:
+    """Return the keys by which deltas identify blocks."""
+    return [int.from_bytes(block_hash[:KEY_BYTES], "big") for block_hash in hashes]
+
+
+def delta_keys(keys: bytes) -> Iterator[int]:
+    """Yield the keys of a delta."""
+    return (int.from_bytes(keys[at : at + KEY_BYTES], "big") for at in range(0, len(keys), KEY_BYTES))
+
+
+def _key(block_hash: BlockHash | int) -> bytes:
+    assert isinstance(block_hash, bytes), "deltas are recorded before hashes are shortened for subscribers"
+    return block_hash[:KEY_BYTES]
+
+
+WORD = 8
+ACCOUNT = 4  # Numbers of one tenant's account.
+
+
+class CounterField(IntEnum):
+    """Counters of each slot; they are followed by each tenant's running requests in the process."""
+
+    HANDED = 0  # Connections passed to the process.
+    CLOSED = 1
+    WAITING = 2  # Sequences without an update of the core.
+    WAITING_TOKENS = 3
+    COMPUTED_TOKENS = 4  # Prompt tokens computed since the process started.
+    GENERATED_TOKENS = 5
+    TURNS = 6  # Iterations of the process's event loop, as its heartbeat.
+
+
+class Load(IntEnum):
+    """Counters per core of the engine, following those."""
+
+    SEQUENCES = 0  # In flight.
+    WAITING_TOKENS = 1  # Prompt tokens without an update so far, less what is assumed to be cached.
+    # Fraction of the KV cache held by running requests; written by the process that receives statistics.
+    KV_USE = 2
+
+
+class SharedCounters:
+    """Doubles in an anonymous file that children inherit; for one process, in its own memory.
+
+    Args:
+        num_slots: processes.
+        num_tenants: accounts.
+        file: large enough, all zeros in the first process.
+        num_cores: of the engine.
+    """
+
+    def __init__(
+        self, num_slots: int, num_tenants: int = 0, file: IO[bytes] | None = None, num_cores: int = 1
+    ) -> None:
+        self.num_slots, self.num_tenants = num_slots, num_tenants
+        self._width = _width(num_tenants, num_cores)
+        self._file = file
+        size = WORD * (num_slots * self._width + num_tenants * ACCOUNT)
+        memory = bytearray(size) if file is None else mmap.mmap(file.fileno(), size)
+        self._cells = memoryview(memory).cast("d")
+
+    @staticmethod
+    def create(num_slots: int, num_tenants: int, num_cores: int = 1) -> SharedCounters:
+        """Create counters to be shared."""
+        file = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the counters lives)
+        file.write(bytes(WORD * (num_slots * _width(num_tenants, num_cores) + num_tenants * ACCOUNT)))
+        file.flush()
+        return SharedCounters(num_slots, num_tenants, file, num_cores)
+
+    def fileno(self) -> int:
+        assert self._file is not None, "these counters are not shared"
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Close the file; the mapping stays."""
+        if self._file is not None:
+            self._file.close()
+
+    def slot(self, index: int) -> CounterSlot:
+        return CounterSlot(self, index)
+
+    def clear(self, index: int) -> None:
+        """Clear the slot of a process that is gone."""
+        for column in range(self._width):
+            self._cells[index * self._width + column] = 0.0
+
+    def get(self, index: int, column: int) -> float:
+        return self._cells[index * self._width + column]
+
+    def total(self, column: int) -> float:
+        """Return the sum over all slots."""
+        return sum(self._cells[column : self.num_slots * self._width : self._width])
+
+    def add(self, index: int, column: int, amount: float) -> None:
+        self._cells[index * self._width + column] += amount
+
+    def put(self, index: int, column: int, value: float) -> None:
+        self._cells[index * self._width + column] = value
+
+    def load_column(self, core: int, load: Load) -> int:
+        return _width(self.num_tenants, core) + load
+
+    def account(self, tenant: int) -> memoryview[float]:
+        """Return the numbers of a tenant, all 0 at first; access them under the lock."""
+        start = self.num_slots * self._width + tenant * ACCOUNT
+        return self._cells[start : start + ACCOUNT]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock out other processes, but not other threads of this one. Never block inside."""
+        if self._file is None:
+            yield
+            return
+        # Not `flock`: the file was inherited, and all who have it would have that lock.
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
+class CounterSlot:
+    """Slot of one process in the shared counters."""
+
+    def __init__(self, counters: SharedCounters, index: int) -> None:
+        self.counters = counters
+        self.index = index
+
+    def add(self, column: int, amount: float) -> None:
+        self.counters.add(self.index, column, amount)
+
+    def put(self, column: int, value: float) -> None:
+        self.counters.put(self.index, column, value)
+
+    def total(self, column: int) -> float:
+        """Return the sum over all slots."""
+        return self.counters.total(column)
+
+
+def _width(num_tenants: int, num_cores: int) -> int:
+    """Return the number of counters per slot."""
+    return len(CounterField) + num_tenants + num_cores * len(Load)
+
+
+class Loads:
+    """Loads of `num_cores` cores.
+
+    Args:
+        slot: slot of shared counters of that size; None: there are no other front ends.
+    """
+
+    def __init__(self, num_cores: int, slot: CounterSlot | None = None) -> None:
+        self._slot = slot or SharedCounters(1, num_cores=num_cores).slot(0)
+
+    def of(self, core: int, load: Load) -> float:
+        """Return the total over all front ends."""
+        return self._slot.total(self._slot.counters.load_column(core, load))
+
+    def add(self, core: int, load: Load, amount: float) -> None:
+        self._slot.add(self._slot.counters.load_column(core, load), amount)
+
+    def put(self, core: int, load: Load, value: float) -> None:
+        """Set this front end's value."""
+        self._slot.put(self._slot.counters.load_column(core, load), value)

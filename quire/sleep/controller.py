@@ -1,0 +1,108 @@
+"""`SleepController`: sleep and wake-up of the asynchronous engine.
+
+Invariant: one transition at a time. No request is accepted while the engine is about to sleep, even if that fails. If
+the cores have several front ends, one of them decides and notifies the others: their requests are in the same cores,
+which keep or abort them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from quire.engine.front_end import FrontEnd, Outgoing
+from quire.errors import ConflictError
+from quire.sleep.modes import EngineSleepState, check_level, check_mode, check_tags
+
+IDLE_POLL_S = 0.02  # Interval at which the end of all requests is polled.
+
+
+class OtherFrontEnds(Protocol):
+    """Front ends of the same cores in other processes."""
+
+    async def rest(self, rest: EngineSleepState, *, is_falling_asleep: bool) -> None:
+        """Send them the sleep state, and whether they must reject requests because more will sleep; returns once they
+        have it.
+        """
+
+    async def abort(self) -> None:
+        """Abort all of their requests."""
+
+    async def num_unfinished(self) -> int:
+        """Return their sequences in flight."""
+
+
+class NoOtherFrontEnds:
+    """Implementation for cores with a single front end."""
+
+    async def rest(self, rest: EngineSleepState, *, is_falling_asleep: bool) -> None:
+        """Do nothing."""
+
+    async def abort(self) -> None:
+        """Do nothing."""
+
+    async def num_unfinished(self) -> int:
+        return 0
+
+
+class SleepController:
+    """Sleep and wake-up (see `AsyncLLM`) for one front end that sends by `send`, and for `others`."""
+
+    def __init__(self, front_end: FrontEnd, send: Callable[[list[Outgoing]], None]) -> None:
+        self._front_end = front_end
+        self._send = send
+        self._lock = asyncio.Lock()
+        self._waking = set[asyncio.Task[None]]()
+        self.others: OtherFrontEnds = NoOtherFrontEnds()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True if a part is asleep or about to sleep."""
+        return bool(self._front_end.rest) or self._front_end.is_falling_asleep
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Abort, await or keep the requests in flight, then put the cores to sleep."""
+        level, mode = check_level(level), check_mode(mode)
+        self._front_end.check_can_sleep()
+        self._front_end.is_falling_asleep = True
+        try:
+            await self._notify()
+            if mode == "abort":
+                self._send(self._front_end.abort(self._front_end.labels()))
+                await self.others.abort()
+            elif mode == "wait":
+                await self._until_idle()
+            async with self._lock:
+                answers, messages = self._front_end.sleep(level)
+                self._send(messages)
+                await asyncio.gather(*map(asyncio.wrap_future, answers))
+        finally:
+            self._front_end.is_falling_asleep = False
+            await self._notify()
+
+    async def wake_up(self, tags: Collection[str] | None) -> None:
+        """Wake the tagged parts, or all, even if the caller is cancelled."""
+        waking = asyncio.create_task(self._wake(check_tags(tags)))
+        self._waking.add(waking)
+        waking.add_done_callback(self._waking.discard)
+        await asyncio.shield(waking)
+
+    async def _wake(self, wanted: list[str]) -> None:
+        async with self._lock:
+            rest, answers, messages = self._front_end.wake_up(wanted)
+            self._send(messages)
+            await asyncio.gather(*map(asyncio.wrap_future, answers))
+            self._front_end.rest = rest
+            await self._notify()
+
+    async def _notify(self) -> None:
+        await self.others.rest(self._front_end.rest, is_falling_asleep=self._front_end.is_falling_asleep)
+
+    async def _until_idle(self) -> None:
+        """Wait until no request is in flight."""
+        while self._front_end.num_unfinished or await self.others.num_unfinished():
+            await asyncio.sleep(IDLE_POLL_S)
+            self._front_end.check_health()
+            if not self.is_sleeping:
+                raise ConflictError("the engine was woken before its requests had ended")

@@ -1,0 +1,60 @@
+"""Holds of requests whose grammars are being compiled, so that other requests are not delayed.
+
+Invariant: every hold is released, even if its grammar cannot be compiled; then the worker fails its request.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from quire.executor.base import Executor
+from quire.sampling_params import SamplingParams
+from quire.scheduler.explain import Cause
+from quire.scheduler.holds import Hold
+from quire.scheduler.scheduler import Scheduler
+
+DETAIL = "its grammar"
+PATIENCE_S = 0.002
+
+
+class GrammarHolds:
+    """Grammars that the executor is preparing."""
+
+    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._pending: dict[str, Future[None]] = {}
+        self._keys: dict[bytes, str] = {}
+        self._num_holds = 0
+
+    @property
+    def patience_s(self) -> float | None:
+        """Polling interval of an otherwise idle core; None: it need not poll."""
+        return PATIENCE_S if self._pending else None
+
+    def holds_for(self, params: SamplingParams) -> list[Hold]:
+        """Return the holds of a request with these parameters."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return []
+        name = self._keys.get(wanted.key)
+        if name is None:
+            future = self._executor.prepare_grammar(wanted)
+            if future.done():
+                return []
+            self._num_holds += 1
+            name = self._keys[wanted.key] = f"grammar {self._num_holds}"
+            self._pending[name] = future
+        return [Hold(name, Cause.NOT_READY, DETAIL)]
+
+    @property
+    def any_ready(self) -> bool:
+        """True if `release_ready` has work."""
+        return any(future.done() for future in self._pending.values())
+
+    def release_ready(self, now: float) -> None:
+        """Release requests whose grammars are ready."""
+        for name in [name for name, future in self._pending.items() if future.done()]:
+            self._pending.pop(name).result()  # raises only on an internal bug
+            self._scheduler.release(name, now)
+        self._keys = {key: name for key, name in self._keys.items() if name in self._pending}
