@@ -20,7 +20,7 @@ RELATIONS = (
     r"(stop|options\.stop|stop_sequences) has \d+ characters in all",
     r"prompts with n = \d+ are \d+ sequences",
     r"allowed_token_ids has only tokens that end the generation",
-    r"(tools|functions)\.\d+(\.function|\.custom|\.tools\.\d+)?\.name .* is another tool's",
+    r"(tools|functions)\.\d+(\.function|\.custom|\.tools\.\d+)?\.name .* is already used by another tool",
     r"name .* has characters that a call in the format",
     r"(parameters|input_schema) must be the JSON schema of an object",
     # Of a model that pools.
