@@ -127,7 +127,7 @@ def test_two_ranks_have_the_bits_of_one_and_say_where_they_differ(
             found["option"]
             == "all ranks must have the same --max-num-seqs, but rank 0's differs from that of 1"
         )
-        assert "ranks 1 have planned another step than rank 0" in found["plan"]
+        assert "ranks 1 planned a different step than rank 0" in found["plan"]
 
 
 STRUCK = """
