@@ -15,7 +15,7 @@ import msgspec
 
 from quire.errors import QuireError
 from quire.processes import begin_imports, end_imports
-from quire.torch_import import defer_modules, preload_library
+from quire.torch_import import preload_library
 
 
 class Stopwatch:
@@ -48,7 +48,6 @@ def time_first_token(stopwatch: Stopwatch, encoded: bytes) -> None:
     """Start an engine and generate one token."""
     stopwatch.end("interpreter")
     preload_library()
-    defer_modules()
     begin_imports()
     from quire.config import EngineConfig
     from quire.engine import core, front_end, llm_engine

@@ -42,15 +42,13 @@ from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import resolve_max_model_len, size_kv_cache
 from quire.lora.holds import AdapterHolds
-from quire.models.registry import is_own_class
-from quire.plugins import GENERAL, load_general_plugins, plugin_names
+from quire.plugins import load_general_plugins
 from quire.routing.counters import CacheDeltaBuffer
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import resolve_scheduler
 from quire.structured_output.holds import GrammarHolds
 from quire.supervision.progress import Progress, with_progress
-from quire.torch_import import import_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +77,6 @@ class EngineCore:
         started = clock()
         self._clock = clock
         self._failure: BaseException | None = None
-        if not _computes_by_itself(config):
-            import_deferred()
         load_general_plugins()
         scheduler_class = resolve_scheduler(config.scheduler.scheduler_cls)
         self.executor: Executor = resolve_executor(config.parallel.distributed_executor_backend)(config)
@@ -278,12 +274,6 @@ class EngineCore:
             self._cache_deltas.note(events)
         if events and self._publisher is not None:
             self._publisher.publish(events, time.time())
-
-
-def _computes_by_itself(config: EngineConfig) -> bool:
-    """Return whether only quire's own code computes, on a CPU; it neither traces nor needs Python meta kernels."""
-    is_own = is_own_class(config.model_class) and not plugin_names(GENERAL)
-    return is_own and config.device.device == "cpu"
 
 
 @contextmanager

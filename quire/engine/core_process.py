@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from quire.processes import GROUP_SIGNALS, uncollected
-from quire.torch_import import defer_modules, preload_library
+from quire.torch_import import preload_library
 
 
 def main() -> int:
@@ -20,7 +20,6 @@ def main() -> int:
     directory, parent_pid, executor = sys.argv[1:]
     if executor == "uni":
         preload_library()
-        defer_modules()
     with uncollected():
         from quire.engine.core_service import serve
     return serve(Path(directory), int(parent_pid))

@@ -38,7 +38,7 @@ class ModelEntry:
     model: str | type[CausalLM]
     config_reader: str | ConfigReader = _LLAMA_READER
     pools: bool = False
-    bidirectional_decoder: bool = False
+    both_ways: bool = False
     """True if the decoder can also be an encoder: with `ModelArch.bidirectional` its layers attend without a cache."""
 
 
@@ -134,7 +134,7 @@ class Registry:
         """Return the function that converts config.json to a `ModelArch`; raises as `place_of` does."""
         row = self._row(arch, model_impl)
         reader: ConfigReader = _imported(row.config_reader, arch)
-        return with_bidirectional(reader) if row.bidirectional_decoder else reader
+        return with_bidirectional(reader) if row.both_ways else reader
 
     def _row(self, arch: str, model_impl: str = "auto") -> ModelEntry:
         """Return the entry of an architecture; `model_impl` as in `ModelConfig`."""

@@ -77,7 +77,7 @@ class StepPlan:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether it computes one token of each of its requests, and all of them sample."""
+        """True if the step computes one token of each of its requests, and all of them sample."""
         return bool(self.chunks) and all(
             chunk.end - chunk.start == chunk.num_samples == 1 for chunk in self.chunks
         )

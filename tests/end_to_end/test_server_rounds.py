@@ -45,7 +45,7 @@ async def served(model: Path, **args: Any) -> AsyncLLM:
 
 
 async def outputs_of(engine: AsyncLLM, job: Job, name: str, delay_s: float) -> RequestOutput | None:
-    """What a client has when the request ends, or None if it has left before."""
+    """Return the client's output at the request's end, or None if the client has left before."""
     await asyncio.sleep(delay_s)
     joined: RequestOutput | None = None
     stream = engine.generate(job.prompt, job.params.clone(output_kind=RequestOutputKind.DELTA), name)
@@ -61,7 +61,7 @@ async def outputs_of(engine: AsyncLLM, job: Job, name: str, delay_s: float) -> R
 
 
 async def all_outputs(engine: AsyncLLM, jobs: list[Job], seed: int) -> list[RequestOutput | None]:
-    """Of all jobs, which come at random moments."""
+    """Return the outputs of all jobs, which come at random moments."""
     rng = random.Random(seed)
     tasks = [outputs_of(engine, job, f"r{i}", rng.random() * 0.3) for i, job in enumerate(jobs)]
     outputs = await asyncio.gather(*tasks)
@@ -97,7 +97,7 @@ async def test_a_server_gives_the_same_outputs_with_rounds(
 
 
 async def steps_of_one_request(model: Path, **args: Any) -> list[IterationStats]:
-    """What is recorded of the steps that generate 40 tokens."""
+    """Return the statistics of the steps that generate 40 tokens."""
     engine = await served(model, max_multi_step_s=1000.0, **args)
     recorder = Recorder()
     engine.add_stat_logger(recorder)

@@ -1,4 +1,4 @@
-"""How cores and memory of a host are divide_cores among replicas, on topologies that are made up."""
+"""Division of a host's cores and memory among replicas, on made-up topologies."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.stat
 
 @pytest.mark.parametrize("seed", range(5))
 def test_replicas_come_to_the_same_step_whoever_has_work_and_however_late_words_are(seed: int) -> None:
-    """Of three, each of which begins no step before all have started the one before."""
+    """No replica of three starts a step before all have started the one before."""
     chance = random.Random(seed)
     words: list[list[deque[StepStarted]]] = [[deque() for _ in range(3)] for _ in range(3)]
     work = [chance.randrange(9) for _ in range(3)]
