@@ -292,17 +292,31 @@ inline Float16 level(float* numbers, int8_t* factors, int64_t count) {
     return step;
 }
 
-// Lines of the groups of one output in a block of 256 k, whose values `x` are filled up with 0.
+// Steps of scales from this one on are in float16 to 2^-3 of themselves or better.
+constexpr float kLeastStep = 0x1p-22f;
+
+inline bool all_alike(const float* x, int64_t n) {
+    for (int64_t i = 1; i < n; ++i) {
+        if (x[i] != x[0]) return false;
+    }
+    return true;
+}
+
+// Lines of the groups of one output in a block of 256 k, whose values `x` are filled up with 0. They fit unless float16 does
+// not have their steps.
 struct BlockLines {
     static constexpr int64_t kMostGroups = kBlockInputs / 16;
     float scales[kMostGroups], minimums[kMostGroups];
     int8_t scale_factors[kMostGroups], minimum_factors[kMostGroups];
     Float16 scale_step, minimum_step;
+    bool fit;
 
     BlockLines(const float* x, int64_t group) {
         const int64_t count = kBlockInputs / group;
+        bool varies = false;
         for (int64_t i = 0; i < count; ++i) {
             const Line line = best_line(GroupValues(x + i * group, group));
+            varies = varies || line.usable() || !all_alike(x + i * group, group);
             scales[i] = line.scale;
             minimums[i] = line.minimum;
         }
@@ -313,12 +327,15 @@ struct BlockLines {
             minimums[i] = LineSums(values, line).minimum(line.scale, values.total);
         }
         minimum_step = level(minimums, minimum_factors, count);
+        const float step = to_float(scale_step);
+        fit = __builtin_isfinite(step) && __builtin_isfinite(to_float(minimum_step)) && !(varies && step < kLeastStep);
     }
     Line line(int64_t i) const { return {scales[i], minimums[i]}; }
 };
 
 template <class T>
-inline void pack_two_level(uint8_t* out, uint8_t* scales, uint8_t* minimums, const T* rows, const Weight& to, int64_t panel) {
+inline void pack_two_level(uint8_t* out, uint8_t* scales, uint8_t* minimums, const T* rows, const Weight& to, int64_t panel,
+                           Refusals& misfits) {
     const int64_t group = to.packing.group, each = kBlockInputs / group, block_bytes = to.scale_stream().block_bytes();
     const int64_t bytes = to.scale_stream().panel_bytes(to.groups());
     __builtin_memset(out, 0, static_cast<size_t>(to.panel_bytes()));
@@ -331,6 +348,7 @@ inline void pack_two_level(uint8_t* out, uint8_t* scales, uint8_t* minimums, con
             float x[kBlockInputs] = {};
             for (int64_t k = 0; k < n; ++k) x[k] = to_float(row[start + k]);
             const BlockLines lines(x, group);
+            if (!lines.fit) misfits.add();
             const int64_t left = to.groups() - block * each, count = left < each ? left : each;
             const auto put = [&](uint8_t* stream, Float16 step, const int8_t* factors) {
                 __builtin_memcpy(stream + block * block_bytes + j * 2, &step, sizeof step);
@@ -366,7 +384,8 @@ inline void pack_panel(const Weight& to, const T* rows, int64_t panel, Refusals&
         case kInt4:
             if (to.packing.scales_type == kBlocks) {
                 const int64_t at = panel * to.scale_stream().panel_bytes(to.groups());
-                return pack_two_level(data, static_cast<uint8_t*>(scales) + at, static_cast<uint8_t*>(zeros) + at, rows, to, panel);
+                return pack_two_level(data, static_cast<uint8_t*>(scales) + at, static_cast<uint8_t*>(zeros) + at, rows, to, panel,
+                                      misfits);
             }
             return pack_int4(data, static_cast<BFloat16*>(scales) + first, zeros ? static_cast<uint8_t*>(zeros) + first : nullptr,
                              rows, to, panel);

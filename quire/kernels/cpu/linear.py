@@ -27,7 +27,6 @@ from quire.kernels.cpu.calls import (
 )
 from quire.kernels.cpu.elementwise import ACTIVATIONS
 from quire.kernels.formats import STREAM_CODES, format_of
-from quire.kernels.formats.two_level import has_misfits
 from quire.kernels.linear import (
     GATED,
     PANEL,
@@ -59,17 +58,22 @@ def pack_weight(weight: Tensor, scheme: WeightScheme, halves: int = 1) -> Packed
     if not _rounded_here(scheme):
         return format_of(scheme).pack(weight, scheme, halves, "panels").moved(on_huge_pages)
     packed = _empty(weight, scheme, halves)
-    matrix, sizes, (_, layout), _ = checked("pack_weight", packed)
-    if call("pack_weight", (*matrix, weight.contiguous()), *sizes, code, layout):
-        assert packed.scales is not None, "scales that do not fit"
-        # A scale does not fit float16; all scales of a weight have one dtype.
-        wide = huge_page_memory(weight, *packed.scales.shape, dtype=torch.float32)
-        packed = replace(packed, scales=wide)
-        matrix, sizes, (_, layout), _ = checked("pack_weight", packed)
-        call("pack_weight", (*matrix, weight.contiguous()), *sizes, code, layout)
-    if scheme.two_level and has_misfits(packed, weight):
+    if not _pack_into(packed, weight, code):
+        return packed
+    # Some scale, or step of scales, does not fit float16; all scales of a weight have one dtype.
+    if scheme.two_level:
         return format_of(scheme).pack(weight, scheme, halves, "panels").moved(on_huge_pages)
+    assert packed.scales is not None, "scales that do not fit"
+    wide = huge_page_memory(weight, *packed.scales.shape, dtype=torch.float32)
+    packed = replace(packed, scales=wide)
+    _pack_into(packed, weight, code)
     return packed
+
+
+def _pack_into(packed: PackedWeight, weight: Tensor, code: int) -> int:
+    """Pack a weight into memory; return the number of scales that do not fit; with any, the result is unusable."""
+    matrix, sizes, (_, layout), _ = checked("pack_weight", packed)
+    return call("pack_weight", (*matrix, weight.contiguous()), *sizes, code, layout)
 
 
 def packed_linear(

@@ -60,16 +60,9 @@ def from_stream(stream: Tensor, group: int) -> Tensor:
         return stream.transpose(1, 2)
     block_bytes = _STEP_BYTES + BLOCK // group * PANEL
     blocks = torch.unflatten(F.pad(stream, (0, -stream.shape[1] % block_bytes)), 1, (-1, block_bytes))
-    steps = steps_from_stream(stream, group)
+    steps = blocks[..., :_STEP_BYTES].contiguous().view(torch.float16).float()
     factors = torch.unflatten(blocks[..., _STEP_BYTES:], 2, (-1, PANEL)).float()
     return (factors * steps.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
-
-
-def steps_from_stream(stream: Tensor, group: int) -> Tensor:
-    """Return the steps of a stream of blocks, float32 [P, B, 16]."""
-    block_bytes = _STEP_BYTES + BLOCK // group * PANEL
-    blocks = torch.unflatten(F.pad(stream, (0, -stream.shape[1] % block_bytes)), 1, (-1, block_bytes))
-    return blocks[..., :_STEP_BYTES].contiguous().view(torch.float16).float()
 
 
 def _by_group(rows: Tensor, halves: int) -> Tensor:

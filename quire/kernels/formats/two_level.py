@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.formats.base import Numbers, finite_or_nan
-from quire.kernels.formats.scaling import BLOCK, BlockScales, from_stream, steps_from_stream
+from quire.kernels.formats.scaling import BLOCK, BlockScales, from_stream
 from quire.kernels.formats.search import ordered_sum
-from quire.kernels.linear import PackedWeight, to_panels
+from quire.kernels.linear import PackedWeight
 
 PARTS = (1.0, 1.125, 0.875, 0.75)
 """Multiples of a group's range that the first codes are tried to span: above 1 for weights that were rounded before,
@@ -26,7 +26,6 @@ _TURNS = 3
 _MOST_CODE = 15
 _MOST_FACTOR = 127
 LEAST_STEP = 2.0**-22  # Smallest step of scales that float16 holds well enough, to 2^-3 of itself.
-_ROWS_AT_ONCE = 16  # Rows that are padded to whole blocks together.
 _STEP_INPUTS = 8
 """Values of k in a step of the data of panels."""
 
@@ -98,20 +97,6 @@ def two_level(rows: Tensor, group: int) -> Numbers:
     )
 
 
-def has_misfits(weight: PackedWeight, rows: Tensor) -> bool:
-    """Return whether some block's steps may be ones that float16 does not hold; True is no proof."""
-    streams = [part for part in (weight.scales, weight.zeros) if part is not None]
-    steps, offset_steps = (steps_from_stream(part, weight.scheme.group_size) for part in streams)
-    if not (steps.isfinite().all() and offset_steps.isfinite().all()):
-        return True
-    if bool((steps >= LEAST_STEP).all()):
-        return False
-    group = weight.scheme.group_size
-    spans = torch.cat([_spans(some, group) for some in torch.split(rows, _ROWS_AT_ONCE)])
-    used = to_panels(spans.float(), weight.halves).transpose(1, 2) != 0
-    return bool((used & (steps < LEAST_STEP)).any())
-
-
 def narrowed(weight: PackedWeight, inputs: slice) -> PackedWeight:
     """Return the weight of some inputs, whole chunks and groups, of a weight in panels.
 
@@ -159,19 +144,10 @@ def _sums(groups: Tensor, weights: Tensor, line: Lines) -> _Sums:
     return _Sums(ordered_sum(weights), *(ordered_sum(each * weights) for each in summed))
 
 
-def _spans(rows: Tensor, group: int) -> Tensor:
-    """Return [N, B] true for blocks with a group of different values, whose scale is therefore not 0."""
-    padded = F.pad(rows, (0, -rows.shape[1] % BLOCK))
-    groups = torch.unflatten(padded, 1, (-1, BLOCK // group, group))
-    return (groups.amax(-1) > groups.amin(-1)).any(-1)
-
-
 def _misfits(groups: Tensor, steps: Tensor, offset_steps: Tensor) -> Tensor:
     """Return [N, B] true for blocks whose steps float16 does not hold."""
-    used = groups.abs().amax((-2, -1)) > 0
-    spans = (groups.amax(-1) > groups.amin(-1)).any(-1)
-    small = used & spans & (steps < LEAST_STEP)
-    return small | ~steps.isfinite() | ~offset_steps.isfinite()
+    varies = (groups.amax(-1) > groups.amin(-1)).any(-1)
+    return (varies & (steps < LEAST_STEP)) | ~steps.isfinite() | ~offset_steps.isfinite()
 
 
 def _unlevelled(groups: Tensor) -> tuple[Lines, Tensor]:
