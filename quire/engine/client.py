@@ -129,7 +129,7 @@ CONFIG = "config"
 
 def message_socket(front_end: int) -> str:
     """Return the name of the socket that a front end binds in the directory."""
-    return f"messages.{front_end}"
+    return f"out.{front_end}"  # no longer than REQUESTS: what TMPDIR may have is short enough
 
 
 @dataclass(frozen=True)

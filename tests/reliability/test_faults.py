@@ -250,7 +250,7 @@ def test_garbage_on_the_internal_sockets_is_dropped(tmp_path: Path) -> None:
         (private,) = (tmp_path / "tmp").glob("quire-*")
         assert private.stat().st_mode & 0o777 == 0o700
         rng = random.Random(1)
-        for name, told in (("requests", "of a front end"), ("messages.0", "of a core")):
+        for name, told in (("requests", "of a front end"), ("out.0", "of a core")):
             with zmq.Context() as context, context.socket(zmq.PUSH) as sender:
                 sender.linger = 1000
                 sender.connect(f"ipc://{private / name}")
