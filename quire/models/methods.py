@@ -71,15 +71,12 @@ def log_methods(config: EngineConfig) -> None:
 
 
 def _rounding(scheme: WeightScheme, kind: str, config: EngineConfig, device: str) -> QuantMethod:
-    """Return the method that quantizes weights to a kind at load time.
-
-    Blocks of two levels do not end where --tp-invariant slices inputs, so int4 is int4-plain there.
-    """
+    """Return the method that quantizes weights to a kind at load time."""
     asked = config.quantization
     if kind in (*FOUR_BITS, "int8"):
         scheme = replace(scheme, group_size=asked.group_size(kind, device))
     if kind in FOUR_BITS:
-        two_level = kind == "int4" and device == "cpu" and not config.parallel.tp_invariant
+        two_level = kind == "int4" and device == "cpu"
         symmetric = asked.symmetric and not two_level
         return method_of(replace(scheme, kind="int4", symmetric=symmetric, two_level=two_level))
     return method_of(replace(scheme, kind=kind))
@@ -89,22 +86,22 @@ def _in_eight_bits(model: CausalLM, scheme: WeightScheme) -> set[Layer]:
     """Return the QKV layers that two-level int4 leaves in int8: the first ones, up to `_MOST_BITS` on average.
 
     Their error costs most, values' above all, and that of the first layers passes through all others. Sizes are those
-    of the whole model, so all ranks choose the same.
+    of the whole model, and slices of one layer (--tp-invariant) count once, so all ranks choose the same.
     """
     if not scheme.two_level:
         return set()
-    layers = [
-        layer
-        for _, layer in model.checkpoint_layers()
+    layers = {
+        tuple(names): layer
+        for names, layer in model.checkpoint_layers()
         if isinstance(layer, MatrixLayer) and layer is not model.lm_head and not layer.only_looked_up
-    ]
-    sizes = {layer: sum(span.size for span in layer.spans) * layer.inputs for layer in layers}
+    }
+    sizes = {names: sum(span.size for span in layer.spans) * layer.inputs for names, layer in layers.items()}
     four, eight = 4 + 16 / scheme.group_size + 32 / BLOCK, 8 + 16 / scheme.group_size
     spare = (_MOST_BITS - four) * sum(sizes.values())
     chosen: set[Layer] = set()
-    for layer in layers:
+    for names, layer in layers.items():
         if isinstance(layer, QKVLinear):
-            spare -= (eight - four) * sizes[layer]
+            spare -= (eight - four) * sizes[names]
             if spare < 0:
                 break
             chosen.add(layer)

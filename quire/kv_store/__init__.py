@@ -1,0 +1,1 @@
+"""Prefix cache that outlives the process: rows of the KV cache on disk or with a peer."""
