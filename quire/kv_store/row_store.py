@@ -51,9 +51,13 @@ class Namespace(msgspec.Struct, frozen=True):
         """
         mine = {**self.values, "row_bytes": str(self.row_bytes)}
         theirs = {**stored.values, "row_bytes": str(stored.row_bytes)}
-        differing = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+        differing = [
+            name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)
+        ]
         if differing:
-            listed = "; ".join(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in differing)
+            listed = "; ".join(
+                f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in differing
+            )
             raise ConfigError(f"the KV cache rows of {where} do not fit this engine: {listed}")
 
 
@@ -110,6 +114,14 @@ class RowStore(Protocol):
 
         Rows that the store has already are not written again. Without room, or if it is not writable, the rest is
         left out.
+
+        Raises:
+            RowStoreError: the store does not work now.
+        """
+        ...
+
+    def remove(self, names: Sequence[bytes]) -> None:
+        """Remove rows whose content is wrong; unknown names are ignored.
 
         Raises:
             RowStoreError: the store does not work now.
