@@ -13,6 +13,7 @@ ABSENT = (
     "opentelemetry.sdk",
     "safetensors",
     "gguf",
+    "cryptography",
     "scipy",
     "PIL",
 )

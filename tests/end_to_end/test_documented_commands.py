@@ -40,6 +40,7 @@ SMALLER = (
     (r"--shape minilm --load texts --num-texts 64", "--shape tiny --num-texts 2 --rounds 1"),
     (r"benchmarks.invariance --hidden 1024 --layers 8", "benchmarks.invariance --hidden 256 --layers 1"),
     (r"benchmarks.copied_text", "benchmarks.copied_text --num-tokens 16 --num-rounds 1"),
+    (r"benchmarks.kv_store", "benchmarks.kv_store --num-rows 20"),
     (r"Once upon a time", "The capital of France is"),
 )
 """The same command with less work, or about something that the model in the box knows."""
@@ -88,6 +89,7 @@ def adapt(
         command = command.replace("serve.yaml", str(config))
         command = command.replace("weather.py", str(write_tool(config.parent / "weather.py")))
         command = command.replace("requests.jsonl", str(write_batch(config.parent / "requests.jsonl")))
+        command = command.replace("path/to/rows", str(tmp_path_factory.mktemp("rows")))
         if command.startswith("quire trace"):
             command = command.replace("run.trace", str(record_run(config.parent / "run.trace")))
         if command.startswith(CLIENTS) and demo_server.url not in command:

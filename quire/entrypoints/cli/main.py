@@ -28,6 +28,7 @@ COMMANDS = {
     "bench": "quire.entrypoints.cli.bench",
     "quantize": "quire.entrypoints.cli.quantize",
     "trace": "quire.entrypoints.cli.trace",
+    "kv-store": "quire.entrypoints.cli.kv_store",
     "doctor": "quire.entrypoints.cli.doctor",
     "collect-env": "quire.entrypoints.cli.collect_env",
 }  # Command -> module that holds it under the same name, with _ for -.

@@ -1,0 +1,108 @@
+"""`quire kv-store`: the KV cache rows that engines have left on a disk."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from quire.errors import StartupError
+
+if TYPE_CHECKING:
+    from quire.kv_store.disk.maintenance import CheckResult, NamespaceState
+
+DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+GB = 10**9
+
+
+@click.group("kv-store")
+def kv_store() -> None:
+    """List, check and shrink a directory of KV cache rows."""
+
+
+@kv_store.command("ls")
+@DIRECTORY
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
+def ls(directory: Path, as_json: bool) -> None:
+    """List what is stored in DIR, last used first: rows, size when full, last use, and what rows depend on."""
+    import msgspec
+
+    from quire.kv_store.disk.maintenance import list_namespaces
+
+    with _disk_errors(directory):
+        states = list_namespaces(directory)
+    if as_json:
+        click.echo(msgspec.json.encode(states))
+        return
+    for state in states:
+        click.echo("\n".join(_lines(state)))
+    click.echo(f"{len(states)} namespaces, {sum(state.num_bytes for state in states) / GB:.2f} GB")
+
+
+@kv_store.command("check")
+@DIRECTORY
+def check(directory: Path) -> int:
+    """Read every row in DIR; damaged ones are removed unless an engine writes there, and the exit code is 1.
+
+    An engine that starts meanwhile with a directory under check can only read it.
+    """
+    from tqdm import tqdm
+
+    from quire.kv_store.disk.maintenance import check_namespaces
+
+    num_rows = num_damaged = 0
+    with (
+        _disk_errors(directory),
+        tqdm(unit=" rows", leave=False, disable=not sys.stderr.isatty()) as progress,
+    ):
+        for result in check_namespaces(directory, progress.update):
+            num_rows += result.num_rows
+            num_damaged += result.num_damaged_rows + len(result.damaged_files)
+            click.echo(_verdict(result))
+    click.echo(f"{num_rows} rows checked")
+    return int(num_damaged > 0)
+
+
+@kv_store.command("gc")
+@DIRECTORY
+@click.option(
+    "--max-gb", type=click.FloatRange(min=0), required=True, help="Size to keep, in units of 10^9 bytes."
+)
+def gc(directory: Path, max_gb: float) -> None:
+    """Remove the least recently used rows from DIR until the rest fits; those of running engines stay."""
+    from quire.kv_store.disk.maintenance import collect
+
+    with _disk_errors(directory):
+        collected = collect(directory, int(max_gb * GB))
+    for digest in collected.skipped:
+        click.echo(f"{digest} is in use: left alone")
+    click.echo(f"{collected.num_bytes / GB:.2f} GB left")
+
+
+def _lines(state: NamespaceState) -> Iterator[str]:
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(state.last_use))
+    marks = ", encrypted" * state.is_encrypted + ", in use" * state.is_in_use
+    yield f"{state.digest}  {state.num_rows} rows, {state.num_bytes / GB:.2f} GB, last used {used}{marks}"
+    values = {**state.values, "row_bytes": str(state.row_bytes)}
+    yield from (f"    {name}: {value}" for name, value in values.items())
+
+
+def _verdict(result: CheckResult) -> str:
+    if not result.num_damaged_rows and not result.damaged_files:
+        return f"{result.digest}: {result.num_rows} rows, all whole"
+    done = "removed" if result.is_repaired else "left for the engine that has them in use"
+    files = "".join(f", file {file}" for file in result.damaged_files)
+    return f"{result.digest}: {result.num_rows} rows, damaged: {result.num_damaged_rows} rows{files}: {done}"
+
+
+@contextmanager
+def _disk_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StartupError(f"{directory} cannot be read: {error.strerror or error}") from error

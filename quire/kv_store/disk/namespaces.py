@@ -1,0 +1,264 @@
+"""The user's directory of namespaces: who uses which, what they take up, and which have to go.
+
+    DIR/<digest of the namespace>/namespace.json, lock, 00000001.rows, ...
+
+Invariant: a namespace is made, locked or deleted only under the lock of DIR itself. The process that holds the
+lock of a namespace is its writer, until it closes the store or ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import msgspec
+
+from quire.errors import ConfigError
+from quire.kv_store.disk.files import (
+    locked,
+    open_directory,
+    open_file,
+    open_root,
+    transfer_bytes,
+    try_lock,
+    unlock,
+)
+from quire.kv_store.disk.segment import segment_number
+from quire.kv_store.row_store import Namespace
+
+logger = logging.getLogger(__name__)
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_MANIFEST = "namespace.json"
+_LOCK = "lock"
+_MAX_MANIFEST_BYTES = 1 << 20
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Content of namespace.json; `key` is the fingerprint of the key of its rows, None without encryption."""
+
+    values: dict[str, str]
+    row_bytes: int
+    key: str | None = None
+
+
+class OpenNamespace:
+    """Descriptor of one namespace's directory, and of its lock if this process is the writer.
+
+    Attributes:
+        fd: the directory.
+        path: the directory, for messages.
+        digest: its name.
+        is_writer: this process holds the lock.
+    """
+
+    def __init__(self, root: int, directory: Path, digest: str, *, create: bool) -> None:
+        self.path = directory / digest
+        self.digest = digest
+        self.fd = open_directory(root, digest, self.path, create=create)
+        self._lock = -1
+        try:
+            self._lock = open_file(self.fd, _LOCK, os.O_RDWR | os.O_CREAT)
+            self.is_writer = try_lock(self._lock)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"{self.path / _LOCK} cannot be locked: {error.strerror}; the KV cache on disk needs a directory that "
+                "this user can write to, on a file system with locks (flock)"
+            ) from error
+
+    def manifest(self) -> Manifest | None:
+        """Return what namespace.json says, None if it is missing or damaged."""
+        try:
+            return msgspec.json.decode(self._read(_MANIFEST), type=Manifest)
+        except FileNotFoundError:
+            return None
+        except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+            logger.warning("%s cannot be read: %s", self.path / _MANIFEST, error)
+            return None
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Replace namespace.json.
+
+        Raises:
+            OSError: the disk refuses it.
+        """
+        unfinished = f"{_MANIFEST}.new"
+        fd = open_file(self.fd, unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            content = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+            transfer_bytes(os.pwritev, fd, content, 0)
+        finally:
+            os.close(fd)
+        os.rename(unfinished, _MANIFEST, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def segment_files(self) -> list[tuple[int, str]]:
+        """Return number and name of each segment, in order.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        numbers = ((segment_number(name), name) for name in os.listdir(self.fd))
+        return sorted((number, name) for number, name in numbers if number is not None)
+
+    def remove_unfinished(self) -> None:
+        """Delete files that a killed writer left unfinished.
+
+        Raises:
+            OSError: the disk refuses it.
+        """
+        for name in os.listdir(self.fd):
+            if name.endswith(".new"):
+                os.unlink(name, dir_fd=self.fd)
+
+    def close(self) -> None:
+        """Release the lock; once."""
+        os.close(self.fd)
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    def _read(self, name: str) -> bytes:
+        fd = open_file(self.fd, name, os.O_RDONLY)
+        try:
+            return os.read(fd, _MAX_MANIFEST_BYTES)
+        finally:
+            os.close(fd)
+
+
+class Root:
+    """The user's directory.
+
+    Raises:
+        ConfigError: it cannot be used, with the reason.
+    """
+
+    def __init__(self, directory: Path, *, create: bool) -> None:
+        self.path = directory
+        self.fd = open_root(directory, create=create)
+
+    def open_namespace(self, namespace: Namespace, key: str | None) -> OpenNamespace:
+        """Open the directory of a namespace, as its writer if nobody else is. The caller holds the lock of the root.
+
+        Raises:
+            ConfigError: it holds rows of another namespace or key, or cannot be used.
+        """
+        opened = OpenNamespace(self.fd, self.path, namespace.digest, create=True)
+        try:
+            self._check(opened, Manifest(dict(namespace.values), namespace.row_bytes, key))
+        except ConfigError:
+            opened.close()
+            raise
+        return opened
+
+    def digests(self) -> list[str]:
+        """Return the names of all namespaces.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        with os.scandir(self.path) as entries:
+            return sorted(
+                entry.name
+                for entry in entries
+                if _DIGEST.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            )
+
+    def open_existing(self, digest: str) -> OpenNamespace:
+        """Open a namespace by its digest. The caller holds the lock of the root.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        return OpenNamespace(self.fd, self.path, digest, create=False)
+
+    def num_bytes(self, digest: str) -> int:
+        """Return the bytes of a namespace's segments when they are full: files are sparse until then."""
+        return sum(
+            status.st_size for name, status in self._statuses(digest) if segment_number(name) is not None
+        )
+
+    def last_use(self, digest: str) -> float:
+        """Return the time of the last change, in seconds since the epoch."""
+        return max((status.st_mtime for _, status in self._statuses(digest)), default=0.0)
+
+    def make_room(self, max_bytes: int, keep: str) -> int:
+        """Delete namespaces that no process writes to until all fit, least recently used first; returns what is left.
+
+        The namespace `keep` is left alone. The caller holds the lock of the root.
+
+        Raises:
+            OSError: the disk does not work.
+        """
+        sizes = {digest: self.num_bytes(digest) for digest in self.digests()}
+        for digest in sorted(sizes.keys() - {keep}, key=self.last_use):
+            if sum(sizes.values()) <= max_bytes:
+                break
+            if self.delete(digest):
+                del sizes[digest]
+        return sum(sizes.values())
+
+    def delete(self, digest: str) -> bool:
+        """Delete a namespace unless a process writes to it. The caller holds the lock of the root.
+
+        Raises:
+            OSError: the disk does not work.
+        """
+        try:
+            opened = self.open_existing(digest)
+        except ConfigError as error:
+            logger.warning("%s is left alone: %s", self.path / digest, error)
+            return False
+        try:
+            if opened.is_writer:
+                shutil.rmtree(digest, dir_fd=self.fd)
+                logger.info(
+                    "deleted the KV cache rows in %s to keep the limit of the directory", self.path / digest
+                )
+            return opened.is_writer
+        finally:
+            opened.close()
+
+    def try_lock(self) -> bool:
+        """Take the lock if no other process has it."""
+        return try_lock(self.fd)
+
+    def unlock(self) -> None:
+        unlock(self.fd)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the lock, waiting for it; others hold it for a moment only."""
+        return locked(self.fd)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _statuses(self, digest: str) -> Iterator[tuple[str, os.stat_result]]:
+        with os.scandir(self.path / digest) as entries:
+            for entry in entries:
+                try:
+                    yield entry.name, entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # its writer has renamed or deleted it meanwhile
+                    continue
+
+    @staticmethod
+    def _check(opened: OpenNamespace, manifest: Manifest) -> None:
+        stored = opened.manifest()
+        if stored is None:
+            if opened.is_writer:
+                opened.write_manifest(manifest)
+            return
+        here = Namespace(manifest.values, manifest.row_bytes)
+        here.check_same(Namespace(stored.values, stored.row_bytes), str(opened.path))
+        if stored.key != manifest.key:
+            raise ConfigError(
+                f"the KV cache rows in {opened.path} were written {_with_key(stored.key)}, and this engine reads "
+                f"{_with_key(manifest.key)}; give the same key, or another directory"
+            )
+
+
+def _with_key(fingerprint: str | None) -> str:
+    return "without a key" if fingerprint is None else f"with the key of fingerprint {fingerprint}"
