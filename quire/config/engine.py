@@ -14,6 +14,7 @@ from quire.config.arch import ModelArch
 from quire.config.cache import CacheConfig, KVEventsConfig
 from quire.config.device import DeviceConfig, HostShare, KernelConfig, ParallelConfig
 from quire.config.fields import Config, field_types, flag_of, info_named, plain_type
+from quire.config.kv_store import KVStoreConfig
 from quire.config.model import LoadConfig, LoRAConfig, ModelConfig, StructuredOutputsConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.pooling import PoolingSpec
@@ -42,6 +43,7 @@ class EngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
+    kv_store: KVStoreConfig = field(default_factory=KVStoreConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
@@ -136,6 +138,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "lora": LoRAConfig,
     "observability": ObservabilityConfig,
     "kv_events": KVEventsConfig,
+    "kv_store": KVStoreConfig,
     "structured_outputs": StructuredOutputsConfig,
     "speculative": SpeculativeConfig,
     "supervision": SupervisionConfig,

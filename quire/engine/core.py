@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig
+from quire.engine.core_feature import core_features
 from quire.engine.file_states import check_files
 from quire.engine.kv_events import create_publisher
 from quire.engine.messages import (
@@ -41,13 +42,11 @@ from quire.engine.trace import create_trace, recorded
 from quire.errors import ClientError, EngineDeadError, StartupError
 from quire.executor.base import Executor, resolve_executor
 from quire.kv_cache.sizing import resolve_max_model_len, size_kv_cache
-from quire.lora.holds import AdapterHolds
 from quire.plugins import load_general_plugins
 from quire.routing.counters import CacheDeltaBuffer
 from quire.scheduler.explain import Explanation
 from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import resolve_scheduler
-from quire.structured_output.holds import GrammarHolds
 from quire.supervision.progress import Progress, with_progress
 
 logger = logging.getLogger(__name__)
@@ -86,22 +85,21 @@ class EngineCore:
             kv_config = size_kv_cache(config, self.executor.kv_cache_specs(), self.executor.kv_memory())
             config = resolve_max_model_len(config, kv_config)
             self.executor.initialize_kv_cache(kv_config)
-        self.scheduler = scheduler_class(config, kv_config)
-        self._publisher = create_publisher(config)
+            self.scheduler = scheduler_class(config, kv_config)
+            self._trace = create_trace(config, kv_config)
+            if self._trace is not None:
+                self.scheduler = recorded(self.scheduler, self._trace)
+            self._features = core_features(config, self.executor, self.scheduler, clock)
+            self._publisher = create_publisher(config)
         self._cache_deltas = CacheDeltaBuffer() if config.tells_cache else None
-        self._trace = create_trace(config, kv_config)
-        if self._trace is not None:
-            self.scheduler = recorded(self.scheduler, self._trace)
         self.executor.use_vocabulary(partial(load_vocabulary, config))
-        self._grammars = GrammarHolds(self.executor, self.scheduler)
-        self._adapters = AdapterHolds(config.lora, self.executor, self.scheduler)
         self._lockstep = lockstep
         executor = self.executor
         if progress is not None:
             executor = with_progress(executor, progress, is_alone=lockstep is None)
         executor = executor if lockstep is None else in_step(executor, lockstep)
         self._loop = make_loop(config.scheduler, self.scheduler, executor, clock)
-        sleeper = Sleeper(
+        self._sleeper = Sleeper(
             self.scheduler,
             self.executor,
             self._loop,
@@ -111,16 +109,15 @@ class EngineCore:
             partial(check_files, config),
         )
         self.utilities: dict[str, Callable[..., Any]] = {
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "reset_prefix_cache": self._reset_prefix_cache,
             "check_integrity": self.scheduler.check_integrity,
             "stats": self.scheduler.stats,
             "explain": self.explain,
-            "sleep": sleeper.sleep,
-            "wake_up": sleeper.wake_up,
-            "add_lora": self._adapters.add,
-            "remove_lora": self._adapters.remove,
-            "list_loras": self._adapters.numbers,
+            "sleep": self._sleep,
+            "wake_up": self._sleeper.wake_up,
         }
+        for feature in self._features:
+            self.utilities.update(feature.utilities)
         self._pending_calls: list[tuple[UtilityCall, Future[Any]]] = []
         self._pending_updates: list[RequestUpdate] = []
         self.ready = CoreReady(
@@ -133,15 +130,15 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Return whether a step would do something, including reporting that the core is dead."""
-        is_provided = self._grammars.any_ready or self._adapters.any_ready
-        has_output = bool(self._pending_updates) or is_provided or self._failure is not None
+        has_output = bool(self._pending_updates) or self._failure is not None
         is_behind = self._lockstep is not None and self._lockstep.is_behind
-        return has_output or is_behind or self.scheduler.has_work()
+        return has_output or is_behind or self.scheduler.has_work() or any(f.has_work for f in self._features)
 
     @property
     def patience_s(self) -> float | None:
         """Longest idle wait in seconds; None: until a message arrives."""
-        return self._grammars.patience_s or self._adapters.patience_s
+        waits = [wait for feature in self._features if (wait := feature.patience_s) is not None]
+        return min(waits, default=None)
 
     def step(self) -> EngineCoreOutputs:
         """Run one iteration of the loop; returns the updates of all requests.
@@ -150,12 +147,16 @@ class EngineCore:
             EngineDeadError: the core failed before.
         """
         with self._fail_core_on_error():
-            self._grammars.release_ready(self._clock())
-            self._queue_updates(self._adapters.release_ready(self._clock()))
+            for feature in self._features:
+                self._queue_updates(feature.advance())
             updates, self._pending_updates = self._pending_updates + self._take_step(), []
+            stats = self.scheduler.stats()
+            for feature in self._features:
+                feature.stepped(updates)
+                feature.add_stats(stats)
             self._publish_events()
             delta = None if self._cache_deltas is None else self._cache_deltas.take()
-            return EngineCoreOutputs(updates, self.scheduler.stats(), self._clock(), cache=delta)
+            return EngineCoreOutputs(updates, stats, self._clock(), cache=delta)
 
     def pop_answers(self) -> list[UtilityResult]:
         """Return results of utility calls that finished asynchronously; a step may complete some."""
@@ -192,27 +193,45 @@ class EngineCore:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request; an invalid one fails with the next step and affects no other."""
         try:
-            holds = [
-                *self._grammars.holds_for(message.sampling_params),
-                *self._adapters.holds_for(message.lora_request),
-            ]
+            holds = [hold for feature in self._features for hold in feature.holds_for(message)]
             self.scheduler.add_request(request_of(message), self._clock(), holds)
         except ClientError as error:
             refusal = RequestUpdate(
                 message.request_id, [], finish_reason="error", error=str(error), refused=True
             )
             self._queue_updates([refusal])
+            return
+        for feature in self._features:
+            feature.admitted(message.request_id)
 
     def explain(self, request_id: str) -> Explanation | None:
         """Explain why a request waits or waited; None if it is unknown."""
         return self.scheduler.explain(request_id, self._clock())
 
     def shutdown(self) -> None:
+        """Release all resources; may be called twice. What features still write is written first."""
+        if self._failure is None:
+            self._settle()
+        for feature in self._features:
+            feature.close()
         self.executor.shutdown()
         if self._publisher is not None:
             self._publisher.close()
         if self._trace is not None:
             self._trace.close()
+
+    def _sleep(self, level: int) -> list[str]:
+        self._settle()
+        return self._sleeper.sleep(level)
+
+    def _reset_prefix_cache(self) -> bool:
+        self._settle()
+        return self.scheduler.reset_prefix_cache()
+
+    def _settle(self) -> None:
+        """Let features end their work on the KV cache; updates of steps that this takes are queued."""
+        for feature in self._features:
+            feature.settle(lambda: self._queue_updates(self._take_step()))
 
     @contextmanager
     def _fail_core_on_error(self) -> Iterator[None]:

@@ -112,6 +112,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
     config.scheduler.check()
     _check_whole_texts(config)
     config.cache.check()
+    config.kv_store.check(config.cache, config.parallel)
     config.observability.check()
     config.structured_outputs.check()
     check_speculation(config)
@@ -146,6 +147,10 @@ def with_absolute_paths(config: EngineConfig) -> EngineConfig:
         config = config.evolve(packed_weights_cache=str(cache))
     if config.observability.record_trace:
         config = config.evolve(record_trace=str(here / config.observability.record_trace))
+    for field in ("kv_store", "kv_store_key_file"):
+        given = getattr(config.kv_store, field)
+        if given is not None:
+            config = config.evolve(**{field: str(here / Path(given).expanduser())})
     return config.evolve(kv_events_config=config.kv_events.with_absolute_paths(here))
 
 

@@ -19,7 +19,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -29,7 +29,10 @@ from quire.config import EngineConfig, KVEventsConfig
 from quire.engine.messages import EngineCoreRequest, message_of, request_of
 from quire.errors import ConfigError, EngineError
 from quire.executor.null import NullExecutor
+from quire.kv_cache.hashing import BlockHash
+from quire.kv_cache.manager import PrefixLoad
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, decode_kv_config, encode_kv_config
+from quire.kv_cache.transfers import Transfer
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import (
@@ -45,7 +48,7 @@ from quire.scheduler.scheduler import Scheduler, resolve_scheduler
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 4
+TRACE_VERSION = 5
 MAGIC = b"quire-trace\n"
 LENGTH_BYTES = 4
 
@@ -162,8 +165,42 @@ class Resumed(msgspec.Struct, tag="resume", array_like=True, frozen=True):
     now: float
 
 
+class LoadBegun(msgspec.Struct, tag="load", array_like=True, frozen=True):
+    """Host blocks were borrowed for what a store has of a request's prefix."""
+
+    request_id: str
+    stored: list[BlockHash]
+
+
+class SavesBegun(msgspec.Struct, tag="save", array_like=True, frozen=True):
+    """Host blocks with the content of these keys were borrowed, to be saved in a store."""
+
+    keys: list[BlockHash]
+
+
+class TransfersEnded(msgspec.Struct, tag="moved", array_like=True, frozen=True):
+    """Borrowed host blocks, (block id, has moved), were given back."""
+
+    moved: list[tuple[int, bool]]
+
+
 # Frames after the header.
-Frame = Added | Held | Released | Finished | Planned | Returned | Ended | Reset | Paused | Forgot | Resumed
+Frame = (
+    Added
+    | Held
+    | Released
+    | Finished
+    | Planned
+    | Returned
+    | Ended
+    | Reset
+    | Paused
+    | Forgot
+    | Resumed
+    | LoadBegun
+    | SavesBegun
+    | TransfersEnded
+)
 
 
 class _Version(msgspec.Struct):
@@ -351,6 +388,18 @@ class RecordedScheduler:
         self._write(Resumed(now))
         self._scheduler.resume(now)
 
+    def begin_load(self, request_id: str, stored: Sequence[BlockHash]) -> PrefixLoad | None:
+        self._write(LoadBegun(request_id, list(stored)))
+        return self._scheduler.begin_load(request_id, stored)
+
+    def begin_saves(self, keys: Sequence[BlockHash]) -> list[Transfer]:
+        self._write(SavesBegun(list(keys)))
+        return self._scheduler.begin_saves(keys)
+
+    def end_transfers(self, moved: Sequence[tuple[int, bool]]) -> None:
+        self._write(TransfersEnded(list(moved)))
+        self._scheduler.end_transfers(moved)
+
     def _planned(self, plan: SchedulerOutput, now: float) -> Planned:
         removed = [self._rows.pop(name) for name in plan.removed_request_ids]
         self._rows.update((data.request_id, self._numbers[data.request_id]) for data in plan.new_requests)
@@ -465,6 +514,16 @@ class Replay:
     def resume(self, frame: Resumed) -> None:
         self._scheduler.resume(frame.now)
 
+    def load(self, frame: LoadBegun) -> None:
+        self._scheduler.begin_load(frame.request_id, frame.stored)
+
+    def save(self, frame: SavesBegun) -> None:
+        self._scheduler.begin_saves(frame.keys)
+
+    def end_transfers(self, frame: TransfersEnded) -> None:
+        self._executor.trust([block_id for block_id, has_moved in frame.moved if has_moved])
+        self._scheduler.end_transfers(frame.moved)
+
     def plan(self, frame: Planned) -> SchedulerOutput:
         plan = self._scheduler.schedule(frame.now)
         self._in_flight[plan.step_id] = plan
@@ -486,6 +545,9 @@ EVENTS: dict[type, Callable[[Replay, Any], SchedulerOutput | None]] = {
     Paused: Replay.pause,
     Forgot: Replay.forget,
     Resumed: Replay.resume,
+    LoadBegun: Replay.load,
+    SavesBegun: Replay.save,
+    TransfersEnded: Replay.end_transfers,
     Planned: Replay.plan,
     Returned: Replay.result,
 }  # Frame type -> action; an `Ended` frame needs none.

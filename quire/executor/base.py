@@ -8,10 +8,12 @@ call `sleep`; steps then follow `wake_up` of all sleeping parts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo, RowStoreStats
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.lora_request import LoRARequest
 from quire.plugins import PluginTable, import_subclass, subclass_of
@@ -116,6 +118,26 @@ class Executor(ABC):
         This includes an unusable one, which some ranks may have.
         """
         return None
+
+    def open_row_store(self) -> RowStoreInfo:
+        """Open the configured store of KV cache rows, once the cache is allocated.
+
+        Raises:
+            ConfigError: this executor has none, or the store cannot be opened.
+        """
+        raise ConfigError("--kv-store: this executor cannot move KV cache blocks to a store and back")
+
+    def move_rows(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
+        """Start an action of the row store on rows of a sequence, (name, host block), head first.
+
+        Actions run in order, beside steps; a `find` may be done at once. A row is done if all ranks found, loaded or
+        have stored it.
+        """
+        raise NotImplementedError("open_row_store() comes first")
+
+    def row_store_stats(self) -> RowStoreStats:
+        """Return the state of the row store (of rank 0)."""
+        raise NotImplementedError("open_row_store() comes first")
 
     def shutdown(self) -> None:
         """Release all resources; may be called twice."""

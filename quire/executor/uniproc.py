@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -20,6 +20,7 @@ from typing import TypeVar
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.executor.base import Executor
+from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo, RowStoreStats
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.layers.shard import WHOLE, Shard
 from quire.lora_request import LoRARequest
@@ -181,6 +182,15 @@ class UniprocExecutor(Executor):
 
     def drop_adapter(self, key: str) -> None:
         self._lane.start(partial(self._worker.adapters.drop, key))()
+
+    def open_row_store(self) -> RowStoreInfo:
+        return self._worker.open_row_store()
+
+    def move_rows(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
+        return self._worker.rows.start(action, rows)
+
+    def row_store_stats(self) -> RowStoreStats:
+        return self._worker.rows.stats()
 
     def shutdown(self) -> None:
         self._lane.close()

@@ -58,6 +58,9 @@ class BlockMoves:
         """Plan a copy on the device; a copy of a planned target reads the original source."""
         self._block_copies[target] = self._block_copies.get(source, source)
 
+    def __bool__(self) -> bool:
+        return bool(self._swap_outs or self._swap_ins or self._block_copies)
+
     def take(self) -> PlannedMoves:
         """Return all moves planned since the last call."""
         swap_outs = [(device, host) for host, device in self._swap_outs.items()]
@@ -162,6 +165,7 @@ class BlockPool:
             self.free_queue.append(block)
         self._cached: dict[BlockHash, KVCacheBlock] = {}
         self._pinned: list[KVCacheBlock] = []
+        self._borrowed: dict[int, KVCacheBlock] = {}
         self._medium = HOST if on_host else DEVICE
         self._events = events
 
@@ -191,6 +195,11 @@ class BlockPool:
         return tuple(self._pinned)
 
     @property
+    def borrowed(self) -> Mapping[int, KVCacheBlock]:
+        """Read-only view: block id -> block that a transfer with a store outside the engine holds."""
+        return MappingProxyType(self._borrowed)
+
+    @property
     def cached_blocks(self) -> Mapping[BlockHash, KVCacheBlock]:
         """Read-only view: hash -> the one block that holds this content."""
         return MappingProxyType(self._cached)
@@ -215,6 +224,11 @@ class BlockPool:
             if block.ref_cnt == 0:
                 self.free_queue.remove(block)
             block.ref_cnt += 1
+
+    def refresh(self, chain: Sequence[KVCacheBlock]) -> None:
+        """Make blocks of a sequence the most recently used ones."""
+        self.touch(chain)
+        self.free(chain)
 
     def free(self, chain: Sequence[KVCacheBlock]) -> None:
         """Drop one holder of each block of a sequence, given in the sequence's order.
@@ -246,6 +260,16 @@ class BlockPool:
         if self._pinned:
             self.free(self._pinned)
             self._pinned = []
+
+    def borrow(self, block: KVCacheBlock) -> None:
+        """Hand the present reference of a block, which no other transfer has, to a transfer."""
+        assert block.ref_cnt > 0, f"{block!r} is borrowed without a holder"
+        assert block.block_id not in self._borrowed, f"{block!r} is borrowed twice"
+        self._borrowed[block.block_id] = block
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Release borrowed blocks of a sequence, in the sequence's order."""
+        self.free([self._borrowed.pop(block_id) for block_id in block_ids])
 
     def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash]) -> None:
         """Make full, computed blocks findable; content that another block holds already keeps that block.
@@ -321,10 +345,9 @@ class HostTier:
         """Keep the content of a device block that is being evicted, unless every host block is held."""
         known = self._find(block)
         if known is not None:
-            self.pool.touch([known])
-            self.pool.free([known])  # now the most recently used
+            self.pool.refresh([known])
         elif self.pool.num_free_blocks:
-            self.pool.free([self._copy(block)])
+            self.pool.free([self.copy(block)])
 
     def swap_out(self, request_id: str, tables: Sequence[Sequence[KVCacheBlock]], num_tokens: int) -> bool:
         """Keep all blocks of a request; False, and nothing planned, if the host has no room for them."""
@@ -335,7 +358,7 @@ class HostTier:
         if len(blocks) - len(known) > self.pool.num_free_blocks:
             self.pool.free([*known.values()])
             return False
-        copies = {block: known.get(block) or self._copy(block) for block in blocks}
+        copies = {block: known.get(block) or self.copy(block) for block in blocks}
         self._swapped[request_id] = SwappedRequest(
             num_tokens, tuple([copies.get(block, block) for block in table] for table in tables)
         )
@@ -351,7 +374,7 @@ class HostTier:
         """Return the host block with a device block's content, if it is known by its hash."""
         return self.pool.get_cached_block(block.block_hash) if block.block_hash is not None else None
 
-    def _copy(self, block: KVCacheBlock) -> KVCacheBlock:
+    def copy(self, block: KVCacheBlock) -> KVCacheBlock:
         """Allocate a host block, held once, and plan the copy of a device block into it."""
         (kept,) = self.pool.get_new_blocks(1)
         if block.block_hash is not None:
@@ -367,6 +390,11 @@ class DevicePool(BlockPool):
         super().__init__(num_blocks, events=events)
         self._moves = BlockMoves()
         self.host = HostTier(num_host_blocks, self._moves, events)
+
+    @property
+    def has_moves(self) -> bool:
+        """True if moves were planned since `pop_moves`."""
+        return bool(self._moves)
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """Return the block with this content, on the device if it is there, else on the host, or None."""

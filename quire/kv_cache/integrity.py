@@ -3,9 +3,9 @@
 On each tier, with the tables of running requests on the device and of swapped requests on the host:
 
     1. A block is in the free queue exactly if it has no holder; the null block is neither free nor held.
-    2. `ref_cnt` is the number of tables that hold the block and of planned moves that read it; a table holds a block
-       once. The null block has no holder: it stands in a table where blocks were dropped, and where a recurrent state
-       has none.
+    2. `ref_cnt` is the number of tables that hold the block, of planned moves that read it and of transfers that have
+       borrowed it; a table holds a block once. The null block has no holder: it stands in a table where blocks were
+       dropped, and where a recurrent state has none.
     3. A block in two tables is full (so it is computed) and has the same position in both.
     4. Hash -> block is a bijection between the cached hashes and the blocks that have one.
 
@@ -102,7 +102,7 @@ def _check_tables(pool: BlockPool, tables: Sequence[Tables]) -> None:
     pins = Counter(block.block_id for block in pool.pinned)
     for block in pool.blocks:
         held_at = places.get(block.block_id, [])
-        num_holders = len(held_at) + pins[block.block_id]
+        num_holders = len(held_at) + pins[block.block_id] + (block.block_id in pool.borrowed)
         _require(num_holders == block.ref_cnt, "references differ from holders", block, held_at)
         _require(len(set(held_at)) <= 1, "a block is at several (group, position)", block, held_at)
         _require(len(held_at) <= 1 or block.is_full, "a shared block is not full", block)

@@ -10,15 +10,16 @@ covers all. Invariant: all groups cover the same tokens of a request, so their t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from quire.kv_cache.block_pool import DevicePool, KVCacheBlock, PlannedMoves
 from quire.kv_cache.events import KVCacheEvent, KVEventLog
 from quire.kv_cache.hashing import BlockHash, ExtraKeys, extend_hashes
 from quire.kv_cache.integrity import IntegrityError, check_integrity
-from quire.kv_cache.single_type_manager import MANAGERS
+from quire.kv_cache.single_type_manager import MANAGERS, FindBlock
 from quire.kv_cache.spec import KVCacheConfig, KVCacheGroup, SwapCosts
+from quire.kv_cache.transfers import HostTransfers, Transfer
 
 __all__ = ["CachedSequence", "IntegrityError", "KVCacheManager", "PlannedMoves", "PrefixHit"]
 
@@ -36,6 +37,41 @@ class PrefixHit(NamedTuple):
     from_cache: bool = False
 
 
+class PrefixLoad(NamedTuple):
+    """Cached prefix of `start` tokens that will have `end` tokens once transfers have ended.
+
+    `transfers` are to be made for it, in the order of the sequence; `shared` are keys that others' transfers load.
+    """
+
+    start: int
+    end: int
+    transfers: list[Transfer]
+    shared: list[BlockHash]
+
+
+def is_storable(request: CachedSequence) -> bool:
+    """Return whether a request's blocks may outlive the process: names of adapters do not."""
+    return request.extra_keys.adapter is None
+
+
+_ABSENT = -1
+
+
+def _absent(key: BlockHash) -> KVCacheBlock:
+    """Return a stand-in for a block whose content is not here yet."""
+    block = KVCacheBlock(_ABSENT, on_host=True)
+    block.block_hash = key
+    return block
+
+
+def _missing(hit: PrefixHit) -> list[BlockHash]:
+    """Return the keys of the stand-ins in a hit, in the order of the sequence."""
+    entries = [block for entries in zip(*hit.blocks, strict=True) for block in entries]
+    return [
+        block.block_hash for block in entries if block.block_id == _ABSENT and block.block_hash is not None
+    ]
+
+
 class KVCacheCoordinator:
     """One manager per group, in group order; `max_chunk` is the most tokens of a request in a step."""
 
@@ -49,8 +85,10 @@ class KVCacheCoordinator:
         assert all(m.block_size == self.block_size for m in self.managers), "groups differ in block size"
         self.no_hit = PrefixHit(0, tuple([] for _ in self.managers))
 
-    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> PrefixHit:
-        """Return the longest prefix that every group has cached.
+    def find_longest_cache_hit(
+        self, hashes: Sequence[BlockHash], max_num_tokens: int, find: FindBlock
+    ) -> PrefixHit:
+        """Return the longest prefix of which `find` knows what every group needs.
 
         Each group in turn shortens the candidate to what it can serve, until a whole pass agrees; a group that needs
         less of the prefix than another (a sliding window) may have to be queried again.
@@ -60,7 +98,7 @@ class KVCacheCoordinator:
         while num_tokens != agreed:
             agreed, blocks = num_tokens, ()
             for manager in self.managers:
-                hit = manager.find_longest_cache_hit(hashes, num_tokens)
+                hit = manager.find_longest_cache_hit(hashes, num_tokens, find)
                 num_tokens = len(hit) * self.block_size
                 blocks += (hit,)
         return PrefixHit(num_tokens, blocks, from_cache=True)
@@ -133,10 +171,19 @@ class KVCacheCoordinator:
         for manager in self._dropping:
             manager.drop(request_id, num_computed_tokens, cached_only=cached_only)
 
+    def num_offered(self, request_id: str) -> int:
+        """Return the number of first blocks that every group has offered to the prefix cache."""
+        return min(manager.num_cached[request_id] for manager in self.managers)
+
     def cache_blocks(self, request_id: str, hashes: Sequence[BlockHash], num_full: int) -> None:
         """Offer the first `num_full` blocks of every group to the prefix cache."""
         for manager in self.managers:
             manager.cache_blocks(request_id, hashes, num_full)
+
+    def keys(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Return the pool keys of the blocks with these hashes in all groups, in the order of the sequence."""
+        of_groups = [keys for manager in self.managers if (keys := manager.keys(hashes))]
+        return [key for keys in zip(*of_groups, strict=True) for key in keys]
 
     def forget(self, hashes: Sequence[BlockHash]) -> None:
         """Remove content from the prefix cache, in all groups and on both tiers."""
@@ -200,6 +247,7 @@ class KVCacheManager:
         self._block_bytes = sum(kv_config.tensor_block_bytes)
         self._events = KVEventLog(kv_config.block_size) if enable_events else None
         self._pool = DevicePool(kv_config.num_blocks, kv_config.num_host_blocks, self._events)
+        self.transfers = HostTransfers(self._pool)
         self._coordinator = KVCacheCoordinator(kv_config.groups, self._pool, max_chunk)
         # Returned by most plans, so shared.
         self._no_block_ids: list[list[int]] = [[] for _ in kv_config.groups]
@@ -208,6 +256,11 @@ class KVCacheManager:
     def block_size(self) -> int:
         """Tokens per block."""
         return self._coordinator.block_size
+
+    @property
+    def tokens_per_key(self) -> float:
+        """Tokens of a full block, over the groups that cache it."""
+        return self.block_size / max(len(self._coordinator.keys([b""])), 1)
 
     @property
     def no_hit(self) -> PrefixHit:
@@ -249,7 +302,47 @@ class KVCacheManager:
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
         limit = len(request.token_ids) - 1
         limit = limit if most is None else min(limit, most)
-        return self._coordinator.find_longest_cache_hit(request.block_hashes, limit)
+        return self._coordinator.find_longest_cache_hit(
+            request.block_hashes, limit, self._pool.get_cached_block
+        )
+
+    def storable_keys(self, request: CachedSequence) -> list[BlockHash]:
+        """Return the pool keys, in the order of the sequence, of all full blocks that a request's prefix may need."""
+        if not self._enable_prefix_caching or not is_storable(request):
+            return []
+        extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
+        return self._coordinator.keys(request.block_hashes[: (len(request.token_ids) - 1) // self.block_size])
+
+    def is_cached(self, key: BlockHash) -> bool:
+        """Return whether content is on the device or on the host."""
+        return self._pool.get_cached_block(key) is not None
+
+    def begin_load(self, request: CachedSequence, stored: Collection[BlockHash]) -> PrefixLoad:
+        """Borrow host blocks for what a store can add to a request's cached prefix, as far as they are free."""
+        hit, most = self.get_computed_blocks(request), len(request.token_ids) - 1
+        kept = [block for table in hit.blocks for block in table if block.on_host]
+        room = self.transfers.num_free_blocks - sum(block.ref_cnt == 0 for block in kept)
+        loading = self.transfers.loading
+        known = {*stored, *loading}
+        while True:
+            longer = self._hit_with(request, known, most)
+            if longer.num_tokens <= hit.num_tokens:
+                return PrefixLoad(hit.num_tokens, hit.num_tokens, [], [])
+            keys = [key for key in _missing(longer) if key not in loading]
+            if len(keys) <= room:
+                break
+            most = longer.num_tokens - max((len(keys) - room) // len(hit.blocks), 1) * self.block_size
+        self._pool.host.pool.refresh(kept)
+        shared = [key for key in _missing(longer) if key in loading]
+        return PrefixLoad(hit.num_tokens, longer.num_tokens, self.transfers.begin_loads(keys), shared)
+
+    def _hit_with(self, request: CachedSequence, known: Collection[BlockHash], most: int) -> PrefixHit:
+        """Return the longest prefix if the content of `known` keys were cached, too; see `_missing`."""
+
+        def find(key: BlockHash) -> KVCacheBlock | None:
+            return self._pool.get_cached_block(key) or (_absent(key) if key in known else None)
+
+        return self._coordinator.find_longest_cache_hit(request.block_hashes, most, find)
 
     def get_swapped_blocks(self, request: CachedSequence) -> PrefixHit | None:
         """Return all that a swapped-out request had computed; None if it is not swapped out.
@@ -336,7 +429,10 @@ class KVCacheManager:
             return
         if len(request.block_hashes) < num_full:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
+        start = self._coordinator.num_offered(request.request_id)
         self._coordinator.cache_blocks(request.request_id, request.block_hashes, num_full)
+        if start < num_full and is_storable(request):
+            self.transfers.note_cached(self._coordinator.keys(request.block_hashes[start:num_full]))
         if self._events is not None:
             self._events.describe(request)
 
@@ -349,6 +445,7 @@ class KVCacheManager:
         """
         first = request.num_cached_tokens // self.block_size
         self._coordinator.forget(request.block_hashes[first:])
+        self.transfers.forget(self._coordinator.keys(request.block_hashes[first:]))
 
     def preempt(self, request: CachedSequence) -> None:
         """Free a started request's device blocks; swap their content to the host if that is faster than recomputing."""
@@ -385,6 +482,11 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache on both tiers; False, and nothing done, while a request holds blocks."""
         return self._pool.reset_prefix_cache()
+
+    @property
+    def has_moves(self) -> bool:
+        """True if the next plan must copy blocks."""
+        return self._pool.has_moves
 
     def pop_events(self) -> list[KVCacheEvent]:
         """Return prefix cache events since the last call, in order; empty without `enable_events`."""

@@ -7,7 +7,7 @@ no later token reads them, and its first `num_cached` entries have been offered 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from quire.kv_cache.block_pool import DevicePool, KVCacheBlock
@@ -22,6 +22,9 @@ from quire.kv_cache.spec import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
+
+FindBlock = Callable[[BlockHash], KVCacheBlock | None]
+"""Returns the block with a pool key's content, or None."""
 
 
 class SingleTypeManager(ABC):
@@ -51,15 +54,22 @@ class SingleTypeManager(ABC):
         return MappingProxyType(self._tables)
 
     @property
+    def num_cached(self) -> Mapping[str, int]:
+        """Read-only view: request id -> leading entries of its table that were offered to the prefix cache."""
+        return MappingProxyType(self._num_cached)
+
+    @property
     def num_dropped(self) -> Mapping[str, int]:
         """Read-only view: request id -> leading entries of its table that were given back."""
         return MappingProxyType(self._num_dropped)
 
     @abstractmethod
-    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> list[KVCacheBlock]:
-        """Return table entries for the longest cached prefix of at most `max_num_tokens` tokens.
+    def find_longest_cache_hit(
+        self, hashes: Sequence[BlockHash], max_num_tokens: int, find: FindBlock
+    ) -> list[KVCacheBlock]:
+        """Return table entries for the longest prefix of at most `max_num_tokens` tokens whose blocks `find` knows.
 
-        Nothing is held yet. Blocks that no later token reads need not be cached; the null block stands for them.
+        Nothing is held yet. Blocks that no later token reads need not be known; the null block stands for them.
         """
 
     def max_blocks(self, num_tokens: int) -> int:
@@ -156,10 +166,14 @@ class SingleTypeManager(ABC):
         self._pool.cache_full_blocks([block for block, _ in present], [key for _, key in present])
         self._num_cached[request_id] = num_full
 
+    def keys(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Return the pool keys of this group's blocks with these hashes; none if it caches nothing."""
+        return [self._key(name) for name in hashes]
+
     def forget_hashes(self, hashes: Sequence[BlockHash]) -> None:
         """Remove content of this group from the prefix cache; unknown hashes are ignored."""
-        for name in hashes:
-            self._pool.forget(self._key(name))
+        for key in self.keys(hashes):
+            self._pool.forget(key)
 
     def forget(self, request_id: str) -> list[KVCacheBlock]:
         """Remove a request's table and return it for the caller to free; empty for an unknown request."""
@@ -189,10 +203,12 @@ class FullAttentionManager(SingleTypeManager):
 
     drops_blocks = False
 
-    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(
+        self, hashes: Sequence[BlockHash], max_num_tokens: int, find: FindBlock
+    ) -> list[KVCacheBlock]:
         hit: list[KVCacheBlock] = []
         for block_hash in hashes[: max_num_tokens // self.block_size]:
-            block = self._pool.get_cached_block(self._key(block_hash))
+            block = find(self._key(block_hash))
             if block is None:
                 break
             hit.append(block)
@@ -206,12 +222,14 @@ class LocalAttentionManager(SingleTypeManager):
     out all prefixes that end behind it and need it, down to the prefix that ends there.
     """
 
-    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(
+        self, hashes: Sequence[BlockHash], max_num_tokens: int, find: FindBlock
+    ) -> list[KVCacheBlock]:
         end = min(max_num_tokens // self.block_size, len(hashes))
         found: list[KVCacheBlock] = []  # the blocks before `end`, last first
         while len(found) < end - self._spec.first_block(end * self.block_size):
             index = end - len(found) - 1
-            block = self._pool.get_cached_block(self._key(hashes[index]))
+            block = find(self._key(hashes[index]))
             if block is None:
                 end, found = index, []
             else:
@@ -246,7 +264,12 @@ class EncoderOnlyManager(SingleTypeManager):
     drops_blocks = False
     leaves_gaps = True
 
-    def find_longest_cache_hit(self, hashes: Sequence[BlockHash], max_num_tokens: int) -> list[KVCacheBlock]:
+    def find_longest_cache_hit(
+        self, hashes: Sequence[BlockHash], max_num_tokens: int, find: FindBlock
+    ) -> list[KVCacheBlock]:
+        return []
+
+    def keys(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         return []
 
     def _num_new(self, start: int, end: int) -> int:

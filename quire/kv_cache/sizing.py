@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from quire.config import EngineConfig
+from quire.config.kv_store import BUFFER_BYTES
 from quire.config.pooling import TOKEN_TASKS
 from quire.errors import ConfigError
 from quire.kv_cache.spec import (
@@ -27,15 +28,16 @@ logger = logging.getLogger(__name__)
 
 MIB = 2**20
 NULL_BLOCK = 1
+MIN_BUFFER_BLOCKS = 64
 MIN_MODEL_LEN = 2  # One prompt token and one output token.
 
 
 def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory: KVMemory) -> KVCacheConfig:
     """Group the layers and choose the number of blocks.
 
-    The number is as configured, or the least of free memory, useful memory and the device's default limit; on the
-    host, what --swap-space holds. With pipeline stages the one with the largest block decides. Without any cache there
-    is the null block alone.
+    The number is as configured, or the least of free memory, useful memory and the device's default limit; on the host,
+    what --swap-space holds and --kv-store needs. With pipeline stages the one with the largest block decides. Without
+    any cache there is the null block alone.
 
     Raises:
         ConfigError: the layers cannot share a cache.
@@ -54,10 +56,20 @@ def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory
     )
     num_blocks, reason = _choose_num_blocks(config, groups, block_bytes, memory)
     logger.info("KV cache memory = %.1f MiB: %s", num_blocks * block_bytes / MIB, reason)
-    num_host_blocks = config.cache.swap_space_bytes // block_bytes
+    num_host_blocks = max(
+        config.cache.swap_space_bytes // block_bytes, _buffer_blocks(config, groups, block_bytes)
+    )
     if num_host_blocks:
         logger.info("host tier: %d blocks, %.1f MiB", num_host_blocks, num_host_blocks * block_bytes / MIB)
     return KVCacheConfig(num_blocks, groups, specs, num_host_blocks, memory.swap_costs)
+
+
+def _buffer_blocks(config: EngineConfig, groups: Groups, block_bytes: int) -> int:
+    """Return the host blocks that transfers with --kv-store go through: twice the longest prefix, in bounds."""
+    if config.kv_store.kv_store is None:
+        return 0
+    longest = blocks_per_request(groups, config.model.max_model_len, config.scheduler.max_num_batched_tokens)
+    return max(min(2 * longest, BUFFER_BYTES // block_bytes), MIN_BUFFER_BLOCKS)
 
 
 def resolve_max_model_len(config: EngineConfig, kv_config: KVCacheConfig) -> EngineConfig:

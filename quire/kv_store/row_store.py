@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from quire.errors import ConfigError, QuireError
+from quire.kv_cache.rows import RowStoreStats as RowStoreStats
 
 Row = Sequence[memoryview]
 """Parts of one row in memory, contiguous and of bytes each; together `Namespace.row_bytes` long."""
@@ -61,16 +62,6 @@ class Namespace(msgspec.Struct, frozen=True):
             raise ConfigError(f"the KV cache rows of {where} do not fit this engine: {listed}")
 
 
-class RowStoreStats(msgspec.Struct):
-    """State of a store; counters are totals since it was opened."""
-
-    num_rows: int = 0
-    num_bytes: int = 0
-    max_bytes: int = 0
-    num_corrupt: int = 0  # Rows whose checksum did not match; they were removed.
-    num_evicted: int = 0
-
-
 class RowStore(Protocol):
     """Rows by name.
 
@@ -114,6 +105,14 @@ class RowStore(Protocol):
 
         Rows that the store has already are not written again. Without room, or if it is not writable, the rest is
         left out.
+
+        Raises:
+            RowStoreError: the store does not work now.
+        """
+        ...
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Make rows of a sequence, head first, the most recently used ones; unknown names are ignored.
 
         Raises:
             RowStoreError: the store does not work now.

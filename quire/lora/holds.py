@@ -2,18 +2,22 @@
 
 Invariant: the worker has the adapter of every request without a hold, because it drops an adapter only when the core
 says so, and the core only when no request uses it. Every hold ends with the adapter or its request; every returned
-future is completed, within `release_ready`.
+future is completed, within `advance`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
-from quire.config.model import LoRAConfig
+from quire.config import EngineConfig
+from quire.engine.core_feature import CoreFeature
+from quire.engine.messages import EngineCoreRequest
+from quire.engine.step_loop import Clock
 from quire.errors import ValidationError
 from quire.executor.base import Executor
 from quire.lora_request import LoRARequest
@@ -26,13 +30,12 @@ DETAIL = "its adapter"
 PATIENCE_S = 0.002
 
 
-class AdapterHolds:
+class AdapterHolds(CoreFeature):
     """Adapters of the worker, loaded and dropped so that at most `--max-cpu-loras` are kept."""
 
-    def __init__(self, config: LoRAConfig, executor: Executor, scheduler: Scheduler) -> None:
-        self._config = config
-        self._executor = executor
-        self._scheduler = scheduler
+    def __init__(self, config: EngineConfig, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
+        super().__init__(config, executor, scheduler, clock)
+        self._config = config.lora
         self._kept: OrderedDict[str, LoRARequest] = OrderedDict()  # least recently used first
         self._pending: dict[str, tuple[LoRARequest, Future[None]]] = {}
         self._wanted: dict[str, LoRARequest] = {}  # in order of arrival
@@ -44,12 +47,17 @@ class AdapterHolds:
         """Polling interval of an otherwise idle core; None: it need not poll."""
         return PATIENCE_S if self._pending or self._wanted else None
 
-    def holds_for(self, request: LoRARequest | None) -> list[Hold]:
-        """Return the holds of a request with this adapter.
+    @property
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        return {"add_lora": self.add, "remove_lora": self.remove, "list_loras": self.numbers}
+
+    def holds_for(self, message: EngineCoreRequest) -> list[Hold]:
+        """Return the holds of a request with an adapter.
 
         Raises:
             ValidationError: adapters are not served, or another one has this name and number.
         """
+        request = message.lora_request
         if request is None or self._has(request):
             return []
         return [Hold(f"adapter {request.key}", Cause.NOT_READY, DETAIL)]
@@ -106,14 +114,14 @@ class AdapterHolds:
         return {**self._kept, **reading, **self._wanted}
 
     @property
-    def any_ready(self) -> bool:
-        """True if `release_ready` has work."""
+    def has_work(self) -> bool:
         is_read = any(future.done() for _, future in self._pending.values())
         return is_read or (bool(self._wanted) and self._has_room()) or bool(self._unwanted())
 
-    def release_ready(self, now: float) -> list[RequestUpdate]:
+    def advance(self) -> list[RequestUpdate]:
         """Release requests whose adapters are loaded; return the ends of those whose adapters failed."""
         ends: list[RequestUpdate] = []
+        now = self._clock()
         for key in [key for key, (_, future) in self._pending.items() if future.done()]:
             request, future = self._pending.pop(key)
             failure = future.exception()

@@ -223,6 +223,7 @@ class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     pooled: Pooled | None = None
     num_draft_tokens: int = 0  # Draft tokens that the step verified.
     num_accepted_tokens: int = 0  # Accepted draft tokens among the new tokens.
+    num_stored_tokens: int = 0  # Cached tokens that were loaded from a store; comes with `num_cached_tokens`.
 
 
 class AdapterStats(msgspec.Struct, frozen=True):
@@ -231,6 +232,33 @@ class AdapterStats(msgspec.Struct, frozen=True):
     running: list[str]
     waiting: list[str]
     max_loras: int
+
+
+class StoreStats(msgspec.Struct, omit_defaults=True):
+    """State of a store of KV cache blocks outside the engine; counters are totals since start, mostly of rows (blocks).
+
+    Args:
+        medium: its tier, as in KV events.
+        num_hit_tokens: prompt tokens that finished requests took from it.
+        num_unsaved: computed blocks that it was not given, or had no room for.
+        num_timeouts: requests that did not wait for it any longer.
+        num_rests: times at which it was left alone for a while; `is_resting`: it is so now.
+        num_rows, num_bytes: what it has now.
+    """
+
+    medium: str = ""
+    num_hit_tokens: int = 0
+    num_loaded: int = 0
+    num_failed_loads: int = 0
+    num_saved: int = 0
+    num_unsaved: int = 0
+    num_timeouts: int = 0
+    num_rests: int = 0
+    is_resting: bool = False
+    num_rows: int = 0
+    num_bytes: int = 0
+    num_corrupt: int = 0
+    num_evicted: int = 0
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
@@ -247,3 +275,4 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     num_held: int = 0  # Waiting requests that are held by something else than a place in the batch.
     spec_decoding: SpecDecodingStats | None = None  # None: there were no drafts.
     adapters: AdapterStats | None = None  # None: LoRA is disabled.
+    store: StoreStats | None = None  # None: there is no --kv-store.

@@ -186,6 +186,14 @@ class Request:
         return self.extra_keys.adapter
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        """False if it computes every token: prompt logprobs need every position, and it may ask for that itself."""
+        params = self.sampling_params
+        return not (
+            self.starts_over or params.skip_reading_prefix_cache or params.prompt_logprobs is not None
+        )
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens, prompt and output."""
         return len(self.token_ids)

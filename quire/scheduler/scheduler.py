@@ -16,13 +16,15 @@ Invariant of updates: nothing is reported twice, even if it is computed twice.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quire.config import EngineConfig
 from quire.errors import EngineError, ValidationError
 from quire.kv_cache.events import KVCacheEvent
-from quire.kv_cache.manager import IntegrityError, KVCacheManager
+from quire.kv_cache.hashing import BlockHash
+from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixLoad
 from quire.kv_cache.spec import KVCacheConfig
+from quire.kv_cache.transfers import Changes, Transfer
 from quire.lora_request import name_in
 from quire.plugins import import_subclass
 from quire.sampling_extras import RepetitionDetectionParams
@@ -232,6 +234,7 @@ class Scheduler:
             config.speculative.settings.num_lookahead_tokens,
             config.num_disjoint_steps,
         )
+        self._computed_tokens_per_s = kv_config.swap_costs.computed_tokens_per_s
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
         self._is_paused = False
@@ -321,6 +324,69 @@ class Scheduler:
         self._is_paused = False
         self._queues.resume(now)
 
+    # Transfers of cache content with a store outside the engine (`quire.kv_store`)
+
+    def watch_cache(self) -> None:
+        """Collect changes of the prefix cache for `pop_cache_changes`."""
+        self._kv.transfers.watch()
+
+    def pop_cache_changes(self) -> Changes:
+        """Return the changes of the prefix cache since the last call."""
+        return self._kv.transfers.pop_changes()
+
+    def storable_keys(self, request_id: str) -> list[BlockHash]:
+        """Return the pool keys of a waiting request's prefix; none if it must not read the cache."""
+        request = self._queues.by_id.get(request_id)
+        if request is None or request.status is RequestStatus.RUNNING or not request.reads_prefix_cache:
+            return []
+        return self._kv.storable_keys(request)
+
+    def is_cached(self, key: BlockHash) -> bool:
+        """Return whether content is in the prefix cache, on either tier."""
+        return self._kv.is_cached(key)
+
+    def begin_load(self, request_id: str, stored: Sequence[BlockHash]) -> PrefixLoad | None:
+        """Borrow host blocks for what a store has of a waiting request's prefix; None if it does not wait any more.
+
+        Each block is given back by `end_transfers`.
+        """
+        request = self._queues.by_id.get(request_id)
+        if request is None or request.status is RequestStatus.RUNNING:
+            return None
+        return self._kv.begin_load(request, stored)
+
+    def begin_saves(self, keys: Sequence[BlockHash]) -> list[Transfer]:
+        """Borrow host blocks with the content of those keys that can be saved, once the next plan has run."""
+        return self._kv.transfers.begin_saves(keys)
+
+    def end_transfers(self, moved: Sequence[tuple[int, bool]]) -> None:
+        """Give host blocks back, (block id, has moved), in the order of their sequence; see `HostTransfers.end`."""
+        self._kv.transfers.end(moved)
+
+    def computing_s(self, num_keys: int) -> float:
+        """Estimate the seconds that computing the content of pool keys takes."""
+        return num_keys * self._kv.tokens_per_key / self._computed_tokens_per_s
+
+    @property
+    def has_moves(self) -> bool:
+        """True if the next plan must copy blocks."""
+        return self._kv.has_moves
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Host blocks that transfers can get now."""
+        return self._kv.transfers.num_free_blocks
+
+    @property
+    def num_steps(self) -> int:
+        """Step id of the last plan."""
+        return self._num_steps
+
+    @property
+    def num_steps_done(self) -> int:
+        """Step id up to which all plans have returned."""
+        return self._in_flight[0].step_id - 1 if self._in_flight else self._num_steps
+
     def pop_kv_events(self) -> list[KVCacheEvent]:
         """Return prefix cache events since the last call; empty unless events are enabled."""
         return self._kv.pop_events()
@@ -381,12 +447,12 @@ class Scheduler:
         return bool(self._queues.by_id)
 
     def has_work(self) -> bool:
-        """Return whether there are requests to run, rows for the worker to free, or results to come.
+        """Return whether there are requests to run, rows for the worker to free, blocks to copy, or results to come.
 
         Held requests do not count: a release comes from outside, or from a step.
         """
         waits = self._queues.has_vacated if self._is_paused else self._queues.has_work
-        return waits or bool(self._in_flight)
+        return waits or bool(self._in_flight) or self._kv.has_moves
 
     def stats(self) -> SchedulerStats:
         """Return current counts and totals."""

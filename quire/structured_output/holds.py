@@ -7,22 +7,25 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+from quire.config import EngineConfig
+from quire.engine.core_feature import CoreFeature
+from quire.engine.messages import EngineCoreRequest
+from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
-from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
+from quire.scheduler.output import RequestUpdate
 from quire.scheduler.scheduler import Scheduler
 
 DETAIL = "its grammar"
 PATIENCE_S = 0.002
 
 
-class GrammarHolds:
+class GrammarHolds(CoreFeature):
     """Grammars that the executor is preparing."""
 
-    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
-        self._executor = executor
-        self._scheduler = scheduler
+    def __init__(self, config: EngineConfig, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
+        super().__init__(config, executor, scheduler, clock)
         self._pending: dict[str, Future[None]] = {}
         self._keys: dict[bytes, str] = {}
         self._num_holds = 0
@@ -32,9 +35,8 @@ class GrammarHolds:
         """Polling interval of an otherwise idle core; None: it need not poll."""
         return PATIENCE_S if self._pending else None
 
-    def holds_for(self, params: SamplingParams) -> list[Hold]:
-        """Return the holds of a request with these parameters."""
-        wanted = params.structured_outputs
+    def holds_for(self, message: EngineCoreRequest) -> list[Hold]:
+        wanted = message.sampling_params.structured_outputs
         if wanted is None:
             return []
         name = self._keys.get(wanted.key)
@@ -48,13 +50,13 @@ class GrammarHolds:
         return [Hold(name, Cause.NOT_READY, DETAIL)]
 
     @property
-    def any_ready(self) -> bool:
-        """True if `release_ready` has work."""
+    def has_work(self) -> bool:
         return any(future.done() for future in self._pending.values())
 
-    def release_ready(self, now: float) -> None:
+    def advance(self) -> list[RequestUpdate]:
         """Release requests whose grammars are ready."""
         for name in [name for name, future in self._pending.items() if future.done()]:
             self._pending.pop(name).result()  # raises only on an internal bug
-            self._scheduler.release(name, now)
+            self._scheduler.release(name, self._clock())
         self._keys = {key: name for key, name in self._keys.items() if name in self._pending}
+        return []

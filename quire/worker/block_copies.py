@@ -32,7 +32,7 @@ class BlockCopier:
     def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], copy: CopyBlocks) -> None:
         assert len(device) == len(host), "one host tensor for each of the device"
         self._device = device
-        self._host = host
+        self.host = host
         self._copy_blocks = copy
 
     @torch.inference_mode()
@@ -43,8 +43,8 @@ class BlockCopier:
             EngineError: a block is out of range, written twice, or both read and written; nothing of that list is
                 copied.
         """
-        self._copy("swap_outs", plan.swap_outs, self._device, self._host)
-        self._copy("swap_ins", plan.swap_ins, self._host, self._device)
+        self._copy("swap_outs", plan.swap_outs, self._device, self.host)
+        self._copy("swap_ins", plan.swap_ins, self.host, self._device)
         self._copy("block_copies", plan.block_copies, self._device, self._device)
 
     def _copy(self, name: str, moves: Moves, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

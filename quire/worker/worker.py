@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.features import ROW_MOVER
 from quire.kernels import ops
+from quire.kv_cache.rows import RowMover, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
 from quire.layers.base import lora_dtype, model_dtype
 from quire.layers.experts import take_part
@@ -30,6 +32,7 @@ from quire.lora.targets import Targets
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.models.stages import ALL, Stage
+from quire.plugins import import_place
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.sleep.parked_weights import ParkedWeights
 from quire.spec_decode.models.eagle import AutoregressiveHead
@@ -95,6 +98,7 @@ class Worker:
         self._draft: CausalLM | None = None
         self._runner: ModelRunner | None = None
         self._copier: BlockCopier | None = None
+        self._rows: RowMover | None = None
         self._tokens_per_s = 0.0
         self._kv_config: KVCacheConfig | None = None
         self._parked: ParkedWeights | None = None
@@ -151,6 +155,8 @@ class Worker:
             shapes = [(kv_config.num_host_blocks + 1, tensor.shape[1]) for tensor in tensors]
             host_tier = [transfers.host_memory(shape) for shape in shapes]
         self._copier = BlockCopier(tensors, host_tier, transfers.copy_blocks)
+        if self._rows is not None:
+            self._rows.use(host_tier)
         self._runner = ModelRunner(
             self._loaded(),
             self._config,
@@ -166,6 +172,24 @@ class Worker:
         if is_calibrated(self._config, self._stage):
             calibration = Calibration(shapes_of(self._config), kv_config)
             self._runner.calibrate(calibration, group_clocks(self._shard.group))
+
+    def open_row_store(self) -> RowStoreInfo:
+        """Open the configured store of KV cache rows, between which and the host tier rows can move from now on.
+
+        Raises:
+            ConfigError: it cannot be opened, or holds rows of another model or configuration.
+        """
+        assert self._copier is not None, "open_row_store before initialize_kv_cache"
+        assert self._kv_config is not None
+        self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)
+        self.rows.use(self._copier.host)
+        return self.rows.info
+
+    @property
+    def rows(self) -> RowMover:
+        """Mover of rows; exists once a store is open."""
+        assert self._rows is not None, "open_row_store() comes first"
+        return self._rows
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Launch one step and return a function that waits for its result.
@@ -232,6 +256,8 @@ class Worker:
         self.initialize_kv_cache(self._kv_config)
 
     def shutdown(self) -> None:
+        if self._rows is not None:
+            self._rows.close()
         self._model = self._draft = self._runner = self._copier = None
         self.grammars.close()
         self.adapters.close()

@@ -23,6 +23,7 @@ from quire.executor.rank_placement import rank_processors
 from quire.executor.ranks.gate import RankHello, join
 from quire.executor.ranks.handles import CallFuture, Ranks
 from quire.executor.ranks.rank_processes import HostStarter, RankProcesses, RankStarter
+from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo, RowStoreStats, all_done
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, decode_specs, encode_kv_config
 from quire.lora_request import LoRARequest
 from quire.processes import exit_reason
@@ -77,6 +78,20 @@ def run_ranks(config: EngineConfig, hellos: Sequence[RankHello], place: tuple[st
     finally:
         processes.close()
     return {rank: exit_reason(code) for rank, code in ended.items()}
+
+
+class RowsFuture(Future[RowResult]):
+    """Result of a row action on all ranks."""
+
+    def __init__(self, answers: CallFuture) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def done(self) -> bool:
+        return self._answers.done()
+
+    def result(self, timeout: float | None = None) -> RowResult:
+        return all_done([msgspec.convert(plain, RowResult) for plain in self._answers.result(timeout)])
 
 
 class MultiprocExecutor(Executor):
@@ -153,6 +168,20 @@ class MultiprocExecutor(Executor):
 
     def drop_adapter(self, key: str) -> None:
         self._all("drop_adapter", key)
+
+    def open_row_store(self) -> RowStoreInfo:
+        infos = [msgspec.convert(plain, RowStoreInfo) for plain in self._all("open_row_store")]
+        return msgspec.structs.replace(
+            infos[0],
+            row_bytes=sum(info.row_bytes for info in infos),
+            is_writable=all(info.is_writable for info in infos),
+        )
+
+    def move_rows(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
+        return RowsFuture(self._ranks.call("move_rows", action, list(rows)))
+
+    def row_store_stats(self) -> RowStoreStats:
+        return msgspec.convert(self._all("row_store_stats")[0], RowStoreStats)
 
     def shutdown(self) -> None:
         if self._background is not None:

@@ -147,10 +147,10 @@ class RankProcess:
         else:
             self._send(Returned(call.number, result))
 
-    def _answer_late(self, call: Call, done: Future[None]) -> None:
+    def _answer_late(self, call: Call, done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
-            self._send(Returned(call.number, None))
+            self._send(Returned(call.number, msgspec.to_builtins(done.result())))
         else:
             self._fail(call, error)
 
@@ -191,7 +191,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     ),
     "prepare_adapter": lambda rank, plain: rank.worker.adapters.prepare(msgspec.convert(plain, LoRARequest)),
     "drop_adapter": lambda rank, key: rank.worker.adapters.drop(key),
-}  # Executor calls: plain data to plain data, or to a future without a result.
+    "open_row_store": lambda rank: msgspec.to_builtins(rank.worker.open_row_store()),
+    "move_rows": lambda rank, action, rows: rank.worker.rows.start(action, rows),
+    "row_store_stats": lambda rank: msgspec.to_builtins(rank.worker.rows.stats()),
+}  # Executor calls: plain data to plain data, or to a future of it.
 
 
 def _initialize_kv_cache(worker: Worker, plain: dict[str, Any]) -> None:

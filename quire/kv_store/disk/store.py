@@ -130,6 +130,12 @@ class DiskStore:
                 self._flush()
         return done
 
+    def touch(self, names: Sequence[bytes]) -> None:
+        if self.is_writable:
+            with self._io():
+                self._touch([name for name in self._hidden(names) if name in self._index])
+                self._flush()
+
     def write(self, names: Sequence[bytes], rows: Sequence[Row]) -> int:
         hidden = self._hidden(names)
         new = [(name, row) for name, row in zip(hidden, rows, strict=True) if name not in self._index]

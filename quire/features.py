@@ -1,0 +1,14 @@
+"""Features that the core finds by name, so that it imports none of them.
+
+A row is all that the core knows of a feature's class.
+"""
+
+CORE_FEATURES = {
+    "structured_output": "quire.structured_output.holds:GrammarHolds",
+    "lora": "quire.lora.holds:AdapterHolds",
+    "kv_store": "quire.kv_store.tier:StoreTier",
+}
+"""Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
+
+ROW_MOVER = "quire.kv_store.mover:open_row_mover"
+"""Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""

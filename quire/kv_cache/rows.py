@@ -1,0 +1,77 @@
+"""Rows: KV cache blocks as bytes that leave the engine and come back; the seam of stores (`quire.kv_store`).
+
+A row is one block: its bytes in every cache tensor of a worker, in order. Its name is the block's pool key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+RowAction = Literal["find", "touch", "load", "save", "remove"]
+
+
+class RowResult(msgspec.Struct, frozen=True):
+    """Outcome of an action: one entry per row, and why the store did not work; without the latter it did."""
+
+    done: list[bool]
+    failure: str | None = None
+
+
+class RowStoreInfo(msgspec.Struct, frozen=True):
+    """Properties of an open store.
+
+    Args:
+        medium: name of its tier, as in KV events ("DISK").
+        row_bytes: bytes of a block on all ranks.
+        is_writable: false if rows can only be read.
+        num_rows: rows at the start.
+    """
+
+    medium: str
+    row_bytes: int
+    is_writable: bool
+    num_rows: int
+
+
+class RowStoreStats(msgspec.Struct):
+    """State of a store; counters are totals since it was opened."""
+
+    num_rows: int = 0
+    num_bytes: int = 0
+    max_bytes: int = 0
+    num_corrupt: int = 0  # Rows whose checksum did not match; they were removed.
+    num_evicted: int = 0
+
+
+def all_done(results: list[RowResult]) -> RowResult:
+    """Return what holds on every rank."""
+    failure = next((result.failure for result in results if result.failure is not None), None)
+    return RowResult(
+        [all(entries) for entries in zip(*(result.done for result in results), strict=True)], failure
+    )
+
+
+class RowMover(Protocol):
+    """Moves rows between a worker's host blocks and a store, in order, on a thread of its own.
+
+    Attributes:
+        info: of the open store, and of this worker's rows.
+    """
+
+    info: RowStoreInfo
+
+    def use(self, host: Sequence[Any]) -> None:
+        """Use these tensors [blocks, bytes] uint8 of the host tier from now on; no action is running."""
+
+    def start(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
+        """Start an action; see `Executor.move_rows`."""
+
+    def stats(self) -> RowStoreStats:
+        """Return the store's state."""
+
+    def close(self) -> None:
+        """Finish all actions and close the store; may be called twice."""
