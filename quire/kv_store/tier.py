@@ -12,10 +12,10 @@ of no block that the store may still write to or read.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
 import msgspec
@@ -171,20 +171,19 @@ class StoreTier(CoreFeature):
         """Save what is queued, for `SETTLE_S` at most, and end all transfers."""
         until = self._clock() + SETTLE_S
         while self._clock() < until and (self._jobs or self._unsaved or self._can_save):
-            self._settle_part(run_step, until)
+            self._settle_part(run_step)
         self._stats.num_unsaved += len(self._to_save)
         self._to_save.clear()
         until = self._clock() + SETTLE_S
         while self._jobs and self._clock() < until:
-            self._settle_part(run_step, until)
+            self._settle_part(run_step)
 
-    def _settle_part(self, run_step: Callable[[], object], until: float) -> None:
+    def _settle_part(self, run_step: Callable[[], object]) -> None:
         """Take one part of the way to having no job: run a step that copies blocks, or wait for rows."""
         if self._scheduler.has_moves or any(not self._is_due(job) for job in self._jobs):
             run_step()
         else:
-            futures = [job.future for job in self._jobs if job.future is not None]
-            wait_for(futures, max(until - self._clock(), 0.0), "FIRST_COMPLETED")
+            time.sleep(POLL_S)
         self.advance()
 
     # Loads

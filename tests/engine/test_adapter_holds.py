@@ -8,10 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.config import EngineConfig
 from quire.config.model import LoRAConfig
+from quire.engine.messages import EngineCoreRequest
 from quire.errors import ValidationError
 from quire.lora.holds import AdapterHolds
 from quire.lora_request import LoRARequest
+from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate
 
 A, B, C = (LoRARequest(name, number, "path") for number, name in enumerate("abc", 1))
@@ -59,15 +62,21 @@ class Requests:
         return [RequestUpdate(name, [], finish_reason=reason) for name in ids]
 
 
+def message_with(adapter: LoRARequest) -> EngineCoreRequest:
+    return EngineCoreRequest("one", [1], SamplingParams(), 0.0, lora_request=adapter)
+
+
 class Setting:
     def __init__(self, **config: Any) -> None:
         self.worker, self.requests = Worker(), Requests()
         config = {"enable_lora": True, "max_cpu_loras": 2} | config
-        self.holds = AdapterHolds(LoRAConfig(**config), self.worker, self.requests)  # type: ignore[arg-type]
+        self.holds = AdapterHolds(
+            EngineConfig(lora=LoRAConfig(**config)), self.worker, self.requests, lambda: 0.0
+        )  # type: ignore[arg-type]
 
     def add(self, name: str, adapter: LoRARequest) -> list[str]:
         """The keys that a new request is held for."""
-        keys = [str(hold.key) for hold in self.holds.holds_for(adapter)]
+        keys = [str(hold.key) for hold in self.holds.holds_for(message_with(adapter))]
         self.requests.of.setdefault(adapter.key, []).append(name)
         return keys
 
@@ -75,11 +84,11 @@ class Setting:
 def test_requests_are_held_until_their_adapter_is_there() -> None:
     setting = Setting()
     assert setting.add("one", A) == setting.add("two", A) == ["adapter 1:a"]
-    assert not setting.holds.any_ready
+    assert not setting.holds.has_work
     assert setting.holds.patience_s is not None
     setting.worker.read(A)
-    assert setting.holds.any_ready
-    assert setting.holds.release_ready(0.0) == []
+    assert setting.holds.has_work
+    assert setting.holds.advance() == []
     assert setting.requests.released == ["adapter 1:a"]
     assert setting.add("three", A) == []
     assert setting.holds.patience_s is None
@@ -92,11 +101,11 @@ def test_an_adapter_makes_room_when_no_request_has_it() -> None:
     assert list(setting.worker.reading) == [A.key, B.key]
     setting.worker.read(A)
     setting.worker.read(B)
-    setting.holds.release_ready(0.0)
-    assert not setting.holds.any_ready, "both are in use"
+    setting.holds.advance()
+    assert not setting.holds.has_work, "both are in use"
     del setting.requests.of[B.key]
-    assert setting.holds.any_ready
-    setting.holds.release_ready(0.0)
+    assert setting.holds.has_work
+    setting.holds.advance()
     assert (setting.worker.kept, list(setting.worker.reading)) == ({A.key}, [C.key])
     assert setting.add("four", B) == ["adapter 2:b"]
 
@@ -106,7 +115,7 @@ def test_the_one_used_longest_ago_makes_room() -> None:
     for name, adapter in (("one", A), ("two", B)):
         setting.add(name, adapter)
         setting.worker.read(adapter)
-        setting.holds.release_ready(0.0)
+        setting.holds.advance()
     setting.add("three", A)
     setting.requests.of.clear()
     setting.add("four", C)
@@ -118,7 +127,7 @@ def test_what_cannot_be_read_ends_its_requests_and_may_be_tried_again() -> None:
     setting.add("one", A)
     setting.add("two", A)
     setting.worker.read(A, ValidationError("it is no adapter"))
-    ends = setting.holds.release_ready(0.0)
+    ends = setting.holds.advance()
     assert [(end.request_id, end.finish_reason, end.error) for end in ends] == [
         ("one", "error", "it is no adapter"),
         ("two", "error", "it is no adapter"),
@@ -131,9 +140,9 @@ def test_a_name_and_number_stand_for_one_path() -> None:
     setting = Setting()
     setting.add("one", A)
     with pytest.raises(ValidationError, match="'a' with number 1 exists already, with another path"):
-        setting.holds.holds_for(LoRARequest("a", 1, "elsewhere"))
+        setting.holds.holds_for(message_with(LoRARequest("a", 1, "elsewhere")))
     with pytest.raises(ValidationError, match="--enable-lora"):
-        Setting(enable_lora=False).holds.holds_for(A)
+        Setting(enable_lora=False).holds.holds_for(message_with(A))
 
 
 def test_an_adapter_can_be_read_before_a_request_wants_it() -> None:
@@ -142,7 +151,7 @@ def test_an_adapter_can_be_read_before_a_request_wants_it() -> None:
     assert not added.done()
     assert list(setting.worker.reading) == [A.key]
     setting.worker.read(A)
-    setting.holds.release_ready(0.0)
+    setting.holds.advance()
     assert added.result(0) is again.result(0) is setting.holds.add(A).result(0) is True
     assert (setting.add("one", A), setting.holds.numbers()) == ([], [1])
 
@@ -151,7 +160,7 @@ def test_who_had_an_adapter_read_hears_why_it_cannot_be() -> None:
     setting = Setting()
     added = setting.holds.add(A)
     setting.worker.read(A, ValidationError("it is no adapter"))
-    assert setting.holds.release_ready(0.0) == []
+    assert setting.holds.advance() == []
     with pytest.raises(ValidationError, match="it is no adapter"):
         added.result(0)
     assert setting.holds.numbers() == []
@@ -161,14 +170,14 @@ def test_an_adapter_that_is_removed_waits_for_its_users() -> None:
     setting = Setting()
     setting.add("one", A)
     removed = setting.holds.remove(1)
-    assert not setting.holds.any_ready, "it is being read"
+    assert not setting.holds.has_work, "it is being read"
     setting.worker.read(A)
-    setting.holds.release_ready(0.0)
+    setting.holds.advance()
     assert (removed.done(), setting.worker.kept) == (False, {A.key})
     del setting.requests.of[A.key]
-    assert setting.holds.any_ready
-    setting.holds.release_ready(0.0)
-    assert (removed.result(0), setting.worker.kept, setting.holds.any_ready) == (True, set(), False)
+    assert setting.holds.has_work
+    setting.holds.advance()
+    assert (removed.result(0), setting.worker.kept, setting.holds.has_work) == (True, set(), False)
     assert setting.holds.remove(1).result(0) is False
     assert setting.add("two", A) == ["adapter 1:a"]
 
@@ -178,6 +187,6 @@ def test_an_adapter_that_cannot_be_read_is_gone_for_who_removes_it() -> None:
     setting.holds.add(A)
     removed = setting.holds.remove(1)
     setting.worker.read(A, ValidationError("it is no adapter"))
-    setting.holds.release_ready(0.0)
+    setting.holds.advance()
     assert removed.result(0)
-    assert not setting.holds.any_ready
+    assert not setting.holds.has_work

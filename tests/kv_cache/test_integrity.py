@@ -14,7 +14,7 @@ def cache():
     manager.adopt("a", 0, [], [])
     manager.allocate("a", 8)
     manager.cache_blocks("a", [b"x" * 32], 1)
-    hit = manager.find_longest_cache_hit([b"x" * 32], 4)
+    hit = manager.find_longest_cache_hit([b"x" * 32], 4, pool.get_cached_block)
     manager.adopt("b", 4, hit, *pool.take([hit], num_full=1))
     manager.allocate("b", 8)
     check_integrity(pool, [manager])

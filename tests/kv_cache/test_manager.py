@@ -140,12 +140,12 @@ def test_the_coordinator_settles_on_what_every_group_has():
         def __init__(self, lengths: list[int]) -> None:
             self.lengths = lengths
 
-        def find_longest_cache_hit(self, hashes: object, max_num_tokens: int) -> list[None]:
+        def find_longest_cache_hit(self, hashes: object, max_num_tokens: int, find: object) -> list[None]:
             return [None] * (max(n for n in self.lengths if n <= max_num_tokens) // BLOCK)
 
     spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype_bytes=4)
     coordinator = KVCacheCoordinator([KVCacheGroup(("layers.0",), spec)], DevicePool(1), max_chunk=64)
     coordinator.managers = [Group([0, 4, 12, 20]), Group([0, 4, 8, 16])]
-    hit = coordinator.find_longest_cache_hit([], 23)
+    hit = coordinator.find_longest_cache_hit([], 23, lambda key: None)
     assert hit.num_tokens == 4
     assert [len(blocks) for blocks in hit.blocks] == [1, 1]

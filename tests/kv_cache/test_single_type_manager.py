@@ -105,7 +105,7 @@ def test_a_hit_is_the_longest_whose_reads_are_all_cached(spec, cached, max_num_t
     keys = names(15)
     blocks = pool.get_new_blocks(15)
     pool.cache_full_blocks([blocks[i] for i in cached], [manager._key(keys[i]) for i in cached])
-    hit = manager.find_longest_cache_hit(keys, max_num_tokens)
+    hit = manager.find_longest_cache_hit(keys, max_num_tokens, pool.get_cached_block)
     longest = min(max_num_tokens // spec.block_size, 15)
     servable = [n for n in range(longest + 1) if needed_blocks(spec, n * spec.block_size) <= cached]
     assert len(hit) == max(servable)
@@ -123,7 +123,7 @@ def test_what_a_start_asks_for_is_enough_to_get_to_the_end(spec, num_tokens, chu
     owned = pool.get_new_blocks(10)
     pool.cache_full_blocks(owned, [manager._key(key) for key in keys])
     pool.free([block for block in owned if data.draw(st.booleans())])
-    hit = manager.find_longest_cache_hit(keys, num_tokens - 1)
+    hit = manager.find_longest_cache_hit(keys, num_tokens - 1, pool.get_cached_block)
     needed = manager.num_blocks_to_start(num_tokens, hit, len(hit) * spec.block_size)
     revived = [block for block in hit if block.block_id != NULL_BLOCK_ID and block.ref_cnt == 0]
     start(pool, manager, "a", hit)
@@ -192,7 +192,7 @@ def test_a_recurrent_model_resumes_from_what_others_left(spec, prompts, data):
     for number, token_ids in enumerate(prompts):
         hashes: list[bytes] = []
         extend_hashes(hashes, token_ids, spec.block_size, ExtraKeys(cache_salt=None))
-        hit = manager.find_longest_cache_hit(hashes, len(token_ids) - 1)
+        hit = manager.find_longest_cache_hit(hashes, len(token_ids) - 1, pool.get_cached_block)
         name, computed = f"r{number}", len(hit) * spec.block_size
         start(pool, manager, name, hit)
         while computed < len(token_ids):

@@ -1,0 +1,1 @@
+from tests.engine.conftest import null_model_dir as null_model_dir
