@@ -192,7 +192,10 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """State of one request: its prompt and one `CompletionOutput` for each of its `n` completions."""
+    """State of one request: its prompt and one `CompletionOutput` for each of its `n` completions.
+
+    Of its `num_cached_tokens` prompt tokens, `num_stored_tokens` were loaded from --kv-store.
+    """
 
     request_id: str
     prompt: str | None
@@ -202,12 +205,14 @@ class RequestOutput:
     prompt_logprobs: PromptPositions | None = None
     num_cached_tokens: int = 0
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
+    num_stored_tokens: int = 0
 
     def add(self, other: RequestOutput) -> None:
         """Append a later delta of the same request to this one."""
         self.finished |= other.finished
         self.metrics = other.metrics
         self.num_cached_tokens = max(self.num_cached_tokens, other.num_cached_tokens)
+        self.num_stored_tokens = max(self.num_stored_tokens, other.num_stored_tokens)
         self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
         mine = {out.index: out for out in self.outputs}
         for new in other.outputs:

@@ -54,6 +54,7 @@ class SequenceState:
         self._core_request = core_request
         self.finished = False
         self.num_cached_tokens = 0
+        self.num_stored_tokens = 0
         self.prompt_logprobs: PromptPositions | None = None
         self.pooled: Pooled | None = None
         self.stats = RequestStateStats(arrival_time=core_request.arrival_time)
@@ -231,6 +232,7 @@ class SequenceState:
         if update.scheduled_ts and not mine.scheduled_ts:
             mine.queued_ts, mine.scheduled_ts = update.queued_ts, update.scheduled_ts
             self.num_cached_tokens = update.num_cached_tokens
+            self.num_stored_tokens = update.num_stored_tokens
         if update.num_preemptions > mine.num_preemptions:
             mine.num_preemptions = update.num_preemptions
         mine.num_draft_tokens += update.num_draft_tokens
@@ -255,6 +257,7 @@ class SequenceState:
         if self._core_request.fork_of is None:
             stats.num_prompt_tokens += self._num_prompt_tokens
             stats.num_cached_tokens += self.num_cached_tokens
+            stats.num_stored_tokens += self.num_stored_tokens
 
     def _finished_stats(self, now: float) -> FinishedRequestStats:
         times = self.stats
@@ -394,6 +397,7 @@ class RequestGroup:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
             metrics=joined_stats([one.stats for one in self.sequences]) if finished else first.stats,
+            num_stored_tokens=first.num_stored_tokens,
         )
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo, RowStoreStats
+from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.lora_request import LoRARequest
 from quire.plugins import PluginTable, import_subclass, subclass_of
@@ -133,10 +133,6 @@ class Executor(ABC):
         Actions run in order, beside steps; a `find` may be done at once. A row is done if all ranks found, loaded or
         have stored it.
         """
-        raise NotImplementedError("open_row_store() comes first")
-
-    def row_store_stats(self) -> RowStoreStats:
-        """Return the state of the row store (of rank 0)."""
         raise NotImplementedError("open_row_store() comes first")
 
     def shutdown(self) -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.executor.base import Executor
-from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo, RowStoreStats
+from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.layers.shard import WHOLE, Shard
 from quire.lora_request import LoRARequest
@@ -188,9 +188,6 @@ class UniprocExecutor(Executor):
 
     def move_rows(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
         return self._worker.rows.start(action, rows)
-
-    def row_store_stats(self) -> RowStoreStats:
-        return self._worker.rows.stats()
 
     def shutdown(self) -> None:
         self._lane.close()

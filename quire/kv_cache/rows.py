@@ -14,11 +14,28 @@ import msgspec
 RowAction = Literal["find", "touch", "load", "save", "remove"]
 
 
+class RowStoreStats(msgspec.Struct):
+    """State of a store; counters are totals since it was opened."""
+
+    num_rows: int = 0
+    num_bytes: int = 0
+    max_bytes: int = 0
+    num_corrupt: int = 0  # Rows whose checksum did not match; they were removed.
+    num_evicted: int = 0
+
+
 class RowResult(msgspec.Struct, frozen=True):
-    """Outcome of an action: one entry per row, and why the store did not work; without the latter it did."""
+    """Outcome of an action.
+
+    Args:
+        done: one entry per row.
+        failure: why the store did not work; None: it did.
+        stats: the store's state after the action, of rank 0; None: it did not change.
+    """
 
     done: list[bool]
     failure: str | None = None
+    stats: RowStoreStats | None = None
 
 
 class RowStoreInfo(msgspec.Struct, frozen=True):
@@ -37,22 +54,11 @@ class RowStoreInfo(msgspec.Struct, frozen=True):
     num_rows: int
 
 
-class RowStoreStats(msgspec.Struct):
-    """State of a store; counters are totals since it was opened."""
-
-    num_rows: int = 0
-    num_bytes: int = 0
-    max_bytes: int = 0
-    num_corrupt: int = 0  # Rows whose checksum did not match; they were removed.
-    num_evicted: int = 0
-
-
 def all_done(results: list[RowResult]) -> RowResult:
     """Return what holds on every rank."""
     failure = next((result.failure for result in results if result.failure is not None), None)
-    return RowResult(
-        [all(entries) for entries in zip(*(result.done for result in results), strict=True)], failure
-    )
+    done = [all(entries) for entries in zip(*(result.done for result in results), strict=True)]
+    return RowResult(done, failure, results[0].stats)
 
 
 class RowMover(Protocol):
@@ -69,9 +75,6 @@ class RowMover(Protocol):
 
     def start(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
         """Start an action; see `Executor.move_rows`."""
-
-    def stats(self) -> RowStoreStats:
-        """Return the store's state."""
 
     def close(self) -> None:
         """Finish all actions and close the store; may be called twice."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo, RowStoreStats
+from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig
 from quire.kv_store.disk.store import open_disk_store
 from quire.kv_store.namespace import namespace_of
@@ -45,9 +45,6 @@ class StoreMover:
             return done
         return self._thread.submit(self._run, action, names, [block_id for _, block_id in rows])
 
-    def stats(self) -> RowStoreStats:
-        return self._store.stats()
-
     def close(self) -> None:
         self._thread.shutdown()
         self._store.close()
@@ -55,7 +52,7 @@ class StoreMover:
     def _run(self, action: RowAction, names: list[bytes], block_ids: list[int]) -> RowResult:
         """Run an action on the thread; a store that does not work is reported, as requests can do without it."""
         try:
-            return RowResult(self._done(action, names, block_ids))
+            return RowResult(self._done(action, names, block_ids), stats=self._store.stats())
         except RowStoreError as error:
             logger.warning("the KV cache store does not work: %s", error)
             return RowResult([False] * len(names), str(error))

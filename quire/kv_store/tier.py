@@ -88,7 +88,7 @@ class StoreTier(CoreFeature):
         super().__init__(config, executor, scheduler, clock)
         self._info = executor.open_row_store()
         scheduler.watch_cache()
-        self._stats = StoreStats(medium=self._info.medium)
+        self._stats = StoreStats(medium=self._info.medium, num_rows=self._info.num_rows)
         self._bytes_per_s = EXPECTED_BYTES_PER_S
         self._waiting: list[Waiting] = []
         self._jobs: list[Job] = []
@@ -161,10 +161,7 @@ class StoreTier(CoreFeature):
         self._plan_saves()
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        state = self._executor.row_store_stats()
         self._stats.is_resting = self._is_resting
-        self._stats.num_rows, self._stats.num_bytes = state.num_rows, state.num_bytes
-        self._stats.num_corrupt, self._stats.num_evicted = state.num_corrupt, state.num_evicted
         stats.store = msgspec.structs.replace(self._stats)
 
     def settle(self, run_step: Callable[[], object]) -> None:
@@ -333,6 +330,11 @@ class StoreTier(CoreFeature):
         return self._clock() < self._rest_until
 
     def _note_health(self, result: RowResult) -> None:
+        """Note whether the store works, and its state."""
+        mine, state = self._stats, result.stats
+        if state is not None:
+            mine.num_rows, mine.num_bytes = state.num_rows, state.num_bytes
+            mine.num_corrupt, mine.num_evicted = state.num_corrupt, state.num_evicted
         if result.failure is None:
             self._rest_s = REST_S
         else:

@@ -108,9 +108,10 @@ METRICS = (
     MetricInfo(
         "counter",
         "prompt_tokens_by_source",
-        "Of these, computed here (local_compute) or found in the prefix cache (local_cache_hit).",
+        "Of these, computed (local_compute), found in the prefix cache (local_cache_hit) or in a store "
+        "(external_kv_transfer).",
         (*ENGINE, "source"),
-        ("local_compute", "local_cache_hit"),
+        ("local_compute", "local_cache_hit", "external_kv_transfer"),
     ),
     MetricInfo("counter", "prompt_tokens_cached", "Of these, found in the prefix cache."),
     MetricInfo("counter", "generation_tokens", "Tokens generated."),
@@ -210,6 +211,18 @@ METRICS = (
     MetricInfo(
         "gauge", "host_cache_usage_perc", "Fraction of host blocks held by swapped sequences.", vllm=None
     ),
+    MetricInfo("gauge", "kv_store_blocks", "Blocks in --kv-store.", vllm=None),
+    MetricInfo("gauge", "kv_store_bytes", "Bytes that they take.", vllm=None),
+    MetricInfo("gauge", "kv_store_resting", "1 while the store is left alone after a failure.", vllm=None),
+    MetricInfo("counter", "kv_store_loaded_blocks", "Blocks loaded from the store.", vllm=None),
+    MetricInfo("counter", "kv_store_saved_blocks", "Blocks saved in the store.", vllm=None),
+    MetricInfo("counter", "kv_store_unsaved_blocks", "Computed blocks that were not saved.", vllm=None),
+    MetricInfo(
+        "counter", "kv_store_failed_loads", "Blocks whose load failed; they were computed.", vllm=None
+    ),
+    MetricInfo("counter", "kv_store_corrupt_blocks", "Stored blocks that were damaged.", vllm=None),
+    MetricInfo("counter", "kv_store_evicted_blocks", "Blocks evicted from the store.", vllm=None),
+    MetricInfo("counter", "kv_store_timeouts", "Requests that stopped waiting for the store.", vllm=None),
     MetricInfo(
         "counter",
         "http_requests",

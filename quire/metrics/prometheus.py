@@ -22,7 +22,7 @@ from quire.metrics.catalog import (
     make_family,
 )
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats, StatLogger
-from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats
+from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats, StoreStats
 
 GAUGES = {
     "num_requests_running": "num_running",
@@ -30,6 +30,20 @@ GAUGES = {
     "host_cache_usage_perc": "host_cache_usage",
 }  # Metric -> field of SchedulerStats.
 DRAFT_TOTALS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+STORE_GAUGES = {
+    "kv_store_blocks": "num_rows",
+    "kv_store_bytes": "num_bytes",
+    "kv_store_resting": "is_resting",
+}
+STORE_TOTALS = {
+    "kv_store_loaded_blocks": "num_loaded",
+    "kv_store_saved_blocks": "num_saved",
+    "kv_store_unsaved_blocks": "num_unsaved",
+    "kv_store_failed_loads": "num_failed_loads",
+    "kv_store_corrupt_blocks": "num_corrupt",
+    "kv_store_evicted_blocks": "num_evicted",
+    "kv_store_timeouts": "num_timeouts",
+}  # Metric -> field of StoreStats.
 TOTALS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_swaps")
 
 
@@ -143,7 +157,9 @@ class CoreMetrics:
             self._inc("prompt_tokens", iteration.num_prompt_tokens)
             self._inc("prompt_tokens_cached", iteration.num_cached_tokens)
             self._by_value["prompt_tokens_by_source", "local_compute"].inc(num_computed)
-            self._by_value["prompt_tokens_by_source", "local_cache_hit"].inc(iteration.num_cached_tokens)
+            num_local = iteration.num_cached_tokens - iteration.num_stored_tokens
+            self._by_value["prompt_tokens_by_source", "local_cache_hit"].inc(num_local)
+            self._by_value["prompt_tokens_by_source", "external_kv_transfer"].inc(iteration.num_stored_tokens)
         if num_computed + iteration.num_generation_tokens > 0:
             self._observe("iteration_tokens_total", num_computed + iteration.num_generation_tokens)
         for seconds in iteration.time_to_first_token_s:
@@ -166,8 +182,16 @@ class CoreMetrics:
         for name in TOTALS:
             if increment := getattr(stats, name) - getattr(last, name):
                 self._inc(name, increment)
+        if stats.store is not None and stats.store != last.store:
+            self._record_store(stats.store, last.store or StoreStats())
         if stats.spec_decoding is not None and stats.spec_decoding != last.spec_decoding:
             self._record_drafts(stats.spec_decoding, last.spec_decoding or SpecDecodingStats())
+
+    def _record_store(self, stats: StoreStats, last: StoreStats) -> None:
+        for name, field in STORE_GAUGES.items():
+            self.set(name, getattr(stats, field))
+        for name, field in STORE_TOTALS.items():
+            self._inc(name, getattr(stats, field) - getattr(last, field))
 
     def _record_drafts(self, stats: SpecDecodingStats, last: SpecDecodingStats) -> None:
         for name in DRAFT_TOTALS:
@@ -193,7 +217,7 @@ class CoreMetrics:
         self._inc("engine_core_deaths", 1)
         self._inc("engine_core_resumed_requests", num_resumed)
         self._inc("engine_core_failed_requests", num_failed)
-        for name in ("engine_core_up", *GAUGES):
+        for name in ("engine_core_up", *GAUGES, *STORE_GAUGES):
             self.set(name, 0)
         self._set_waiting(num_waiting, num_waiting)
 

@@ -75,6 +75,7 @@ class IterationStats:
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_stored_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_token_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)

@@ -205,7 +205,9 @@ class UsageMeter:
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self._completion_tokens,
             total_tokens=num_prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
+            prompt_tokens_details=PromptTokensDetails(
+                num_cached_tokens, sum(one.num_stored_tokens for one in latest.values()) or UNSET
+            ),
             completion_tokens_details=self._completion_details(),
         )
 

@@ -193,7 +193,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "drop_adapter": lambda rank, key: rank.worker.adapters.drop(key),
     "open_row_store": lambda rank: msgspec.to_builtins(rank.worker.open_row_store()),
     "move_rows": lambda rank, action, rows: rank.worker.rows.start(action, rows),
-    "row_store_stats": lambda rank: msgspec.to_builtins(rank.worker.rows.stats()),
 }  # Executor calls: plain data to plain data, or to a future of it.
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MANIFEST = "namespace.json"
 _LOCK = "lock"
+POLL_S = 0.001
 _MAX_MANIFEST_BYTES = 1 << 20
 
 
@@ -222,9 +224,14 @@ class Root:
         finally:
             opened.close()
 
-    def try_lock(self) -> bool:
-        """Take the lock if no other process has it."""
-        return try_lock(self.fd)
+    def lock_within(self, seconds: float) -> bool:
+        """Take the lock, waiting for a bounded time; False if another process keeps it."""
+        until = time.monotonic() + seconds
+        while not try_lock(self.fd):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def unlock(self) -> None:
         unlock(self.fd)

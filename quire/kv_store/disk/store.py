@@ -38,6 +38,7 @@ SEGMENT_BYTES = 256 << 20
 MAX_SEGMENTS = 128  # Open files of a store: with larger limits segments are larger.
 MIN_SEGMENT_ROWS = 8
 REFRESH_S = 0.5  # Well beyond a tick of the clock of files, see `Segment.refresh`.
+LOCK_S = 1.0  # Other ranks grow at the same moment, each for some milliseconds.
 GROW_AGAIN_S = (
     10.0  # Time after which a store that reached its limit checks whether other namespaces are gone.
 )
@@ -348,7 +349,7 @@ class DiskStore:
 
     def _grow(self) -> bool:
         """Make a segment if the limit and the disk have room for one."""
-        if time.monotonic() < self._grow_at or not self._root.try_lock():
+        if time.monotonic() < self._grow_at or not self._root.lock_within(LOCK_S):
             return False
         self._grow_at = time.monotonic() + GROW_AGAIN_S
         try:

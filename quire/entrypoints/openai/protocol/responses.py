@@ -16,7 +16,10 @@ FINGERPRINT = f"quire-{__version__}"  # The version; OpenAI names the backend co
 
 
 class PromptTokensDetails(msgspec.Struct):
+    """Token details; `stored_tokens` are the cached ones that came from --kv-store, omitted if none did."""
+
     cached_tokens: int = 0
+    stored_tokens: int | UnsetType = UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct):
