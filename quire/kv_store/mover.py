@@ -35,7 +35,7 @@ class StoreMover:
     def use(self, host: Sequence[Tensor]) -> None:
         self._host = [tensor.numpy().reshape(-1).data for tensor in host]
         self._widths = [tensor.shape[1] for tensor in host]
-        assert sum(self._widths) == self._row_bytes, "the host tier has rows of another size"
+        assert sum(self._widths) in (0, self._row_bytes), "the host tier has rows of another size"
 
     def start(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
         names = [name for name, _ in rows]
@@ -82,6 +82,8 @@ def open_row_mover(config: EngineConfig, kv_config: KVCacheConfig, shard: Shard,
     asked = config.kv_store
     assert asked.kv_store is not None, "only with --kv-store"
     namespace = namespace_of(config, kv_config, shard, stage)
+    if namespace.row_bytes == 0:
+        raise ConfigError("--kv-store: this model has no KV cache; leave the option out")
     try:
         store = open_disk_store(Path(asked.kv_store), namespace, asked.max_bytes, asked.key())
     except RowStoreError as error:

@@ -335,9 +335,14 @@ class Scheduler:
         return self._kv.transfers.pop_changes()
 
     def storable_keys(self, request_id: str) -> list[BlockHash]:
-        """Return the pool keys of a waiting request's prefix; none if it must not read the cache."""
+        """Return the pool keys of a waiting request's prefix; none if it must not read the cache, or forks another.
+
+        None either while the scheduler is paused, as the cache may be gone.
+        """
         request = self._queues.by_id.get(request_id)
         if request is None or request.status is RequestStatus.RUNNING or not request.reads_prefix_cache:
+            return []
+        if self._is_paused or request.parent is not None:
             return []
         return self._kv.storable_keys(request)
 

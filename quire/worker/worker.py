@@ -227,6 +227,8 @@ class Worker:
         if self._runner is not None:
             self._runner.read_all()
             self._runner = self._copier = None
+            if self._rows is not None:
+                self._rows.use([])
             self._bind_minimal_cache()
         if level == 2:
             self._model = self._draft = self._parked = self._slots = None

@@ -16,6 +16,7 @@ from quire.engine import sleeper
 from quire.engine.core import EngineCore
 from quire.engine.messages import AbortRequests, AddRequest, EngineCoreRequest, UtilityCall, UtilityResult
 from quire.engine.startup import prepare
+from quire.engine.trace import TransfersEnded, read_trace, replay
 from quire.kv_cache.spec import KVCacheSpec
 from quire.kv_store import tier
 from quire.sampling_params import SamplingParams
@@ -166,6 +167,23 @@ def test_rows_that_are_not_loaded_are_computed(model: Path, lost: int, num_cache
     assert (update.num_cached_tokens, update.num_stored_tokens) == (num_cached, num_cached)
 
 
+def test_a_recorded_run_can_be_replayed(model: Path, tmp_path: Path) -> None:
+    config, disk, specs = config_for(model), Disk(), specs_of(("full", "window 5"))
+    first = Engine(config, disk, specs)
+    first.add("a", PROMPTS[0])
+    first.finish()
+    first.core.shutdown()
+    second = Engine(config.evolve(record_trace=str(tmp_path / "run")), disk, specs)
+    for number, prompt in enumerate(PROMPTS):
+        second.add(str(number), prompt)
+    second.finish()
+    second.core.shutdown()
+    assert second.ended["0"].num_stored_tokens == 16
+    trace = read_trace(tmp_path / "run")
+    assert any(isinstance(frame, TransfersEnded) for frame in trace.frames)
+    assert len(list(replay(trace))) > 3
+
+
 def test_prompt_logprobs_and_salts_keep_their_own(model: Path) -> None:
     config, disk, specs = config_for(model), Disk(), specs_of(("full",))
     first = Engine(config, disk, specs)
@@ -234,9 +252,11 @@ class StoreMachine(RuleBasedStateMachine):
     def wait(self) -> None:
         self.engine.clock.now += 61.0
 
-    @rule(level=st.integers(0, 1))
-    def sleep(self, level: int) -> None:
+    @rule(level=st.integers(0, 1), number=st.integers(0, len(PROMPTS) - 1))
+    def sleep(self, level: int, number: int) -> None:
         for method, argument in (("sleep", level), ("wake_up", ["weights", "kv_cache", "scheduling"])):
+            if method == "wake_up":
+                self.add(number)
             answer = self.engine.core.handle(UtilityCall(1, method, [argument]))
             assert isinstance(answer, UtilityResult)
             assert answer.error is None
