@@ -13,6 +13,25 @@ from quire.errors import ConfigError
 GIB = 2**30
 KEY_BYTES = 32
 BUFFER_BYTES = GIB
+PEER_SCHEMES = ("unix:", "tcp://")
+
+
+def read_key(path: str, option_name: str) -> bytes:
+    """Read a key file.
+
+    Raises:
+        ConfigError: the file cannot be read or has no key. The message does not quote it.
+    """
+    try:
+        digits = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option_name}: cannot read {path}: {error}") from None
+    if len(digits) != 2 * KEY_BYTES or not set(digits.lower()) <= set("0123456789abcdef"):
+        raise ConfigError(
+            f"{option_name}: {path} must have {2 * KEY_BYTES} hex digits and nothing else; "
+            f"make one with: openssl rand -hex {KEY_BYTES}"
+        )
+    return bytes.fromhex(digits)
 
 
 @dataclass(frozen=True)
@@ -21,12 +40,14 @@ class KVStoreConfig(Config):
 
     kv_store: str | None = option(
         None,
-        "Directory that keeps computed KV cache blocks, so that a prefix is computed once, also after a restart.",
-        metavar="DIR",
+        "Directory, or unix:/PATH or tcp://HOST:PORT of `quire kv-store serve`, that keeps computed KV cache blocks.",
+        metavar="PLACE",
     )
     kv_store_gb: float = option(10.0, "GiB on disk that --kv-store may take.", gt=0.0, metavar="GIB")
     kv_store_key_file: str | None = option(
-        None, "File with 64 hex digits, the key with which --kv-store encrypts blocks.", metavar="FILE"
+        None,
+        "File with 64 hex digits: the key that encrypts a directory, or that a server asks for.",
+        metavar="FILE",
     )
 
     @property
@@ -34,24 +55,18 @@ class KVStoreConfig(Config):
         """Limit of the directory, in bytes."""
         return int(self.kv_store_gb * GIB)
 
-    def key(self) -> bytes | None:
-        """Read the encryption key; None without one.
+    @property
+    def is_peer(self) -> bool:
+        """True if the store is another process."""
+        return self.kv_store is not None and self.kv_store.startswith(PEER_SCHEMES)
 
-        Raises:
-            ConfigError: the file cannot be read or has no key. The message does not quote it.
-        """
-        if self.kv_store_key_file is None:
-            return None
-        try:
-            digits = Path(self.kv_store_key_file).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--kv-store-key-file: cannot read {self.kv_store_key_file}: {error}") from None
-        if len(digits) != 2 * KEY_BYTES or not set(digits.lower()) <= set("0123456789abcdef"):
-            raise ConfigError(
-                f"--kv-store-key-file: {self.kv_store_key_file} must have {2 * KEY_BYTES} hex digits and nothing else; "
-                f"make one with: openssl rand -hex {KEY_BYTES}"
-            )
-        return bytes.fromhex(digits)
+    def key(self) -> bytes | None:
+        """Read the key; None without one. Raises ConfigError as `read_key`."""
+        return (
+            None
+            if self.kv_store_key_file is None
+            else read_key(self.kv_store_key_file, "--kv-store-key-file")
+        )
 
     def check(self, cache: CacheConfig, parallel: ParallelConfig) -> None:
         """Reject options that contradict each other.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
+from quire.config.kv_store import PEER_SCHEMES
 from quire.engine.file_states import states_of, tokenizer_dir
 from quire.engine.packed_weights import default_packed_weights_cache
 from quire.engine.rank_checks import check_experts, check_hosts, check_ranks
@@ -149,7 +150,7 @@ def with_absolute_paths(config: EngineConfig) -> EngineConfig:
         config = config.evolve(record_trace=str(here / config.observability.record_trace))
     for field in ("kv_store", "kv_store_key_file"):
         given = getattr(config.kv_store, field)
-        if given is not None:
+        if given is not None and not given.startswith(PEER_SCHEMES):
             config = config.evolve(**{field: str(here / Path(given).expanduser())})
     return config.evolve(kv_events_config=config.kv_events.with_absolute_paths(here))
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.config.kv_store import KVStoreConfig
 from quire.errors import ConfigError
 from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig
 from quire.kv_store.disk.store import open_disk_store
 from quire.kv_store.namespace import namespace_of
-from quire.kv_store.row_store import Row, RowStore, RowStoreError
+from quire.kv_store.peer import PeerStore
+from quire.kv_store.row_store import NAME_BYTES, Namespace, Row, RowStore, RowStoreError
 from quire.layers.shard import Shard
 from quire.models.stages import Stage
 
@@ -85,9 +87,19 @@ def open_row_mover(config: EngineConfig, kv_config: KVCacheConfig, shard: Shard,
     if namespace.row_bytes == 0:
         raise ConfigError("--kv-store: this model has no KV cache; leave the option out")
     try:
-        store = open_disk_store(Path(asked.kv_store), namespace, asked.max_bytes, asked.key())
+        return StoreMover(_open_store(asked, asked.kv_store, namespace), namespace.row_bytes)
     except RowStoreError as error:
         raise ConfigError(f"--kv-store: {error}") from error
+
+
+def _open_store(asked: KVStoreConfig, place: str, namespace: Namespace) -> RowStore:
+    """Open a directory, or connect to a server at once, so that a wrong address or key is told at the start."""
+    if asked.is_peer:
+        peer = PeerStore(place, namespace, asked.key())
+        peer.find([bytes(NAME_BYTES)])
+        logger.info("KV store: connected to %s", place)
+        return peer
+    store = open_disk_store(Path(place), namespace, asked.max_bytes, asked.key())
     access = "" if store.is_writable else ", read only, as another process writes them"
-    logger.info("KV store: %d rows in %s%s", store.stats().num_rows, asked.kv_store, access)
-    return StoreMover(store, namespace.row_bytes)
+    logger.info("KV store: %d rows in %s%s", store.stats().num_rows, place, access)
+    return store

@@ -75,13 +75,13 @@ class IterationStats:
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    num_stored_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_token_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
     finished: list[FinishedRequestStats] = field(default_factory=list)
     ended: list[EndedRequest] = field(default_factory=list)
     wasted_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
+    num_stored_tokens: int = 0
 
 
 class StatLogger(ABC):

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,8 @@ SMALLER = (
     (r"Once upon a time", "The capital of France is"),
 )
 """The same command with less work, or about something that the model in the box knows."""
+ROW_SERVER = "tcp://192.0.2.7:7070"
+SERVERS = ("quire serve", "quire kv-store serve")
 CLIENTS = ("quire chat", "quire complete", "quire bench serve")
 
 
@@ -142,7 +145,7 @@ def record_run(file: Path) -> Path:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("command", [c for c in console_commands() if not c.startswith("quire serve")])
+@pytest.mark.parametrize("command", [c for c in console_commands() if not c.startswith(SERVERS)])
 def test_console_command(command: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
     name, *arguments = shlex.split(adapt(command))
     assert name in ("quire", "python", "torchrun"), "an unknown kind of command: teach this test to run it"
@@ -161,11 +164,41 @@ def test_console_command(command: str, adapt: Callable[[str], str], tmp_path: Pa
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("command", [c for c in console_commands() if c.startswith("quire serve")])
+@pytest.mark.parametrize(
+    "command", [c for c in console_commands() if c.startswith("quire serve") and ROW_SERVER not in c]
+)
 def test_serve_command(command: str, adapt: Callable[[str], str], tmp_path: Path) -> None:
     arguments = shlex.split(re.sub(r"--port \d+", "", adapt(command)))[2:]
     server = Server(*arguments, log=tmp_path / "log").wait_ready()
     assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.mark.more
+def test_row_server_commands(adapt: Callable[[str], str], tmp_path: Path) -> None:
+    """A row server of each documented address, and an engine that uses the one with a key."""
+    key, log = tmp_path / "key", tmp_path / "rows.log"
+    key.write_text("0f" * 32)
+    served = [command for command in console_commands() if command.startswith("quire kv-store serve")]
+    assert len(served) == 2
+    (engine,) = [c for c in console_commands() if c.startswith("quire serve") and ROW_SERVER in c]
+    for command in served:
+        command = command.replace("path/to/key", str(key)).replace(ROW_SERVER, "tcp://127.0.0.1:0")
+        command = re.sub(r"unix:\S+", f"unix:{tmp_path}/s", command)
+        with log.open("w") as file:
+            rows = subprocess.Popen(
+                [sys.executable, "-m", "quire.entrypoints.cli.main", *shlex.split(command)[1:]], stderr=file
+            )
+        try:
+            while not (found := re.search(r"listens at (\S+)", log.read_text())):
+                assert rows.poll() is None, log.read_text()
+                time.sleep(0.05)
+            if "--key-file" in command:
+                command = engine.replace(ROW_SERVER, found[1]).replace("path/to/key", str(key))
+                server = Server(*shlex.split(adapt(command))[2:], log=tmp_path / "log").wait_ready()
+                assert server.stop() == 0, server.log.read_text()
+        finally:
+            rows.terminate()
+        assert rows.wait(60) == 0, log.read_text()
 
 
 @pytest.mark.more

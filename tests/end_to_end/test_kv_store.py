@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
+from quire.kv_store.memory import MemoryStore, RowMemory
+from quire.kv_store.server import RowServer
 
 OPTIONS: dict[str, Any] = {"max_model_len": 160, "cpu_threads": 1, "max_num_seqs": 4, "block_size": 4}
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,6 +69,30 @@ def test_conversations_across_restarts_have_the_same_bits(
     assert none == 0
     assert num_stored > 100
     assert got == expected
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_engines_share_prefixes_by_a_row_server(
+    kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Three engines, one after the other, and the last without the server."""
+    model, key = tiny_model("gemma3"), tmp_path / "key"
+    key.write_text("ab" * 32)
+    options = {"kv_store_key_file": str(key)} if kind == "tcp" else {}
+    memory = RowMemory(1 << 24)
+    server = RowServer(
+        f"unix:{tmp_path}/s" if kind == "unix" else "tcp://127.0.0.1:0",
+        lambda namespace: MemoryStore(namespace, memory),
+        b"\xab" * 32 if kind == "tcp" else None,
+    )
+    server.start()
+    expected, _ = conversations(model, 7, [None] * 3, {})
+    with contextlib.closing(server):
+        got, num_stored = conversations(model, 7, [server.address] * 3, options)
+    assert num_stored > 100
+    assert got == expected
+    with pytest.raises(ConfigError, match="does not work"):
+        conversations(model, 7, [server.address], options)
 
 
 def test_two_ranks_keep_rows_of_their_own(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

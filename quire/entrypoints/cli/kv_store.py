@@ -100,6 +100,37 @@ def _verdict(result: CheckResult) -> str:
     return f"{result.digest}: {result.num_rows} rows, damaged: {result.num_damaged_rows} rows{files}: {done}"
 
 
+@kv_store.command("serve")
+@click.argument("address", metavar="ADDRESS")
+@click.option("--dir", "directory", type=click.Path(path_type=Path), help="Keep rows in this directory.")
+@click.option(
+    "--max-gb", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, help="Limit."
+)
+@click.option("--key-file", help="File with 64 hex digits that clients must have, too (--kv-store-key-file).")
+def serve(address: str, directory: Path | None, max_gb: float, key_file: str | None) -> None:
+    """Serve rows at ADDRESS (unix:/PATH or tcp://HOST:PORT) to engines with --kv-store ADDRESS, until SIGTERM.
+
+    Rows are in memory unless --dir is given. They travel unencrypted: use a trusted network.
+    """
+    from quire.config.kv_store import read_key
+    from quire.kv_store.disk.store import open_disk_store
+    from quire.kv_store.memory import MemoryStore, RowMemory
+    from quire.kv_store.row_store import Namespace, RowStore
+    from quire.kv_store.server import serve as serve_rows
+    from quire.logging_setup import configure_logging
+
+    configure_logging()
+    max_bytes = int(max_gb * GB)
+    memory = RowMemory(max_bytes)
+
+    def open_store(namespace: Namespace) -> RowStore:
+        if directory is None:
+            return MemoryStore(namespace, memory)
+        return open_disk_store(directory, namespace, max_bytes)
+
+    serve_rows(address, open_store, None if key_file is None else read_key(key_file, "--key-file"))
+
+
 @contextmanager
 def _disk_errors(directory: Path) -> Iterator[None]:
     try:

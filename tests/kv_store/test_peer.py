@@ -1,0 +1,308 @@
+"""Rows of a row server: right, or not read; and a server that goes on, whatever its clients send."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, StartupError
+from quire.kv_store import protocol
+from quire.kv_store.memory import MemoryStore, RowMemory
+from quire.kv_store.peer import PeerStore
+from quire.kv_store.protocol import HEADER, Link, Reply, Request
+from quire.kv_store.row_store import Namespace, RowStoreError
+from quire.kv_store.server import RowServer, ServerLimits
+from tests.kv_store.rows import content_of, empty_rows, name_of, rows_of
+
+ROW_BYTES = 1000
+NAMESPACE = Namespace({"weights": "one"}, ROW_BYTES)
+OTHER = Namespace({"weights": "two"}, ROW_BYTES)
+KEY = b"k" * 32
+
+
+@contextmanager
+def serving(
+    address: str, key: bytes | None = None, limits: ServerLimits | None = None
+) -> Iterator[RowServer]:
+    memory = RowMemory(1 << 20)
+    limits = replace(
+        limits or ServerLimits(), hello_s=60.0, answer_s=60.0
+    )  # as long as a busy machine may take
+    server = RowServer(address, lambda namespace: MemoryStore(namespace, memory), key, limits)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def connected(
+    address: str, key: bytes | None = None, namespace: Namespace = NAMESPACE, answer_s: float = 60.0
+) -> Iterator[PeerStore]:
+    store = PeerStore(address, namespace, key, connect_s=60.0, answer_s=answer_s)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def write(store: PeerStore, *numbers: int) -> int:
+    return store.write([name_of(number) for number in numbers], rows_of(numbers, ROW_BYTES))
+
+
+def read(store: PeerStore, *numbers: int) -> list[bytes | None]:
+    rows = empty_rows(len(numbers), ROW_BYTES)
+    done = store.read([name_of(number) for number in numbers], rows)
+    return [b"".join(row) if was_read else None for row, was_read in zip(rows, done, strict=True)]
+
+
+@pytest.fixture(params=["unix", "tcp", "tcp with a key"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, bytes | None]]:
+    key = KEY if request.param == "tcp with a key" else None
+    with serving(f"unix:{tmp_path}/s" if request.param == "unix" else "tcp://127.0.0.1:0", key) as server:
+        yield server.address, key
+
+
+def test_rows_are_those_that_were_written(place: tuple[str, bytes | None]) -> None:
+    with connected(*place) as store, connected(*place) as second, connected(*place, OTHER) as other:
+        assert write(store, 1, 2, 3) == 3
+        assert write(second, 3, 4) == 2
+        assert second.find([name_of(number) for number in range(6)]) == [False, True, True, True, True, False]
+        assert read(second, 4, 5, 1) == [content_of(4, ROW_BYTES), None, content_of(1, ROW_BYTES)]
+        assert read(other, 1, 2) == [None, None], "another namespace"
+        store.touch([name_of(1), name_of(9)])
+        store.remove([name_of(2), name_of(9)])
+        assert read(second, 1, 2) == [content_of(1, ROW_BYTES), None]
+
+
+numbers = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["read", "write", "remove", "find", "again"]), numbers), max_size=12)
+)
+def test_any_calls_give_what_a_dictionary_would(calls: list[tuple[str, list[int]]]) -> None:
+    limits = ServerLimits(buffer_bytes=3 * (ROW_BYTES + 4))
+    with serving("tcp://127.0.0.1:0", KEY, limits) as server, connected(server.address, KEY) as store:
+        stored: set[int] = set()
+        for call, named in calls:
+            if call == "write":
+                assert write(store, *named) == len(named)
+                stored |= set(named)
+            elif call == "read":
+                expected = [content_of(n, ROW_BYTES) if n in stored else None for n in named]
+                assert read(store, *named) == expected
+            elif call == "remove":
+                store.remove([name_of(number) for number in named])
+                stored -= set(named)
+            elif call == "find":
+                assert store.find([name_of(n) for n in named]) == [n in stored for n in named]
+            else:
+                store.close()
+
+
+def test_a_server_that_is_started_again_is_used_again(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    with connected(address) as store:
+        with pytest.raises(RowStoreError, match="does not work"):
+            store.find([name_of(1)])
+        for _ in range(2):
+            with serving(address):
+                assert write(store, 1) == 1
+                assert read(store, 1) == [content_of(1, ROW_BYTES)]
+        with pytest.raises(RowStoreError, match="does not work"):
+            read(store, 1)
+
+
+def test_another_key_is_refused_by_both(place: tuple[str, bytes | None]) -> None:
+    with connected(place[0], b"x" * 32) as store, pytest.raises(RowStoreError, match=r"another key|closed"):
+        store.find([name_of(1)])
+    with connected(*place) as store:
+        assert write(store, 1) == 1
+
+
+def test_an_address_in_use_is_said_and_a_stale_socket_replaced(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    with serving(address), pytest.raises(StartupError, match="a server listens there"):
+        RowServer(address, lambda namespace: MemoryStore(namespace, RowMemory(1)))
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(tmp_path / "s"))
+    stale.close()
+    with serving(address), connected(address) as store:
+        assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+        assert write(store, 1) == 1
+    (tmp_path / "s").write_text("a file of the user")
+    with pytest.raises(StartupError, match="no socket"):
+        RowServer(address, lambda namespace: MemoryStore(namespace, RowMemory(1)))
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["unix:relative", f"unix:/{'x' * 107}", "tcp://host", "tcp://:1", "tcp://host:x", "tcp://host:1/path", "/path",
+     "tcp://u@host:1", ""],
+)  # fmt: skip
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="is no address of a row server"):
+        PeerStore(address, NAMESPACE)
+
+
+def test_other_machines_need_a_key() -> None:
+    with pytest.raises(ConfigError, match="--kv-store-key-file"):
+        PeerStore("tcp://192.0.2.1:1", NAMESPACE)
+    with pytest.raises(ConfigError, match="has 3 bytes"):
+        PeerStore("tcp://192.0.2.1:1", NAMESPACE, b"abc")
+
+
+# Clients that send what they should not
+
+HELLO = struct.pack("!8sI32s", protocol.MAGIC, protocol.VERSION, bytes(32))
+
+
+def known(address: str) -> socket.socket:
+    """A connection after its handshake, for requests that no client would send."""
+    port = int(address.rpartition(":")[2])
+    connection = socket.create_connection(("127.0.0.1", port), 60.0)
+    link = Link(connection)
+    link.set_deadline(60.0)
+    protocol.begin(link, KEY, NAMESPACE)
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(60.0)
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        return True
+    return True
+
+
+REQUESTS = {
+    "unknown": HEADER.pack(99, 1, 1) + name_of(1),
+    "no names": HEADER.pack(Request.FIND, 1, 0),
+    "too many names": HEADER.pack(Request.FIND, 1, 2**32 - 1),
+    "too many rows": HEADER.pack(Request.WRITE, 1, 4000),
+    "twice": HEADER.pack(Request.FIND, 1, 2) + name_of(1) * 2,
+}
+
+
+@pytest.mark.parametrize("request_bytes", REQUESTS.values(), ids=REQUESTS)
+def test_a_malformed_request_costs_its_connection_alone(request_bytes: bytes) -> None:
+    limits = ServerLimits(buffer_bytes=10 * (ROW_BYTES + 4))
+    with serving("tcp://127.0.0.1:0", KEY, limits) as server, connected(server.address, KEY) as store:
+        assert write(store, 1) == 1
+        with known(server.address) as evil:
+            evil.sendall(request_bytes)
+            assert is_closed(evil)
+        assert read(store, 1) == [content_of(1, ROW_BYTES)]
+
+
+@pytest.mark.parametrize("length", [0, 7, 44, 60])
+def test_strangers_do_not_keep_others_out(length: int) -> None:
+    """More half-open connections than the server has room for: the oldest of them make room."""
+    with serving("tcp://127.0.0.1:0", KEY, ServerLimits(max_clients=4)) as server:
+        port = int(server.address.rpartition(":")[2])
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
+        for stranger in strangers[3:]:
+            stranger.sendall((HELLO + bytes(40))[:length])
+        with connected(server.address, KEY) as store:
+            assert write(store, 1) == 1
+        for stranger in strangers:
+            stranger.close()
+
+
+# Servers that answer what they should not
+
+
+@contextmanager
+def scripted(answer: Callable[[Link, int], None]) -> Iterator[str]:
+    """A server that shakes hands and then answers one request of one name with a function of its id."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            link = Link(connection)
+            link.set_deadline(60.0)
+            protocol.answer(link, KEY)
+            protocol.accept(link, 16)
+            _, request_id, number = HEADER.unpack(link.receive(HEADER.size))
+            link.receive(number * protocol.NAME_BYTES)
+            answer(link, request_id)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.close()
+        thread.join()
+
+
+def row(content: bytes, checksum: bytes | None = None) -> bytes:
+    right = protocol.checksum(protocol.checksum_seed(NAMESPACE), name_of(1), [memoryview(content)])
+    return (protocol.CHECKSUM.pack(right) if checksum is None else checksum) + content
+
+
+GOOD = content_of(1, ROW_BYTES)
+ANSWERS: dict[str, Callable[[int], bytes]] = {
+    "nothing": lambda number: b"",
+    "half a header": lambda number: HEADER.pack(Reply.ROWS, number, 1)[:5],
+    "half a row": lambda number: HEADER.pack(Reply.ROWS, number, 1) + b"\1" + row(GOOD)[:500],
+    "another id": lambda number: HEADER.pack(Reply.ROWS, number + 1, 1) + b"\1" + row(GOOD),
+    "another kind": lambda number: HEADER.pack(Reply.FLAGS, number, 1) + b"\1",
+    "more rows": lambda number: HEADER.pack(Reply.ROWS, number, 2) + b"\1\1" + row(GOOD) * 2,
+    "no flag": lambda number: HEADER.pack(Reply.ROWS, number, 1) + b"\7" + row(GOOD),
+    "garbage": lambda number: secrets.token_bytes(200),
+    "an error": lambda number: HEADER.pack(Reply.ERROR, number, 4) + b"full",
+    "a long error": lambda number: HEADER.pack(Reply.ERROR, number, 2**31) + b"full",
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_wrong_answer_is_an_error_and_no_row(name: str) -> None:
+    answering = scripted(lambda link, number: link.send(ANSWERS[name](number)))
+    with (
+        answering as address,
+        connected(address, KEY) as store,
+        pytest.raises(RowStoreError, match="does not work"),
+    ):
+        read(store, 1)
+
+
+def test_a_silent_server_costs_a_bounded_time() -> None:
+    over = threading.Event()
+
+    def wait(link: Link, number: int) -> None:
+        over.wait(10.0)
+
+    with scripted(wait) as address, connected(address, KEY, answer_s=0.05) as store:
+        with pytest.raises(RowStoreError, match=r"later than its deadline|timed out"):
+            read(store, 1)
+        over.set()
+
+
+@pytest.mark.parametrize("content", [row(GOOD, b"\0\0\0\0"), row(content_of(2, ROW_BYTES), row(GOOD)[:4])])
+def test_a_damaged_row_is_not_read(content: bytes) -> None:
+    def answer(link: Link, number: int) -> None:
+        link.send(HEADER.pack(Reply.ROWS, number, 1), b"\1", content)
+        _, removal, count = HEADER.unpack(link.receive(HEADER.size))
+        link.receive(count * protocol.NAME_BYTES)
+        link.send(HEADER.pack(Reply.DONE, removal, count))
+
+    with scripted(answer) as address, connected(address, KEY) as store:
+        assert read(store, 1) == [None]
+        assert store.stats().num_corrupt == 1
+        assert store.pop_removed() == [name_of(1)]
