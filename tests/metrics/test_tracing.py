@@ -24,6 +24,16 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 NOW = 1000.0
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let exporters give up soon, and wait for them: they draw from `random`, which property tests watch."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith(("quire-traces-end", "Otel")):
+            thread.join()
+
+
 def ended(headers: dict[str, str] | None = None, reason: str = "stop", **times: float) -> EndedRequest:
     timeline = RequestStateStats(**times)
     params = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=16, n=2)
