@@ -12,6 +12,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
+from quire.kv_store import tier
 from quire.kv_store.memory import MemoryStore, RowMemory
 from quire.kv_store.server import RowServer
 
@@ -24,6 +25,15 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "overlapped": ("llama-tied-bias", {"async_scheduling": True, "swap_space": 0.001}),
 }
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for rows as long as a busy machine takes, though computing them would be faster in such small models."""
+    monkeypatch.setattr(tier, "LEAST_WAIT_S", 300.0)
+    monkeypatch.setattr(tier, "MOST_WAIT_S", 300.0)
+    monkeypatch.setattr(tier, "SETTLE_S", 300.0)
+    monkeypatch.setattr(tier, "EXPECTED_BYTES_PER_S", 1e15)
 
 
 def turns(llm: LLM, prompts: list[list[int]]) -> tuple[list[tuple[list[int], list[float]]], int]:
