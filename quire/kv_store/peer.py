@@ -20,6 +20,7 @@ from quire.kv_store.row_store import Namespace, Row, RowStoreError, RowStoreStat
 
 _REQUESTS_IN_FLIGHT = 3  # The server reads the next rows while the client verifies these.
 _CREDENTIALS = struct.Struct("3i")
+_TIMEVAL = struct.Struct("@ll")
 Answer = TypeVar("Answer")
 
 
@@ -240,7 +241,9 @@ def _connect(address: Address, connect_s: float, needs_own_user: bool) -> socket
         return socket.create_connection((address.host, address.port), connect_s)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(connect_s)
+        # Unlike `settimeout`, this waits for a server that is too busy to accept.
+        limit = _TIMEVAL.pack(int(connect_s), int(connect_s % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.connect(address.path)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         user = _CREDENTIALS.unpack(credentials)[1]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import hmac
 import ipaddress
 import os
@@ -353,7 +354,10 @@ def _exchange_challenges(link: Link) -> tuple[bytes, bytes]:
 
 def _prove(key: bytes, role: bytes, client: bytes, server: bytes, content: bytes = b"") -> bytes:
     """Return what only a holder of the key can compute for two challenges; roles are of equal length."""
-    return hmac.digest(key, MAGIC + role + client + server + content, "sha256")
+    hashed = hashlib.sha256(
+        key
+    ).digest()  # HMAC pads keys with zeros, so a key of zeros would be the empty one.
+    return hmac.digest(hashed, MAGIC + role + client + server + content, "sha256")
 
 
 def _check_proof(proof: bytes, expected: bytes) -> None:

@@ -177,7 +177,7 @@ class RowServer:
             logger.exception("no store for the namespace %s can be opened", namespace.digest)
             self._refuse(link, "its store cannot be opened; see the log of the row server")
         try:
-            link.set_deadline(limits.answer_s)
+            link.set_deadline(limits.hello_s)
             rows_per_request = min(MAX_NAMES, limits.buffer_bytes // row_bytes)
             protocol.accept(link, rows_per_request)
             _Session(client, opened, self._buffers, row_bytes, rows_per_request, limits).run()
@@ -433,8 +433,8 @@ def _listen_unix(path: str) -> socket.socket:
     Raises:
         OSError: the path is in use, is another file, or its directory does not exist.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Another server may find the same old socket.
         _remove_stale(path)

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,6 +130,31 @@ def test_another_key_is_refused_by_both(place: tuple[str, bytes | None]) -> None
         store.find([name_of(1)])
     with connected(*place) as store:
         assert write(store, 1) == 1
+
+
+@given(st.binary(min_size=16, max_size=80))
+def test_a_key_and_the_same_with_zeros_prove_different_things(key: bytes) -> None:
+    """HMAC alone does not tell a key of zeros from none."""
+    proofs = {
+        protocol._prove(other, b"client", bytes(32), bytes(32))
+        for other in (key, key + b"\0", b"", bytes(16))
+    }
+    assert len(proofs) == len({key, key + b"\0", b"", bytes(16)})
+
+
+def test_a_burst_of_connections_does_not_turn_a_client_away(tmp_path: Path) -> None:
+    """A Unix socket whose queue is full refuses a connection that does not wait."""
+    with serving(f"unix:{tmp_path}/s", limits=ServerLimits(max_clients=8)) as server, ExitStack() as stack:
+        for _ in range(1000):
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.connect(f"{tmp_path}/s")
+        with connected(server.address) as store:
+            assert write(store, 1) == 1
+
+
+def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="No such file"):
+        RowServer(f"unix:{tmp_path}/none/s", lambda namespace: MemoryStore(namespace, RowMemory(1)))
 
 
 def test_an_address_in_use_is_said_and_a_stale_socket_replaced(tmp_path: Path) -> None:
