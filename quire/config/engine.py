@@ -16,6 +16,7 @@ from quire.config.device import DeviceConfig, HostShare, KernelConfig, ParallelC
 from quire.config.fields import Config, field_types, flag_of, info_named, plain_type
 from quire.config.kv_store import KVStoreConfig
 from quire.config.model import LoadConfig, LoRAConfig, ModelConfig, StructuredOutputsConfig
+from quire.config.multimodal import MultimodalConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.pooling import PoolingSpec
 from quire.config.quantization import QuantizationConfig
@@ -47,6 +48,7 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
     model_dir: str = ""
     # State of the checkpoint's files when first read (`quire.engine.file_states`); empty: unchecked.
     files: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
@@ -142,6 +144,7 @@ _CHILDREN: dict[str, type[Config]] = {
     "structured_outputs": StructuredOutputsConfig,
     "speculative": SpeculativeConfig,
     "supervision": SupervisionConfig,
+    "multimodal": MultimodalConfig,
 }
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 
 from quire.lora_request import LoRARequest
+from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
 from quire.routing.counters import CacheDelta
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 12
+WIRE_VERSION = 13
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -31,6 +32,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     `AbortRequests` releases a retained request. With `pooling_params` nothing is generated, whatever `sampling_params`
     say: the one update has the pooled output. At `second_text_start` the second of two texts begins, in a model with
     token types. Pooling covers the tokens after the first `instruction_length`.
+    `media` are in order of position, without overlaps.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     second_text_start: int | None = None
     instruction_length: int | None = None
     lora_request: LoRARequest | None = None
+    media: list[MediaItem] = []
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):

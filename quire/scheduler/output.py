@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quire.lora_request import LoRARequest
+from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
-STEP_PROTOCOL_VERSION = 11
+STEP_PROTOCOL_VERSION = 12
 
 BlockIds = list[list[int]]  # Block ids of one request: one list per KV cache group.
 
@@ -28,7 +29,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     `pooling_params` samples nothing, whatever `sampling_params` say, and gets its pooled prompt. Tokens from
     `second_text_start` on belong to a second text (token type 1); the first `instruction_length` tokens are computed
     but not pooled. `owner` is (tenant, cache salt): its generated text may speed up other requests of the same owner
-    only.
+    only. The worker has the embeddings of all its `media`.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class NewRequestData(msgspec.Struct, frozen=True, gc=False):
     instruction_length: int | None = None
     owner: tuple[str, str | None] = ("", None)
     lora_request: LoRARequest | None = None
+    media: list[MediaItem] = []
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):

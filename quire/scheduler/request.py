@@ -10,8 +10,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from quire.kv_cache.hashing import BlockHash, ExtraKeys
+from quire.kv_cache.hashing import BlockHash, ExtraKeys, MediaKey
 from quire.lora_request import LoRARequest
+from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.explain import WaitLog
@@ -54,6 +55,7 @@ class Request:
         num_cached_tokens: tokens found in the prefix cache when the request first ran.
         block_hashes: hashes of the first full blocks, for the KV cache manager.
         lora_request: its LoRA adapter.
+        media: items whose embeddings fill positions of the prompt.
         parent: request whose computed tokens it shares, while that may save work (`quire.scheduler.scheduler`).
         num_beams, beam: beam index of a beam search; retained when it finishes (`quire.scheduler.queues`).
         num_overtaken: requests with adapters that started while it waited for an adapter slot.
@@ -78,6 +80,7 @@ class Request:
         "fork_of",
         "instruction_length",
         "lora_request",
+        "media",
         "num_beams",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -125,6 +128,7 @@ class Request:
         second_text_start: int | None = None,
         instruction_length: int | None = None,
         lora_request: LoRARequest | None = None,
+        media: Sequence[MediaItem] = (),
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -144,7 +148,9 @@ class Request:
         self.parent: Request | None = None
         self.starts_over = False
         self.lora_request = lora_request
-        self.extra_keys = ExtraKeys(cache_salt, None if lora_request is None else lora_request.key)
+        self.media = list(media)
+        keys = tuple(MediaKey(item.digest, item.start, item.end) for item in media)
+        self.extra_keys = ExtraKeys(cache_salt, None if lora_request is None else lora_request.key, keys)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
         self.num_placeholder_tokens = 0

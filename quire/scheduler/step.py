@@ -97,6 +97,7 @@ class StepPlan:
             instruction_length=request.instruction_length,
             owner=(request.tenant, request.cache_salt),
             lora_request=request.lora_request,
+            media=request.media,
         )
         self._new_requests.append(data)
         self.max_decode_steps = 1  # a new request has blocks for these tokens only

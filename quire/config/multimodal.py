@@ -1,0 +1,46 @@
+"""Images, videos and embeddings as inputs (see multimodal.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.fields import Config, option
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MultimodalConfig(Config):
+    """Images, videos and embeddings as inputs (see multimodal.md)."""
+
+    language_model_only: bool = option(
+        False, "Serve only the language model of a multimodal checkpoint; its other parts are not loaded."
+    )
+    limit_mm_per_prompt: dict[str, Any] = option(
+        {},
+        'Most items of each kind in a prompt, as JSON: {"image": 4}; 0 refuses a kind. Default: 999 of each.',
+        metavar="JSON",
+    )
+    mm_processor_kwargs: dict[str, Any] = option(
+        {}, 'Options of the image processor, as JSON: {"max_pixels": 1003520}.', metavar="JSON"
+    )
+    allowed_local_media_path: str = option(
+        "", "Directory below which file:// URLs of media are read. Default: none is read.", metavar="DIR"
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "Hosts from which http(s) URLs of media are fetched. Default: none.", metavar="HOST"
+    )
+    enable_mm_embeds: bool = option(False, "Accept embeddings of images in place of the images.")
+    enable_prompt_embeds: bool = option(False, "Accept prompts that are embeddings.")
+    encoder_cache_gb: float = option(
+        1.0, "GiB of host memory for embeddings of images, those in use included.", gt=0.0, metavar="GIB"
+    )
+    max_encoder_slice_ms: float = option(
+        30.0, "Most milliseconds that an image encoder computes between two steps.", gt=0.0, metavar="MS"
+    )
+
+    @property
+    def encoder_cache_bytes(self) -> int:
+        """Limit of the embeddings, in bytes."""
+        return int(self.encoder_cache_gb * GIB)
