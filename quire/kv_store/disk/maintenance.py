@@ -1,4 +1,4 @@
-"""What a person does to a directory of KV cache rows beside the engines that use it: list, check, make smaller.
+"""Maintenance of a directory of KV cache rows beside the engines that use it: list, check, shrink.
 
 A namespace whose writer is running is only read. While a namespace without one is checked, this process holds its lock.
 """

@@ -70,7 +70,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def seed(self) -> int:
-        """What binds the checksums of records to the namespace."""
+        """Return the seed that binds the checksums of records to the namespace."""
         return int(self.digest[:16], 16)
 
     @property
