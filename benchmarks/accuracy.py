@@ -1,4 +1,4 @@
-"""How far our logits are from float32, for every way of keeping weights and cache.
+"""Error of quire's logits against float32, for every format of weights and cache.
 
     python benchmarks/accuracy.py [MODEL] [--modes MODE ...] [--methods rtn gptq awq] [--also DIR ...]
                                   [--num-sequences 8] [--num-tokens 64] [--json FILE]

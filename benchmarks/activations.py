@@ -1,4 +1,4 @@
-"""What rounding activations costs: as checkpoints ask for it, and as quire does it instead.
+"""Error by quantized activations: as checkpoints ask for it, and as quire does it instead.
 
     python -m benchmarks.activations [MODEL] [--num-sequences 4] [--num-tokens 48]
 

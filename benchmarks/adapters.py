@@ -1,4 +1,4 @@
-"""What adapters cost: prompts and tokens per second of an engine that serves them, beside those of one that does not.
+"""Cost of adapters: prompts and tokens per second of an engine with adapters, beside those of one without.
 
     python -m benchmarks.adapters [MODEL] [--quantization int8] [--rank 16] [--lora-dtype int8] [--batch-size 16]
         [--rounds 3]
@@ -74,7 +74,7 @@ def write_adapter(directory: Path, shapes: dict[str, tuple[int, int]], rank: int
 def seconds(
     engine: LLMEngine, adapters: Sequence[LoRARequest | None], vocab_size: int
 ) -> tuple[float, float]:
-    """Of the step that computes a prompt for each adapter, and the median of those that then generate."""
+    """Return the seconds of the step that computes a prompt per adapter, and the median of the decode steps."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True, detokenize=False)
     for adapter in adapters:
         prompt = {"prompt_token_ids": random.choices(range(vocab_size), k=PROMPT_LEN)}

@@ -32,12 +32,12 @@ Generate = Callable[[LLM, int], Sequence[RequestOutput]]
 
 
 def num_tokens(outputs: Sequence[RequestOutput]) -> int:
-    """That were generated."""
+    """Return the number of generated tokens."""
     return sum(len(one.outputs[0].token_ids) for one in outputs)
 
 
 def ratios(engines: Mapping[str, LLM], generate: Generate, num_rounds: int) -> dict[str, list[float]]:
-    """Of each round but the first, tokens per second over those of the first engine; each goes first as often."""
+    """Return each engine's tokens per second over the first engine's, per round after the first; engines take turns."""
     found: dict[str, list[float]] = {name: [] for name in engines}
     names, rates = list(engines), dict[str, float]()
     for number in range(1 + num_rounds):

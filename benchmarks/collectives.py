@@ -1,4 +1,4 @@
-"""What it costs that something crosses ranks: `python -m benchmarks.collectives [--ranks 2]`.
+"""Cost of communication between ranks: `python -m benchmarks.collectives [--ranks 2]`.
 
 Ranks are processes of one thread each. Sums are formed through memory that they share, and through gloo, in turn.
 Latency is that of a sum of 4 KB, called from Python and, as in a decode step, played from a tape. Bandwidth is that of
@@ -31,7 +31,7 @@ ROUNDS, CALLS = 30, 100
 
 
 def seconds(call: Callable[[], object], calls: int) -> float:
-    """Of one call."""
+    """Return the median seconds of one call."""
     times = []
     for _ in range(ROUNDS):
         started = time.perf_counter()

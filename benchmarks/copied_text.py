@@ -1,4 +1,4 @@
-"""What guesses from the text give where a model copies its prompt: tokens per second with and without, in turns.
+"""Gain of drafts from the text for a model that copies its prompt: tokens per second with and without, in turns.
 
     python -m benchmarks.copied_text [--quantization int8] [--method ngram] [--num-tokens 128] [--num-rounds 3]
                                      [--peer llama.cpp [--folder DIR] [--isa native]]

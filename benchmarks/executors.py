@@ -1,4 +1,4 @@
-"""What a step costs more because its rank is a process of its own: `python -m benchmarks.executors [--overlapped]`.
+"""Cost per step of a rank in a process of its own: `python -m benchmarks.executors [--overlapped]`.
 
 One token at a time of a model of one tiny layer, by an engine with the executor `uni` and one with `mp`, in turn.
 Prints microseconds per step, each the median over rounds of a request.

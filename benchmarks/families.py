@@ -1,4 +1,4 @@
-"""How fast every architecture is, by random weights of about half a billion parameters.
+"""Speed of every architecture, with random weights of about half a billion parameters.
 
     python -m benchmarks.families [--only LlamaForCausalLM ...] [--rounds 2] [--record]
 
@@ -98,7 +98,7 @@ def _grown_list(key: str, values: list[Any], depth: int, repeats: int) -> list[A
 
 
 def num_parameters(directory: Path) -> int:
-    """Of the model that config.json describes."""
+    """Return the number of parameters of the model that config.json describes."""
     config = EngineConfig.from_args(model=str(directory), dtype="bfloat16", device="cpu")
     arch = read_model_config(directory, config.model.hf_overrides, config.model.model_impl)
     place = ModelRegistry.place_of(arch.architecture, config.model.model_impl)

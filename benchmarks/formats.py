@@ -1,4 +1,4 @@
-"""What it costs to read an answer: microseconds per token, for every tool format and kind of text.
+"""Cost of parsing an answer: microseconds per token, for every tool format and kind of text.
 
     python benchmarks/formats.py [--num-chars 100000] [--format NAME] [--json FILE]
 
@@ -33,7 +33,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one format and kind of text."""
+    """Parsing cost of one format and kind of text."""
 
     format: str
     kind: str

@@ -50,7 +50,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 class Library(NamedTuple):
-    """How a library is used: `compile` makes of a schema a function that starts a text."""
+    """Adapter of a library: `compile` makes of a schema a function that starts a text."""
 
     name: str
     compile: Callable[[str], Callable[[], Walk]]

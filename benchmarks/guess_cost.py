@@ -1,4 +1,4 @@
-"""What asking `ngram` and `suffix` takes of the host, for a text of some length.
+"""Cost of drafting by `ngram` and `suffix` on the host, for a text of a given length.
 
     python -m benchmarks.guess_cost [--num-tokens 32768] [--num-asked 300]
 
@@ -37,7 +37,7 @@ class Cost(NamedTuple):
 
 
 def texts(num_tokens: int) -> dict[str, list[int]]:
-    """Of kinds that are easy and hard to look up."""
+    """Return texts that are easy and hard to look up, by kind."""
     draw = random.Random(0)
     words = [draw.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
     return {

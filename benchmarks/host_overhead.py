@@ -1,4 +1,4 @@
-"""What a decode step costs on the host: everything of the engine but the model's arithmetic.
+"""Cost of a decode step on the host: everything of the engine but the model's arithmetic.
 
     python benchmarks/host_overhead.py MODEL [--batch-size 32] [--random]
 

@@ -1,4 +1,4 @@
-"""What a model loses that runs with transformers' code: the same Llama, with ours and with theirs in turn.
+"""Loss of a model run by transformers' code: the same Llama, with quire's layers and with theirs in turn.
 
     python benchmarks/implementations.py [--rounds 5] [--num-layers 8]
 
@@ -51,7 +51,7 @@ LOADS = (Load("decode, 1 x 32", 1, 8, 32), Load("prefill, 512", 1, 512, 1), Load
 
 
 def prompts(load: Load, number: int) -> list[list[int]]:
-    """Of a kind that no two runs share, so that no prefix is cached."""
+    """Return prompts that no two runs share, so that no prefix is cached."""
     size = int(MODEL["vocab_size"])  # type: ignore[call-overload]
     rows, columns = range(load.num_requests), range(load.prompt_len)
     return [[(row * 7 + column * 13 + number) % (size - 100) + 5 for column in columns] for row in rows]

@@ -1,4 +1,4 @@
-"""What sums of fixed slices cost (`--tp-invariant`): `python -m benchmarks.invariance [--hidden 1024] [--layers 8]`.
+"""Cost of sums of fixed slices (`--tp-invariant`): `python -m benchmarks.invariance [--hidden 1024] [--layers 8]`.
 
 A made-up Llama, by engines of one rank and of two, each with and without, in turn. Prints the time of a prompt of 256
 tokens and of a step of one token, each the median over rounds, and by how much they are longer with slices.

@@ -1,4 +1,4 @@
-"""How many of the KV cache's allocated slots are never used, on a mix of lengths like ShareGPT's.
+"""Share of the KV cache's allocated slots that are never used, on a mix of lengths like ShareGPT's.
 
     python benchmarks/kv_waste.py [--num-requests 500] [--block-size 16]
 

@@ -1,4 +1,4 @@
-"""What each method of `quire quantize` costs the logits of random weights in the shape of half a billion parameters.
+"""Logit error of each method of `quire quantize`, on random weights in the shape of half a billion parameters.
 
     python -m benchmarks.methods [--shape dummy-0.5b] [--group-size 64] [--calibration-sequences 4] [--folder DIR]
 

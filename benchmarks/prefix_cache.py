@@ -1,4 +1,4 @@
-"""What the prefix cache costs where it finds nothing, and what it saves where requests share a prefix.
+"""Cost of the prefix cache where it finds nothing, and its gain where requests share a prefix.
 
     python benchmarks/prefix_cache.py cost [--model quire-demo] [--num-rounds 40] [--max-num-batched-tokens 2048]
     python benchmarks/prefix_cache.py shared [--model quire-demo] [--num-rounds 5] [--max-num-batched-tokens 2048]
@@ -53,9 +53,7 @@ def sharing_prompts(vocab_size: int, seed: int) -> Prompts:
 
 
 def summary(comparison: Comparison) -> str:
-    """Of the ratios of pairs, since what slows the machine down hits both of one, and of the best rounds: nothing else
-    makes a round fast.
-    """
+    """Describe the ratios of pairs, as disturbances slow both of one, and of the best rounds, as none speeds one up."""
     pairs = list(zip(*comparison.results, strict=True))
     ratios = sorted(on.output_tokens_per_second / off.output_tokens_per_second for on, off in pairs)
     quarter = len(ratios) // 4

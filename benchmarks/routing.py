@@ -1,4 +1,4 @@
-"""What routing by prefix is worth: requests per second that are served in time, for each policy, on made-up time.
+"""Gain of prefix-aware routing: requests per second served in time, for each policy, in simulated time.
 
     python -m benchmarks.routing [--replicas 4] [--groups 32] [--rates 12 16 20 24] [--policies prefix round_robin]
 
@@ -91,7 +91,7 @@ class Replica:
 
 @dataclass
 class Served:
-    """When a request came, and when it had its first and its last token."""
+    """Times of a request's arrival and of its first and last token."""
 
     came: float
     first: float = 0.0
@@ -192,7 +192,7 @@ def make_config(policy: str, num_replicas: int) -> EngineConfig:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one run."""
+    """Result of one run."""
 
     goodput: float
     """Requests per second that were served in time, from the first arrival to the last end."""

@@ -1,4 +1,4 @@
-"""What the scheduler costs: a decode step, the admission of a request, a block.
+"""Cost of the scheduler: a decode step, the admission of a request, a block.
 
     python benchmarks/scheduler_cost.py [--num-running 256] [--policy fcfs] [--profile]
 
@@ -66,7 +66,7 @@ class Watch:
         self.now = 0.0
 
     def microseconds(self, call: Callable[[], object]) -> float:
-        """How long a call takes."""
+        """Return the duration of a call."""
         self.now += 0.02
         started = time.perf_counter()
         call()

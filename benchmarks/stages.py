@@ -1,4 +1,4 @@
-"""What it is worth that stages work at once: `python -m benchmarks.stages [--stages 2] [--requests 16] [--measured]`.
+"""Gain of stages that work at once: `python -m benchmarks.stages [--stages 2] [--requests 16] [--measured]`.
 
 Steps follow each other through the stages: one at a time (`--no-async-scheduling`), or as many as there are stages, of
 different requests. Scheduler and loop are the real ones; the null executor computes, and a step keeps each stage busy

@@ -1,4 +1,4 @@
-"""What a constraint costs: tokens per second with and without a JSON schema, in turns, on one engine.
+"""Cost of a constraint: tokens per second with and without a JSON schema, in turns, on one engine.
 
     python benchmarks/structured.py [MODEL] [--batch-size 16] [--num-tokens 200] [--num-rounds 8] [--json FILE]
     python benchmarks/structured.py --large --quantization int8 --num-tokens 40 --num-rounds 4
@@ -48,7 +48,7 @@ PROMPT = "A list of people, as JSON: "
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one model and batch size."""
+    """Cost of a constraint for one model and batch size."""
 
     model: str
     batch_size: int
@@ -66,7 +66,7 @@ class Cost:
 
 
 def tokens_per_s(llm: LLM, args: argparse.Namespace, constraint: StructuredOutputsParams | None) -> float:
-    """Of one round."""
+    """Return the rate of one round."""
     params = [
         SamplingParams(
             structured_outputs=constraint,

@@ -1,4 +1,4 @@
-"""How evenly the kernels' work falls to many threads, computed and not measured: `python benchmarks/team_scaling.py`.
+"""Balance of the kernels' work over many threads, computed and not measured: `python benchmarks/team_scaling.py`.
 
 For each matrix of a model, before and now: the share of all threads' time that is work, if all are equally fast; and
 after the comma, if one of them is half as fast. "Before" is one stretch of units per thread that nobody helps with, and
@@ -45,7 +45,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def units_now(matrix: Matrix, rows: int, threads: int) -> list[float]:
-    """What each unit takes, in panels of one tile of rows."""
+    """Return the cost of each unit, in panels of one tile of rows."""
     tiles, wanted = ceil_div(rows, TILE_ROWS), UNITS_PER_THREAD * threads
     unit = UNIT_PANELS if rows == 1 else 2
     while unit > matrix.halves and not (
@@ -80,7 +80,7 @@ def shares(count: int, threads: int) -> list[range]:
 
 
 def static_end(units: Sequence[float], speeds: Sequence[float]) -> float:
-    """When the last thread is done, if each does its own share."""
+    """Return the time at which the last thread is done, if each does its own share."""
     own = shares(len(units), len(speeds))
     return max(pace * sum(units[i] for i in share) for share, pace in zip(own, speeds, strict=True))
 
@@ -103,7 +103,7 @@ def claimed_end(units: Sequence[float], speeds: Sequence[float]) -> float:
 
 
 def pieces(share: range, size: int) -> Iterator[range]:
-    """What a thread takes at a time."""
+    """Yield the ranges that a thread claims at a time."""
     for at in range(0, len(share), size):
         yield share[at : at + size]
 

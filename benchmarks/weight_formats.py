@@ -1,4 +1,4 @@
-"""How fast products are with weights in each form that quantised checkpoints are kept in, beside bfloat16.
+"""Speed of matmuls with weights in each format of quantized checkpoints, beside bfloat16.
 
     python -m benchmarks.weight_formats [--rounds 9] [--prefill-rows 512] [--record]
 

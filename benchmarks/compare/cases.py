@@ -1,4 +1,4 @@
-"""What is measured: how many requests of which lengths, and which of their tokens count.
+"""Cases to measure: the number of requests, their lengths, and which of their tokens count.
 
 Invariant: every engine gets the same cases; a rate is tokens per second, and more is better.
 """

@@ -1,4 +1,4 @@
-"""How much of the machine other programs took while an engine ran.
+"""Share of the machine that other programs took while an engine ran.
 
 A program that takes a core for a while makes engines whose threads wait for each other many times slower, so a rate
 taken beside one says nothing. Linux only: it reads /proc/stat.

@@ -62,7 +62,7 @@ def _everything(peer: LlamaCpp, directory: Path) -> dict[str, Any]:
 
 
 def _again(peer: LlamaCpp, directory: Path, names: Sequence[str]) -> dict[str, Any]:
-    """What was recorded, of which these ways to cut words are asked about anew."""
+    """Return the record, with the token ids of these pre-tokenizers asked for again."""
     before = asked.recorded()
     if before["llama-cpp-python"] != VERSION:
         raise SystemExit(

@@ -1,4 +1,4 @@
-"""What quire wants to reach against its peers: ratios of output rates at the same number of bits per weight."""
+"""Goals of quire against its peers: ratios of output rates at the same number of bits per weight."""
 
 from __future__ import annotations
 

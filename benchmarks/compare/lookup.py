@@ -21,7 +21,7 @@ _TIMES = re.compile(r"(?:encoded|decoded) +(\d+) tokens in +([\d.]+) seconds")
 
 @dataclass(frozen=True)
 class Said:
-    """What came of a prompt: the text, prompt included, and tokens per second, the prompt's time included."""
+    """Result of a prompt: the text, prompt included, and tokens per second, the prompt's time included."""
 
     text: str
     rate: float

@@ -55,7 +55,7 @@ def cpu(path: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def machine_line(rates: Medians) -> str:
-    """What the machine can do and what a decode step makes of it."""
+    """Return a line with the machine's peak rates and the share of them that a decode step reaches."""
     limits = [
         f"{rates[key] / 1e9:.1f} {unit}"
         for key, unit in (

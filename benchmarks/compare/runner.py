@@ -19,7 +19,7 @@ from benchmarks.compare.records import Record
 
 @dataclass(frozen=True)
 class Session:
-    """What is compared, and the file in which the results gather."""
+    """Engines and cases of a comparison, and the file that collects the results."""
 
     engines: dict[str, Engine]
     checkpoint: Path

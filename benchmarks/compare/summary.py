@@ -34,7 +34,7 @@ def medians(results: Iterable[Record]) -> Medians:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast as a peer quire is in one case."""
+    """Speed of quire divided by that of a peer, in one case."""
 
     peer: str
     peer_precision: str

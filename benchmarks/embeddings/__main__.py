@@ -32,7 +32,7 @@ QUERY = "What money do they use in Japan?"
 
 
 def seconds(engine: Engine, texts: list[str], *, scores: bool) -> float:
-    """What it takes together."""
+    """Return the seconds of all texts in one call."""
     start = time.perf_counter()
     if scores:
         engine.score(QUERY, texts)
@@ -47,7 +47,7 @@ def latency(engine: Engine, texts: list[str], *, scores: bool) -> float:
 
 
 def likeness(ours: NDArray[Any], theirs: NDArray[Any]) -> str:
-    """How near vectors [N, H] are to others, and the order of their similarities."""
+    """Describe the similarity of two sets of vectors [N, H], and of the order of their cosines."""
     cosine = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
     above = np.triu_indices(len(ours), 1)
     ranks = [np.argsort(np.argsort((one @ one.T)[above])) for one in (ours, theirs)]

@@ -1,4 +1,4 @@
-"""Who makes embeddings, and scores of pairs: one shape of all."""
+"""Engines of embeddings and of scores of pairs, behind one interface."""
 
 from __future__ import annotations
 

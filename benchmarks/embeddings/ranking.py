@@ -1,4 +1,4 @@
-"""What rounding the weights of an embedder does to the order in which it finds documents.
+"""Effect of an embedder's quantized weights on the order in which it finds documents.
 
     python -m benchmarks.embeddings.ranking [--model quire-demo-embed] [--quantization int8 int4] [--num-texts 400]
 
@@ -27,7 +27,7 @@ BUNDLED_MODEL = "quire-demo-embed"
 
 
 class Likeness(NamedTuple):
-    """Of the orders that all queries find, with another model than the exact one."""
+    """Similarity of all queries' document orders to those of the exact model."""
 
     mean: float
     least: float
@@ -36,7 +36,7 @@ class Likeness(NamedTuple):
 
 
 def likeness(exact: NDArray[Any], rounded: NDArray[Any]) -> Likeness:
-    """Of similarities [queries, documents]."""
+    """Compare the orders of two tables of similarities [queries, documents]."""
     correlations = [spearman(*rows) for rows in zip(exact, rounded, strict=True)]
     firsts = [np.argsort(-one, axis=1)[:, :FIRST] for one in (exact, rounded)]
     shared = [len({*one} & {*other}) for one, other in zip(*firsts, strict=True)]

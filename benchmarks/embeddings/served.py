@@ -1,4 +1,4 @@
-"""What a server of embeddings loses against `LLM.embed` of the same texts, and how soon either has its first one.
+"""Loss of an embedding server against `LLM.embed` of the same texts, and the time to the first embedding of both.
 
     python -m benchmarks.embeddings.served [--shape minilm] [--clients 32] [--texts-per-request 1] [--rounds 5]
         [--num-texts 2000]
@@ -47,7 +47,7 @@ class Client(threading.Thread):
 
 
 def ask(connection: http.client.HTTPConnection, texts: Sequence[str]) -> int:
-    """How many embeddings were answered, all of which have to be."""
+    """Request embeddings and return their number; exit if the server refuses."""
     body = json.dumps({"input": list(texts), "encoding_format": "base64"})
     connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
     reply = connection.getresponse()

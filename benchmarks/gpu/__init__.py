@@ -1,4 +1,4 @@
-"""What is done with a GPU at hand: `python -m benchmarks.gpu.check` and `python -m benchmarks.gpu.bench`.
+"""Checks and benchmarks for a GPU: `python -m benchmarks.gpu.check` and `python -m benchmarks.gpu.bench`.
 
 Invariant: both run from the source tree without an installation, offline, and make their own weights.
 """

@@ -102,7 +102,7 @@ def _work(args: argparse.Namespace) -> int:
 
 
 def _remarks(target: Target, groups: Sequence[str]) -> Iterator[str]:
-    """What is to be known of results here."""
+    """Yield remarks that qualify the results on this target."""
     if "ranks" in groups:
         from benchmarks.gpu.rank_checks import why_left_out
 

@@ -29,7 +29,7 @@ NUM_PROCESSORS = 132
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is compiled for."""
+    """Target that kernels are compiled for."""
 
     backend: str
     target: int | str
@@ -260,7 +260,7 @@ def _product(function: Callable[..., Tensor], rows: int, weight: PackedWeight) -
 
 
 def _adapters(shape: Shape) -> Iterator[Launch]:
-    """Of a layer that is one module, and of one that is several merged."""
+    """Yield the adapter launches of a layer that is one module, and of several merged ones."""
     from quire.kernels.triton import lora
 
     slots, sizes = (

@@ -28,7 +28,7 @@ Prompt = Sequence[int]
 
 @dataclass
 class Generated:
-    """What a request got."""
+    """Output of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Engine:
         return float(self._core.scheduler.stats().kv_cache_usage)
 
     def num_swapped(self) -> int:
-        """How often a request's blocks were copied to the host's memory to make room."""
+        """Return how often a request's blocks were swapped out to host memory."""
         return int(self._core.scheduler.stats().num_swaps)
 
     def sleep(self) -> None:

@@ -55,7 +55,7 @@ _CHOSEN: tuple[dict[str, Any], ...] = (
 
 
 class Expected:
-    """What one engine, eager and plain, generates; made when it is first asked for."""
+    """Expected outputs of one engine, eager and plain, generated at the first access."""
 
     def __init__(self, target: Target, model_dir: Path) -> None:
         self.target = target
@@ -73,7 +73,7 @@ class Expected:
 
     @property
     def chosen(self) -> list[Generated]:
-        """Of requests of every kind that graphs choose tokens for."""
+        """Return the outputs of requests with every kind of sampling that graphs support."""
         if self._chosen is None:
             with self.engine(**_invariant(self.target), **_EAGER) as running:
                 self._chosen = self.choose(running)
@@ -95,7 +95,7 @@ class Expected:
 
 
 def prompts(target: Target) -> list[list[int]]:
-    """Of many lengths, with a common beginning that a prefix cache finds."""
+    """Return prompts of many lengths, with a common prefix that a prefix cache finds."""
     lengths = (1, 7, 40, 65) if target.tiny else (1, 7, 40, 65, 300, 511, 513, 1200)
     vocab = TINY_TIED.vocab if target.tiny else QWEN_05B.vocab
     torch.manual_seed(0)
@@ -104,8 +104,7 @@ def prompts(target: Target) -> list[list[int]]:
 
 
 def first_checks(target: Target, scratch: Path) -> Iterator[Check]:
-    """What nothing but a device can show: graphs, overlapped steps as users start them, leaks, the pinned tier, and
-    kernels that are compiled late."""
+    """Yield checks of device-only features: graphs, overlapped steps, leaks, the pinned tier, late compiles."""
     shape, expected = _model(target, scratch)
     for name, args in _GRAPHS.items():
         yield Check(f"{shape.name}: graphs, {name}, same tokens as eager", partial(_graphs, expected, args))
@@ -222,7 +221,7 @@ def _swapped(expected: Expected) -> float:
 
 
 def _slept(expected: Expected) -> float:
-    """What kernels keep of a quantised weight is theirs, and does not follow it into the host's memory."""
+    """Compare outputs before and after a sleep: a kernel's own copy of a quantized weight is not moved to the host."""
     with expected.engine(quantization="int8", enable_prefix_caching=False) as running:
         before = expected.generate(running)
         running.sleep()

@@ -1,4 +1,4 @@
-"""Which packages a run needs and does not find, said before the first second of a GPU is spent."""
+"""Report of missing packages, before the first second of a GPU is spent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def missing(packages: Sequence[str]) -> list[str]:
 
 
 def advice(packages: Sequence[str]) -> str:
-    """How to get them, for people."""
+    """Return a message that says how to install the packages."""
     names = " ".join(_DISTRIBUTIONS.get(package, package) for package in packages)
     return f"missing: {names}. Install them, or put their wheels on PYTHONPATH: pip install --target site {names}"
 
 
 def older_oracle() -> str | None:
-    """What is to be said of a transformers that knows some models not, or otherwise; None: nothing."""
+    """Return a warning if transformers is too old to be the oracle of some models, or else None."""
     try:
         found = version("transformers")
     except PackageNotFoundError:

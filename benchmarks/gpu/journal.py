@@ -1,4 +1,4 @@
-"""What a run has done so far, a line of JSON for each thing that happens, in a file that outlives the process.
+"""Journal of a run: a line of JSON for each event, in a file that outlives the process.
 
 A kernel that reads where it must not ends all use of the device in its process, and a graph can hang; neither is to
 cost more than the one thing that was being done. So the work is done by a process of its own, and where that is lost,
@@ -37,7 +37,7 @@ class Entry:
 
 
 class Journal:
-    """Of one run."""
+    """Journal of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class Journal:
         self._write({"begin": name})
 
     def add(self, name: str, fact: Fact) -> None:
-        """What came of something that was begun, or one part of it."""
+        """Add a result of an entry that was begun, or one part of it."""
         self._write({"name": name, "fact": fact})
 
     def end(self, name: str, seconds: float, trouble: str = "") -> None:
@@ -80,7 +80,7 @@ class Journal:
 
     @property
     def unfinished(self) -> list[str]:
-        """What was begun and has not ended."""
+        """Return the names of entries that were begun and have not ended."""
         return [name for name, entry in self.entries.items() if entry.trouble is None]
 
     def _write(self, event: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def name_of(shape: Shape, what: str, dtype: torch.dtype) -> str:
-    """What a check is called."""
+    """Return the name of a check."""
     return f"{shape.name}: {what}, {str(dtype).removeprefix('torch.')}"
 
 
@@ -122,7 +122,7 @@ def _against_oracle(name: str, make_args: Callable[[], tuple[Any, ...]]) -> floa
 
 
 def _against_two_passes(name: str, make_args: Callable[[], tuple[Any, ...]]) -> float:
-    """How many codes of a kernel that quantises its rows are not those of a pass of its own, as a share."""
+    """Return the share of a kernel's quantized values that differ from those of a separate quantization pass."""
     args = make_args()
     got = triton_function(name)(*args)
     plain = triton_function(name.removesuffix("_fp8"))(*args)

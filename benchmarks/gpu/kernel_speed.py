@@ -1,4 +1,4 @@
-"""How fast single kernels are in the shapes of real steps, beside reading what they must, once, or their arithmetic.
+"""Speed of single kernels in the shapes of real steps, beside their minimal memory traffic or arithmetic.
 
 Invariant: on a GPU launches are recorded and replayed, so the host's time is not in a number. Products in fp8 are
 measured against twice the arithmetic of bfloat16.

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu.compile` launches of models that are not dense: experts, latent attention, layers with a state.
+"""Launches of `benchmarks.gpu.compile` for sparse models: experts, latent attention, layers with a state.
 
 The sizes are those of Qwen3-30B-A3B's experts, DeepSeek-V3's routing and attention, and the layers of Mamba 2.8B,
 Mamba 2 2.7B, Qwen3-Next-80B-A3B and RecurrentGemma-2B.

@@ -110,7 +110,7 @@ KINDS = {
 def checks(
     target: Target, shape: Shape, prompts: list[list[int]], limits: dict[str, Any], scratch: Path
 ) -> Iterator[Check]:
-    """Of a model of the shape, and of others, with these limits."""
+    """Yield the checks for a model of the shape, and for others, with these limits."""
     for name, kind in KINDS.items():
         if target.is_gpu or not kind.needs_gpu:
             run = partial(_late_kernels, target, shape, prompts, limits, scratch, name)

@@ -1,4 +1,4 @@
-"""What the device could do at best: its memory bandwidth and arithmetic, measured, and what follows for a model."""
+"""Limits of the device: its memory bandwidth and arithmetic, measured, and a model's best rates from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Weights:
     head: float
 
     def num_bytes(self, shape: Shape) -> float:
-        """Of all that a token is multiplied with."""
+        """Return the bytes of all weights that a token is multiplied with."""
         head = shape.vocab * shape.hidden
         return (shape.num_multiplied - head) * self.layers + head * self.head
 
@@ -33,7 +33,7 @@ BFLOAT16 = Weights(BYTES_PER_VALUE, BYTES_PER_VALUE)
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a device."""
+    """Measured limits of a device."""
 
     bytes_per_s: float
     """Of a large copy, what is read and what is written counted."""

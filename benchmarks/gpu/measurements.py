@@ -1,4 +1,4 @@
-"""What is measured: the rows of the table, by the engine that they come from."""
+"""Measurements: the rows of the table, grouped by engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.gpu.target import Target
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of the measurements, in tokens, requests and steps."""
 
     context: int
     long_context: int
@@ -38,7 +38,7 @@ SMALL = Sizes(20, 60, (2, 3), 32, 3, 4, (5, 9, 6))
 
 @dataclass(frozen=True)
 class Bench:
-    """What all measurements know."""
+    """Context shared by all measurements."""
 
     target: Target
     limits: Limits
@@ -187,7 +187,7 @@ def _mixed_and_long(bench: Bench) -> Iterator[Row]:
 
 
 def _small_model(bench: Bench) -> Iterator[Row]:
-    """Where the host's time shows, and what the sampling that most of its users get costs."""
+    """Measure a small model, whose steps show the host's time, with greedy and with Qwen's default sampling."""
     shape, sizes = bench.small, bench.sizes
     batch, context = sizes.batches[1], sizes.context // 8
     with bench.engine(shape) as running:
@@ -199,7 +199,7 @@ def _small_model(bench: Bench) -> Iterator[Row]:
 
 
 def _profile(bench: Bench) -> Iterator[Row]:
-    """Of a step that decodes, and of steps with prompts in them."""
+    """Profile a decode step, and steps with prompts in them."""
     sizes, shape, target = bench.sizes, bench.large, bench.target
     batch, chunk = sizes.batches[0], sizes.chunk - sizes.batches[0]
     num_steps = 2 if target.tiny else 8
@@ -242,7 +242,7 @@ def _start(bench: Bench) -> Iterator[Row]:
 
 
 def _variant(bench: Bench, name: str, args: dict[str, Any], weights: Weights) -> Iterator[Row]:
-    """What a variant costs or saves."""
+    """Measure a variant of the large model."""
     shape, sizes = bench.large, bench.sizes
     with bench.engine(shape, cuda_graph_capture="lazy", **args) as running:
         for seed, (batch, context) in enumerate(((1, sizes.context // 8), (sizes.batches[0], sizes.context))):

@@ -107,7 +107,7 @@ def _large(target: Target, scratch: Path, dtype: torch.dtype) -> float:
 
 
 def _quantized(target: Target, scratch: Path, kind: str) -> float:
-    """How far the logits turn from those of float32: the largest 1 - cosine of a position."""
+    """Return the error of the logits against float32: the largest 1 - cosine of a position."""
     directory, prompts = _checkpoint(scratch, target), _prompts(300, 5, 700)
     exact = _theirs(directory, prompts, torch.float32, target)
     ours = _ours(directory, prompts, target, dtype="bfloat16", quantization=kind)

@@ -1,4 +1,4 @@
-"""Where a step's time goes: the device's most expensive kernels, and how long it waits for the host."""
+"""Profile of a step: the device's most expensive kernels, and how long it waits for the host."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _SOON_S = 12.0
 
 
 def why_left_out(target: Target) -> str | None:
-    """What is lacking for these checks; None: nothing."""
+    """Return the reason to leave these checks out, or None."""
     found = torch.cuda.device_count() if target.device.type == "cuda" else RANKS
     if target.device.type == "xpu":
         return f"{RANKS} ranks: left out, they are for --device cuda"
@@ -142,5 +142,5 @@ class _Ranks:
 
 
 def _num_different(ours: Sequence[object], theirs: Sequence[object]) -> float:
-    """How many of them."""
+    """Return the number of items that differ."""
     return float(sum(one != other for one, other in zip(ours, theirs, strict=True)))

@@ -11,7 +11,7 @@ TITLES = ("what", "limit", "ours", "of the limit", "goal", "verdict")
 
 @dataclass(frozen=True)
 class Goal:
-    """What ours is to be, or the percentage of the limit that it is to reach."""
+    """Goal of a measurement: a bound of our number, or the percentage of the limit to reach."""
 
     kind: Literal["at most", "at least", "percent"]
     value: float
@@ -34,7 +34,7 @@ class Row:
 
     @property
     def percent(self) -> float | None:
-        """How much of the limit is reached: of a rate, or of the inverse of a time."""
+        """Return the percentage of the limit that is reached, by rate or by inverse time; None without a limit."""
         if self.limit is None:
             return None
         is_rate = self.unit.endswith("/s")

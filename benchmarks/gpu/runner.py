@@ -24,7 +24,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a check; `trouble` is a traceback, or why it was not run."""
+    """Outcome of a check; `trouble` is a traceback, or the reason that it was not run."""
 
     name: str
     error: float | None
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def outcome_of(name: str, entry: Entry) -> Outcome:
-    """What the journal says of a check."""
+    """Return the outcome of a check from its journal entry."""
     error, limit = (entry.facts[0]["error"], entry.facts[0]["limit"]) if entry.facts else (None, 0.0)
     return Outcome(name, error, limit, entry.seconds, entry.trouble or "")
 

@@ -52,7 +52,7 @@ class Shape:
         return 2 * self.num_layers * self.kv_heads * self.head_size
 
     def config(self) -> dict[str, Any]:
-        """What config.json says."""
+        """Return the content of config.json."""
         return {
             "architectures": [self.architecture],
             "model_type": {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}[self.architecture],

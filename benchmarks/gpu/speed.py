@@ -1,4 +1,4 @@
-"""How fast an engine decodes, computes prompts and serves a full load, and how fast tokens are chosen.
+"""Speed of an engine: decoding, prefill, a full load, and sampling.
 
 Invariant: requests are random tokens, all different, so no prefix is found in the cache.
 """

@@ -1,4 +1,4 @@
-"""What a run runs on, and what it says of it."""
+"""Target of a run, and its description."""
 
 from __future__ import annotations
 

