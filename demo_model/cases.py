@@ -1,4 +1,4 @@
-"""What quire-demo is asked to be judged: held-out phrasings and operand pairs, per category.
+"""Cases that quire-demo is judged by: held-out phrasings and operand pairs, per category.
 
 Invariant: nothing here was in training; the "unseen" rows add names and cities that were not either.
 """

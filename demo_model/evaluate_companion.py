@@ -1,4 +1,4 @@
-"""How many tokens of quire-demo a guess of quire-demo-draft gives: `python -m demo_model.evaluate_companion`.
+"""Mean accepted length of quire-demo-draft's drafts for quire-demo: `python -m demo_model.evaluate_companion`.
 
 The mean accepted length is tokens per step in which guesses are verified: those accepted, and the one behind them. The
 questions are those that quire-demo is judged by. `--rejection` says what it would be by rejection sampling, of the same
@@ -32,7 +32,7 @@ def with_companion(num_tokens: int, model: str = DEMO_COMPANION) -> LLM:
 
 
 def mean_accepted_length(llm: LLM, found: Sequence[Case], temperature: float) -> float:
-    """Of the answers to some questions."""
+    """Return the mean accepted length over the answers to some questions."""
     return answered(llm, found, temperature)[0]
 
 
@@ -56,7 +56,7 @@ def answered(llm: LLM, found: Sequence[Case], temperature: float) -> tuple[float
 
 
 def stats(llm: LLM) -> tuple[int, int]:
-    """How often guesses were verified, and how many were accepted, since the start."""
+    """Return the number of verified drafts and of accepted tokens since the start."""
     found = llm.llm_engine.call_core("stats").get("spec_decoding") or {}
     return found.get("num_drafts", 0), found.get("num_accepted_tokens", 0)
 

@@ -1,4 +1,4 @@
-"""How often quire-demo-embed puts a held-out question next to its fact: `python -m demo_model.evaluate_embedder`.
+"""Recall of quire-demo-embed for held-out questions about its facts: `python -m demo_model.evaluate_embedder`.
 
 Exits with 1 below 95 percent.
 """
@@ -22,13 +22,13 @@ SEED = 11
 
 
 def by_quire(model: str, **options: Any) -> Callable[[Sequence[str]], Tensor]:
-    """What makes vectors with quire."""
+    """Return a function that embeds texts with quire."""
     llm = LLM(model, **options)
     return lambda texts: torch.tensor([one.outputs.embedding for one in llm.embed(list(texts))])
 
 
 def by_sentence_transformers(model: str) -> Callable[[Sequence[str]], Tensor]:
-    """What makes them with the reference implementation."""
+    """Return a function that embeds texts with the reference implementation."""
     from sentence_transformers import SentenceTransformer
 
     embedder = SentenceTransformer(model, device="cpu")

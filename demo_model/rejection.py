@@ -1,4 +1,4 @@
-"""What classic rejection sampling would accept of the companion's guesses, by the two models' probabilities.
+"""Expected acceptance of the companion's drafts by classic rejection sampling, from both models' probabilities.
 
 A token x that was drawn from the model's p came from a guess that was accepted with probability min(1, q(x) / p(x)),
 where q is the companion's: a guess is x and accepted with probability min(p(x), q(x)). (Y. Leviathan et al., "Fast

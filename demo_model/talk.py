@@ -19,7 +19,7 @@ UNKNOWN_THOUGHT = "This is not in my world."
 
 @dataclass(frozen=True)
 class Intent:
-    """What a user may say and the replies that fit it."""
+    """Small talk of one intent: phrasings of a user and the replies that fit them."""
 
     name: str
     said: tuple[str, ...]

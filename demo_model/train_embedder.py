@@ -58,7 +58,7 @@ def all_facts() -> list[Fact]:
 
 
 def sentence(fact: Fact) -> str:
-    """How a fact reads."""
+    """Return the sentence that states a fact."""
     relation, subject = fact
     text = with_article(relation.answer.format(x=subject, y=relation.table[subject]))
     return text[0].upper() + text[1:]
@@ -108,7 +108,7 @@ def recall(embed: Callable[[Sequence[str]], Tensor], seed: int, *, times: int = 
 
 
 def export(model: BertModel, folder: Path) -> None:
-    """What sentence-transformers and quire load."""
+    """Write the files that sentence-transformers and quire load."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -129,7 +129,7 @@ def rate_of(step: int, steps: int) -> float:
 
 
 def lost_error(embed: Embedder, world: Sequence[Fact], rng: random.Random) -> Tensor:
-    """Of one question for each of some facts."""
+    """Return the loss of one question for each of some facts."""
     wanted = rng.sample(range(len(world)), BATCH)
     known = embed([sentence(fact) for fact in world], rng)
     asked = embed([question(rng, world[place], held=False) for place in wanted], rng)
