@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def logprob(output: RequestOutput) -> float:
-    """Of all of a prompt."""
+    """Return the logprob of a whole prompt."""
     assert output.prompt_logprobs is not None
     return sum(one.logprob for entry in output.prompt_logprobs if entry for one in entry.values())
 

@@ -1,4 +1,4 @@
-"""What quire reads of this package at start-up, in processes that have no torch: where everything else is."""
+"""Entry of this package that quire reads at start-up, in processes without torch; it names everything else."""
 
 from __future__ import annotations
 
