@@ -98,7 +98,7 @@ _ON_A_DEVICE = ("graphs, ", "overlapped", "200", "swapped")
 
 
 def outcomes_of(checks: list[Check], folder: Path, limit_s: float = 1e9, **options: Any) -> list[Outcome]:
-    """What a journal says in the end."""
+    """Run the checks and return the outcomes that the journal holds afterwards."""
     run_checks(checks, limit_s, Journal(folder / "journal"), **options)
     return [outcome_of(*item) for item in Journal(folder / "journal").entries.items()]
 

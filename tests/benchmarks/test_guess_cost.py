@@ -1,4 +1,4 @@
-"""What asking takes is measured of every kind of text, and of requests of many owners."""
+"""Tests of the drafting cost benchmark: every kind of text is measured, and requests of many owners."""
 
 from __future__ import annotations
 

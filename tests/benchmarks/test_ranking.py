@@ -1,4 +1,4 @@
-"""How orders of documents are compared."""
+"""Tests of the comparison of document orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routing by prefix is worth, on made-up time."""
+"""Test of the gain of prefix-aware routing, in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it is worth that stages work at once, on made-up time."""
+"""Test of the gain of pipeline stages that work at the same time, in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be installed."""
+"""Tests of the packages that may be installed into a peer engine's environment."""
 
 from __future__ import annotations
 

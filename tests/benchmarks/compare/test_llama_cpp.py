@@ -1,4 +1,4 @@
-"""What llama.cpp's tools print, and what they are asked for."""
+"""Tests of the arguments given to llama.cpp's tools and of the rates read from their output."""
 
 from __future__ import annotations
 
