@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """What a test leaves behind is gone before the next begins; what lives on is not looked at again."""
+    """Collect a test's garbage before the next test begins, and exempt surviving objects from later collections."""
     yield
     gc.collect()
     gc.freeze()
@@ -89,5 +89,5 @@ def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def base_url(server: str) -> str:
-    """Where OpenAI's clients find the API."""
+    """Return the base URL of the API for OpenAI's clients."""
     return f"{server}/v1"

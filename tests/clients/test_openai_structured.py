@@ -47,7 +47,7 @@ NAMED: Any = {"type": "function", "function": {"name": "Person"}}
 
 
 class Verdict(BaseModel):
-    """What the model would never say by itself."""
+    """Schema that the model would never follow without a constraint."""
 
     verdict: Literal["guilty", "innocent"]
     case: str = Field(pattern=r"^[A-Z]{2}-[0-9]{3}$")

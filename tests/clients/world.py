@@ -1,4 +1,4 @@
-"""What the model in the box knows, as every client's test asks it."""
+"""Questions for the model in the box, with its answers, shared by the tests of all clients."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def openai_route(server: str) -> dict[str, Any]:
 
 
 def route_of(name: str, server: str) -> dict[str, Any]:
-    """How to ask the served model by this route."""
+    """Return LiteLLM's arguments that reach the served model by this route."""
     return {
         "model": f"{name}/{MODEL}",
         "api_base": server + ROUTES[name],

@@ -33,7 +33,7 @@ def get_weather(city: str) -> str:
 
 @pytest.fixture
 def home(tmp_path: Path, base_url: str) -> Path:
-    """What `llm` finds where it keeps its settings: the served model, and one that the server does not have."""
+    """Write the settings directory of `llm`, with the served model and one that the server does not have."""
     served = "".join(
         f"- model_id: {name}\n  model_name: {name}\n  api_base: {base_url}\n"
         "  supports_tools: true\n  supports_schema: true\n"
