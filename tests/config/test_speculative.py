@@ -1,4 +1,4 @@
-"""What `--speculative-config` may say."""
+"""Tests of the keys and values of `--speculative-config`."""
 
 from __future__ import annotations
 
