@@ -50,7 +50,7 @@ def test_expected_steps_are_those_of_every_way_in_which_guesses_may_be_accepted(
 
 
 def test_what_is_accepted_is_the_share_of_the_models_in_common() -> None:
-    """Of a first token: over all that the model may say, by their probabilities, what they have in common."""
+    """For a first token, the accepted share summed over likely tokens is the overlap of the models' probabilities."""
     rejection, prompt = RejectionSampling(TEACHER, ASSETS), [5, 6, 7, 8]
     with torch.no_grad():
         p, q = (
