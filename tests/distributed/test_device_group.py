@@ -138,7 +138,7 @@ def gloo_as_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def joined(directory: Path) -> list[Any]:
-    """What two ranks get that meet there."""
+    """Return the result of two ranks that join at one store: a device group or a `StartupError` each."""
 
     def join(rank: int) -> Any:
         store = file_store(directory / "meet", 2)

@@ -36,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int32]
 
 
 def on_all(groups: Sequence[Group], work: Callable[[Group], Any]) -> list[Any]:
-    """What each rank's work gives, all at once."""
+    """Run the work of all ranks concurrently and return each rank's result."""
     with ThreadPoolExecutor(len(groups)) as threads:
         return list(threads.map(work, groups))
 
