@@ -1,4 +1,4 @@
-"""What schemathesis takes for a failure and is none, each with its reason; and checks of our own.
+"""Hooks of schemathesis: its false failures, each with the reason, and checks of our own.
 
 It makes requests from the document without what fields ask of each other, of which there are too many combinations for
 it. Whether one fits is judged by the document as it is published.

@@ -192,7 +192,7 @@ class Server:
         return self
 
     def core_pid(self) -> int | None:
-        """Of the engine core's process, None while there is none."""
+        """Return the process id of the engine core, or None while there is none."""
         pids = self.children(CORE)
         return pids[0] if pids else None
 
@@ -212,7 +212,7 @@ class Server:
             return None
 
     def held(self) -> dict[str, float]:
-        """What requests hold, by the server's own account, which is checked; empty if they hold nothing."""
+        """Return the resources that requests hold, from the server's integrity check; empty if they hold nothing."""
         asked = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/integrity", headers=ADMIN)
         with urllib.request.urlopen(asked, timeout=60) as reply:
             found = json.load(reply)

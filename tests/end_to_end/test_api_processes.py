@@ -39,7 +39,7 @@ def several(tmp_path: Path, *args: str) -> Iterator[Server]:
 
 
 def num_starts(server: Server) -> int:
-    """Of processes besides the first."""
+    """Return the number of API processes started so far, the first not counted."""
     return server.log.read_text().count("is ready (pid")
 
 
@@ -71,7 +71,7 @@ class Streams:
         begun.wait(60)
 
     def results(self) -> list[Any]:
-        """What each stream brought; None of one that broke, or ended with an error."""
+        """Return the content of each whole stream, or None for one that broke or ended with an error."""
         return [
             None if task.exception() or is_cut(task.result()) else whole(task.result()) for task in self.tasks
         ]

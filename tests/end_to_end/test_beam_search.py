@@ -191,7 +191,7 @@ def test_beams_share_their_blocks(tiny_model: Callable[[str], Path]) -> None:
 
 
 def test_a_beam_does_not_go_back_to_the_end_of_the_queue(tiny_model: Callable[[str], Path]) -> None:
-    """What came later waits for the whole search, as it would for any other request."""
+    """Requests queued later wait for the whole beam search, as they would for any other request."""
     engine = make_llm(tiny_model(MODEL), max_num_seqs=2, scheduling_policy="fcfs").llm_engine
     engine.add_request("beam", prompts()[2], BeamSearchParams(2, 20, ignore_eos=True))
     for number in range(4):
@@ -225,7 +225,7 @@ def test_an_aborted_search_gives_what_it_has_and_leaves_nothing_behind(
 
 
 def test_a_search_goes_on_in_another_core(tiny_model: Callable[[str], Path]) -> None:
-    """Of the beams of a step those that had not answered are asked for again; what they shared is gone."""
+    """Beams of a step without an output yet are sent again to the new core, which has none of their shared blocks."""
     params = BeamSearchParams(3, 12, ignore_eos=True)
     llm = make_llm(tiny_model(MODEL), max_num_seqs=2)
     (expected,) = llm.beam_search(prompts()[3], params)

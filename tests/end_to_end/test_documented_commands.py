@@ -112,7 +112,7 @@ def run(command: list[str], cwd: Path) -> str:
 
 
 def quire(arguments: list[str], cwd: Path) -> str:
-    """What a command writes that runs in this process: most take less time than Python takes to start for them."""
+    """Run a command in this process, to save Python's start, and return its output."""
     out, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(cwd)

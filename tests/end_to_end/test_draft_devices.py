@@ -36,7 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """Of it the worker reads nothing on the host before it was downloaded and waited for; kernels are the device."""
+    """Return a fake GPU that fails if the worker reads a tensor before its download; kernels are the device."""
     gpu = FakeGpu()
 
     def guarded(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -203,7 +203,7 @@ def test_who_keeps_states_and_guesses_for_himself_is_right(
 def test_who_keeps_states_guesses_for_requests_that_come_back(
     engine: str, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:
-    """Whose states may be those behind a few tokens more or less, which is a matter of how good guesses are."""
+    """Resumed requests may draft from states a few tokens off, which costs acceptance and no correctness."""
     model = tiny_model("llama-tied-bias")
     args = {"model": str(model), "max_model_len": 96, **ENGINES[engine], "num_gpu_blocks_override": 24}
     expected, _ = serve(jobs(), **args)
@@ -216,7 +216,7 @@ def test_who_keeps_states_guesses_for_requests_that_come_back(
 def test_who_keeps_states_and_is_asked_seldom_is_still_right(
     tiny_model: Callable[[str], Path], restore_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is generated while nobody asks is computed before the blocks of states behind which it stands are gone."""
+    """Tokens of steps without drafting are computed before the state blocks that precede them are freed."""
     asked = [0]
 
     def seldom(self: Speculation, known: dict[str, Any]) -> dict[str, list[int]]:

@@ -95,7 +95,7 @@ def _speak_harmony(folder: Path) -> None:
 
 
 def names_of(answer: ChatAnswer) -> list[str]:
-    """Of the calls, whose arguments are valid."""
+    """Validate the arguments of an answer's tool calls and return the names of the functions."""
     for call in answer.tool_calls:
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
     return [call.name for call in answer.tool_calls]

@@ -36,7 +36,7 @@ def test_tokens_and_logprobs_do_not_depend_on_what_is_kept(family: str, model: C
 
 
 def held_bytes(directory: Path, **options: Any) -> int:
-    """What a request holds of the cache when it has generated 40 tokens after a prompt of 60, in blocks of 4."""
+    """Return the cache bytes of a request after 40 tokens behind a prompt of 60, in blocks of 4."""
     options = {"block_size": 4, "num_scheduler_steps": 1} | OPTIONS | options
     config = EngineConfig.from_args(model=str(directory), **options)
     engine = LLMEngine(config)

@@ -1,4 +1,4 @@
-"""What a whole server writes to its log: in either format, and never what its clients wrote."""
+"""Tests of a whole server's log in both formats, which never holds text of its clients."""
 
 from __future__ import annotations
 

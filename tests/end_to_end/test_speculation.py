@@ -76,7 +76,7 @@ class Setting(NamedTuple):
     family: str
 
     def jobs(self) -> list[int]:
-        """Of the model's: so many that they do not fit where they are to be preempted."""
+        """Return the numbers of this case's jobs, out of the model's; if preempting, too many for the cache."""
         draw, count = random.Random(str(self)), 4 if self.engine == "preempting" else 2
         return draw.sample(range(int(self.has_grammars), NUM_KNOWN, 2), count)
 
@@ -118,13 +118,13 @@ def random_jobs(draw: random.Random, count: int) -> list[Job]:
 
 
 def record(path: Path, outputs: list[RequestOutput]) -> None:
-    """What the drafter of that name reads."""
+    """Write the file that the `recorded` drafter reads."""
     found = [{"prompt_token_ids": o.prompt_token_ids, "token_ids": o.outputs[0].token_ids} for o in outputs]
     path.write_text(json.dumps(found))
 
 
 def guessing_for(model: Path, method: str, expected: list[RequestOutput], directory: Path) -> dict[str, str]:
-    """What `method` guesses by, if that is named: it is written to the directory, or is the model, rounded more."""
+    """Return the model key of `method`, if any: heads or a record written to the directory, or the target itself."""
     path = directory / method
     if method == "recorded":
         record(path, expected)
@@ -208,7 +208,7 @@ def test_requests_of_every_setting_are_as_without(
 def test_requests_with_adapters_are_as_without(
     method: str, tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
 ) -> None:
-    """What guesses knows no adapters, and so is wrong more often."""
+    """Drafters ignore adapters, so more drafts are rejected and outputs stay the same."""
     model = tiny_model(FAMILIES[0])
     layers = {name: shape for name, shape in linear_shapes(oracle_of(model)).items() if "layers" in name}
     adapters = [None] + [

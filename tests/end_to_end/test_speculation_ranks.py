@@ -101,7 +101,7 @@ def test_two_stages_say_and_guess_what_one_does(
     proposed: list[tuple[list[int], list[int]]],
     restore_threads: None,
 ) -> None:
-    """What guesses reads the same numbers."""
+    """The drafter reads the same numbers in two pipeline stages as in one process."""
     model, keys = guessed(case, tiny_model, tmp_path)
     keys["speculative_config"]["adaptive"] = False
     args = {"model": str(model), "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 24}

@@ -1,4 +1,4 @@
-"""What a request of layers with states holds of the cache, whatever its context is."""
+"""Test of the cache blocks that a request of layers with states holds, at any context length."""
 
 from __future__ import annotations
 

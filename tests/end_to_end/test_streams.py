@@ -38,7 +38,7 @@ def some_ids(draw: random.Random, count: int) -> list[int]:
 
 
 def common_fields(draw: random.Random) -> dict[str, Any]:
-    """What completions and chats share; a random request has a seed, since the engine would choose others."""
+    """Return random fields common to completions and chats; a request has a seed, so its samples are reproducible."""
     fields: dict[str, Any] = {
         "seed": draw.randrange(1000),
         "temperature": draw.choice([0, 0, 0.3, 1, 1.7]),
@@ -134,7 +134,7 @@ def _facts(choice: dict[str, Any], message: dict[str, Any] | None) -> dict[str, 
 
 
 def _usage(answer: dict[str, Any]) -> dict[str, int]:
-    """What was cached depends on what ran before."""
+    """Return the token counts of an answer without their details, since cached tokens depend on earlier requests."""
     return {name: value for name, value in answer["usage"].items() if name.endswith("_tokens")}
 
 

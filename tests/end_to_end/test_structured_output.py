@@ -237,7 +237,7 @@ JUMPY = {
 
 
 def test_jumping_ahead_saves_steps_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one request and of two, each with two texts."""
+    """Outputs of one request and of a batch of two, with two sequences each, are the same with and without jumps."""
     steps, launch = [], ModelRunner.launch
     monkeypatch.setattr(
         ModelRunner, "launch", lambda runner, plan: steps.append(plan) or launch(runner, plan)
