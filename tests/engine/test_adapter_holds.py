@@ -1,4 +1,4 @@
-"""Which adapters the worker is to read and to let go of, whatever requests come and go."""
+"""Tests of the adapters that the worker loads and unloads, for any order of requests."""
 
 from __future__ import annotations
 

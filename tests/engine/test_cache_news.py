@@ -1,4 +1,4 @@
-"""What a core tells of its prefix cache: whoever takes it in knows what a request would find."""
+"""Test of prefix cache deltas: a receiver that applies them holds exactly the blocks on the device."""
 
 from __future__ import annotations
 

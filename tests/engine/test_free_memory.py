@@ -22,7 +22,7 @@ MORE_THAN_THERE_IS = 10**9
 
 
 class Machine:
-    """What is left, and the time; counts the readings."""
+    """Fake free memory and clock of a machine, which counts the readings."""
 
     def __init__(self, left_mib: int = 1000) -> None:
         self.left_bytes, self.now, self.num_readings = left_mib * MIB, 0.0, 0
@@ -114,7 +114,7 @@ async def in_flight(engine: AsyncLLM) -> asyncio.Task[str]:
 
 
 async def test_one_request_at_a_time_is_served_however_little_is_left(null_model_dir: Path) -> None:
-    """What is in flight goes on; with nothing in flight the next may come in."""
+    """A request in flight continues without free memory, and with none in flight the next is admitted."""
     engine = make_engine(null_model_dir, min_free_memory=MORE_THAN_THERE_IS)
     await engine.wait_ready()
     refusals = Refusals()

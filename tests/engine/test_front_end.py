@@ -437,7 +437,7 @@ def run_all(cores: Cores, stop: str | None, drops: Iterator[bool]) -> list[tuple
 
 
 def joined(outputs: list[Any], params: dict[str, Any]) -> tuple[Any, ...]:
-    """What a caller has at the end, with what it was told of the prompt."""
+    """Join a request's outputs into the final result, with the prompt's part of the first output."""
     last = outputs[-1]
     if params.get("output_kind") is RequestOutputKind.DELTA:
         last = dataclasses.replace(outputs[0])

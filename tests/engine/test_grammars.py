@@ -1,4 +1,4 @@
-"""What the engine does about constraints: it refuses some, and lets nobody wait for those that take long."""
+"""Tests of constraints in the engine: refusals, and slow grammars that delay no other request."""
 
 from __future__ import annotations
 

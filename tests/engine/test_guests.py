@@ -200,7 +200,7 @@ def test_a_host_that_computes_by_other_instructions_may_join_and_the_log_says_so
 def test_what_a_host_says_of_its_core_counts_as_if_it_were_here(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """That it stalls, what it was working on when it died, and that it says nothing at all."""
+    """A host's reports reach the server: its core stalls, the requests in work when it died, and silence."""
     config = prepare(config_of(null_model_dir, free_port()), "server")
     hello = ReplicaHello(1, time.monotonic(), facts_of(config))
     progress = Progress.create(tmp_path / "progress", 2)

@@ -60,7 +60,7 @@ def test_the_engine_goes_on_after_an_interrupt_in_any_step(
 
 
 def drained(llm: LLM) -> dict[str, list[int]]:
-    """What is left to come, token by token."""
+    """Run the engine until it is idle and return the remaining tokens of each request."""
     engine, got = llm.llm_engine, defaultdict[str, list[int]](list)
     while engine.has_unfinished_requests():
         with suppress(KeyboardInterrupt):

@@ -73,7 +73,7 @@ class Subscriber:
 
 
 def mended(heard: Iterable[Message], subscriber: Subscriber, first: int) -> Iterator[Message]:
-    """What was heard, with the gaps before each message filled by replay."""
+    """Yield the received messages, with the gaps before each filled by replay."""
     for number, batch in heard:
         if number > first:
             missed = subscriber.replay(first)

@@ -1,4 +1,4 @@
-"""What a core tells its front ends: each what concerns it, and all what is in the prefix cache."""
+"""Test of a core's messages: each front end gets its own outputs, and all get the prefix cache's changes."""
 
 from __future__ import annotations
 

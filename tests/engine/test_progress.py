@@ -1,4 +1,4 @@
-"""What a core leaves behind of its work, and when its silence means that it hangs."""
+"""Tests of a core's progress record, and of when its silence counts as a hang."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ async def until(what: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 async def refused(model: Path, cluster: Cluster, **args: Any) -> StartupError:
-    """Why such a server does not start."""
+    """Start a server that must fail, and return its `StartupError` after Ray's processes have ended."""
     engine = AsyncLLM(config_of(model, **args))
     with pytest.raises(StartupError) as raised:
         await engine.wait_ready()

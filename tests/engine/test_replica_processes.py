@@ -76,7 +76,7 @@ async def test_a_killed_replica_costs_no_request_anything_and_the_others_serve_m
 
 
 async def check_verbs(engine: AsyncLLM) -> None:
-    """What is asked of the engine reaches all of its cores."""
+    """Check that utility calls of the engine reach all of its cores."""
     assert [stats.num_running for stats in await engine.check_integrity()] == [0, 0]
     assert await engine.reset_prefix_cache()
     kept = asyncio.gather(*(collect(engine, [core], params(), f"r{core}") for core in range(4)))
@@ -91,7 +91,7 @@ async def check_verbs(engine: AsyncLLM) -> None:
 
 @pytest.mark.more
 async def test_who_kills_one_replica_and_then_another_ends_and_others_go_on(null_model_dir: Path) -> None:
-    """Who was in work with it both times ends, too; who was on the second replica goes on."""
+    """Requests in work with the poisoned one in both deaths fail too; those on the second replica continue."""
     engine = await started(null_model_dir, Poisoned, data_parallel_size=2)
     try:
         alone = await collect(engine, [1, 2], params())

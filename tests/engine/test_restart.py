@@ -85,7 +85,7 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 
 
 async def run_all(engine: AsyncLLM, stop: str | None, disturb: Callable[[], None]) -> list[Any]:
-    """What a client sees of each request; `disturb` is called once all of them have begun."""
+    """Return each request's result as a client sees it; `disturb` is called once all of them have begun."""
     begun: set[int] = set()
     whole = len([one for one in REQUESTS if one[1].get("output_kind") is RequestOutputKind.FINAL_ONLY])
     is_disturbed = False

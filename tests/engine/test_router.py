@@ -1,4 +1,4 @@
-"""Which core gets a request, and what is counted of it."""
+"""Tests of the choice of a core for each request, and of the load counters behind it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_known_prefix_is_that_of_a_search_from_the_start(
 
 
 def test_what_a_core_tells_of_its_cache_counts_and_what_it_has_lost_does_not() -> None:
-    """Of prompts that somebody else has sent, too; and a prompt goes where it is found."""
+    """Cached blocks reported by a core count for prompts sent by other front ends too, and removed blocks no longer."""
     routers = Routers(num_cores=2)
     ids, policy = prompt(*range(20)), routers.router._policy
     hashes: list[bytes] = []

@@ -84,7 +84,7 @@ def test_replicas_have_the_bits_of_one_process(
     tiny_model: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of forks, grammars, logprobs of prompts, and chunks of requests that preempt others; cold and warm."""
+    """Outputs are equal for forks, grammars, prompt logprobs and preempted chunks, with a cold and a warm cache."""
     monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
     monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
     monkeypatch.setattr("quire.engine.llm_engine.make_clients", ThreadReplica.all_of)

@@ -250,7 +250,7 @@ async def test_levels_that_are_none(bad: Any) -> None:
 
 @given(st.lists(st.one_of(st.sampled_from(list(LEVELS)), st.sets(st.sampled_from(TAGS)))))
 def test_rest_can_be_reached_by_its_verbs(events: list[Any]) -> None:
-    """What a new core is told brings it where the old one was."""
+    """Replaying the verbs of a sleep state puts a new core into that state."""
     rest = EngineSleepState()
     for event in events:
         try:

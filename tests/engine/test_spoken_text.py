@@ -48,7 +48,7 @@ class Speaker:
         executor._next_token = lambda row: self._script[len(row.token_ids) - row.num_prompt_tokens]  # type: ignore[method-assign]
 
     def say(self, ids: list[int], output_kind: RequestOutputKind, **fields: Any) -> list[RequestOutput]:
-        """What the engine gives for these tokens after the prompt "ab the"."""
+        """Return the engine's outputs for these sampled tokens after the prompt "ab the"."""
         self._script = ids
         params = SamplingParams(max_tokens=len(ids), ignore_eos=True, output_kind=output_kind, **fields)
         self.engine.add_request("spoken", self.ids(["a", "b", SAID[self.kind.name][0]]), params)

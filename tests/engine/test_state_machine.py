@@ -185,7 +185,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS))
     def provide(self, key: str) -> None:
-        """What some of the requests are held for is there."""
+        """Provide the key that some requests are held for."""
         self.engine.holder.provide(key)
 
     @rule(count=st.integers(1, 16))

@@ -1,4 +1,4 @@
-"""What is decided about a core that died, on a clock of the test's own."""
+"""Tests of the decisions after a core's death, on a fake clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files of a tokenizer may say and be: options, chat templates, and names that are no regular files."""
+"""Tests of a tokenizer's files: options, chat templates, and names that are no regular files."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class WholeEngine(StatLogger):
         assert self.engine.get_num_unfinished_requests() == 0
 
     def result(self, name: str) -> RequestOutput:
-        """What the caller has at the end, whichever way it was told."""
+        """Return a request's final output, joined from its outputs of any kind."""
         outputs, kind = self.outputs[name], self._kinds[name]
         assert kind is not RequestOutputKind.FINAL_ONLY or len(outputs) == 1
         if kind is not RequestOutputKind.DELTA:
@@ -205,7 +205,7 @@ _alone: dict[bytes, RequestOutput] = {}
 
 
 def alone(prompt: list[int], params: SamplingParams) -> RequestOutput:
-    """What a request gives in an engine of its own, one completion after the other."""
+    """Return the result of a request in an engine of its own, one completion after the other."""
     key = msgspec.msgpack.encode((prompt, params))
     if key not in _alone:
         first, *others = [_completion_alone(prompt, params, index) for index in range(params.n)]
@@ -217,7 +217,7 @@ def alone(prompt: list[int], params: SamplingParams) -> RequestOutput:
 
 @functools.cache
 def pooled_alone(prompt: tuple[int, ...]) -> Pooled:
-    """What is pooled of a prompt in an engine of its own."""
+    """Return the pooled output of a prompt in an engine of its own."""
     oracle = _oracle()
     name = f"p{len(oracle.pooled)}"
     oracle.pool(name, list(prompt))
