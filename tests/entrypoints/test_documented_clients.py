@@ -1,4 +1,4 @@
-"""What docs/server.md says about tested clients is what `make clients` installs and tests."""
+"""Tests that the clients documented in docs/server.md are those that `make clients` installs and tests."""
 
 from __future__ import annotations
 

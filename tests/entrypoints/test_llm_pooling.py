@@ -212,7 +212,7 @@ def test_scores_take_parameters_and_a_template_of_pairs(
 
 
 class Lengths(IOProcessor):
-    """Of words."""
+    """IO processor that returns the number of tokens of each word."""
 
     def prompts(self, data: Any) -> list[PromptType]:
         return list(data["text"].split())

@@ -1,4 +1,4 @@
-"""What a template makes is bounded before it is made, so that it costs nobody memory or the interpreter."""
+"""Tests of template limits: a result is bounded before it is built, to protect memory and the interpreter."""
 
 from __future__ import annotations
 

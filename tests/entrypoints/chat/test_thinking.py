@@ -1,4 +1,4 @@
-"""What templates make of their options about thinking, and where a constraint begins because of it."""
+"""Tests of templates' thinking options, and of where a constraint begins with each."""
 
 from __future__ import annotations
 

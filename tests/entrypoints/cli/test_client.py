@@ -15,7 +15,7 @@ from tests.fixtures.fake_server import FakeServer, event_stream, json_answer
 
 
 def answered(response: bytes) -> Any:
-    """What `get` makes of a response."""
+    """Return the result of `get` for a raw HTTP response."""
     with FakeServer({"/v1/x": lambda _: response}) as server:
         return asyncio.run(ServerClient(f"{server.url}/v1").get("/x"))
 

@@ -1,4 +1,4 @@
-"""What a model is told of a Python function."""
+"""Tests of the tool schema made from a Python function."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _quiet_log() -> Iterator[None]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerConfig]]:
-    """What `quire serve` was asked to run, instead of running it."""
+    """Replace `run_server` and return the list of configurations that `quire serve` passed to it."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
 
     class FakeApiServer:

@@ -79,7 +79,7 @@ def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrat
 
 
 def kept(name: str, value: Any) -> Any:
-    """What a field holds that was given a value: of keys, their hashes."""
+    """Return the value that a config field stores for a given one: for API keys, their hashes."""
     if name == "admin_api_key":
         return hashed_key(value)
     return tuple(map(hashed_key, value)) if name == "api_key" else value

@@ -115,7 +115,7 @@ class Contract:
 
 
 def contract_of(app: FastAPI) -> Contract:
-    """That of an app; apps that say the same of themselves share it."""
+    """Return the contract of an app; apps with equal documents share one."""
     document, state = app.state.document, app.state.server
     limits = ServerLimits.from_server(state)
     key = (limits, document.facts)

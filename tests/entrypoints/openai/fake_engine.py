@@ -286,7 +286,7 @@ class FakeEngine:
             self.closed.append(request_id)
 
     def _recited(self, prompt: TokenizedPrompt, params: BeamSearchParams) -> SamplingParams:
-        """What is recited in the place of a search, which has been checked."""
+        """Check a beam search and return the sampling parameters of the recited answer that replaces it."""
         _, params = self.input_processor.process_beam_search("search", prompt, params)
         kind = RequestOutputKind.FINAL_ONLY
         return SamplingParams(

@@ -1,4 +1,4 @@
-"""Why a request may be refused whose fields all fit the document: no schema can say these."""
+"""Reasons to refuse a request whose fields all fit the document; no schema can express them."""
 
 from __future__ import annotations
 

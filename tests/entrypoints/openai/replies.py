@@ -1,4 +1,4 @@
-"""What the fake model says where answers are compared across API shapes."""
+"""Replies of the fake model for comparisons of answers across API shapes."""
 
 from __future__ import annotations
 

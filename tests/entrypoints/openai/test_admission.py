@@ -1,4 +1,4 @@
-"""What a request may cost before it is admitted: refused early, by numbers, and beside the event loop."""
+"""Tests of a request's cost before admission: early refusals by counts, and work beside the event loop."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
 
 
 def inner(path: str) -> str:
-    """What stands between a tool and its name."""
+    """Return the path between a tool and its name."""
     return "function." if path in (CHAT, OLLAMA) else ""
 
 
@@ -351,7 +351,7 @@ async def test_schemas_that_are_too_large_together_cost_no_answer(monkeypatch: p
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
 async def test_a_function_that_is_not_strict_is_kept_to_what_can_be_enforced(parser: str) -> None:
-    """Where its call is asked for, as LlamaIndex does: nothing is refused that is not strict."""
+    """A required call of a lenient function, as LlamaIndex sends, is constrained if possible and never refused."""
     async with client_for(engine := FakeEngine(FakeTokenizer()), tool_call_parser=parser) as client:
         for schema, is_kept in ((described({"type": "integer"}), True), (described({"not": {}}), False)):
             lenient = tool(CHAT, "f", schema)

@@ -127,7 +127,7 @@ async def test_a_template_that_loops_costs_one_request() -> None:
 
 
 async def answers_within(limit_s: float, contents: list[str]) -> list[httpx.Response]:
-    """Of a server that is gone when all have come."""
+    """Return the answers of a server that is closed once all have arrived."""
     async with client_for(FakeEngine(FakeTokenizer(LOOP))) as client:
         client._transport.app.state.server.renders.limit_s = limit_s  # type: ignore[attr-defined]
 

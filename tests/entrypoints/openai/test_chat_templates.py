@@ -1,4 +1,4 @@
-"""What the operator says about the chat template, and what a model without one can do."""
+"""Tests of the operator's chat template options, and of a model without a template."""
 
 from __future__ import annotations
 

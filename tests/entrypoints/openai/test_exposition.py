@@ -16,7 +16,7 @@ from quire.scheduler.output import SchedulerStats
 
 
 class Measured:
-    """What an API process counts."""
+    """Metrics of one API process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""What clients see when the engine fails, and that every stream has exactly one end."""
+"""Tests of the errors that clients receive when the engine fails; every stream has exactly one end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat request asks for is what a model that speaks Harmony is held to."""
+"""Test of chat requests to a Harmony model: the constraints made from their fields and tools."""
 
 from __future__ import annotations
 

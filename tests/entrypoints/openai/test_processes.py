@@ -1,4 +1,4 @@
-"""What the API processes of a server have between them: messages, connections, and the accounts of tenants."""
+"""Tests of communication among API processes: messages, connections, and the accounts of tenants."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Street:
         self.own.append(connection)
 
     async def connect(self) -> tuple[int, asyncio.StreamWriter]:
-        """Who answers, and how to hang up."""
+        """Connect and return the number of the process that answers, with the writer that closes the connection."""
         reader, writer = await asyncio.open_connection(*self.listener.getsockname())
         async with asyncio.timeout(30):
             return int(await reader.readexactly(1)), writer
@@ -333,7 +333,7 @@ def test_what_a_dead_process_ran_no_longer_counts() -> None:
 
 
 class Owner:
-    """Of a core that nobody asks for anything."""
+    """Owner of a core that records which front ends it was asked to forget."""
 
     def __init__(self) -> None:
         self.forgotten: list[int] = []

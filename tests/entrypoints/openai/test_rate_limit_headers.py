@@ -1,4 +1,4 @@
-"""What a response tells of its key's limits."""
+"""Tests of the response headers that report a key's rate limits."""
 
 from __future__ import annotations
 

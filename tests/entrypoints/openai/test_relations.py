@@ -1,4 +1,4 @@
-"""What fields of a request ask of each other: the document says it, and the server holds to it, in any combination."""
+"""Tests of relations between request fields: the document states and the server enforces them, in any combination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every reply says besides its text: usage, timings, limits that were lowered; and a chunk for every step."""
+"""Tests of a reply's parts beside its text: usage, timings, lowered limits; and a chunk for every step."""
 
 from __future__ import annotations
 

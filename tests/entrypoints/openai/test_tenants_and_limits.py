@@ -1,4 +1,4 @@
-"""Whose share a request takes, how urgent it is, and what a full queue answers."""
+"""Tests of a request's tenant and priority, and of the reply of a full queue."""
 
 from __future__ import annotations
 

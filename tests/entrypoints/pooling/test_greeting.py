@@ -1,4 +1,4 @@
-"""What the server prints when it is ready fits the model that it serves."""
+"""Tests of the server's startup message, which fits the model that it serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many numbers one reply may have, and where they are written."""
+"""Tests of the limit of numbers per reply, and of the thread that encodes them."""
 
 from __future__ import annotations
 

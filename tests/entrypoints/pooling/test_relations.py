@@ -1,4 +1,4 @@
-"""What fields of a request to a model that pools ask of each other, in any combination."""
+"""Test of relations between the fields of pooling requests, in any combination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which formats are chosen for the templates of which families: the markers of each, in templates of our own."""
+"""Tests of the choice of formats by a template's markers, for each family, in templates of our own."""
 
 from __future__ import annotations
 

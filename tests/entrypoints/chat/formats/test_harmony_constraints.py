@@ -53,7 +53,7 @@ def read(text: str, prompt: str) -> list[Event]:
 
 
 def check_calls(found: list[Event], schemas: dict[str, Any]) -> int:
-    """How many calls there are: nothing else is there but reasoning, and all arguments are valid."""
+    """Return the number of calls, all with valid arguments; any event other than reasoning fails."""
     calls = [event for event in found if not isinstance(event, Reasoning)]
     for event in calls:
         assert isinstance(event, ToolCall), event

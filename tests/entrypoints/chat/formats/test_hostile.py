@@ -1,4 +1,4 @@
-"""What a model may write to keep the server from everything else: long answers, token by token, in linear time."""
+"""Tests of hostile answers: long ones are parsed token by token in linear time."""
 
 from __future__ import annotations
 

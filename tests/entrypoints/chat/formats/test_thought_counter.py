@@ -37,12 +37,12 @@ class Tokens:
 
 
 def tool_format_of(row: ReasoningFormat) -> ToolFormat:
-    """Of the same family, or the one that most have."""
+    """Return the tool format of the same family, or else the most common one."""
     return next((BY_NAME[name] for name in (row.name, *row.aliases) if name in BY_NAME), BY_NAME["hermes"])
 
 
 def check(row: ReasoningFormat, answer: str, thought: str, *, has_tools: bool = True) -> None:
-    """What is counted is the tokens of the thought, in pieces of any size, be markers tokens or not."""
+    """Check the count of a thought's tokens, in chunks of any size, with markers as special tokens and as text."""
     tool_format = tool_format_of(row)
     longest = max(map(len, (*row.opens, *row.closes, *tool_format.opens)))
     for special in ((), (*row.opens, *row.closes, *tool_format.opens)):

@@ -38,7 +38,7 @@ class Transcript:
 
 
 def lost(format_name: str, what: str, text: str) -> Transcript:
-    """What is no call is content, as it was written."""
+    """Return a transcript that is no call, so its text is content as it was written."""
     return Transcript(format_name, what, text, content=text)
 
 
@@ -692,7 +692,7 @@ def can_hold_its_markers(row: ToolFormat) -> bool:
 
 
 def written_by(row: ToolFormat) -> Iterator[Transcript]:
-    """What every format can say."""
+    """Yield the transcripts that every format can write."""
     everyone = " ".join(spoken(other) for other in FORMATS if other.name != row.name)
     cases: dict[str, Calls] = {
         "one": WEATHER,
