@@ -65,7 +65,7 @@ def started(model: str, **args: Any) -> LLM:
 
 
 def said(llm: LLM) -> Any:
-    """What comes of requests that do not fit into the cache at once."""
+    """Return the outputs of requests that do not all fit into the cache at once."""
     prompts = [[3, 1, 4, 1, 5] * 5, [2, 7, 1, 8], [99] * 30, [50, 60, 70]]
     params = [
         SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logprobs=1),

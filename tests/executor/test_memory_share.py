@@ -52,7 +52,7 @@ def large(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def nothing(tiny_model: Callable[[str], Path]) -> int:
-    """What a rank takes for next to no weights."""
+    """Return the least peak memory of a rank with next to no weights, in bytes."""
     return min(peaks_of(tiny_model("llama"), tensor_parallel_size=2))
 
 

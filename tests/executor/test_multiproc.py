@@ -50,7 +50,7 @@ def started(model: Path, **args: Any) -> LLMEngine:
 
 
 def run(engine: LLMEngine, wanted: Sequence[SamplingParams] = PARAMS) -> dict[str, RequestOutput]:
-    """What comes of the first requests, all of which do not fit into the cache at once."""
+    """Run the first requests, which do not all fit into the cache at once, and return their outputs."""
     for index, (prompt, params) in enumerate(zip(PROMPTS, wanted, strict=False)):
         engine.add_request(str(index), list(prompt), params)
     ended = {}
@@ -98,7 +98,7 @@ def alone(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, RequestOutput
 
 @pytest.fixture
 def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[Path]]:
-    """What ranks of this test have left in a folder for temporary files that is theirs alone."""
+    """Return a function that lists the directories left by ranks in this test's own temporary folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return lambda: set(tmp_path.glob("quire-ranks-*"))
 

@@ -1,4 +1,4 @@
-"""Which way ranks of one host have between them: by the kind of device that they compute on."""
+"""Tests of the transport between ranks of one host, by the kind of their devices."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def pooled(directory: Path, wanted: list[PoolingParams], **args: Any) -> list[ND
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_decoder_gives_the_same_numbers(case: str, tmp_path: Path) -> None:
-    """Of texts and of each token, of prompts that are computed in chunks."""
+    """Embeddings of texts and of each token are equal, for prompts computed in chunks."""
     write_model("qwen3", tmp_path, "Qwen3ForCausalLM")
     write_sentence_transformer(tmp_path, pooling="mean_tokens", normalizes=True)
     limits = {"max_num_batched_tokens": 12, "max_num_seqs": 4}

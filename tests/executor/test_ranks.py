@@ -1,4 +1,4 @@
-"""What an executor hears of ranks, with ranks that compute nothing and do as they are told."""
+"""Tests of an executor's view of its ranks, with fake ranks that compute nothing and follow a script."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_stages_have_the_bits_of_one_process(
     case: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of forks, grammars, logprobs of prompts, and chunks of requests that preempt others; cold, warm and woken."""
+    """Outputs are equal for forks, grammars, prompt logprobs and preempted chunks; cold, warm and after a sleep."""
     monkeypatch.setattr("quire.executor.ranks.multiproc.Ranks", ThreadRanks)
     monkeypatch.setattr("quire.executor.ranks.multiproc.CallFuture", lambda ranks: Future())
     stages, options = CASES[case]
