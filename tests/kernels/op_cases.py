@@ -840,7 +840,7 @@ def cases_of(name: str, dtype: torch.dtype) -> list[Arguments]:
 
 @functools.cache
 def told_by_the_oracle(name: str, dtype: torch.dtype, device: str, number: int) -> list[Tensor]:
-    """Of a case that somebody is compared on: the oracle's results, and the arguments as it leaves them."""
+    """Return the oracle's results for a case, and the arguments as the oracle leaves them."""
     args, kwargs = move(cases_of(name, dtype)[number], device)
     result = ops.TABLE[name].oracle(*args, **kwargs)
     return tensors((result, (args, kwargs)))

@@ -75,7 +75,7 @@ class Driver:
 
 
 class Variants:
-    """What was asked for: of each kernel and its constants, what else it would be compiled for."""
+    """Record of compiled variants: for each kernel and its constants, the specializations that were asked for."""
 
     def __init__(self) -> None:
         self.found: dict[str, set[str]] = defaultdict(set)
@@ -103,7 +103,7 @@ class Variants:
 
 
 def launches(size: int) -> Launches:
-    """Of a batch of so many rows, or requests."""
+    """Yield the launches of a batch of `size` rows or requests."""
     yield from _rowwise(size)
     yield from _attention(size)
     yield from _linears(size)
@@ -134,7 +134,7 @@ def _rowwise(size: int) -> Launches:
 
 
 def _caches(size: int) -> tuple[Tensor, Tensor]:
-    """Of any number of blocks."""
+    """Return key and value caches without memory; the number of blocks varies with the size."""
     both = empty(2, 9 + size, 4, 16, 64)
     return both[0].transpose(2, 3), both[1]
 
@@ -175,7 +175,7 @@ def _linears(size: int) -> Launches:
 
 
 def _odd_linears(size: int) -> Launches:
-    """Whose outputs are no multiple of 16."""
+    """Yield linears whose number of outputs is no multiple of 16."""
     for scheme in SCHEMES:
         yield partial(linear.packed_linear, empty(size, 768), packed(scheme, 250, 768))
 

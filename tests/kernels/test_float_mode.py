@@ -26,7 +26,7 @@ MORE_THREADS = 13
 
 @pytest.fixture
 def flushing() -> Iterator[None]:
-    """What some libraries do to the thread that loads them: numbers below the normal ones are 0."""
+    """Flush denormal numbers to 0, as some libraries set the thread that loads them."""
     if not torch.set_flush_denormal(True):
         pytest.skip("torch cannot set the mode of this processor")
     try:

@@ -26,7 +26,7 @@ SHIFTS = (None, torch.uint8, torch.float32)
 
 
 def random_numbers(kind: str, group: int, scales: torch.dtype | None, shift: torch.dtype | None) -> Numbers:
-    """Of a matrix [40, 512]."""
+    """Return random quantized values of a weight [40, 512]."""
     generator = torch.Generator().manual_seed(group)
     groups = INPUTS // (group or INPUTS)
 

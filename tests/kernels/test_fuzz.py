@@ -314,7 +314,7 @@ NUMBERS = (-1, -(2**31), 2**31 - 1, 1 << 20, 2**62, -(2**63))
 
 
 def kinds_for(name: str) -> list[str]:
-    """What can go wrong with an argument; nobody can say what is right where memory is written twice."""
+    """Return the mutations for an op's arguments; overlapping memory has no defined result for ops in place."""
     in_place = name.startswith(("rotary", "write", "apply"))
     return [kind for kind in MUTATIONS if not (in_place and kind == "repeated")]
 

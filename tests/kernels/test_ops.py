@@ -28,7 +28,7 @@ def test_every_op_is_documented() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", list(ops.TABLE))
 def test_op_matches_its_oracle(name: str, dtype: torch.dtype, device: str) -> None:
-    """What a caller gets: of what supports the call the first; then each of the others, of which there may be none.
+    """The selected implementation of an op matches its oracle, and then each of the other implementations, if any.
 
     Without a GPU, test_triton.py runs those for GPUs interpreted.
     """

@@ -32,7 +32,7 @@ def restore_threads() -> Iterator[None]:
 
 
 def delta_inputs(length: int, steps: int = 1) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What rows have, and what heads have, with so many time steps of each."""
+    """Return the inputs of rows and the parameters of heads, with `steps` time steps per row."""
     random = torch.Generator().manual_seed(length)
     widths = (2 * KEY_HEADS * KEYS + VALUE_HEADS * VALUES, VALUE_HEADS * (1 + steps))
     qkv, ba = (torch.randn(length, width, generator=random) for width in widths)

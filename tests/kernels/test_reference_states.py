@@ -1,4 +1,4 @@
-"""Where states are read and left, against the words of `RecurrentStateSpec`."""
+"""Tests of where states are read and written, against the documentation of `RecurrentStateSpec`."""
 
 from __future__ import annotations
 

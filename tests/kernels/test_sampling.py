@@ -50,7 +50,7 @@ def one(logits: list[float], *, u: float = 0.5, setting: tuple[float, ...] = OFF
     st.sampled_from([0.0, 0.01, 1.0, 4.0, 30.0]),
 )
 def test_random_rows_draw_the_tokens_of_the_oracle(seed: int, vocab_size: int, spread: float) -> None:
-    """Of any width and spread; where every u and top_p keeps off its boundary, which random numbers do."""
+    """Rows of any width and spread draw equal tokens if u and top_p are off their boundaries, as random ones are."""
     torch.manual_seed(seed)
     logits = torch.randn(24, vocab_size) * spread
     args = settings(24, vocab_size), random_keys(24)

@@ -63,7 +63,7 @@ def outputs(
     next_size: Callable[[], int],
     num_drafts: int = 0,
 ) -> list[Tensor]:
-    """What a layer makes of all sequences together, each of which is cut into chunks of any sizes, perhaps of none.
+    """Return a layer's outputs for a batch of sequences, each split into chunks of random, perhaps empty, size.
 
     Behind each chunk stand drafts, all of them wrong.
     """

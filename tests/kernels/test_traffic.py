@@ -1,4 +1,4 @@
-"""What a call must read is counted from its arguments."""
+"""Tests of the bytes that a call must read, counted from its arguments."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ BOTH_WAYS: dict[str, dict[str, Any]] = {
 def test_attention_in_both_directions_over_many_tiles(
     head_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of some all queries see all keys, and of others not."""
+    """Outputs match the oracle where all queries see all keys, and where a window hides some."""
     monkeypatch.setattr(bidirectional, "BLOCK_N", 16)
     torch.manual_seed(0)
     metadata = make_metadata([(80, 80), (3, 3), (33, 33)], block_size=64, num_blocks=6)

@@ -116,7 +116,7 @@ def test_experts_with_adapters() -> None:
 
 
 def in_floats(matrices: tuple[PackedWeight, ...]) -> tuple[PackedWeight, ...]:
-    """What they stand for: on a GPU no integer weight sees rounded activations."""
+    """Return the weights as floats: on a GPU no integer weight is multiplied by rounded activations."""
     return tuple(
         linear.pack_weight(reference.unpack_weight(matrix).float(), FLOAT, matrix.halves)
         for matrix in matrices

@@ -144,7 +144,7 @@ WIDE = torch.tensor(
 
 
 def test_few_tokens_are_looked_at_twice_however_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the thousands that are kept, one program collects those that are next to the cut."""
+    """One program collects only the tokens next to the threshold, out of the thousands that are kept."""
     torch.manual_seed(0)
     limits = WIDE.clone()
     limits[:, 2].clamp_(max=4007)
@@ -238,7 +238,7 @@ def test_draws_are_fair(limits: str, by_position: bool) -> None:
 
 
 def test_noise_of_neighbours_is_unrelated() -> None:
-    """Of tokens in a pair, of positions, and of seeds."""
+    """Noise is uncorrelated between tokens of a pair, between positions and between seeds."""
     noise_of = np.stack(
         [reference_sampling.gumbel(seed, position, 2000) for seed in range(3) for position in range(3)]
     )

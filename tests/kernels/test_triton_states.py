@@ -46,7 +46,7 @@ def test_near_the_oracle(name: str, dtype: torch.dtype) -> None:
 
 
 def operands(name: str) -> tuple[list[Tensor], list[Tensor | None], tuple[int, ...]]:
-    """What has a row for each of a request's tokens, what has none, and the shape of a state."""
+    """Return tensors with a row per token, tensors without, and the shape of a state."""
     if name == "causal_conv":
         return [randn(ROWS, 37)], [randn(4, 37), randn(37)], (3, 37)
     if name == "selective_scan":
