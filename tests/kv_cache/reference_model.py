@@ -1,4 +1,4 @@
-"""What the KV cache must amount to: dictionaries of blocks whose content is written out, token by token.
+"""Reference model of the KV cache: dictionaries of blocks whose content is written out, token by token.
 
 A block holds `Content`: the group it serves, the salt and all tokens up to its last written slot. So whatever is read
 can be compared with the tokens of whoever reads it, and nothing here depends on hashes, queues or reference counts.
@@ -92,7 +92,7 @@ class Memory:
 
 
 class PrefixNames:
-    """What each hash stands for, learned from the sequences themselves."""
+    """Contents that each block hash stands for, learned from the sequences themselves."""
 
     def __init__(self, specs: Sequence[KVCacheSpec]) -> None:
         self._specs = specs

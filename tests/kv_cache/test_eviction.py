@@ -1,4 +1,4 @@
-"""Which cached blocks are given up: the least recently used ones, of a sequence the last ones first."""
+"""Tests of the eviction order: least recently used blocks first, and of a sequence the last ones first."""
 
 from __future__ import annotations
 

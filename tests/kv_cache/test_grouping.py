@@ -1,4 +1,4 @@
-"""Which layers share a block table, and what of their blocks stays unused."""
+"""Tests of the layers that share a block table, and of the unused part of their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large the cache becomes, and what is said when it is too small."""
+"""Tests of the cache's size, and of the errors when it is too small."""
 
 from __future__ import annotations
 

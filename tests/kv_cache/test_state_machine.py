@@ -145,7 +145,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.preempted)
     @rule(which=st.integers(0, 30))
     def fail(self, which):
-        """What it has computed since its first start cannot be found any more, on either tier; the rest can."""
+        """Fail a sequence: blocks computed since its first start are no longer found on either tier; the others are."""
         seq = pick(self.running | self.preempted, which)
         own = set(seq.block_hashes[seq.num_cached_tokens // self.specs[0].block_size :])
         before = [set(pool.cached_blocks) for pool in self.pools]
@@ -292,7 +292,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def watched(
         self, places: dict[int, int] | None = None, forgotten: frozenset[bytes] | set[bytes] = frozenset()
     ) -> Iterator[None]:
-        """What is done in here must evict in order, but for what is forgotten on purpose."""
+        """Check that the enclosed operations evict in order, except for blocks forgotten on purpose."""
         names = set(self.pools[0].cached_blocks)
         yield
         evicted = names - set(self.pools[0].cached_blocks)
