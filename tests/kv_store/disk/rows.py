@@ -57,7 +57,7 @@ def write(store: DiskStore, *numbers: int) -> int:
 
 
 def read(store: DiskStore, *numbers: int) -> list[bool]:
-    """What was read, all of which has the bytes that were written."""
+    """Read rows, check that each has the bytes that were written, and return which ones were found."""
     rows = [blank() for _ in numbers]
     done = store.read([name_of(number) for number in numbers], rows)
     for number, row, was_read in zip(numbers, rows, done, strict=True):
