@@ -1,4 +1,4 @@
-"""What attention layers say they need, and what they are given."""
+"""Tests of the cache specs that attention layers declare, and of the caches that they are bound to."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def bound(kinds: list[str]) -> tuple[nn.ModuleList, KVCacheConfig, tuple[Tensor,
 
 
 def entry(layer: Keeper, config: KVCacheConfig, block_id: int) -> list[Tensor]:
-    """What kernels reach by an id of the pool: the planes of each of their blocks in it."""
+    """Return the planes of each kernel block in a pool block."""
     first = block_id * config.parts_per_block(config.groups[layer.group_id])
     ids = [first + index * layer.spec.planes for index in range(layer.spec.kernel_blocks)]
     return [plane[index] for index in ids for plane in layer.planes]

@@ -1,4 +1,4 @@
-"""What layers with latent attention keep, what they refuse, and how their matrices come back."""
+"""Tests of latent attention: its cache entry, its refusals, and its weights read back from a file."""
 
 from __future__ import annotations
 

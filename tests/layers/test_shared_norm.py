@@ -28,7 +28,7 @@ def norm(
 
 
 def shared(heads: int, groups: int, size: int, x: Tensor, weight: Tensor, by_units: bool) -> Tensor:
-    """What ranks make of their heads, put together; of a head that several have, each must make the same."""
+    """Return the ranks' outputs put together; ranks that share a head must compute the same for it."""
 
     def work(group: InProcess) -> tuple[slice, Tensor]:
         made = norm(heads, groups, weight, Shard.of_group(group), by_units)

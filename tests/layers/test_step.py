@@ -1,4 +1,4 @@
-"""What a step hands to layers: metadata of their kind; and models that are given rows instead of ids."""
+"""Tests of a step's metadata for layers of each kind, and of models that take rows instead of ids."""
 
 from __future__ import annotations
 
