@@ -27,7 +27,7 @@ def held() -> dict[str, int]:
 
 
 def answers(llm: LLM, paths: list[str], numbers: range) -> Iterator[tuple[str, str]]:
-    """Of an adapter after the other: its path and what it says."""
+    """Yield the path and the answer of one adapter after the other."""
     params = SamplingParams(temperature=0, max_tokens=2)
     for first in range(numbers.start, numbers.stop, AT_A_TIME):
         adapters = [

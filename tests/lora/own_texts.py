@@ -1,4 +1,4 @@
-"""What adapters of the tiny models have of their own besides weights: tokens, chat templates."""
+"""Additions of the tiny models' adapters besides weights: tokens and tokenizer settings."""
 
 from __future__ import annotations
 

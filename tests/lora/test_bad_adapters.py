@@ -1,4 +1,4 @@
-"""What is wrong with an adapter is said with its file, its tensor and the limit, and nothing of it is used."""
+"""Tests of malformed adapters: the error names file, tensor and limit, and nothing of the adapter is used."""
 
 from __future__ import annotations
 

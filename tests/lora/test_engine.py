@@ -63,7 +63,7 @@ def engine(tiny_model: Callable[[str], Path]) -> Callable[..., LLM]:
 
 
 def of_each(adapters: list[LoRARequest]) -> list[LoRARequest | None]:
-    """Of eight prompts."""
+    """Return the adapters of eight prompts."""
     first, second, third, fourth = adapters
     return [first, None, second, first, third, None, fourth, second]
 

@@ -188,7 +188,7 @@ E = "base_model.model.model.layers.0.mlp.experts"
 def whole(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Targets, dict[str, Tensor]]:
-    """What adapters of a model may change, and the tensors of one that fits."""
+    """Return the adapter targets of a model, and the tensors of an adapter that fits."""
     model = tiny_model("qwen3moe")
     adapter = write_stacked(tmp_path_factory.mktemp("whole"), oracle_of(model))
     return Targets(load_tiny(model)), load_file(adapter / WEIGHTS_NAME)

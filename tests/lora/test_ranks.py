@@ -44,7 +44,7 @@ def wide(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def adapters(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
-    """Of all linears with biases; of tables, with trained and added tokens; of rows' lengths (DoRA); whole tables."""
+    """Return adapters of linears with biases, of tables with tokens, of DoRA's row lengths, and of whole tables."""
     oracle = oracle_of(wide)
     linears, tables = linear_shapes(oracle), table_shapes(oracle)
     layers = {name: shape for name, shape in linears.items() if name != "lm_head"}
@@ -163,7 +163,7 @@ def test_adapters_of_experts_say_on_ranks_what_they_say_on_one(
 
 
 def stores(llm: LLM) -> list[AdapterStore]:
-    """Of each rank, a thread or this process."""
+    """Return the adapter store of each rank, which is a thread or this process."""
     executor = llm.llm_engine._clients[0]._core.executor  # type: ignore[attr-defined]
     workers = (
         [rank.worker for rank in executor._ranks._ranks]

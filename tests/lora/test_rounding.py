@@ -28,7 +28,7 @@ PARTS, INPUTS = [40, 3, 77], 50
 
 
 def product(stacks: LoraStacks, slot: int, part: int) -> Tensor:
-    """What a part adds for each input, [K, N of the part]."""
+    """Return the output that a part of an adapter adds for each input, [K, N of the part]."""
     rank = int(stacks.ranks[slot, part])
     first = stacks.a[slot, part, :, :rank].float() * stacks.scales[slot, part, :rank]
     return first @ stacks.b[slot, :rank, stacks.columns()[part]].float()
@@ -75,7 +75,7 @@ def test_floats_are_left_as_they_are() -> None:
 def test_logits_are_near_those_of_the_adapter(
     name: str, config: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Of what an adapter changes a twentieth at most is lost, where a little decides which experts there are, too."""
+    """At most a twentieth of an adapter's change is lost, also if a small change selects other experts."""
     model = load_tiny(tiny_model(name))
     targets = Targets(model)
     shapes = {module: (target.outputs, target.inputs) for module, target in targets.modules.items()}
