@@ -1,4 +1,4 @@
-"""What the user calls a model, and the directory it stands for."""
+"""Tests of model names and the directories that they resolve to."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def states_of(
 
 @torch.inference_mode()
 def scores_of(model: EncoderModel, states: Tensor) -> Tensor:
-    """What the head makes of a text's hidden states."""
+    """Return the scores that the head computes from a text's hidden states."""
     assert model.head is not None
     assert model.config.arch.head is not None
     head = model.config.arch.head

@@ -93,7 +93,7 @@ def test_long_steps_in_parts_have_the_same_bits(
 
 
 def of_replicas(directory: Path, shares: int, **args: Any) -> list[Tensor]:
-    """What the ranks of two replicas make of sequences of their own, of which the second one's take fewer steps."""
+    """Return the logits of two replicas' ranks for sequences of their own; the second replica needs fewer steps."""
     config, world = prepared_config(directory, **args), InProcess.group(2 * shares)
     groups: list[Group] = [group for _ in range(2) for group in InProcess.group(shares)]
     most = num_steps(SEQUENCES)
@@ -117,7 +117,7 @@ def of_replicas(directory: Path, shares: int, **args: Any) -> list[Tensor]:
 
 
 def num_steps(sequences: Sequence[Sequence[int]]) -> int:
-    """That `logits_of` takes."""
+    """Return the number of steps that `logits_of` takes for these sequences."""
     return max(
         next(
             turn + 1
@@ -153,7 +153,7 @@ def test_replicas_have_the_bits_of_one_whose_weights_are_rounded(
 def test_a_rank_has_its_experts_and_reads_no_others(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of six among four: one, two, one and two of them, which the checkpoint has apart, or in stacks."""
+    """Four ranks have one, two, one and two of six experts, which a checkpoint stores singly or in stacks."""
     group, read = InProcess.group(4), []
     fill = MappedCopy.fill
 
@@ -172,7 +172,7 @@ def test_a_rank_has_its_experts_and_reads_no_others(
 
 
 def experts_of(name: str, box: Box) -> Iterable[int]:
-    """Whose a part of a tensor is."""
+    """Return the numbers of the experts in a part of a tensor."""
     if ".experts." not in name:
         return ()
     apart = re.search(r"experts\.(\d+)\.", name)

@@ -211,7 +211,7 @@ def test_sizes_of_what_transformers_writes(name: str, tiny_model: Callable[[str]
 
 @pytest.mark.parametrize("arch", sorted({*WITH_ORACLE} - {"GPTNeoForCausalLM"}))
 def test_defaults_are_those_of_the_family(arch: str, tmp_path: Path) -> None:
-    """What config.json leaves out is what transformers' config class would have put there."""
+    """Keys absent from config.json have the defaults of transformers' config class."""
     import transformers
 
     ours = read(tmp_path, OF_FAMILY[arch])

@@ -1,4 +1,4 @@
-"""What a checkpoint's files, the options and the defaults make of a model that is pooled, without its weights."""
+"""Tests of a pooling model's configuration by files, options and defaults, without its weights."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def layers_of(whole: CausalLM, ranks: list[CausalLM]) -> Iterator[tuple[Layer, l
 
 
 def outputs(layer: Linear, x: Tensor) -> Tensor:
-    """What is activated, where that looks at rows of which other ranks have parts."""
+    """Return a linear's outputs before an activation that needs rows of other ranks, or else after it."""
     sees_rows = any(isinstance(module, GaussianTop) for module in layer.modules())
     return layer.sums(x, STEP) if sees_rows else layer(x, STEP)
 
@@ -199,7 +199,7 @@ def check_linear(whole: Linear, ranks: list[Linear], x: Tensor) -> None:
 
 
 def by_span(layer: Linear, out: Tensor) -> tuple[Tensor, ...]:
-    """What a layer makes, in the parts that are cut by themselves; one part where it has put these together."""
+    """Split a layer's output into the parts that are sharded separately, or return one part if they are merged."""
     sizes = [length(rows) for rows in layer.rows]
     return out.split(sizes, 1) if sum(sizes) == out.shape[1] else (out,)
 

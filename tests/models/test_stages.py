@@ -175,7 +175,7 @@ def test_stages_of_a_tied_model_have_its_bits(tiny_model: Callable[[str], Path])
 
 
 def test_a_stage_has_its_layers_and_their_caches_alone(tiny_model: Callable[[str], Path]) -> None:
-    """Of a model whose table is the head, too, the first and the last stage have it."""
+    """The first and the last stage both hold the embedding table if it is also the output head."""
     config = prepared_config(tiny_model("llama-tied-bias"))
     whole = without_weights(config)
     stages = [without_weights(config, stage=Stage(index, 3)) for index in range(3)]

@@ -59,7 +59,7 @@ needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.stat
 
 
 def together(directory: Path, size: int, work: Callable[[CausalLM], Any], **args: Any) -> list[Any]:
-    """What each rank makes of its share of a model."""
+    """Load a model's shard on each rank and return the results of `work` by rank."""
     config, groups = prepared_config(directory, **args), InProcess.group(size)
 
     def rank(group: InProcess) -> Any:
@@ -107,7 +107,7 @@ def test_every_family_is_shared_out(name: str, tiny_model: Callable[[str], Path]
 def test_sums_of_fixed_slices_have_the_same_bits_at_every_number_of_ranks(
     name: str, kind: str, tiny_model: Callable[[str], Path]
 ) -> None:
-    """Of activations that are rounded, too: each slice has scales of its own."""
+    """Quantized activations keep the bits too: each slice has scales of its own."""
     directory, options = tiny_model(name), OPTIONS[kind] | {"tp_invariant": True}
     alone = logits(load_tiny(directory, **options))
     for size in (2, 4):

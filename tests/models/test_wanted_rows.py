@@ -1,4 +1,4 @@
-"""What nobody reads may be left out of the last layer, and what is read has the same bits."""
+"""Tests of a last layer that may skip unread rows; read rows have the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a model in GGUF and what is refused, and its way through the engine."""
+"""Tests of GGUF models: which files are accepted or refused, and their way through the engine."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def error_of_logits(quantized: Path, floats: Path, **options: Any) -> float:
 
 
 def same(one: CausalLM, other: CausalLM, *, tolerance: float = 0.0) -> None:
-    """That two models stand for the same weights, bit by bit unless products may be rounded in another order."""
+    """Check that two models hold the same weights: bit by bit, or within a tolerance if matmuls round differently."""
     for (_, ours), (_, theirs) in zip(one.checkpoint_layers(), other.checkpoint_layers(), strict=True):
         if isinstance(ours, MatrixLayer) and isinstance(theirs, MatrixLayer):
             pairs = [(layer.unpacked().float() for layer in (ours, theirs))]

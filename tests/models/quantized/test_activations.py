@@ -1,4 +1,4 @@
-"""What activations are rounded to where a checkpoint says how, beside the formula of compressed-tensors."""
+"""Tests of a checkpoint's activation quantization against the formula of compressed-tensors."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def held(x: Tensor, scale: Tensor | float) -> Tensor:
 
 @pytest.fixture
 def fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU keeps, in the kernels' oracles."""
+    """Use the fp8 cache of a GPU, with the kernels' oracles."""
     triton_interpreter.use_reference(monkeypatch)
     monkeypatch.setattr("quire.layers.attention.kv_cache_dtype", lambda config: torch.float8_e4m3fn)
 
@@ -104,7 +104,7 @@ def test_keys_and_values_are_kept_as_the_checkpoint_says(form: str, llama: Path,
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_heads_may_have_scales_of_their_own(rank: int) -> None:
-    """Of which a rank has some: products and mixtures are those of what the cache stands for."""
+    """Scores and outputs of the heads on one rank are those of the dequantized cache."""
     random = torch.Generator().manual_seed(0)
     keys, values = torch.rand(4, 1, 1, generator=random) + 0.1, torch.rand(4, generator=random) + 0.1
     scales = CacheScales.of_rank(*(for_all_heads(each, 4) for each in (keys, values)), Shard(rank, 2), "attn")

@@ -182,8 +182,8 @@ def test_products_are_those_of_rounded_activations(
 
 @pytest.mark.parametrize("name", ["int8-token", "fp8-blocks"])
 def test_logits_are_near_those_of_rounded_activations(name: str, llama: Path, tmp_path: Path) -> None:
-    """What lies at the middle between two codes falls to either side, by the last bits of sums: all tokens behind it
-    have other activations then."""
+    """A value halfway between two quantized values rounds to either side, by the last bits of a sum, so that the
+    activations of later tokens differ."""
     config, writer, formula = CASES[name]
     quantized, floats = write(llama, tmp_path, dict(config), writer, but_head)
     want, plain = (expected(floats, lambda _, each=each: each) for each in (formula, lambda x: x))

@@ -200,7 +200,7 @@ FORMS: dict[str, tuple[dict[str, Any], Writer, str]] = {
 def test_stacks_of_modules(
     name: str, tiny_model: Callable[[str], Path], directories: tuple[Path, Path]
 ) -> None:
-    """Where a layer's experts are one module of [E, N, K], each of its tensors is a stack of those of matrices."""
+    """A layer whose experts are one module [E, N, K] stores each tensor as a stack of the experts' tensors."""
     config, writer, kind = FORMS[name]
     random = torch.Generator().manual_seed(0)
     quantized, floats = load(tiny_model("granitemoe")), load(tiny_model("granitemoe"))

@@ -1,4 +1,4 @@
-"""What holds for every encoding: the page, other ways to load, and files that contradict themselves."""
+"""Tests that hold for every encoding: the page, other ways to load, and files that contradict themselves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_page_says_what_the_code_does() -> None:
 
 
 def form(config: dict[str, Any]) -> tuple[Any, ...]:
-    """What a config says of a linear layer, but for sizes: all that are larger than 1 are one."""
+    """Return a config's encoding of a linear layer; all sizes above 1 count as one."""
     found = METHODS.resolve(config["quant_method"])(JsonObject("config.json", config))
     encoding = found.encoding_of(DOWN)
     assert encoding is not None
