@@ -52,7 +52,7 @@ def logits(model: Path, **args: Any) -> Tensor:
 
 
 def unpacked(tensors: dict[str, Tensor], module: str, bits: int, group: int) -> Tensor:
-    """What the layout of compressed-tensors says that a module's weight is."""
+    """Return a module's weight by the layout of compressed-tensors."""
     outputs, inputs = tensors[f"{module}.weight_shape"].tolist()
     words = tensors[f"{module}.weight_packed"].long() & 0xFFFFFFFF
     shifts = torch.arange(0, 32, bits)
