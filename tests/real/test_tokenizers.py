@@ -76,7 +76,7 @@ def test_tokenizer_encodes_as_transformers_and_decodes_back(name: str, real: Cal
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_template_renders_as_transformers_if_that_does(name: str) -> None:
-    """Where the template refuses a conversation, quire may have another form of it, and transformers has none."""
+    """Conversations render as in transformers; if the template refuses one, quire may render another form of it."""
     source = (folder() / "templates" / name).read_text(encoding="utf-8")
     template = ChatTemplate(source, bos_token="<s>", eos_token="</s>", content_format="string")
     for label, (messages, options) in CONVERSATIONS.items():
