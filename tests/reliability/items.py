@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Item(NamedTuple):
-    """What is done to a server and what it does then; where that went wrong elsewhere (#n: vllm-project/vllm)."""
+    """Promise about an event at a server, and records of where it failed elsewhere (#n: vllm-project/vllm)."""
 
     promise: str
     elsewhere: str

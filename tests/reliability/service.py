@@ -35,7 +35,7 @@ CANARY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds."""
+    """Resources that a process holds."""
 
     num_files: int
     num_threads: int
@@ -101,7 +101,7 @@ class Service:
         return self.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, **fields})
 
     def canary(self) -> Any:
-        """What one greedy request gives, or one embedding, to the last bit."""
+        """Return the result of one greedy request, or one embedding, to the last bit."""
         if self._pools:
             return [one["embedding"] for one in self.post("/v1/embeddings", POOLED_CANARY).json()["data"]]
         choice = self.post("/v1/completions", CANARY).json()["choices"][0]
@@ -113,11 +113,11 @@ class Service:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
     def num_tasks(self) -> int:
-        """Of the server's event loop."""
+        """Return the number of tasks in the server's event loop."""
         return int(self.client.get("/v1/integrity", headers=ADMIN).json()["num_tasks"])
 
     def held(self) -> dict[str, float]:
-        """What requests hold, by the server's own account, which is checked; empty if they hold nothing."""
+        """Return the resources that requests hold, from the server's integrity check; empty if they hold nothing."""
         counts = self.process.held()
         counts["server_load"] = self.client.get("/load").json()["server_load"]
         return {name: count for name, count in counts.items() if count}
@@ -128,7 +128,7 @@ class Service:
 
 
 class Baseline:
-    """How a server is before anything happens to it.
+    """State of a server before a test acts on it.
 
     Args:
         num_helpers: processes that it may start when they are first needed, and keep, such as those that check

@@ -1,4 +1,4 @@
-"""What happens around and inside a running server: processes that die, hang or meet a limit of the machine."""
+"""Tests of faults around and inside a running server: processes that die, hang or meet a limit of the machine."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def streaming(service: Service, num_streams: int = 20) -> Iterator[Callable[[], 
 
 
 def expected(service: Service, num_streams: int = 20) -> list[Any]:
-    """What those streams say if nothing happens."""
+    """Return the results of those streams without a fault."""
     with streaming(service, num_streams) as results:
         return results()
 

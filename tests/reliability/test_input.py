@@ -1,4 +1,4 @@
-"""What a request may hold, against a real server: a refusal that names the field, and nothing else happens.
+"""Tests of request contents against a real server: a refusal names the field, and nothing else happens.
 
 Every test ends with the look at the server that `service` takes.
 """

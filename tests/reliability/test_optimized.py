@@ -48,7 +48,7 @@ def test_the_same_requests_are_refused_without_asserts(files: list[str]) -> None
 
 @pytest.mark.more
 def test_asserts_of_tests_count_without_asserts(tmp_path: Path) -> None:
-    """What the test above stands on."""
+    """pytest's asserts fail under `python -O`, which the test above relies on."""
     (tmp_path / "test_false.py").write_text("def test_false():\n    assert not __debug__\n    assert False\n")
     command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_false.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

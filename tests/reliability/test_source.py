@@ -1,4 +1,4 @@
-"""What the package must never do, read off its source; ruff's S rules (pyproject.toml) have the rest."""
+"""Tests of constructs forbidden in the package's source; ruff's S rules (pyproject.toml) check the others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
 
 
 def dotted(called: ast.expr) -> str:
-    """What is called by its name; one that it is an attribute of, and that is no name, is left out."""
+    """Return a call's dotted name; a base that is no name is left out."""
     if isinstance(called, ast.Attribute):
         return f"{dotted(called.value)}.{called.attr}"
     return called.id if isinstance(called, ast.Name) else ""

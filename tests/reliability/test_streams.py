@@ -35,7 +35,7 @@ WEATHER = {
 
 
 def events(reply: httpx.Response) -> list[Any]:
-    """Of a stream of OpenAI's; [DONE] stays text."""
+    """Return the events of an OpenAI stream, parsed; [DONE] stays text."""
     data = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
     return [one if one == "[DONE]" else json.loads(one) for one in data]
 
@@ -90,7 +90,7 @@ def random_request(seed: int) -> tuple[str, dict[str, Any]]:
 
 
 def joined(path: str, chunks: list[Any]) -> dict[int, dict[str, Any]]:
-    """What the chunks of each choice say together."""
+    """Join the chunks of each choice."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
