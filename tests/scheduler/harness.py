@@ -121,7 +121,7 @@ class Engine:
         return held
 
     def release(self, key: str) -> None:
-        """What some requests lacked is there."""
+        """Release the requests that were held for a key."""
         self.scheduler.release(key, self.now)
         for lacks in self.lacks.values():
             lacks.discard(key)
@@ -214,7 +214,7 @@ def failing(output: ModelRunnerOutput, name: str) -> ModelRunnerOutput:
 
 
 def run_alone(request: Request, config: EngineConfig) -> RequestUpdate:
-    """What a request gives in an engine of its own, with room for all and one token budget for all."""
+    """Return a request's result in an engine of its own, with room and a token budget for all of it."""
     roomy = config.evolve(
         num_gpu_blocks_override=1000, max_num_batched_tokens=1000, enable_prefix_caching=False
     )

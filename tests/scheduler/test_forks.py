@@ -125,7 +125,7 @@ def test_a_child_that_comes_late_forks_from_a_parent_that_has_gone_on():
 )
 @pytest.mark.parametrize("full_too", [True, False])
 def test_a_group_forks_where_it_still_has_what_the_child_reads(kind, length, cached, full_too):
-    """What a window reads is there when the parent has its first token; of states, only those at their blocks' ends."""
+    """Blocks of a window are present when the parent has its first token; states only at the ends of their blocks."""
     engine = engine_of(("full", kind) if full_too else (kind,), enable_prefix_caching=False)
     names = add_family(engine, 3, range(length), max_tokens=20)
     engine.drain()

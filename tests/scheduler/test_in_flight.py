@@ -286,7 +286,7 @@ def two_parts(**fields):
 
 
 def test_steps_of_stages_have_half_of_the_requests_each():
-    """Of those that wait, too; a request whose token is in flight is in no other step, whatever there is room for."""
+    """Waiting requests are split too; one whose token is in flight is in no other step, whatever the room."""
     engine = Pipeline(two_parts())
     for name in "abcd":
         engine.add(name, range(3))

@@ -196,7 +196,7 @@ def test_a_plan_that_does_not_pool_at_the_end_of_the_prompt_is_refused(fields):
 
 @pytest.mark.parametrize(("pooling", "expected"), [("mean", [0, 0]), ("last", [16])])
 def test_who_needs_all_tokens_takes_no_prefix_and_comes_back_from_no_swap(pooling, expected):
-    """What generates grows until it takes the blocks of what is pooled, in the middle of that prompt."""
+    """A generating request grows until it takes the pooled request's blocks, in the middle of that prompt."""
     config = make_config(
         num_gpu_blocks_override=9,
         max_num_batched_tokens=5,
