@@ -1,4 +1,4 @@
-"""How many guesses are verified: as many as give the most tokens for the time, and none where they do not pay."""
+"""Tests of the number of drafts to verify: the one with the most tokens per second, and none if none pays."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_guessing_in_vain_rests_longer_and_longer() -> None:
 
 @given(st.integers(0, 2**32), st.floats(0.01, 10.0))
 def test_what_is_tried_in_vain_takes_a_small_share_whatever_wakes_it(seed: int, spent_s: float) -> None:
-    """Of steps of a second each; a trial is part of it at once."""
+    """Steps last one second each; a trial's time is part of the total at once."""
     random, balance, seconds, lost = Random(seed), Balance(), 0.0, 0.0
     for _ in range(2000):
         if random.random() < 0.05:

@@ -1,4 +1,4 @@
-"""How many tokens a drafter that takes time is asked for: as many as give the most tokens for all the time."""
+"""Tests of the number of tokens asked of a slow drafter: the one with the most tokens per second."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_many_owners_take_little_and_are_not_counted_for_each_other(monkeypatch:
 
 
 def test_a_text_runs_on_in_a_corpus_that_was_forgotten() -> None:
-    """Which counts for nobody, and least for the one that its owner has since."""
+    """A running text extends its evicted corpus, whose tokens count neither in total nor for its owner's new corpus."""
     drafter = SuffixDrafter(config())
     drafter._corpora = Corpora(100)
     said = [5, 6, 7, 8] * 10
