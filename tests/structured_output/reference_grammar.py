@@ -77,7 +77,7 @@ def matches_empty(regex: Regex) -> bool:
 
 @cache
 def derivative(regex: Regex, byte: int) -> Regex:
-    """What must follow `byte`. It is never anything that nothing matches, but `NEVER` itself."""
+    """Return the regex that must follow `byte`. It matches something, unless it is `NEVER` itself."""
     if isinstance(regex, Byte):
         return EMPTY if regex.value == byte else NEVER
     if isinstance(regex, Either):

@@ -1,4 +1,4 @@
-"""What the library does wrong is an error of ours, and of one grammar."""
+"""Tests of library failures, which become errors of quire for one grammar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.structured_output.vocabulary import Vocabulary
 
 
 class PanicException(BaseException):
-    """What a panic of a library in Rust looks like."""
+    """Stand-in for a panic of a Rust library."""
 
 
 class BrokenMatcher:
