@@ -59,7 +59,7 @@ class Addresses(DispatchMode):
 
 
 def addresses(value: Any) -> Iterator[int]:
-    """Where the memory of tensors in nested containers begins."""
+    """Yield the start addresses of the memory of tensors in nested containers."""
     if isinstance(value, Tensor):
         yield value.untyped_storage().data_ptr()
     elif isinstance(value, list | tuple):
@@ -70,7 +70,7 @@ def addresses(value: Any) -> Iterator[int]:
 
 
 def recorded(run: Callable[[], Tensor]) -> tuple[Tensor, set[int]]:
-    """What it gives, and the addresses that it reads."""
+    """Return the result of `run`, and the addresses that it reads."""
     with Addresses() as seen:
         result = run()
     return result, seen.read

@@ -1,4 +1,4 @@
-"""What the worker's tests share: requests, a batch, an exact toy model, and a driver that plays the scheduler."""
+"""Harness of the worker's tests: requests, a batch, an exact toy model, and a driver in place of the scheduler."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Driver:
 
 
 class Variants:
-    """What was asked for while the engine started, and what only later, or first while a graph was recorded."""
+    """Record of compiled variants: those of the start, and late ones, first compiled while serving or in a graph."""
 
     def __init__(self) -> None:
         self.known: set[str] = set()
@@ -95,7 +95,7 @@ class StartedGpu(FakeGpu):
 
 
 def variants_of(model: str, adapter: LoRARequest, jobs: list[Job], **args: Any) -> Variants:
-    """Of one engine; if it serves adapters, every other request has one."""
+    """Return the variants of one engine; if it serves adapters, every other request has one."""
     gpu = StartedGpu()
     gpu.variants = variants = Variants()
     knobs.runtime.jit_cache_hook = variants.ask
@@ -107,12 +107,12 @@ def variants_of(model: str, adapter: LoRARequest, jobs: list[Job], **args: Any) 
 
 
 def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What kernels do not write is to be the same each time."""
+    """Wrap an allocator so that memory kernels do not write is the same each time."""
     return lambda *args, **options: make(*args, **options).zero_()
 
 
 def many_logprobs() -> list[Job]:
-    """Of requests that come together and have as many logprobs as may be asked for."""
+    """Return simultaneous requests with the largest allowed number of logprobs."""
     wanted = ({"logprobs": 20}, {"logprobs": 20, "prompt_logprobs": 20}, {"logprobs": 7, "top_p": 0.9})
     return [
         Job([3 + i] * (1 + 3 * i), SamplingParams(max_tokens=6, seed=i, **wanted[i % 3])) for i in range(9)

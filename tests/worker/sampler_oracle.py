@@ -134,7 +134,7 @@ def entropy(candidates: Candidates) -> float:
 
 
 def chain(logits: list[float], request: NewRequestData, mu: float | None) -> Candidates:
-    """What llama.cpp's samplers leave, in its default order."""
+    """Return the candidates that llama.cpp's samplers leave, in its default order."""
     params = request.sampling_params
     left: Candidates = [(token, logits[token]) for token in order(logits) if logits[token] > -math.inf]
     if params.mirostat:

@@ -31,7 +31,7 @@ def tier(num_blocks: int, dtype: torch.dtype, first: int) -> list[torch.Tensor]:
 
 
 def numbers(tensors: list[torch.Tensor]) -> list[int]:
-    """What the blocks hold, the same in all layers and at each place."""
+    """Return the number in each block, which is the same in all layers and at each place."""
     found = {tuple(column) for tensor in tensors for column in tensor.t().tolist()}
     (blocks,) = found
     return [int(number) for number in blocks]

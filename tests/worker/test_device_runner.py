@@ -91,7 +91,7 @@ def driven(
 
 
 def clean_runner(**args: Any) -> ModelRunner:
-    """Of a model that gives numbers whatever it reads."""
+    """Return a runner of a model that gives numbers whatever it reads."""
     return toy_runner(ToyModel(poison=-1), **args)
 
 

@@ -161,7 +161,7 @@ def test_steps_in_which_few_tokens_decide_do_not_bring_logits_together(
 
 @pytest.mark.parametrize("num", [1, 2, 5, 10, 11])
 def test_devices_find_the_first_ones_without_looking(num: int) -> None:
-    """Of rows with something to choose from, signs of zeros apart; what makes the others so is found in any case."""
+    """Rows without NaN match a stable sort, signs of zeros aside; a row with NaN has it first."""
     logits = rows()
     values, places = by_keys(logits, num)
     assert torch.equal(values.isnan(), logits.gather(1, places).isnan())

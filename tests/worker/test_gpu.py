@@ -1,4 +1,4 @@
-"""What can be tested of a GPU without one: how its memory is counted, and that its absence is said."""
+"""Tests of a GPU device without one: its memory accounting, and the errors of its absence."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def test_limit_of_the_library_is_named() -> None:
 
 
 def forced(bench: Bench, output: str) -> bytes:
-    """What is guessed behind this output of the only request."""
+    """Return the tokens that the grammar forces after this output of the only request."""
     known = np.array([1, 2, *output.encode()], dtype=np.int32)
     return bytes(bench.sampler.grammar_mask.forced_tokens(int(bench.rows[0]), known))
 
@@ -314,7 +314,7 @@ def test_nothing_is_told_of_texts_without_a_grammar_or_out_of_it() -> None:
 
 
 def test_budget_of_a_request_is_shared_by_its_texts() -> None:
-    """What one request may take of each step does not grow with `n`, but for a little that each text needs."""
+    """A request's share of each step does not grow with `n`, except for a little that each sequence needs."""
     store = GrammarStore(StructuredOutputsSettings(mask_time_ms=5.0))
     params = StructuredOutputsParams(regex="a+")
     accounts = [store.budget(params, "request-1") for _ in range(4)]

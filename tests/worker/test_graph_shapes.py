@@ -1,4 +1,4 @@
-"""Which shapes of steps are captured, and which of them a step takes."""
+"""Tests of the shapes of steps that are captured, and of the shape that a step runs in."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.worker.fake_gpu import FakeGpu
 
 
 class Counting:
-    """What graphs launch: rows of the size that is asked for, and how often."""
+    """Function captured in graphs that returns rows of the given size and counts its launches."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""What is kept to guess by is counted before the KV cache is sized, and is no more than that."""
+"""Test of the memory kept for drafting, which is counted before the KV cache is sized."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.worker.harness import (
 
 
 class PlainRequest:
-    """What the batch should know of one request."""
+    """Expected state of one request in the batch."""
 
     def __init__(self, rng: random.Random, request_id: str) -> None:
         self.request_id = request_id
@@ -50,7 +50,7 @@ def add(batch: InputBatch, plain: PlainRequest) -> None:
 
 
 def sample_token(batch: InputBatch, plain: PlainRequest, token: int) -> None:
-    """What a step that computed everything leaves behind."""
+    """Apply a step that computed all tokens and sampled this one, to the batch and to the plain request."""
     row = batch.row(plain.request_id)
     plain.num_computed_tokens = len(plain.tokens)
     plain.tokens.append(token)

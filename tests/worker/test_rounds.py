@@ -66,7 +66,7 @@ def engine(model: Path, num_rounds: int, **args: Any) -> LLM:
 
 
 def params(kind: int, seed: int) -> SamplingParams:
-    """What requests ask for, one after the other: what rounds can do, mostly."""
+    """Return the parameters of a kind of request, most of which multi-step decode supports."""
     rng = random.Random(seed)
     kinds: list[dict[str, Any]] = [
         {},
@@ -87,7 +87,7 @@ def params(kind: int, seed: int) -> SamplingParams:
 
 
 def answers(llm: LLM, *, num_requests: int, num_kinds: int, at_once: bool) -> list[list[Answer]]:
-    """What requests of all kinds get, together or one after the other."""
+    """Return the answers to requests of all kinds, together or one after the other."""
     rng = random.Random(5)
     prompts = [
         {"prompt_token_ids": [rng.randrange(NUM_TOKENS) for _ in range(rng.randint(1, 20))]}
@@ -230,7 +230,7 @@ def test_a_request_whose_logits_turn_bad_fails_as_in_steps_and_costs_no_other(
 def ended(
     llm: LLM, prompts: list[dict[str, Any]], asked: SamplingParams
 ) -> list[tuple[list[int], str | None]]:
-    """How requests end whose engine goes on."""
+    """Return the tokens and finish reasons of requests, run until the engine is idle."""
     last: dict[str, Any] = {}
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(i), prompt, asked)

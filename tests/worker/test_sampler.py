@@ -293,7 +293,7 @@ def test_mirostat_goes_on_by_its_tokens_alone(
 def resumed(
     first: NewRequestData, output: list[int], logits: list[list[float]], num_before: int
 ) -> list[int]:
-    """What a sampler goes on with that gets a request with its first tokens, and computes these again."""
+    """Return the tokens of a sampler that resumes a request with its first tokens and replays their logits."""
     bench = Bench([continued(first, output[:num_before])])
     start = first.num_prompt_tokens - 1
     columns = bench.sampler.columns_to_replay(0, 0, len(first.token_ids) + num_before)

@@ -50,7 +50,7 @@ def started(model: Path, **args: Any) -> LLMEngine:
 
 
 def tokens(engine: LLMEngine, *, nap: int | None = None, prompt: list[int] = PROMPT) -> list[int]:
-    """What is generated; with a nap, of this level, in the middle."""
+    """Return the generated tokens; with `nap`, the engine sleeps at this level once in the middle."""
     params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE)
     engine.add_request("a", list(prompt), params)
     outputs = []
@@ -125,7 +125,7 @@ def test_what_cannot_wake_sleeps_on(engine: LLMEngine, monkeypatch: pytest.Monke
 def test_parked_weights_leave_nothing_behind_and_come_back(
     family: str, tiny_model: Callable[[str], Path]
 ) -> None:
-    """Of a model with tied tables too, every view stays one of the same memory; with them those of one that guesses."""
+    """Views of tied tables and of a draft model's weights share their memory again after a restore."""
     models = [load_model(prepared_config(tiny_model(name))) for name in (family, "llama")]
     held = [
         tensor

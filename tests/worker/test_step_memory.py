@@ -1,4 +1,4 @@
-"""What a step takes is known before the cache is made, and is no less than what it then takes."""
+"""Tests of a step's memory bound, which is known before the cache is made and never exceeded."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def loaded(config: EngineConfig, free: int = GIB) -> Worker:
 
 
 def reserved_bytes(worker: Worker) -> int:
-    """What the worker leaves free for a step."""
+    """Return the bytes that the worker leaves free for a step."""
     device, limits, vocab_size = worker._device, worker._config.scheduler, worker._config.arch.vocab_size
     assert isinstance(device, CpuDevice)
     peak, num_seqs = device.memory.forward_peak, limits.max_num_seqs
@@ -85,7 +85,7 @@ def driver_of(config: EngineConfig) -> Driver:
 def test_what_a_step_computes_is_within_its_devices_step(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which ends also if it fails."""
+    """The device's step ends also if the launch fails."""
     worker, happened = ready(config), list[str]()
 
     @contextmanager
@@ -138,7 +138,7 @@ def test_the_cache_is_never_larger_than_all_rows_can_use(share: float | None, co
 
 
 def test_a_full_request_is_worth_more_than_half(config: EngineConfig) -> None:
-    """What others on the machine are left with unasked gives way to the context that was asked for."""
+    """A context length that was asked for outweighs the memory left to other programs by default."""
     worker = loaded(config)
     specs = worker.kv_cache_specs()
     block_bytes = sum(spec.block_bytes for spec in specs.values())
@@ -154,7 +154,7 @@ def test_a_full_request_is_worth_more_than_half(config: EngineConfig) -> None:
 def test_a_machine_that_will_not_give_the_cache_is_named(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the system does not overcommit, an allocation fails that was promised."""
+    """The error names the cache if a promised allocation fails, as on a system that does not overcommit."""
     worker = loaded(config)
     specs = worker.kv_cache_specs()
     with pytest.raises(StartupError, match="not enough memory for a KV cache of"):
