@@ -51,7 +51,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: a collection of garbage, such as each sleep of an engine asks for, leaves it out."""
+    """Exempt the objects that exist after collection from garbage collections, such as each sleep of an engine runs."""
     gc.collect()
     gc.freeze()
 
@@ -86,7 +86,7 @@ def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def _written_once(
     factory: pytest.TempPathFactory, folder: str, write: Callable[[str, Path], Path]
 ) -> Callable[[str], Path]:
-    """What gives the directory of a checkpoint, which the first process that asks for it writes."""
+    """Return a function that gives a checkpoint's directory; the first process that asks for one writes it."""
     base = factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / folder
     shared.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What no plain install brings is not needed: an engine works, and a server loads, where none of it can be imported."""
+"""Test without optional packages: an engine generates and a server's modules import where none can be imported."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Which device `auto` stands for, from the files of a driver and the build of torch."""
+"""Tests of the device that `auto` resolves to, from the files of a driver and the build of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes of one engine share in the temporary folder goes with them, if only when the next engine starts."""
+"""Tests of temporary directories shared by an engine's processes, removed at its end or the next engine's start."""
 
 from __future__ import annotations
 
