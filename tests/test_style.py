@@ -1,0 +1,64 @@
+"""Tests of `tools/style.py`: its findings, their lines and the exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "style.py"
+
+
+def run(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+    """Check a folder that holds one file."""
+    (folder / "module.py").write_text(source)
+    return subprocess.run([sys.executable, TOOL, folder], check=False, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "word", ["What", "Who", "Whom", "Whose", "Which", "How", "Where", "When", "Why", "That", "Of"]
+)
+def test_style_docstring_that_begins_with_a_clause_is_found(word: str, tmp_path: Path) -> None:
+    source = f'"""Module."""\n\n\nclass A:\n    """{word} it does."""\n\n    def f(self) -> None:\n        """Run."""\n'
+    done = run(tmp_path, source)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"{tmp_path / 'module.py'}:5: a docstring begins with {word!r}: name the subject, or use an imperative\n"
+    )
+
+
+def test_style_findings_of_all_kinds_are_sorted_by_line(tmp_path: Path) -> None:
+    source = (
+        '"""How."""\n\n\nclass A:\n    """Why, said."""\n\n    async def f(self) -> None:\n        """When."""\n\n\n'
+        'def g() -> None:\n    """\n    Of.\n    """\n'
+    )
+    done = run(tmp_path, source)
+    assert done.returncode == 1
+    lines = [
+        line.removeprefix(f"{tmp_path / 'module.py'}:").partition(":")[0] for line in done.stderr.splitlines()
+    ]
+    assert lines == ["1", "5", "8", "12"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "x = 1\n",
+        '"""Offset of a token."""\n\n\ndef f() -> None:\n    """Whether."""\n',
+        '"""Whatever."""\n\nx = 1\n"""What it is, as a string behind a constant."""\n',
+    ],
+)
+def test_style_other_text_is_no_finding(source: str, tmp_path: Path) -> None:
+    done = run(tmp_path, source)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_style_missing_folder_is_an_error(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, TOOL, tmp_path / "none"], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "none is no folder" in done.stderr
