@@ -47,7 +47,7 @@ def test_methods_of_quire_quantize_are_written_and_measured(
 
 
 @pytest.mark.more
-def test_what_quire_rounds_of_activations_costs_less_than_what_checkpoints_ask_for() -> None:
+def test_quire_activation_rounding_costs_less_than_checkpoints() -> None:
     errors = activations.measure(DEMO_MODEL, 2, 24)
     ours = [errors.pop(name) for name in list(errors) if name.startswith("quire")]
     assert len(ours) == 2

@@ -95,7 +95,7 @@ def test_concurrency_is_bounded(server: FakeServer) -> None:
     assert server.max_in_flight == 2
 
 
-def test_failures_are_counted_and_cost_nobody_else(server: FakeServer) -> None:
+def test_failed_requests_are_counted_and_affect_no_others(server: FakeServer) -> None:
     asked: list[int] = []
 
     def sometimes(body: dict[str, Any]) -> bytes:

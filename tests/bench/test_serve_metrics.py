@@ -58,7 +58,7 @@ def test_json() -> None:
     json.dumps(content, allow_nan=False)
 
 
-def test_text_has_the_field_s_names_and_leaves_out_what_was_not_set() -> None:
+def test_text_has_field_names_and_omits_unset_values() -> None:
     text = "\n".join(RESULT.lines())
     for name in (
         "Successful requests:",

@@ -12,7 +12,7 @@ import pytest
 from quire.bench.workload import arrival_times, random_prompts
 
 
-def test_prompts_have_the_shape_and_the_ids_asked_for() -> None:
+def test_prompts_have_the_requested_shape_and_ids() -> None:
     prompts = random_prompts(5, 7, [3, 5, 8], seed=0)
     assert [len(prompt) for prompt in prompts] == [7] * 5
     assert {token for prompt in prompts for token in prompt} == {3, 5, 8}
