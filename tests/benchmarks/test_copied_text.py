@@ -14,7 +14,7 @@ NUM_TOKENS = 60
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])
-def test_it_says_its_prompt_again_and_is_guessed_right(
+def test_copier_repeats_its_prompt_and_drafts_are_accepted(
     quantization: str | None, tmp_path: Path, restore_threads: None
 ) -> None:
     sizes = {"vocab_size": 3000, "hidden_size": 320, "intermediate_size": 64, "num_hidden_layers": 3}

@@ -93,7 +93,7 @@ def test_what_fails_or_finds_no_time_costs_itself_alone(
     assert "| fine |" in text
 
 
-def test_one_measurement_can_be_asked_for(tmp_path: Path) -> None:
+def test_single_measurement_can_be_selected(tmp_path: Path) -> None:
     found = measurements(Bench(Target(torch.device("cuda"), tiny=False), H100, tmp_path))
     names = [measurement.name for measurement in found]
     assert names[:5] == ["8B", "8B, mixed and long", "attention", "linears", "0.5B"]

@@ -133,7 +133,7 @@ def test_checks_that_find_no_time_count_as_failed(tmp_path: Path) -> None:
     assert "no time left of 10 s" in outcomes[1].line()
 
 
-def test_a_device_that_answers_no_more_ends_the_process_and_another_goes_on(tmp_path: Path) -> None:
+def test_lost_device_ends_the_process_and_another_continues(tmp_path: Path) -> None:
     def explode() -> float:
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -209,9 +209,7 @@ def test_a_gpu_that_is_not_there_ends_the_run_at_once(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("installed", "is_older"), [("5.17.0", True), ("5.9.1", True), ("5.23.0", False), ("6.0", False)]
 )
-def test_an_oracle_that_is_too_old_is_told_of(
-    installed: str, is_older: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outdated_oracle_is_reported(installed: str, is_older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "version", lambda _package: installed)
     found = imports.older_oracle()
     assert found is None or f"transformers {installed} is older than {imports.ORACLE}" in found

@@ -71,7 +71,7 @@ def test_another_answer_to_the_same_request_is_noticed() -> None:
     assert len(findings.complaints) == findings.outcomes["violations"] == 1
 
 
-async def test_statuses_that_nobody_documented_are_noticed() -> None:
+async def test_undocumented_statuses_are_complaints() -> None:
     """This server has another model."""
     async with live_server(FakeEngine()) as server:
         clients = Clients(server.url, 4, seed=1)

@@ -10,7 +10,7 @@ from benchmarks.compare.disturbance import Times
 STAT = "cpu  1000 0 200 5000 100 0 50 150 70 0\ncpu0 500 0 100 2500 50 0 25 75 35 0\nintr 1\n"
 
 
-def test_time_stolen_by_the_host_is_busy_and_a_guests_is_counted_once() -> None:
+def test_steal_time_is_busy_and_vm_time_is_counted_once() -> None:
     assert disturbance.parse(STAT, 100) == (65.0, 14.0)
 
 
@@ -23,7 +23,7 @@ def test_own_time_that_is_counted_finer_is_no_negative_share() -> None:
     assert Times(10, 1.0, 1.01).others_share(Times(0, 0, 0)) == 0.0
 
 
-def test_this_machine_can_be_asked() -> None:
+def test_times_of_this_machine_can_be_read() -> None:
     before = disturbance.now()
     sum(range(10**7))
     after = disturbance.now()

@@ -42,6 +42,6 @@ def test_cuda_is_refused(tmp_path: Path) -> None:
     assert all("--dry-run" in line for line in environment.told)
 
 
-def test_requirements_of_extras_and_unwanted_packages_are_left_out() -> None:
+def test_requirements_of_extras_and_unwanted_packages_omitted() -> None:
     requirements = ["regex", "torchaudio; python_version > '3'", 'pandas; extra == "bench"', "torch==2.13.0"]
     assert without(requirements, ("torchaudio",)) == ["regex", "torch==2.13.0"]

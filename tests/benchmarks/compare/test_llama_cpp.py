@@ -37,7 +37,7 @@ def test_rates_of_llama_bench() -> None:
     assert list(found) == [Rate("decode-1", 36.1), Rate("prefill", 182.1)]
 
 
-def test_decoding_counts_the_steps_and_the_whole_counts_the_first_tokens_too() -> None:
+def test_decode_rate_counts_steps_and_total_rate_all_tokens() -> None:
     found = batched_bench_rates(BATCHED, [CASES["decode-16"], CASES["batch"]])
     assert list(found) == [Rate("decode-16", 16 * 31 / 5.0), Rate("batch", 16 * 32 / 10.0)]
 
@@ -47,7 +47,7 @@ def test_a_test_that_was_not_run_is_an_error() -> None:
         list(bench_rates([json.dumps([])], [CASES["prefill"]]))
 
 
-def test_the_tools_are_asked_for_the_cases(tmp_path: Path) -> None:
+def test_tools_get_the_arguments_of_the_cases(tmp_path: Path) -> None:
     """The tools are stand-ins that write down their arguments."""
     isa = ISAS["native"]
     engine = LlamaCpp(tmp_path)

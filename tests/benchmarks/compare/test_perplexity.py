@@ -68,7 +68,7 @@ def test_compared_with_reads_the_statistics_of_the_tool(tmp_path: Path) -> None:
     assert asked == f"-m {model} -t 2 -c 512 --kl-divergence-base {logits} --kl-divergence\n"
 
 
-def test_compared_with_a_quantized_cache_asks_for_flash_attention(tmp_path: Path) -> None:
+def test_quantized_cache_comparison_uses_flash_attention(tmp_path: Path) -> None:
     peer, model, logits = peer_with(tmp_path, COMPARED), tmp_path / "BF16.gguf", tmp_path / "logits"
     perplexity.compared_with(logits, 18.5181, peer, ISAS["native"], model, 60.0, "q8_0")
     asked = (tmp_path / "arguments").read_text()

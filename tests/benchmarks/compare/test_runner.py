@@ -79,7 +79,7 @@ def test_a_disturbed_rate_does_not_count_and_is_taken_again(
     runner.measure(again)
 
 
-def test_a_case_that_fails_is_left_out_from_then_on_and_the_others_go_on(tmp_path: Path) -> None:
+def test_failed_case_is_skipped_later_and_others_continue(tmp_path: Path) -> None:
     engine = FakeEngine("a", broken=["decode-1"])
     runner.measure(session(tmp_path, [engine]))
     assert [list(task.cases) for task in engine.tasks] == [
@@ -91,6 +91,6 @@ def test_a_case_that_fails_is_left_out_from_then_on_and_the_others_go_on(tmp_pat
     assert (failure.case, failure.rate, failure.error) == ("decode-1", None, "decode-1 is too hard")
 
 
-def test_an_engine_that_cannot_be_set_up_is_recorded_once_and_the_others_go_on(tmp_path: Path) -> None:
+def test_engine_setup_failure_is_recorded_once_others_continue(tmp_path: Path) -> None:
     runner.measure(session(tmp_path, [FakeEngine("a", broken=["set-up"]), FakeEngine("b")]))
     assert keys(tmp_path) == [(0, "a", ""), *every_key("b")]

@@ -49,7 +49,7 @@ def test_formats_are_compared_at_the_same_bits() -> None:
     assert [one.reached for one in found.values()] == [True, True, False]
 
 
-def test_files_are_compared_with_who_serves_the_same() -> None:
+def test_files_are_compared_with_engines_that_serve_the_same() -> None:
     rates = {("quire, files", p, "batch"): 19.0 for p in FILES} | {("quire", "int4", "batch"): 20.0}
     rates |= {("llama.cpp", p, "batch"): rate for p, rate in (("Q8_0", 5.0), ("Q4_0", 9.5), ("Q4_K_M", 10.0))}
     found = [one for one in ratios(rates, ENGINES, DENSE) if one.precision in FILES]
@@ -64,7 +64,7 @@ def test_vllm_counts_with_its_best_type_against_16_bits_only() -> None:
     assert (one.precision, one.peer_precision, one.ratio, one.reached) == ("bf16", "fp32", 3.0, True)
 
 
-def test_a_comparison_without_a_goal_is_neither_reached_nor_missed() -> None:
+def test_comparison_without_goal_is_neither_reached_nor_missed() -> None:
     rates = {("quire", "bf16", "prefill"): 2.0, ("vllm", "bf16", "prefill"): 1.0}
     assert [one.reached for one in ratios(rates, ENGINES, DENSE)] == [None]
 
