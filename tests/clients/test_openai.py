@@ -107,7 +107,7 @@ async def test_a_response_runs_asynchronously(async_client: openai.AsyncOpenAI) 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_tool_is_called_and_its_result_told(client: openai.OpenAI, streamed: bool) -> None:
+def test_tool_is_called_and_its_result_is_in_the_answer(client: openai.OpenAI, streamed: bool) -> None:
     def step(messages: list[Any]) -> Any:
         request: Any = {"model": MODEL, "messages": messages, "tools": [CHAT_TOOL], "temperature": 0}
         if not streamed:
@@ -127,7 +127,7 @@ def test_a_tool_is_called_and_its_result_told(client: openai.OpenAI, streamed: b
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_response_calls_a_tool_and_tells_its_result(client: openai.OpenAI, streamed: bool) -> None:
+def test_response_calls_a_tool_and_answers_with_its_result(client: openai.OpenAI, streamed: bool) -> None:
     def step(items: list[Any]) -> Any:
         request: Any = {"model": MODEL, "input": items, "tools": [RESPONSE_TOOL], "temperature": 0}
         if not streamed:
@@ -153,7 +153,7 @@ def test_a_missing_model_is_not_found(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_overlong_prompt_is_told_by_its_code(client: openai.OpenAI, streamed: bool) -> None:
+def test_overlong_prompt_error_has_its_code(client: openai.OpenAI, streamed: bool) -> None:
     with pytest.raises(openai.BadRequestError) as in_chat:
         client.chat.completions.create(model=MODEL, messages=asked(TOO_LONG), stream=streamed)
     with pytest.raises(openai.BadRequestError) as in_response:

@@ -152,7 +152,7 @@ def test_a_call_is_made_where_the_model_would_have_answered(client: openai.OpenA
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_strict_tool_is_called_and_its_result_told(client: openai.OpenAI, streamed: bool) -> None:
+def test_strict_tool_is_called_and_its_result_is_in_the_answer(client: openai.OpenAI, streamed: bool) -> None:
     request: Any = {"model": MODEL, "tools": [WEATHER_TOOL, PERSON_TOOL], "temperature": 0}
     messages = asked(TOOL_QUESTION)
     first = completion(client, streamed, **request, messages=messages)
@@ -180,7 +180,7 @@ def test_a_response_is_a_forced_call(client: openai.OpenAI, choice: Any, streame
 
 @pytest.mark.parametrize("choice", ["auto", {"name": NAME}], ids=["auto", "named"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_function_of_the_older_form_is_called_and_its_result_told(
+def test_legacy_function_is_called_and_its_result_answered(
     client: openai.OpenAI, choice: Any, streamed: bool
 ) -> None:
     function = {"name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS}

@@ -76,7 +76,7 @@ def test_one_of_several_tools_is_called(base_url: str) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_tool_is_called_and_its_result_told(base_url: str, streamed: bool) -> None:
+def test_tool_is_called_and_its_result_is_in_the_answer(base_url: str, streamed: bool) -> None:
     client, messages = wrapped(base_url, "TOOLS"), asked(TOOL_QUESTION)
     request = REQUEST | {"messages": messages}
     if streamed:

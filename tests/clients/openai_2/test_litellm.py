@@ -84,7 +84,7 @@ async def test_a_completion_runs_asynchronously(route: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_tool_is_called_and_its_result_told(route: dict[str, Any], streamed: bool) -> None:
+def test_tool_is_called_and_its_result_is_in_the_answer(route: dict[str, Any], streamed: bool) -> None:
     def step(messages: list[Any]) -> Any:
         request = route | {"messages": messages, "tools": [CHAT_TOOL]}
         if not streamed:
@@ -112,7 +112,7 @@ def test_an_overlong_prompt_exceeds_the_context_window(server: str, name: str, s
         litellm.completion(**route_of(name, server), messages=asked(TOO_LONG), stream=streamed)
 
 
-def test_an_overlong_prompt_falls_back_to_a_model_with_a_larger_window(openai_route: dict[str, Any]) -> None:
+def test_overlong_prompt_falls_back_to_a_larger_context(openai_route: dict[str, Any]) -> None:
     larger = {
         "model_name": "larger",
         "litellm_params": openai_route | {"mock_response": "from the larger window"},
@@ -153,7 +153,7 @@ class TestResponses:
         assert events[-1].type == "response.completed"
         assert events[-1].response.usage.total_tokens == whole.usage.total_tokens > 0
 
-    def test_a_tool_is_called_and_its_result_told(self, request_fields: dict[str, Any]) -> None:
+    def test_tool_is_called_and_its_result_is_in_the_answer(self, request_fields: dict[str, Any]) -> None:
         tool = {"type": "function", "name": NAME, "description": DESCRIPTION, "parameters": PARAMETERS}
         first = litellm.responses(**request_fields, input=asked(TOOL_QUESTION), tools=[tool])
         (call,) = first.output

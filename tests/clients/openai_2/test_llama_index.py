@@ -107,7 +107,7 @@ def test_a_tool_is_called(make: Make, streamed: bool) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_an_agent_calls_a_tool_and_tells_its_result(make: Make, streaming: bool) -> None:
+async def test_agent_calls_a_tool_and_answers_with_its_result(make: Make, streaming: bool) -> None:
     agent = FunctionAgent(tools=[WEATHER], llm=make(), streaming=streaming)
     assert TOOL_ANSWER in str(await agent.run(TOOL_QUESTION))
 

@@ -77,7 +77,7 @@ def test_counted_tokens_are_those_of_the_message(client: anthropic.Anthropic) ->
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_tool_is_called_and_its_result_told(client: anthropic.Anthropic, streamed: bool) -> None:
+def test_tool_is_called_and_its_result_is_in_the_answer(client: anthropic.Anthropic, streamed: bool) -> None:
     def step(messages: list[Any]) -> Any:
         request: Any = REQUEST | {"messages": messages, "tools": [TOOL]}
         if not streamed:
@@ -106,7 +106,7 @@ def test_a_missing_model_is_not_found(client: anthropic.Anthropic) -> None:
         pass
 
 
-def test_an_overlong_prompt_is_told_in_anthropics_words(client: anthropic.Anthropic) -> None:
+def test_overlong_prompt_error_has_anthropics_wording(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(**(REQUEST | {"messages": asked(TOO_LONG)}))
 

@@ -78,7 +78,7 @@ def test_a_batch_answers_each_question(model: ChatOpenAI) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_tool_is_called_and_its_result_told(model: ChatOpenAI, streamed: bool) -> None:
+def test_tool_is_called_and_its_result_is_in_the_answer(model: ChatOpenAI, streamed: bool) -> None:
     bound = model.bind_tools([WEATHER])
 
     def step(messages: list[Any]) -> AIMessage:

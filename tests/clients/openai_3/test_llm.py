@@ -79,13 +79,13 @@ def test_a_chat_answers_line_by_line(home: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", ["--no-stream", None])
-def test_a_tool_is_called_and_its_result_told(home: Path, streaming: str | None) -> None:
+def test_tool_is_called_and_its_result_is_in_the_answer(home: Path, streaming: str | None) -> None:
     options = ("-m", MODEL, "-o", "temperature", "0", "--functions", WEATHER, *filter(None, [streaming]))
     done = llm(home, "prompt", *options, TOOL_QUESTION)
     assert TOOL_ANSWER in done.stdout, done.stderr
 
 
-def test_errors_are_told_by_the_command(home: Path) -> None:
+def test_command_prints_errors(home: Path) -> None:
     missing, too_long = (
         llm(home, "prompt", "-m", MISSING, QUESTION),
         llm(home, "prompt", "-m", MODEL, TOO_LONG),

@@ -66,7 +66,7 @@ async def test_a_chat_runs_asynchronously(server: str) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_tool_is_called_and_its_result_told(client: ollama.Client, streamed: bool) -> None:
+def test_tool_is_called_and_its_result_is_in_the_answer(client: ollama.Client, streamed: bool) -> None:
     def step(messages: list[Any]) -> list[ollama.Message]:
         request: Any = {"messages": messages, "tools": [get_weather], "options": EXACT}
         if not streamed:

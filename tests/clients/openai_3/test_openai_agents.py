@@ -62,7 +62,7 @@ async def test_a_run_streamed_joins_to_the_whole(make_agent: Make) -> None:
     assert used == usage.total_tokens == usage.input_tokens + usage.output_tokens > 0
 
 
-async def test_a_tool_is_called_and_its_result_told(make_agent: Make) -> None:
+async def test_tool_is_called_and_its_result_is_in_the_answer(make_agent: Make) -> None:
     agent = make_agent(tools=(get_weather,))
     whole = await agents.Runner.run(agent, TOOL_QUESTION)
     text, run = await streamed(agent, TOOL_QUESTION)

@@ -69,7 +69,7 @@ async def test_a_run_streamed_joins_to_the_whole(make_agent: Callable[..., Agent
     assert usage.total_tokens == whole.usage.total_tokens > 0
 
 
-async def test_a_tool_is_called_and_its_result_told(make_agent: Callable[..., Agent]) -> None:
+async def test_tool_is_called_and_its_result_is_in_the_answer(make_agent: Callable[..., Agent]) -> None:
     agent = make_agent(tools=(get_weather,))
     whole = await agent.run(TOOL_QUESTION)
     calls = [

@@ -96,7 +96,7 @@ def keep_to_the_answer(step: ActionStep, agent: ToolCallingAgent) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_agent_calls_its_tool_and_tells_the_result(base_url: str, streamed: bool) -> None:
+def test_agent_calls_its_tool_and_answers_with_the_result(base_url: str, streamed: bool) -> None:
     agent = ToolCallingAgent(
         [Weather(), Answer()],
         make(base_url),
