@@ -58,7 +58,7 @@ def test_keys_without_effect_are_refused() -> None:
     QuantizationConfig().check("cpu")
 
 
-def test_only_quantised_checkpoints_say_how_activations_are_rounded() -> None:
+def test_only_quantized_checkpoints_define_activation_rounding() -> None:
     QuantizationConfig(None, {"mode": "checkpoint"}).check("cpu", encoded=True)
     with pytest.raises(ConfigError, match=r"mode checkpoint .* has no effect with --quantization"):
         QuantizationConfig("int8", {"mode": "checkpoint"}).check("cpu", encoded=True)

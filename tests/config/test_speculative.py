@@ -56,7 +56,7 @@ def test_one_length_draws_the_other_along() -> None:
     assert made(method="ngram", prompt_lookup_min=12).speculative.settings.prompt_lookup == (12, 12)
 
 
-def test_nothing_is_guessed_unless_asked() -> None:
+def test_speculation_is_off_by_default() -> None:
     config = EngineConfig.from_args()
     check_speculation(config)
     assert drafter_names(config.speculative.settings.method) == ()
