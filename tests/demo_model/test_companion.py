@@ -19,7 +19,7 @@ MOST_BYTES, SAMPLE = 1 << 20, 3
 
 
 @pytest.mark.more
-def test_a_guess_gives_several_tokens(restore_threads: None) -> None:
+def test_draft_gives_several_tokens(restore_threads: None) -> None:
     llm, found = with_companion(8), cases(SEED, SAMPLE)
     for temperature in (0.0, 1.0):
         assert mean_accepted_length(llm, found, temperature) >= GOAL
@@ -31,9 +31,7 @@ def test_it_is_small() -> None:
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=7), st.integers(1, 4))
 @settings(derandomize=True, deadline=None)
-def test_expected_steps_are_those_of_every_way_in_which_guesses_may_be_accepted(
-    chances: list[float], num_guesses: int
-) -> None:
+def test_expected_steps_average_over_all_acceptance_outcomes(chances: list[float], num_guesses: int) -> None:
     """Each token's guess is accepted or not, apart from the others'."""
     expected = 0.0
     for outcome in itertools.product((False, True), repeat=len(chances)):

@@ -173,7 +173,7 @@ def test_the_judge_compares_values() -> None:
     assert not evaluate.is_right(call, f"{call} It is sunny.")
 
 
-def test_the_judge_wants_thoughts_where_they_are_asked_for_and_nowhere_else() -> None:
+def test_judge_requires_thoughts_exactly_if_requested() -> None:
     for thinks in (False, True):
         one = Case("thinking", [], "Paris.", thinks=thinks)
         assert evaluate.is_right_reply(one, "The capital.\n</think>\n\nParis.") == thinks

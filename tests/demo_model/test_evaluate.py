@@ -13,7 +13,7 @@ FEWEST_PERCENT = 90.0
 
 
 @pytest.mark.more
-def test_the_model_in_the_box_knows_its_world() -> None:
+def test_model_in_the_box_answers_its_facts() -> None:
     found = cases(seed=11, limit=SAMPLE)
     answer = evaluate.answer_with_quire(str(evaluate.ASSETS))
     replies = answer(found)
