@@ -28,7 +28,7 @@ def test_ranks_that_differ_are_named_with_what_differs() -> None:
     assert said == ["all ranks must have the same checkpoint, but rank 0's differs from that of 1, 3"] * 4
 
 
-def test_ranks_that_say_different_words_are_told_which() -> None:
+def test_ranks_that_disagree_get_the_differing_values() -> None:
     def compare(group: Group, words: str) -> str:
         try:
             check_same_word(group, "instruction set", words.split()[group.rank], "use one")

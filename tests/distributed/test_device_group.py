@@ -53,7 +53,7 @@ def test_tensors_of_another_device_go_by_way_of_the_host(
     assert [(group._transport.num_gathered, group._transport.num_received) for group in pair] == [(0, 0)] * 2
 
 
-def test_what_one_device_sends_another_goes_their_way_in_its_order(pair: list[DeviceGroup]) -> None:
+def test_device_sends_use_their_channel_in_order(pair: list[DeviceGroup]) -> None:
     sent = [torch.randn(4, 3), torch.arange(5), torch.randn(2, 2).bfloat16(), torch.zeros(0, 2)]
     received = pair[1]._transport.num_received
 
@@ -72,7 +72,7 @@ def test_what_one_device_sends_another_goes_their_way_in_its_order(pair: list[De
     assert pair[1]._transport.num_received - received == len(sent)
 
 
-def test_a_rank_that_is_lost_while_a_device_waits_for_it_is_named() -> None:
+def test_rank_lost_during_a_device_wait_is_named() -> None:
     """Whoever waits goes on when the watch has broken off, and whatever it has then is refused."""
     silent: dict[int, str] = {}
     first, second = device_ranks(2, silent=silent)

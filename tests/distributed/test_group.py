@@ -115,9 +115,7 @@ def check_ops(groups: Sequence[Group], parts: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_rows_of_uneven_numbers_reach_whom_they_are_for(
-    size: int, make: Callable[[int], Sequence[Group]]
-) -> None:
+def test_rows_of_uneven_counts_reach_their_ranks(size: int, make: Callable[[int], Sequence[Group]]) -> None:
     groups = make(size)
     for seed, dtype in enumerate(DTYPES):
         random = torch.Generator().manual_seed(seed)
@@ -153,7 +151,7 @@ def test_what_is_sent_is_what_it_was_then(make: Callable[[int], Sequence[Group]]
     assert on_all([first, second], talk)[0] == [22.0] * 3
 
 
-def test_nobody_sends_to_himself_or_to_nobody(make: Callable[[int], Sequence[Group]]) -> None:
+def test_send_to_own_or_missing_rank_is_refused(make: Callable[[int], Sequence[Group]]) -> None:
     for group in (ALONE, make(2)[0]):
         for peer in (0, -1, 2):
             with pytest.raises(EngineError, match=f"rank 0 of {group.size} has no peer {peer}"):
@@ -171,7 +169,7 @@ def test_the_tree_over_all_holds_the_tree_over_each_half() -> None:
         assert torch.equal(tree_sum(own), whole)
 
 
-def test_all_ranks_hear_who_left_and_why() -> None:
+def test_all_ranks_learn_which_rank_left_and_why() -> None:
     groups = InProcess.group(3, timeout_s=20)
 
     def work(group: Group) -> str:
@@ -212,7 +210,7 @@ def test_threads_share_what_crosses_ranks(restore_threads: None) -> None:
 
 
 @needs_kernels
-def test_all_hear_who_left_shared_memory_and_why() -> None:
+def test_all_ranks_learn_which_left_shared_memory_and_why() -> None:
     groups = common(3)
 
     def work(group: Group) -> str:
@@ -237,7 +235,7 @@ def test_a_rank_that_runs_and_does_not_come_is_named() -> None:
         ops.all_gather(torch.zeros(3), first)
 
 
-def test_shared_memory_has_no_name_and_goes_with_those_who_have_it() -> None:
+def test_shared_memory_is_unnamed_and_freed_with_its_processes() -> None:
     def maps() -> int:
         return Path("/proc/self/maps").read_text().count("quire-ranks")
 
@@ -396,5 +394,5 @@ def test_sums_across_hosts_have_the_bits_of_one_tree(dtype: torch.dtype, count: 
         ("aabbb", None),
     ],
 )
-def test_hosts_have_equally_many_neighbours_or_no_memory_in_common(ranks: str, size: int | None) -> None:
+def test_hosts_with_uneven_neighbours_share_no_memory(ranks: str, size: int | None) -> None:
     assert ranks_per_host(ranks) == size
