@@ -105,9 +105,7 @@ def test_adapters_come_and_go_in_all_processes(tiny_model: Callable[[str], Path]
 
 
 @pytest.mark.more
-def test_a_server_does_not_start_with_adapters_that_cannot_be_used(
-    tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_server_start_with_unusable_adapters_fails(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     wrong = write_adapter(tmp_path / "wrong", {"model.layers.0.self_attn.q_proj": (64, 63)})
     modules = [f"one={wrong}", f"two={tmp_path}/nothing"]
     flags = [word for module in modules for word in ("--lora-modules", module)]

@@ -90,7 +90,7 @@ def metric(server: Server, name: str) -> float:
 
 
 @pytest.mark.more
-def test_whoever_answers_the_answers_are_those_of_one(tmp_path: Path) -> None:
+def test_answers_of_any_process_are_those_of_one(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     with serving(tmp_path / "one", "--no-enable-prefix-caching") as alone:
         expected = [whole(events(alone, body)) for body in BODIES]
@@ -152,7 +152,7 @@ def test_the_death_of_one_process_costs_its_streams_alone(tmp_path: Path) -> Non
 
 @pytest.mark.item(50)
 @pytest.mark.more
-def test_a_process_that_hangs_is_replaced_and_costs_its_streams_alone(tmp_path: Path) -> None:
+def test_hung_process_is_replaced_and_only_its_streams_fail(tmp_path: Path) -> None:
     with several(tmp_path) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         wanted = whole(events(server, LONG))
         before = server.children(MEMBER)
@@ -182,7 +182,7 @@ def test_nothing_outlives_the_first_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
-def test_a_process_that_cannot_act_does_not_outlive_the_first_either(tmp_path: Path) -> None:
+def test_stopped_process_does_not_outlive_the_first(tmp_path: Path) -> None:
     with several(tmp_path) as server:
         children = server.children("quire.")
         stopped = server.children(MEMBER)[0]
@@ -195,7 +195,7 @@ def test_a_process_that_cannot_act_does_not_outlive_the_first_either(tmp_path: P
 
 @pytest.mark.more
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_killed_core_is_a_pause_for_the_streams_of_all_processes(num_replicas: int, tmp_path: Path) -> None:
+def test_killed_core_only_pauses_streams_of_all_processes(num_replicas: int, tmp_path: Path) -> None:
     args = "--no-enable-prefix-caching", "--data-parallel-size", str(num_replicas)
     with several(tmp_path, *args) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         wanted = whole(events(server, LONG))
@@ -257,7 +257,7 @@ def test_a_signal_for_the_first_process_is_for_all(
 
 
 @pytest.mark.more
-def test_a_failed_start_is_told_once(tmp_path: Path) -> None:
+def test_failed_start_is_reported_once(tmp_path: Path) -> None:
     args = ("--distributed-executor-backend", "null", "--num-gpu-blocks-override", "2")
     server = Server(*args, "--api-server-count", "3", log=tmp_path / "log")
     assert server.process.wait(60) == 1
@@ -293,7 +293,7 @@ def test_all_processes_sleep_and_wake_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.item(54)
 @pytest.mark.more
-def test_who_is_asleep_stays_so_whoever_dies(tmp_path: Path) -> None:
+def test_sleeping_engine_stays_asleep_after_any_process_death(tmp_path: Path) -> None:
     args = ("--no-enable-prefix-caching", "--admin-api-key", "admin")
     with several(tmp_path, *args) as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         wanted = whole(events(server, LONG))
@@ -318,7 +318,7 @@ def test_who_is_asleep_stays_so_whoever_dies(tmp_path: Path) -> None:
 
 @pytest.mark.item(54)
 @pytest.mark.more
-def test_requests_of_all_processes_end_or_are_waited_for_before_they_sleep(tmp_path: Path) -> None:
+def test_sleep_ends_or_awaits_the_requests_of_all_processes(tmp_path: Path) -> None:
     with (
         several(tmp_path, "--admin-api-key", "admin") as server,
         ThreadPoolExecutor(NUM_STREAMS + 1) as pool,

@@ -210,7 +210,7 @@ def test_a_recorded_search_is_replayed(tiny_model: Callable[[str], Path], tmp_pa
     assert sum(1 for _ in replay(read_trace(path))) > 30
 
 
-def test_an_aborted_search_gives_what_it_has_and_leaves_nothing_behind(
+def test_aborted_search_returns_its_beams_and_leaks_nothing(
     tiny_model: Callable[[str], Path],
 ) -> None:
     engine = make_llm(tiny_model(MODEL)).llm_engine

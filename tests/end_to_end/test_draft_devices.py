@@ -83,7 +83,7 @@ def test_every_method_says_on_a_device_what_is_said_without(
 @pytest.mark.more
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("family", [MODEL, "mamba2"])
-def test_who_guesses_for_himself_is_right_on_a_device(
+def test_self_drafting_on_a_device_is_always_accepted(
     family: str,
     steps: int,
     tiny_model: Callable[[str], Path],
@@ -108,7 +108,7 @@ def test_who_guesses_for_himself_is_right_on_a_device(
 
 
 @pytest.mark.parametrize("family", quick(["mamba", "qwen3next", "falconh1", "recurrentgemma"], ["mamba"]))
-def test_states_go_back_behind_guesses_on_a_device(
+def test_states_roll_back_behind_drafts_on_a_device(
     family: str, tiny_model: Callable[[str], Path], request: pytest.FixtureRequest, restore_threads: None
 ) -> None:
     args: dict[str, Any] = {"model": str(tiny_model(family)), "max_model_len": 64, "max_num_seqs": 4}
@@ -123,7 +123,7 @@ def test_states_go_back_behind_guesses_on_a_device(
 
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3"])
-def test_guesses_on_a_device_are_those_of_the_formulas(
+def test_drafts_on_a_device_are_those_of_the_formulas(
     name: str,
     tiny_model: Callable[[str], Path],
     tmp_path: Path,

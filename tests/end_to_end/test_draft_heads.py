@@ -56,7 +56,7 @@ def generate(model: Path, **args: Any) -> None:
 
 
 @pytest.mark.parametrize("name", quick(HEADS, ["medusa", "eagle", "eagle3", "eagle3-without-head"]))
-def test_guesses_are_those_of_the_formulas(
+def test_drafts_are_those_of_the_formulas(
     name: str,
     tiny_model: Callable[[str], Path],
     tmp_path: Path,
@@ -73,7 +73,7 @@ def test_guesses_are_those_of_the_formulas(
         assert found == heads.guesses(target, tensors, ids, NUM_GUESSES)[: len(found)]
 
 
-def test_states_behind_which_nothing_is_guessed_are_not_lost(
+def test_states_of_steps_without_drafts_are_not_lost(
     tiny_model: Callable[[str], Path],
     tmp_path: Path,
     proposed: list[tuple[list[int], list[int]]],
@@ -101,7 +101,7 @@ def test_states_behind_which_nothing_is_guessed_are_not_lost(
 
 
 @pytest.mark.parametrize("family", quick(MTP, ["deepseekv3"]))
-def test_a_layer_of_the_model_guesses_as_the_formula_does(
+def test_mtp_layer_drafts_as_the_formula(
     family: str,
     tiny_model: Callable[[str], Path],
     tmp_path: Path,

@@ -57,7 +57,7 @@ def jobs() -> list[Job]:
 
 
 @pytest.mark.parametrize("engine", quick(ENGINES, ["preempted"]))
-def test_who_guesses_for_himself_is_always_right(
+def test_self_drafting_is_always_accepted(
     engine: str, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:
     """So its keys and values are those of the request's tokens, however the request came by its blocks."""
@@ -69,7 +69,7 @@ def test_who_guesses_for_himself_is_always_right(
 
 
 @pytest.mark.parametrize("family", quick(["gemma3", "gpt2"], ["gemma3"]))
-def test_a_model_of_another_family_guesses(
+def test_draft_model_of_another_family_works(
     family: str, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:
     """Their layers need other blocks, and share them all the same."""
@@ -90,7 +90,9 @@ def test_stops_and_aborts_leave_nothing_behind(
     assert stats["spec_decoding"]["num_accepted_tokens"] > 100
 
 
-def test_who_adapts_guesses_too(tiny_model: Callable[[str], Path], restore_threads: None) -> None:
+def test_draft_model_works_with_adaptive_depth(
+    tiny_model: Callable[[str], Path], restore_threads: None
+) -> None:
     model = tiny_model("llama-tied-bias")
     args: dict[str, Any] = {"model": str(model), "max_model_len": 96, "max_num_seqs": 4}
     expected, _ = serve(jobs(), **args)
@@ -185,7 +187,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", quick(["bamba", "mamba2", "mamba", "qwen3next"], ["bamba"]))
 @pytest.mark.parametrize("engine", quick(STATES, ["chunks"]))
-def test_who_keeps_states_and_guesses_for_himself_is_right(
+def test_self_drafting_with_states_is_accepted(
     engine: str, family: str, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:
     """So states go back behind guesses, whatever was right of them, and no block is given back with one in it."""
@@ -200,7 +202,7 @@ def test_who_keeps_states_and_guesses_for_himself_is_right(
 
 @pytest.mark.more
 @pytest.mark.parametrize("engine", ["preempted", "swapped"])
-def test_who_keeps_states_guesses_for_requests_that_come_back(
+def test_draft_model_with_states_serves_resumed_requests(
     engine: str, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:
     """Resumed requests may draft from states a few tokens off, which costs acceptance and no correctness."""
@@ -213,7 +215,7 @@ def test_who_keeps_states_guesses_for_requests_that_come_back(
     assert stats["num_preemptions"] > 0
 
 
-def test_who_keeps_states_and_is_asked_seldom_is_still_right(
+def test_draft_model_with_states_is_right_after_pauses(
     tiny_model: Callable[[str], Path], restore_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens of steps without drafting are computed before the state blocks that precede them are freed."""

@@ -126,7 +126,7 @@ def test_a_signal_ends_streams_with_an_event(number: signal.Signals, is_cut: boo
 
 @pytest.mark.item(16)
 @pytest.mark.more
-def test_a_template_that_loops_holds_up_neither_others_nor_the_end(tmp_path: Path) -> None:
+def test_looping_template_delays_neither_requests_nor_shutdown(tmp_path: Path) -> None:
     template = tmp_path / "template"
     template.write_text(LOOP)
     with serving(tmp_path, "--chat-template", str(template)) as server:
@@ -150,7 +150,7 @@ def test_a_template_that_loops_holds_up_neither_others_nor_the_end(tmp_path: Pat
 
 @pytest.mark.item(53)
 @pytest.mark.more
-def test_a_log_that_nobody_reads_costs_no_request(tmp_path: Path) -> None:
+def test_unread_log_pipe_fails_no_request(tmp_path: Path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "quire.entrypoints.cli.main", "serve", *NULL, "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -180,7 +180,7 @@ def test_a_log_that_nobody_reads_costs_no_request(tmp_path: Path) -> None:
 
 @pytest.mark.more
 @pytest.mark.item(41, 49)
-def test_the_reason_of_a_failed_start_is_told(tmp_path: Path) -> None:
+def test_failed_start_reports_its_reason(tmp_path: Path) -> None:
     server = Server(*NULL, "--num-gpu-blocks-override", "2", log=tmp_path / "log")
     assert server.process.wait(60) == 1
     (reason,) = [line for line in server.log.read_text().splitlines() if line.startswith("error: ")]

@@ -102,9 +102,7 @@ def most_memory_of(server: Server) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if not name.startswith("undefined")])
-def test_what_a_template_does_is_a_400_that_names_it_and_others_are_answered(
-    server: Server, name: str
-) -> None:
+def test_hostile_template_is_a_400_and_others_are_answered(server: Server, name: str) -> None:
     before = most_memory_of(server)
     with ThreadPoolExecutor(2) as pool:
         hostile, other = pool.submit(ask, server, name), pool.submit(ask, server, "Hello")

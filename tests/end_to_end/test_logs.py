@@ -64,7 +64,7 @@ def run(log: Path, words: Path, *args: str) -> tuple[str, int, int]:
 
 
 @pytest.mark.more
-def test_every_line_is_one_json_object_and_none_holds_what_clients_wrote(tmp_path: Path) -> None:
+def test_json_log_lines_hold_no_client_text(tmp_path: Path) -> None:
     log, api, core = run(tmp_path / "log", tmp_path / "words", "--log-format", "json")
     lines = [json.loads(line) for line in log.splitlines()]
     assert all({"time", "level", "logger", "message", "pid"} <= line.keys() for line in lines)
@@ -86,7 +86,7 @@ def test_lines_of_text_hold_nothing_that_clients_wrote(tmp_path: Path) -> None:
     assert SECRET not in log.lower()
 
 
-def test_a_start_that_fails_is_told_in_json(tmp_path: Path) -> None:
+def test_failed_start_is_logged_as_json(tmp_path: Path) -> None:
     server = Server(
         "--model", "/no/such/model", "--log-format", "json", log=tmp_path / "log", words=tmp_path / "words"
     )

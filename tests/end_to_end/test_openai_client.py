@@ -43,7 +43,7 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
-def test_chat_knows_its_world(client: openai.OpenAI) -> None:
+def test_chat_answers_its_facts(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
         model=MODEL, messages=ask("What is the capital of France?"), temperature=0
     )
@@ -132,7 +132,7 @@ def test_errors_name_the_field(
     assert client.chat.completions.create(**request).choices[0].message.content
 
 
-def test_a_field_that_nobody_knows_is_named_in_the_reply(client: openai.OpenAI) -> None:
+def test_unknown_field_is_named_in_the_reply(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
         model=MODEL, messages=ask("Hello"), max_tokens=4, extra_body={"temprature": 1}
     )

@@ -62,9 +62,7 @@ def test_every_way_of_pooling_is_tested() -> None:
 
 
 @pytest.mark.parametrize("pooling", [*sorted(POOLED), "lasttoken+mean_tokens+cls_token"])
-def test_an_embedder_gives_the_oracles_vectors_and_the_same_bits_in_any_batch(
-    pooling: str, tmp_path: Path
-) -> None:
+def test_embedder_has_oracle_vectors_and_same_bits_in_any_batch(pooling: str, tmp_path: Path) -> None:
     """Qwen 3 as Qwen3-Embedding publishes it: an architecture with an output head, and sentence-transformers' files."""
     model = write_model("qwen3", tmp_path, "Qwen3ForCausalLM")
     ways = [name for name in POOLED if name in pooling.split("+")]
@@ -101,7 +99,7 @@ def test_an_instruction_is_read_and_not_pooled(pooling: str, tmp_path: Path) -> 
     assert not cpu.available() or [one.tobytes() for one in cut] == [one.tobytes() for one in whole]
 
 
-def test_of_a_prompt_that_is_an_instruction_alone_the_last_token_is_pooled(tmp_path: Path) -> None:
+def test_prompt_of_an_instruction_alone_pools_its_last_token(tmp_path: Path) -> None:
     model = write_model("qwen3", tmp_path, "Qwen3ForCausalLM")
     write_sentence_transformer(tmp_path)
     (text,) = prompts((5,))
@@ -142,7 +140,7 @@ def test_a_checkpoint_without_an_output_head_embeds(name: str, class_name: str, 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "opt-post-norm"])
 @pytest.mark.parametrize("model_impl", ["quire", "transformers"])
-def test_any_language_model_pools_when_asked_to(
+def test_any_language_model_pools_on_request(
     name: str, model_impl: str, tiny_model: Callable[[str], Path]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -366,7 +364,7 @@ BOTH_WAYS = ("llama", "mistral", "qwen2", "qwen3")
 
 @pytest.mark.parametrize("name", BOTH_WAYS)
 @pytest.mark.parametrize("pooling", ["mean_tokens", "lasttoken"])
-def test_a_decoder_that_sees_both_ways_gives_the_oracles_vectors_and_the_same_bits_in_any_batch(
+def test_bidirectional_decoder_has_oracle_vectors_and_same_bits(
     name: str, pooling: str, tmp_path: Path
 ) -> None:
     """GTE-Qwen2 and its like: `is_causal` is false, and nothing is cached."""
@@ -386,7 +384,7 @@ def test_a_decoder_that_sees_both_ways_gives_the_oracles_vectors_and_the_same_bi
         assert [one.tobytes() for one in others] == [one.tobytes() for one in whole]
 
 
-def test_a_decoder_that_sees_both_ways_classifies_by_its_last_token(tmp_path: Path) -> None:
+def test_bidirectional_decoder_classifies_by_its_last_token(tmp_path: Path) -> None:
     model = write_model("qwen2", tmp_path, "Qwen2ForSequenceClassification", num_labels=3, is_causal=False)
     model.set_attn_implementation("eager")
     texts = prompts((3, 30))

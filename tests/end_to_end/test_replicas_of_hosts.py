@@ -55,7 +55,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.more
-def test_a_host_is_killed_and_comes_back_and_ends_with_the_server(
+def test_killed_host_rejoins_and_ends_with_the_server(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
     model, port = tiny_model("llama"), free_port()

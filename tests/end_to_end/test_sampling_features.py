@@ -74,7 +74,7 @@ def llm(tiny_model: Callable[[str], Path]) -> LLM:
 
 
 @pytest.mark.parametrize("named", [OnlyWhatIsAskedFor, f"{__name__}:OnlyWhatIsAskedFor"])
-def test_a_processor_of_the_engine_changes_only_whom_it_concerns(
+def test_engine_logits_processor_changes_only_its_requests(
     named: Any, llm: LLM, tiny_model: Callable[[str], Path]
 ) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -140,7 +140,7 @@ def test_a_class_in_a_function_cannot_be_named(tiny_model: Callable[[str], Path]
         make_llm(tiny_model("llama-tied-bias"), logits_processors=[Local])
 
 
-def test_what_nobody_would_heed_is_refused(
+def test_unsupported_sampling_options_are_refused(
     llm: LLM, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ValidationError, match="this engine has none"):

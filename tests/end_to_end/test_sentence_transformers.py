@@ -170,7 +170,7 @@ def test_a_language_model_that_scores_by_what_it_would_say(
         assert_close([one.outputs.score for one in plain], expected)
 
 
-def test_the_prompt_of_a_cross_encoder_stands_before_the_first_text(tmp_path: Path) -> None:
+def test_cross_encoder_prompt_precedes_the_first_text(tmp_path: Path) -> None:
     theirs = write_cross_encoder(
         "bert", tmp_path, num_labels=1, prompts={"web": "Find: "}, default_prompt_name="web"
     )
@@ -178,7 +178,7 @@ def test_the_prompt_of_a_cross_encoder_stands_before_the_first_text(tmp_path: Pa
         assert_close(scores(llm), theirs.predict([(QUERY, one) for one in DOCUMENTS]))
 
 
-def test_a_document_is_cut_and_not_what_a_template_writes_behind_it(tmp_path: Path) -> None:
+def test_truncation_cuts_the_document_and_not_the_template(tmp_path: Path) -> None:
     write_answering("llama", "LlamaForCausalLM", tmp_path, true_token_id=5)
     document = "abcdefgh" * 10
     with serving(tmp_path) as llm:

@@ -119,7 +119,7 @@ async def test_a_burst_is_recorded_as_equal_gaps(
 
 
 @pytest.mark.parametrize("options", [{"num_scheduler_steps": 1}, {"multi_step_streams": False}])
-async def test_streams_of_one_token_per_step_can_be_asked_for(
+async def test_streams_of_one_token_per_step_can_be_requested(
     options: dict[str, Any], tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:
     steps = await steps_of_one_request(tiny_model("llama"), **options)

@@ -243,7 +243,7 @@ class Echo:
         """It knows nothing."""
 
 
-def test_a_drafter_of_another_package_guesses(
+def test_drafter_of_another_package_drafts(
     offer: Offer, tiny_model: Callable[[str], Path], restore_threads: None
 ) -> None:
     """It understands one of the keys, and others are refused."""
@@ -259,7 +259,7 @@ def test_a_drafter_of_another_package_guesses(
         LLM(str(tiny_model(FAMILIES[0])), speculative_config={"method": "echo", "prompt_lookup_max": 3})
 
 
-def test_a_request_is_told_what_became_of_its_drafts(restore_threads: None) -> None:
+def test_request_reports_its_accepted_drafts(restore_threads: None) -> None:
     llm = LLM(cpu_threads=1, speculative_config={"method": "ngram", "adaptive": False})
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     (output,) = llm.generate([[7, 8, 9] * 12], params)
@@ -268,6 +268,6 @@ def test_a_request_is_told_what_became_of_its_drafts(restore_threads: None) -> N
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "auto", "mtp"])
-def test_a_model_that_is_pooled_has_nothing_to_guess(method: str) -> None:
+def test_speculation_for_a_pooling_model_is_refused(method: str) -> None:
     with pytest.raises(ConfigError, match="a pooling model generates no tokens to draft"):
         LLM("quire-demo-embed", speculative_config={"method": method})

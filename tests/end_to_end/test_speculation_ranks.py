@@ -93,7 +93,7 @@ def test_two_ranks_say_what_one_says(
 @pytest.mark.parametrize("case", quick(CASES, ["eagle3", "draft_model"]))
 @pytest.mark.parametrize("loop", quick(["plain", "overlapped"], ["overlapped"]))
 @pytest.mark.usefixtures("ranks_with_clocks_of_their_own")
-def test_two_stages_say_and_guess_what_one_does(
+def test_two_stages_sample_and_draft_as_one(
     case: str,
     loop: str,
     tiny_model: Callable[[str], Path],
@@ -123,7 +123,7 @@ def test_two_stages_say_and_guess_what_one_does(
 
 
 @pytest.mark.usefixtures("ranks_with_clocks_of_their_own")
-def test_two_ranks_guess_for_adapters(
+def test_two_ranks_draft_for_adapters(
     tiny_model: Callable[[str], Path], tmp_path: Path, restore_threads: None
 ) -> None:
     model = tiny_model(MODEL)

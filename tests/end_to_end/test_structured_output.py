@@ -74,7 +74,7 @@ def test_finished_texts_validate_against_random_schemas(llm: LLM) -> None:
 
 
 @pytest.mark.soak
-def test_finished_texts_validate_against_very_many_random_schemas(llm: LLM) -> None:
+def test_finished_texts_validate_against_many_random_schemas(llm: LLM) -> None:
     check_schemas(llm, 2000, seed=2)
 
 
@@ -119,7 +119,7 @@ def test_spaces_come_to_an_end(llm: LLM) -> None:
     assert {output.finish_reason for output in outputs} == {"stop"}
 
 
-def test_json_can_be_asked_for_without_spaces(llm: LLM) -> None:
+def test_json_without_spaces_can_be_requested(llm: LLM) -> None:
     for output in generate(llm, [{"json": CITY, "disable_any_whitespace": True}] * 8):
         assert output.text == json.dumps(json.loads(output.text), ensure_ascii=False, separators=(",", ":"))
 

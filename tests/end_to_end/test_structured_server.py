@@ -139,7 +139,7 @@ def test_constraint_without_thinking_starts_at_once(
         assert not any(word in str(answer) for word in ("'thinking'", "reasoning_text", "reasoning_content"))
 
 
-def test_openais_client_parses_what_it_asked_for(client: openai.OpenAI) -> None:
+def test_openai_client_parses_the_requested_format(client: openai.OpenAI) -> None:
     for seed in range(3):
         answer = client.chat.completions.parse(
             model="quire-demo", messages=HI, response_format=City, temperature=1.2, seed=seed, max_tokens=900

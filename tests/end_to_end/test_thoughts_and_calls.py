@@ -72,7 +72,7 @@ def called(message: dict[str, Any]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("answer", [whole, streamed])
 @pytest.mark.parametrize("effort", ["none", "low"])
 @pytest.mark.parametrize(("question", "calls", "said"), CALLS)
-def test_calls_are_made_and_their_results_are_told(
+def test_calls_are_made_and_results_are_answered(
     client: openai.OpenAI, answer: Any, effort: str, question: str, calls: list[tuple[str, str]], said: str
 ) -> None:
     conversation: list[Any] = [{"role": "user", "content": question}]
@@ -89,14 +89,14 @@ def test_calls_are_made_and_their_results_are_told(
     assert [bool(message.get("reasoning")) for message in (turn, final)] == [effort == "low"] * 2
 
 
-def test_calls_may_be_asked_for_one_by_one(client: openai.OpenAI) -> None:
+def test_parallel_calls_can_be_disabled(client: openai.OpenAI) -> None:
     question, calls, _ = CALLS[0]
     messages = [{"role": "user", "content": question}]
     assert called(whole(client, messages=messages, tools=TOOLS, parallel_tool_calls=False)) == calls[:1]
 
 
 @pytest.mark.parametrize("answer", [whole, streamed])
-def test_a_thought_comes_before_the_answer_when_it_is_asked_for(client: openai.OpenAI, answer: Any) -> None:
+def test_thought_precedes_the_answer_if_requested(client: openai.OpenAI, answer: Any) -> None:
     messages = [{"role": "user", "content": "What is 47 - 38?"}]
     plain = answer(client, messages=messages)
     thought = answer(client, messages=messages, reasoning_effort="low")

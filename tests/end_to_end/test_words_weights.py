@@ -122,7 +122,7 @@ def write_splade(directory: Path, **options: str) -> None:
         ("modernbert-mlm", "sum", "log1p_relu"),
     ],
 )
-def test_all_words_have_weights_where_a_model_guesses_them(
+def test_splade_model_has_weights_for_all_words(
     name: str, strategy: str, function: str, tmp_path: Path, tiny_encoder: Callable[[str], Path]
 ) -> None:
     copied, batch = tmp_path / "splade", texts((9, 30, 1, 170, 6))
@@ -145,7 +145,7 @@ def test_all_words_have_weights_where_a_model_guesses_them(
     assert_close(torch.tensor(plain), logits.amax(0) if strategy == "max" else logits.sum(0))
 
 
-def test_of_a_model_without_such_guesses_no_words_are_weighed(
+def test_splade_without_a_masked_lm_head_is_refused(
     tmp_path: Path, tiny_encoder: Callable[[str], Path]
 ) -> None:
     copied = tmp_path / "splade"

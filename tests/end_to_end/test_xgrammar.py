@@ -80,7 +80,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.more
-def test_texts_are_what_was_asked_for_whoever_is_near(llm: LLM) -> None:
+def test_texts_follow_the_constraint_in_any_batch(llm: LLM) -> None:
     """Alone, where what is forced is guessed ahead, they are the same."""
     constraints = [constraint for constraint, _ in CONSTRAINTS]
     together = generate(llm, constraints * 2, logprobs=2, max_tokens=300)
