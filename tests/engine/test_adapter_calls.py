@@ -56,7 +56,7 @@ def test_no_step_waits_for_an_adapter(async_scheduling: bool, null_model_dir: Pa
     core.shutdown()
 
 
-def test_who_calls_for_an_adapter_that_cannot_be_used_is_told_and_nobody_else(null_model_dir: Path) -> None:
+def test_unusable_adapter_fails_only_its_caller(null_model_dir: Path) -> None:
     core, reading = core_with_streams(null_model_dir)
     core.handle(UtilityCall(7, "add_lora", [msgspec.to_builtins(A)]))
     reading.set_exception(ValidationError("it is no adapter"))

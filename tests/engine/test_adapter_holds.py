@@ -122,7 +122,7 @@ def test_the_one_used_longest_ago_makes_room() -> None:
     assert setting.worker.kept == {A.key}
 
 
-def test_what_cannot_be_read_ends_its_requests_and_may_be_tried_again() -> None:
+def test_unreadable_adapter_fails_its_requests_and_is_retryable() -> None:
     setting = Setting()
     setting.add("one", A)
     setting.add("two", A)
@@ -156,7 +156,7 @@ def test_an_adapter_can_be_read_before_a_request_wants_it() -> None:
     assert (setting.add("one", A), setting.holds.numbers()) == ([], [1])
 
 
-def test_who_had_an_adapter_read_hears_why_it_cannot_be() -> None:
+def test_load_of_an_unreadable_adapter_returns_the_reason() -> None:
     setting = Setting()
     added = setting.holds.add(A)
     setting.worker.read(A, ValidationError("it is no adapter"))
@@ -182,7 +182,7 @@ def test_an_adapter_that_is_removed_waits_for_its_users() -> None:
     assert setting.add("two", A) == ["adapter 1:a"]
 
 
-def test_an_adapter_that_cannot_be_read_is_gone_for_who_removes_it() -> None:
+def test_removal_of_an_unreadable_adapter_succeeds() -> None:
     setting = Setting()
     setting.holds.add(A)
     removed = setting.holds.remove(1)

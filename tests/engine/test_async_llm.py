@@ -210,7 +210,7 @@ def test_the_front_end_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("error", [EngineDeadError("gone"), StartupError("no memory")])
-async def test_a_core_that_dies_while_a_prompt_is_tokenized_leaves_nobody_waiting(
+async def test_core_death_during_tokenization_fails_the_request(
     error: Exception, null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(null_model_dir)

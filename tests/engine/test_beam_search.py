@@ -34,7 +34,7 @@ def score(tokens: list[int], penalty: float, before: tuple[int, ...] = ()) -> fl
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_search_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(seed: int) -> None:
+def test_search_as_wide_as_the_vocabulary_finds_the_best_two(seed: int) -> None:
     """And its scores are those of its tokens."""
     penalty = [0.0, 1.0, -0.5][seed % 3]
     params = BeamSearchParams(VOCAB_SIZE, 2, length_penalty=penalty, early_stopping="never")
@@ -57,7 +57,7 @@ def over_the_wire(message: CoreRequest) -> CoreRequest:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=CoreRequest)
 
 
-def test_each_step_asks_for_a_fork_of_every_beam_and_closes_those_before() -> None:
+def test_each_step_forks_every_beam_and_closes_the_parents() -> None:
     """As the core gets it, in a process of its own."""
     outputs: list[RequestOutput | Exception] = []
     searches, stats = BeamSearches(None), IterationStats()

@@ -87,7 +87,7 @@ async def running(engine: AsyncLLM) -> int:
     return int(stats.get("num_running", 0)) + int(stats.get("num_waiting", 0))
 
 
-async def test_requests_of_one_label_at_several_front_ends_are_several_requests(null_model_dir: Path) -> None:
+async def test_equal_labels_at_front_ends_are_distinct_requests(null_model_dir: Path) -> None:
     async with front_ends(null_model_dir, 2) as (owner, others):
         alone = [await tokens(owner, prompt, n=2) for prompt in PROMPTS]
         engines = [owner, *others]
@@ -99,7 +99,7 @@ async def test_requests_of_one_label_at_several_front_ends_are_several_requests(
 
 
 @pytest.mark.more
-async def test_all_front_ends_use_all_replicas_and_lose_nothing_with_one(null_model_dir: Path) -> None:
+async def test_front_ends_use_all_replicas_and_lose_nothing_with_one(null_model_dir: Path) -> None:
     async with front_ends(null_model_dir, 1, data_parallel_size=2) as (owner, (other,)):
         ledger = SharedCounters(2, num_cores=2)
         for index, engine in enumerate((owner, other)):
@@ -115,7 +115,7 @@ async def test_all_front_ends_use_all_replicas_and_lose_nothing_with_one(null_mo
         assert await tokens(other, PROMPTS[0], n=2) == alone[0]
 
 
-async def test_each_front_end_knows_its_own_requests_and_the_core_all(null_model_dir: Path) -> None:
+async def test_front_end_lists_its_requests_and_the_core_all(null_model_dir: Path) -> None:
     async with front_ends(null_model_dir, 1) as (owner, (other,)):
         tasks = [asyncio.create_task(tokens(engine, [1, 2], "r")) for engine in (owner, other)]
         await begun(owner, 1)
@@ -129,7 +129,7 @@ async def test_each_front_end_knows_its_own_requests_and_the_core_all(null_model
         assert len((await tasks[1])[0]) < 60
 
 
-async def test_statistics_are_told_to_one_front_end(null_model_dir: Path) -> None:
+async def test_statistics_are_sent_to_one_front_end(null_model_dir: Path) -> None:
     class Seen(StatLogger):
         def __init__(self) -> None:
             self.num_tokens = 0
@@ -189,7 +189,7 @@ async def test_a_killed_core_is_a_pause_for_every_front_end(
 
 
 @pytest.mark.more
-async def test_who_was_in_work_at_two_deaths_ends_at_whichever_front_end(
+async def test_request_in_work_at_two_deaths_fails_at_any_front_end(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.supervision.progress.BACKOFF_S", (0.0, 0.0, 0.0))
@@ -224,7 +224,7 @@ async def tokens_when_ready(engine: AsyncLLM) -> list[list[int]]:
     return await tokens(engine, [1])
 
 
-async def test_what_a_front_end_that_is_gone_had_asked_for_ends(null_model_dir: Path) -> None:
+async def test_requests_of_a_lost_front_end_are_aborted(null_model_dir: Path) -> None:
     async with front_ends(null_model_dir, 2) as (owner, (gone, other)):
         process_of(owner).send_signal(signal.SIGSTOP)
         lost = [asyncio.create_task(tokens(gone, [1, 2], max_tokens=100)) for _ in range(5)]
@@ -245,7 +245,7 @@ async def test_what_a_front_end_that_is_gone_had_asked_for_ends(null_model_dir: 
                 await task
 
 
-async def test_a_front_end_that_hears_of_no_core_waits_and_one_that_is_gone_already_is_skipped(
+async def test_front_end_waits_for_a_core_and_a_lost_one_is_skipped(
     null_model_dir: Path, tmp_path: Path
 ) -> None:
     async with front_ends(null_model_dir, 0) as (owner, _):
@@ -264,7 +264,7 @@ async def test_a_front_end_that_hears_of_no_core_waits_and_one_that_is_gone_alre
         await engine.shutdown()
 
 
-async def test_a_front_end_that_never_heard_of_a_core_can_be_ended(null_model_dir: Path) -> None:
+async def test_front_end_without_a_core_can_be_shut_down(null_model_dir: Path) -> None:
     async with front_ends(null_model_dir, 0) as (owner, _):
         engine = AsyncLLM(owner.config, cores=BorrowedCores(owner.config, 1))
         waits = asyncio.create_task(engine.wait_ready())
@@ -275,7 +275,7 @@ async def test_a_front_end_that_never_heard_of_a_core_can_be_ended(null_model_di
         await engine.shutdown()
 
 
-async def test_a_front_end_that_takes_nothing_in_holds_up_nobody(null_model_dir: Path) -> None:
+async def test_front_end_that_does_not_receive_delays_no_others(null_model_dir: Path) -> None:
     async with front_ends(null_model_dir, 1) as (owner, (deaf,)):
         client = deaf._clients[0]
         task = asyncio.create_task(tokens(deaf, [1, 2], max_tokens=100))

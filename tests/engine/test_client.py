@@ -119,7 +119,7 @@ def test_a_core_that_cannot_be_started_leaves_nothing(
     assert [context.closed for context in contexts] == [True]
 
 
-def test_a_temporary_folder_too_long_for_sockets_is_a_startup_error(
+def test_temporary_folder_too_long_for_sockets_fails_the_start(
     make_config: Callable[..., EngineConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / ("x" * zmq.IPC_PATH_MAX_LEN)
@@ -172,7 +172,7 @@ def test_a_utility_call_that_fails_costs_only_itself(
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("failing", ["submit", "collect"])
-def test_an_engine_whose_step_failed_is_dead_and_says_so(
+def test_engine_with_a_failed_step_is_dead_and_reports_it(
     failing: str,
     async_scheduling: bool,
     make_config: Callable[..., EngineConfig],
@@ -206,7 +206,7 @@ class BrokenScheduler(Scheduler):
 
 
 @pytest.mark.more
-def test_the_core_of_a_server_checks_its_integrity_when_it_has_become_idle(
+def test_server_core_checks_integrity_when_it_becomes_idle(
     make_config: Callable[..., EngineConfig],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -224,7 +224,7 @@ def test_the_core_of_a_server_checks_its_integrity_when_it_has_become_idle(
     assert "block: 7" in log, "the log has the state"
 
 
-def test_a_client_that_is_dropped_holds_up_nobody(make_config: Callable[..., EngineConfig]) -> None:
+def test_dropped_client_blocks_no_garbage_collection(make_config: Callable[..., EngineConfig]) -> None:
     """As by a program, or a test, that fails: its traceback and the client hold each other until both are collected."""
     client = ProcessClient(make_config())
     process, client.traceback = client.process, client  # type: ignore[attr-defined]

@@ -67,7 +67,7 @@ def test_a_core_lives_in_the_time_of_its_clock(async_scheduling: bool, null_mode
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_core_is_asked_by_a_message_to_pool_and_answers_with_one(
+def test_pooling_request_and_answer_are_one_message_each(
     async_scheduling: bool, null_model_dir: Path
 ) -> None:
     args = {"model": str(null_model_dir), "distributed_executor_backend": "null"}

@@ -65,7 +65,7 @@ SIZES = st.lists(st.integers(0, 5), max_size=20)
 @pytest.mark.item(38, 58)
 @settings(derandomize=True, max_examples=20, deadline=None)
 @given(data=st.data(), skip=st.booleans(), sizes=SIZES)
-def test_joined_deltas_of_valid_text_are_what_the_library_decodes(
+def test_joined_deltas_equal_the_decoded_text(
     kind: Kind, data: st.DataObject, skip: bool, sizes: list[int]
 ) -> None:
     ids = data.draw(valid_ids(kind))

@@ -88,7 +88,7 @@ def test_a_pair_is_cut_as_the_library_cuts_it(
 
 @settings(deadline=None)
 @given(st.sampled_from(list(KINDS)), texts, st.integers(3, 16))
-def test_windows_are_the_whole_text_in_as_few_pieces_as_it_fits_into(kind: str, text: str, most: int) -> None:
+def test_windows_cover_the_text_in_the_fewest_pieces(kind: str, text: str, most: int) -> None:
     fitter, tokenizer = Fitter(FITTED[kind]), FITTED[kind]
     windows = fitter.windows(text, most)
     special = tokenizer.text_template.size

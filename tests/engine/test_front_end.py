@@ -102,7 +102,7 @@ def result(output: RequestOutput) -> tuple[Any, ...]:
 # Several cores
 
 
-def test_a_request_goes_to_the_core_with_the_fewest_sequences_and_its_forks_go_with_it() -> None:
+def test_request_and_forks_go_to_the_core_with_fewest_sequences() -> None:
     cores = Cores(num_cores=2)
     for label, n in (("a", 3), ("b", 1), ("c", 1), ("d", 1), ("e", 1)):
         cores.add(label, [1, 2, 3], n=n, max_tokens=6, ignore_eos=True, seed=1)
@@ -122,7 +122,7 @@ def test_a_request_goes_to_the_core_with_the_fewest_sequences_and_its_forks_go_w
     assert cores.sent[-1][0] == 0, "all that has ended is no work"
 
 
-def test_a_request_goes_to_the_replica_that_it_names_as_long_as_that_is_up() -> None:
+def test_request_goes_to_its_named_replica_while_that_is_up() -> None:
     cores = Cores(num_cores=2, data_parallel_size=2)
     params = {"max_tokens": 2, "ignore_eos": True}
     for _ in range(3):
@@ -135,7 +135,7 @@ def test_a_request_goes_to_the_replica_that_it_names_as_long_as_that_is_up() -> 
     assert cores.sent[-1][0] == 0
 
 
-def test_what_a_core_has_in_its_cache_is_known_until_it_is_cleared() -> None:
+def test_core_cache_contents_are_tracked_until_cleared() -> None:
     """Whoever has sent it there: what this front end has sent is forgotten here."""
     cores, ids = Cores(num_cores=2, data_parallel_size=2), [1] * 33
     cores.add("a", ids, max_tokens=1, data_parallel_rank=1)
@@ -156,7 +156,7 @@ def test_what_a_core_has_in_its_cache_is_known_until_it_is_cleared() -> None:
     assert num_uncached(1) == 33
 
 
-def test_each_core_answers_its_own_calls_and_ends_its_own_requests() -> None:
+def test_core_answers_its_own_calls_and_ends_its_own_requests() -> None:
     cores = Cores(num_cores=2)
     for label in "ab":
         cores.add(label, [1, 2], max_tokens=30, ignore_eos=True)
@@ -203,7 +203,7 @@ def test_the_callers_list_is_copied_once() -> None:
         assert cores.last(label).outputs[0].finish_reason == "length"
 
 
-def test_the_core_is_told_why_a_sequence_ends() -> None:
+def test_core_receives_the_finish_reason_of_a_sequence() -> None:
     cores = Cores()
     told: list[tuple[list[str], str]] = []
     finish = cores.cores[0].scheduler.finish_requests
@@ -277,7 +277,7 @@ class Panic(BaseException):
     """As a library that is written in Rust raises them."""
 
 
-def test_a_timeout_is_refused_where_each_rank_has_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_is_refused_if_each_rank_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = Cores()
     launched = cores.config.evolve(distributed_executor_backend="external_launcher")
     monkeypatch.setattr(cores.front_end, "config", launched)
@@ -294,7 +294,7 @@ def test_a_timeout_is_refused_where_each_rank_has_a_clock_of_its_own(monkeypatch
 @pytest.mark.parametrize(
     "method", ["_append_tokens", "_record_history", "_record_tokens", "completion", "_finish"]
 )
-def test_an_error_in_one_sequence_takes_nothing_from_its_neighbours(
+def test_error_in_one_sequence_spares_its_neighbours(
     method: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(culprit: str | None) -> tuple[Cores, list[tuple[Any, ...]]]:
@@ -344,7 +344,7 @@ def test_tokens_behind_a_stop_string_are_not_counted() -> None:
     assert engine.num_generated == sum(len(output.outputs[0].token_ids) for output in told)
 
 
-def test_a_stat_logger_that_fails_is_logged_once_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_stat_logger_is_logged_once_and_harmless(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(StatLogger):
         def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
             raise ZeroDivisionError
@@ -365,7 +365,7 @@ def test_a_stat_logger_that_fails_is_logged_once_and_harms_nobody(caplog: pytest
     assert [record.levelname for record in caplog.records].count("ERROR") == 1
 
 
-def test_a_dead_engine_tells_everybody_once_and_takes_nothing_more() -> None:
+def test_dead_engine_fails_requests_once_and_refuses_new_ones() -> None:
     cores = Cores(num_cores=2)
     for label in "abc":
         cores.add(label, [1], n=2, max_tokens=9)
@@ -384,7 +384,7 @@ def test_a_dead_engine_tells_everybody_once_and_takes_nothing_more() -> None:
 # A core that is replaced
 
 
-def test_requests_of_a_core_that_is_gone_go_on_at_once_on_others_and_new_ones_pass_it_by() -> None:
+def test_requests_of_a_lost_core_resume_on_others_at_once() -> None:
     cores = Cores(num_cores=2)
     for label in "abcd":
         cores.add(label, [1, 2], max_tokens=30, ignore_eos=True)
@@ -451,9 +451,7 @@ def undisturbed() -> Iterator[bool]:
 
 
 @pytest.mark.parametrize(("backend", "every"), [("null", 1), ("null", 3), ("null", 7), ("tiny", 4)])
-def test_a_core_is_replaced_and_nobody_sees_a_difference(
-    backend: str, every: int, tiny_model: Callable[[str], Path]
-) -> None:
+def test_replaced_core_changes_no_output(backend: str, every: int, tiny_model: Callable[[str], Path]) -> None:
     """Small steps, so that cores die while prompts are computed, too."""
     args: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "max_model_len": 40}
     if backend == "tiny":
@@ -475,7 +473,7 @@ def test_a_core_is_replaced_and_nobody_sees_a_difference(
     st.sampled_from([6, 24]),
     st.integers(1, 3),
 )
-def test_cores_replaced_at_any_moments_make_what_each_request_is_alone(
+def test_cores_replaced_at_any_time_change_no_output(
     requests: list[tuple[list[int], SamplingParams]],
     drops: list[int],
     loop: dict[str, Any],
@@ -499,7 +497,7 @@ def test_cores_replaced_at_any_moments_make_what_each_request_is_alone(
         assert got[1] == expected.prompt_logprobs
 
 
-def test_calls_in_flight_are_asked_of_the_new_core_again() -> None:
+def test_calls_in_flight_are_sent_again_to_the_new_core() -> None:
     cores = Cores()
     answer, _ = cores.front_end.call(0, "check_integrity")
     cores.replace(0)

@@ -67,7 +67,7 @@ def run(core: EngineCore) -> list[RequestUpdate]:
     return updates
 
 
-def test_nobody_waits_for_the_grammar_of_another(core: EngineCore) -> None:
+def test_request_does_not_wait_for_a_grammar_of_another(core: EngineCore) -> None:
     slow = SlowExecutor(core)
     add(core, "held", "a+")
     add(core, "free", None)
@@ -108,7 +108,7 @@ def constraints(kind: Kind, directory: Path) -> Constraints:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_tokenizer_is_fit_for_grammars_or_the_request_is_refused(name: str, tmp_path: Path) -> None:
+def test_tokenizer_unfit_for_grammars_is_refused(name: str, tmp_path: Path) -> None:
     kind = Kind(name)
     checks = constraints(kind, tmp_path)
     if kind.tokenizer.is_bytewise:
@@ -122,9 +122,7 @@ def test_a_tokenizer_is_fit_for_grammars_or_the_request_is_refused(name: str, tm
 
 
 @pytest.mark.parametrize("name", ["llama_2", "greedy_strip", "unigram", "byte_level", "gemma"])
-def test_a_prompt_without_text_is_refused_where_a_text_would_lose_its_first_space(
-    name: str, tmp_path: Path
-) -> None:
+def test_prompt_without_text_is_refused_if_a_space_would_be_lost(name: str, tmp_path: Path) -> None:
     kind = Kind(name)
     checks = constraints(kind, tmp_path)
     checks.check_prompt([kind.whole_ids[0]])
@@ -136,7 +134,7 @@ def test_a_prompt_without_text_is_refused_where_a_text_would_lose_its_first_spac
             checks.check_prompt(only_special)
 
 
-def test_a_backend_that_nobody_offers_is_refused_at_start(null_model_dir: Path) -> None:
+def test_unknown_backend_is_refused_at_start(null_model_dir: Path) -> None:
     config = EngineConfig.from_args(
         model=str(null_model_dir), structured_outputs_config={"backend": "outlines"}
     )
@@ -286,7 +284,7 @@ async def test_no_more_constraints_wait_to_be_checked_than_may(null_model_dir: P
     await engine.shutdown()
 
 
-def test_a_core_process_goes_on_with_a_grammar_that_took_its_time(null_model_dir: Path) -> None:
+def test_core_process_continues_with_a_slow_grammar(null_model_dir: Path) -> None:
     """The null executor has its grammars at once; what is asked for survives both wires."""
     config = EngineConfig.from_args(model=str(null_model_dir), **NULL)
     engine = LLMEngine(dataclasses.replace(config), in_process=False)

@@ -76,9 +76,7 @@ class OtherHost:
 
 
 @pytest.mark.parametrize("comes_back", quick([False, True], (False,)))
-async def test_a_host_that_goes_costs_no_request_anything_and_may_come_back(
-    comes_back: bool, null_model_dir: Path
-) -> None:
+async def test_lost_host_fails_no_request_and_may_rejoin(comes_back: bool, null_model_dir: Path) -> None:
     """Nor does its core, which it starts again."""
     stop, results = await expected(null_model_dir, enable_prefix_caching=False)
     port = free_port()
@@ -132,7 +130,7 @@ def test_a_host_that_waits_for_its_server_can_be_stopped(null_model_dir: Path) -
     OtherHost(null_model_dir, free_port()).go()
 
 
-def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
+def test_wrong_host_is_refused_with_a_reason_right_one_admitted(
     null_model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = prepare(config_of(null_model_dir, free_port()), "server")
@@ -180,7 +178,7 @@ def test_who_does_not_belong_there_is_told_why_and_the_right_one_let_in(
             client.receive()
 
 
-def test_a_host_that_computes_by_other_instructions_may_join_and_the_log_says_so(
+def test_host_with_another_instruction_set_may_join_with_a_log(
     null_model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = prepare(config_of(null_model_dir, free_port(), device="cpu"), "server")

@@ -108,9 +108,7 @@ def test_parameters_are_checked_against_the_model(
 
 
 @pytest.mark.parametrize("max_tokens", [126, 128, 500, 2**63 - 1])
-def test_more_tokens_than_the_context_has_room_for_are_as_many_as_it_has(
-    null_model_dir: Path, max_tokens: int
-) -> None:
+def test_max_tokens_beyond_the_context_is_reduced_to_it(null_model_dir: Path, max_tokens: int) -> None:
     processor = make_processor(null_model_dir)
     (request,) = processor.process("r", processor.tokenize([1, 2, 3]), SamplingParams(max_tokens=max_tokens))
     assert request.sampling_params.max_tokens == processor.room(3) == 125
@@ -121,7 +119,7 @@ def test_no_max_tokens_fills_the_context(processor: InputProcessor) -> None:
     assert request.sampling_params.max_tokens == 125
 
 
-def test_a_prompt_that_fills_the_context_is_told_by_its_code(processor: InputProcessor) -> None:
+def test_prompt_that_fills_the_context_has_an_error_code(processor: InputProcessor) -> None:
     with pytest.raises(
         ContextLengthError, match=r"maximum context length is 128 tokens, .* 128 tokens in the prompt"
     ):
@@ -146,7 +144,7 @@ def test_n_fans_out_with_consecutive_seeds(processor: InputProcessor) -> None:
     assert all(request.sampling_params.n == 1 for request in requests)
 
 
-def test_completions_after_the_first_are_forks_of_it_and_share_its_prompt_but_not_its_logprobs(
+def test_later_completions_fork_the_first_without_its_logprobs(
     processor: InputProcessor,
 ) -> None:
     requests = processor.process("r", processor.tokenize([1]), SamplingParams(n=3, prompt_logprobs=1))

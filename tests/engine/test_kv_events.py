@@ -157,7 +157,7 @@ batches_of_prompts = st.lists(
 @given(
     work=batches_of_prompts, resets=st.sets(st.integers(0, 7)), lost=st.sets(st.integers(0, 60), max_size=40)
 )
-def test_a_subscriber_that_misses_messages_rebuilds_the_cache_exactly(
+def test_subscriber_with_lost_messages_rebuilds_the_exact_cache(
     null_model_dir: Path, addresses: dict[str, str], work: list[Any], resets: set[int], lost: set[int]
 ) -> None:
     """Traffic with evictions and resets; `lost` are the messages that do not arrive."""
@@ -227,7 +227,7 @@ def big_event() -> list[KVCacheEvent]:
     return [BlockStored([b"h" * 32], None, [10**6] * 5000, 5000, None, "GPU", None, None, 0)]
 
 
-def test_a_subscriber_that_does_not_read_stops_nobody_and_sees_what_it_lost(
+def test_slow_subscriber_blocks_nothing_and_detects_its_loss(
     addresses: dict[str, str],
 ) -> None:
     with publisher(hwm=2, **addresses) as sender, contextlib.closing(Subscriber(**addresses, hwm=2)) as slow:
@@ -277,7 +277,7 @@ def test_a_req_socket_gets_the_first_batch_that_is_left(addresses: dict[str, str
         assert (number, bool(payload)) == (bytes(8), True)
 
 
-def test_an_address_of_somebody_else_is_connected_to() -> None:
+def test_publisher_connects_to_a_foreign_address() -> None:
     """Many engines may feed one router, which has bound its socket."""
     with zmq.Context() as context, context.socket(zmq.SUB) as router:
         router.subscribe("")
@@ -322,7 +322,7 @@ def test_bad_settings_are_refused(config: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "config", [{}, {"publisher": "zmq"}, {"enable_kv_cache_events": True, "publisher": "null"}]
 )
-def test_events_are_off_unless_asked_for(config: dict[str, Any]) -> None:
+def test_events_are_off_by_default(config: dict[str, Any]) -> None:
     assert not EngineConfig.from_args(kv_events_config=config).kv_events.enabled
 
 

@@ -64,7 +64,7 @@ def test_a_shared_ledger_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 50)), max_size=30))
-def test_what_waits_anywhere_is_counted_until_it_leaves_or_its_process_does(
+def test_waiting_tokens_count_until_they_or_the_process_leave(
     events: list[tuple[int, int, int]],
 ) -> None:
     """A sequence that is there already leaves; each has one prompt."""

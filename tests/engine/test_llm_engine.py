@@ -123,7 +123,7 @@ def test_final_only_gives_one_output(engine: LLMEngine) -> None:
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
 
 
-def test_n_greedy_completions_are_equal_and_seeded_ones_are_not_ids_of_others(engine: LLMEngine) -> None:
+def test_n_greedy_completions_are_equal(engine: LLMEngine) -> None:
     engine.add_request("r", [1, 2, 3], params(n=2))
     final = run(engine)["r"][-1]
     assert final.outputs[0].token_ids == final.outputs[1].token_ids
@@ -297,7 +297,7 @@ def test_a_bad_scheduler_class_is_a_startup_error(null_model_dir: Path, name: st
         make_engine(null_model_dir, scheduler_cls=name)
 
 
-def test_explain_tells_what_a_request_waits_for(null_model_dir: Path) -> None:
+def test_explain_names_the_cause_of_a_wait(null_model_dir: Path) -> None:
     engine = make_engine(null_model_dir, max_num_seqs=1)
     engine.add_request("long", [3, 4], params(max_tokens=60))
     engine.add_request("two", [4, 5], params(n=2))
@@ -316,7 +316,7 @@ def test_explain_tells_what_a_request_waits_for(null_model_dir: Path) -> None:
         engine.explain("nobody")
 
 
-def test_a_late_report_of_an_aborted_request_does_not_touch_the_next_of_its_id(null_model_dir: Path) -> None:
+def test_late_output_of_an_aborted_request_spares_its_reused_id(null_model_dir: Path) -> None:
     """As it happens with a core in another process, whose reports may be on their way while a request is aborted."""
     engine = make_engine(null_model_dir)
     engine.add_request("again", [7, 8, 9], params())
@@ -355,7 +355,7 @@ def test_two_cores_give_what_one_gives(null_model_dir: Path, engine: LLMEngine) 
 
 
 @pytest.mark.parametrize("steps", [[1], [5], [12], range(1, 13)])
-def test_an_interrupt_in_a_step_loses_nothing_that_the_core_has_said(
+def test_interrupt_in_a_step_loses_no_output(
     steps: Sequence[int], null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program that catches it and goes on, as a notebook does; twelve steps make twelve tokens."""
@@ -383,7 +383,7 @@ def test_an_interrupt_in_a_step_loses_nothing_that_the_core_has_said(
     assert (outputs[-1].outputs, num_interrupts) == (expected.outputs, len(steps))
 
 
-def test_an_interrupt_while_a_request_is_added_leaves_it_queued_or_not_at_all(
+def test_interrupt_while_adding_leaves_a_request_whole_or_none(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(null_model_dir)
@@ -463,7 +463,7 @@ def test_nothing_waits_for_an_engine_that_was_shut_down(null_model_dir: Path) ->
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
-def test_step_of_default_engine_returns_one_token_of_each_request(
+def test_step_of_default_engine_returns_one_token_per_request(
     null_model_dir: Path, kind: RequestOutputKind
 ) -> None:
     """Several decode steps per plan are for outputs that are read as a whole, and for those who ask."""
@@ -482,7 +482,7 @@ def test_step_of_default_engine_returns_one_token_of_each_request(
     engine.shutdown()
 
 
-def test_whole_outputs_of_default_engine_take_several_tokens_per_plan(null_model_dir: Path) -> None:
+def test_whole_outputs_of_default_engine_use_multi_step_decode(null_model_dir: Path) -> None:
     engine = make_engine(null_model_dir, num_scheduler_steps=16, multi_step_streams=False)
     engine.add_request("0", [1, 2, 3], params(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=60))
     num_steps = 0

@@ -48,7 +48,7 @@ def consumer() -> Consumer:
     return Consumer()
 
 
-async def test_nothing_is_offered_before_the_consumer_waits_nor_the_last_output(consumer: Consumer) -> None:
+async def test_offer_skips_the_last_output_and_waits_for_a_consumer(consumer: Consumer) -> None:
     consumer.stream.put(output("a"))
     reading = asyncio.create_task(consumer.read())
     consumer.stream.put(output("b"))
@@ -78,7 +78,7 @@ async def test_what_is_not_taken_is_fetched_and_nothing_overtakes_it(consumer: C
     assert (consumer.taken, consumer.seen) == ("d", "abcde")
 
 
-async def test_an_error_while_taking_ends_the_stream_where_the_consumer_waits() -> None:
+async def test_error_while_receiving_ends_the_stream_for_the_consumer() -> None:
     def broken(_: RequestOutput) -> bool:
         raise RuntimeError("of the taker")
 

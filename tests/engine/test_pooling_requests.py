@@ -166,7 +166,7 @@ def test_a_generating_model_does_not_pool() -> None:
         front_end.input_processor.tokenize({"prompt": "a", "second_prompt": "b"})
 
 
-def test_the_core_is_told_where_a_second_text_begins(cores: PooledCores) -> None:
+def test_core_receives_the_start_of_a_second_text(cores: PooledCores) -> None:
     cores.pool("a", {"prompt_token_ids": [1, 2, 3], "second_text_start": 2})
     (request,) = cores.cores[0].scheduler._queues.by_id.values()
     assert request.second_text_start == 2
@@ -258,7 +258,7 @@ def test_a_prompt_that_is_not_pooled_is_known_by_its_length(pair_model_dir: Path
     assert inputs.tokenize(parts_of("x"), query).instruction_length is None
 
 
-def test_a_text_is_cut_only_if_that_is_asked_for(pair_model_dir: Path) -> None:
+def test_text_is_truncated_only_if_requested(pair_model_dir: Path) -> None:
     inputs, long = inputs_of(EMBEDDER, pair_model_dir), "abc" * 100
     assert len(inputs.tokenize(parts_of(long)).token_ids) == len(long) + 2
     for most, length in ((-1, CONTEXT), (5, 5)):
@@ -272,7 +272,7 @@ def test_a_text_is_cut_only_if_that_is_asked_for(pair_model_dir: Path) -> None:
             TextOptions(**bad)  # type: ignore[arg-type]
 
 
-def test_a_pair_is_one_prompt_that_knows_where_the_second_text_begins(pair_model_dir: Path) -> None:
+def test_pair_is_one_prompt_with_the_start_of_the_second_text(pair_model_dir: Path) -> None:
     inputs = inputs_of(CROSS_ENCODER, pair_model_dir)
     pair = inputs.tokenize(parts_of({"prompt": "ab", "second_prompt": "c"}))
     assert (pair.token_ids, pair.second_text_start) == ([CLS, 0, 1, SEP, 2, SEP], 4)

@@ -76,14 +76,14 @@ def test_a_core_that_stands_still_hangs_after_the_timeout() -> None:
     assert TIMEOUT_S <= after <= TIMEOUT_S + 1
 
 
-def test_a_tick_now_and_then_of_those_who_wait_for_it_is_no_computing() -> None:
+def test_occasional_tick_of_a_waiting_thread_is_no_computing() -> None:
     """As the kernel counts, 2.3 and 2.31 seconds, of which floats make a little more than a tick."""
     after = looks(Heartbeat(TIMEOUT_S), ((1, (229 + place) * TICK_S) for place in range(10_000)))
     assert TIMEOUT_S <= after <= TIMEOUT_S + 1
 
 
 @pytest.mark.item(45)
-def test_a_core_that_computes_has_longer_and_longer_still_if_its_steps_were_long() -> None:
+def test_computing_core_has_longer_after_long_steps() -> None:
     def computing(turn: int, seconds: float) -> Iterator[tuple[int, float]]:
         return ((turn, 0.2 * place) for place in range(int(seconds * 5)))
 
@@ -99,7 +99,7 @@ def test_a_core_that_computes_has_longer_and_longer_still_if_its_steps_were_long
 
 
 @pytest.mark.item(44, 45)
-def test_a_core_that_computes_has_as_long_as_its_steps_should_take_and_then_some() -> None:
+def test_computing_core_has_its_expected_step_time_and_more() -> None:
     def after(expected_s: float | None, seconds: float) -> float:
         heartbeat, now = Heartbeat(TIMEOUT_S), 0.0
         heartbeat.hangs(now, 1, 0.0, expected_s)
@@ -143,7 +143,7 @@ def measured(work: list[tuple[int, int, float]]) -> Iterator[tuple[float | None,
     st.floats(0.0, 1e-3),
 )
 @example([(7167, 1), (0, 11)], 0.0, 0.0625, 0.0)
-def test_what_a_step_costs_in_proportion_is_never_far_above_what_was_expected(
+def test_proportional_step_cost_stays_near_the_expectation(
     steps: list[tuple[int, int]], fixed_s: float, token_s: float, share: float
 ) -> None:
     """A fixed part, one by tokens, and one by what they look at."""
@@ -157,7 +157,7 @@ def test_what_a_step_costs_in_proportion_is_never_far_above_what_was_expected(
 
 
 @pytest.mark.item(44)
-def test_of_steps_like_those_before_no_more_is_expected_than_these_took() -> None:
+def test_expected_cost_of_known_steps_is_what_they_took() -> None:
     steps = [(0, 2048, 60.0), *[(2048 + index, 1, 0.05) for index in range(200)], (0, 2000, 55.0)]
     expected = [seconds for seconds, _ in measured(steps)]
     assert expected[-1] == pytest.approx(60.0)
@@ -174,19 +174,19 @@ def test_nothing_is_expected_before_something_is_known(tmp_path: Path) -> None:
     assert progress.expected_s is None
 
 
-def test_where_the_processor_time_is_not_known_a_core_may_compute() -> None:
+def test_core_of_unknown_processor_time_counts_as_computing() -> None:
     assert looks(Heartbeat(TIMEOUT_S), ((1, None) for _ in range(10_000))) >= BUSY_FACTOR * TIMEOUT_S
 
 
 @pytest.mark.item(45)
-def test_loading_is_exempt_and_so_is_everything_at_a_timeout_of_0() -> None:
+def test_loading_is_exempt_and_a_timeout_of_0_exempts_everything() -> None:
     assert looks(Heartbeat(TIMEOUT_S), ((0, 0.0) for _ in range(100_000))) == float("inf")
     patient = Heartbeat(0.0)
     assert looks(patient, ((1, 0.0) for _ in range(100_000))) == float("inf")
     assert patient.stalls
 
 
-def test_a_core_that_does_nothing_for_seconds_stalls_until_it_goes_on() -> None:
+def test_idle_core_stalls_until_it_continues() -> None:
     heartbeat, stalls = Heartbeat(TIMEOUT_S), []
     for second in range(10):
         assert not heartbeat.hangs(float(second), 1 + second // 8, 0.0)
@@ -194,7 +194,7 @@ def test_a_core_that_does_nothing_for_seconds_stalls_until_it_goes_on() -> None:
     assert stalls == [False] * 6 + [True] * 2 + [False] * 2
 
 
-def test_who_was_held_up_itself_blames_nobody() -> None:
+def test_delayed_observer_blames_no_core() -> None:
     assert looks(Heartbeat(TIMEOUT_S), ((1, 0.0) for _ in range(25)), period=3600.0) == float("inf")
 
 
@@ -218,7 +218,7 @@ def test_the_processor_time_of_a_process() -> None:
     assert cpu_seconds(2**22 + 1) is None
 
 
-def test_a_process_whose_children_compute_uses_a_processor() -> None:
+def test_process_with_computing_children_uses_a_processor() -> None:
     busy = "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done; echo done; read end"
     child = subprocess.Popen(["sh", "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:

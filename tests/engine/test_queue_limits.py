@@ -70,7 +70,7 @@ def test_by_default_the_queue_has_an_end() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100)), max_size=8), st.integers(0, 20))
-def test_a_place_counts_until_all_of_it_has_joined_or_is_given_up(
+def test_reserved_place_counts_until_joined_or_released(
     joins: list[tuple[int, int]], num_sequences: int
 ) -> None:
     queue = waiting(5)

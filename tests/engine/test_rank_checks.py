@@ -60,7 +60,7 @@ def test_what_does_not_work_with_several_ranks_is_refused(
         (4, {"intermediate_size": 90}, "90 features of its MLPs cannot .*; possible: 1, 2$"),
     ],
 )  # fmt: skip
-def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(
+def test_unfit_number_of_ranks_is_refused_with_the_fitting_ones(
     size: int, overrides: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size is {size}, and the model's {words}"):
@@ -141,7 +141,7 @@ def test_stages_that_cannot_be_are_refused(
 
 
 @pytest.mark.parametrize("nodes", [{}, {"nnodes": 2, "node_rank": 0}], ids=["one host", "two"])
-def test_what_guesses_for_stages_is_whole_and_may_have_fewer_layers(
+def test_draft_model_of_stages_is_whole_with_any_layer_count(
     nodes: dict[str, Any], tiny_model: Callable[[str], Path]
 ) -> None:
     model = tiny_model("llama")

@@ -81,9 +81,7 @@ async def refused(model: Path, cluster: Cluster, **args: Any) -> StartupError:
 
 @pytest.mark.more
 @with_ray
-async def test_an_actor_that_is_killed_costs_no_request_anything_and_another_takes_its_place(
-    cluster: Cluster, null_model_dir: Path
-) -> None:
+async def test_killed_actor_fails_no_request_and_is_replaced(cluster: Cluster, null_model_dir: Path) -> None:
     """Whoever kills it: the system, or Ray."""
     stop, results = await expected(null_model_dir, enable_prefix_caching=False)
     engine = await started(null_model_dir, **BY_RAY)
@@ -114,7 +112,7 @@ async def test_an_actor_that_is_killed_costs_no_request_anything_and_another_tak
 
 @pytest.mark.more
 @with_ray
-async def test_replicas_of_ray_have_the_tokens_of_one_and_are_on_a_host_of_their_own(
+async def test_ray_replicas_match_one_and_have_their_own_host(
     cluster: Cluster, tiny_model: Callable[[str], Path]
 ) -> None:
     """The server's host has no CPU left for another."""
@@ -145,7 +143,7 @@ async def test_too_little_room_is_said_with_numbers(
 
 @pytest.mark.more
 @with_ray
-async def test_what_a_replica_of_ray_cannot_load_is_a_startup_error_of_the_same_words(
+async def test_ray_replica_load_failure_is_the_same_startup_error(
     cluster: Cluster, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_model("llama"), tmp_path, dirs_exist_ok=True)
@@ -204,7 +202,7 @@ def test_without_ray_it_is_said_what_to_install(
     ("args", "num_threads"),
     [({}, 6), ({"tensor_parallel_size": 4}, 1), ({"cpu_threads": 5, "tensor_parallel_size": 4}, 5)],
 )
-def test_a_replica_takes_a_host_like_this_one_unless_threads_are_given(
+def test_ray_replica_has_the_threads_of_this_host_unless_given(
     args: dict[str, Any], num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = made_host(tmp_path, monkeypatch, [3, 3])

@@ -45,7 +45,7 @@ async def all_up(engine: AsyncLLM) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_killed_replica_costs_no_request_anything_and_the_others_serve_meanwhile(
+async def test_killed_replica_fails_no_request_and_others_serve(
     null_model_dir: Path,
 ) -> None:
     stop, results = await expected(null_model_dir, enable_prefix_caching=False)
@@ -90,7 +90,7 @@ async def check_verbs(engine: AsyncLLM) -> None:
 
 
 @pytest.mark.more
-async def test_who_kills_one_replica_and_then_another_ends_and_others_go_on(null_model_dir: Path) -> None:
+async def test_request_that_kills_two_replicas_fails_others_continue(null_model_dir: Path) -> None:
     """Requests in work with the poisoned one in both deaths fail too; those on the second replica continue."""
     engine = await started(null_model_dir, Poisoned, data_parallel_size=2)
     try:
@@ -138,5 +138,5 @@ def test_offline_replicas_give_the_bits_of_one() -> None:
 
 
 @pytest.mark.more
-def test_replicas_of_two_ranks_give_the_bits_of_one_replica_of_two() -> None:
+def test_replicas_of_two_ranks_have_the_bits_of_one() -> None:
     assert generated(data_parallel_size=2, tensor_parallel_size=2) == generated(tensor_parallel_size=2)

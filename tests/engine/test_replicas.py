@@ -96,7 +96,7 @@ def test_lists_of_processors_are_read_as_they_are_written(processors: set[int]) 
     assert set(_numbers(format_processors(list(processors)))) == processors
 
 
-def test_each_replica_has_processors_threads_and_memory_of_its_own(
+def test_replica_has_its_own_processors_threads_and_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = made_host(tmp_path, monkeypatch, (4, 4))
@@ -131,7 +131,7 @@ def test_a_quota_ranks_and_what_the_user_says_count_for_threads(
     assert threads() == [0, 0]
 
 
-def test_replicas_that_the_system_places_have_no_processors_of_their_own(
+def test_replicas_without_binding_have_no_own_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = made_host(tmp_path, monkeypatch, (2, 2))
@@ -139,7 +139,7 @@ def test_replicas_that_the_system_places_have_no_processors_of_their_own(
     assert [one.share and one.share.processors for one in made] == [(), ()]
 
 
-def test_one_core_is_as_it_was_and_those_of_this_process_share_it() -> None:
+def test_single_core_is_unchanged_and_in_process_cores_share() -> None:
     assert replica_configs(one := config(), in_process=False) == [one]
     two = replica_configs(config(data_parallel_size=2), in_process=True)
     assert [one.share for one in two] == [None, None]

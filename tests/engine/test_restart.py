@@ -162,7 +162,7 @@ async def test_a_stopped_core_is_killed_and_replaced(
 
 
 @pytest.mark.item(44)
-async def test_a_core_that_spins_is_found_by_what_its_steps_should_take(null_model_dir: Path) -> None:
+async def test_spinning_core_is_found_by_its_expected_step_time(null_model_dir: Path) -> None:
     """Not after the 20 timeouts that a step may take of which nothing is known."""
     engine = await started(null_model_dir, Spinning, core_heartbeat_timeout=1.0, on_core_death="error")
     first = process_of(engine)
@@ -175,7 +175,7 @@ async def test_a_core_that_spins_is_found_by_what_its_steps_should_take(null_mod
 
 
 @pytest.mark.item(47)
-async def test_a_request_on_which_two_cores_die_ends_and_those_behind_it_go_on(
+async def test_request_that_kills_two_cores_fails_and_others_continue(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.supervision.progress.BACKOFF_S", (0.0, 0.0, 0.0))
@@ -219,7 +219,7 @@ async def test_what_joins_or_leaves_while_there_is_no_core(
     await engine.shutdown()
 
 
-async def test_without_resumption_the_core_is_replaced_and_its_requests_end(null_model_dir: Path) -> None:
+async def test_core_without_resumption_is_replaced_and_requests_fail(null_model_dir: Path) -> None:
     engine = await started(null_model_dir, on_core_death="error")
     process_of(engine).send_signal(signal.SIGSTOP)
     tasks = [asyncio.create_task(collect(engine, [1, 2, 3], params())) for _ in range(20)]
@@ -267,7 +267,7 @@ async def test_a_core_that_cannot_be_started_again_is_a_death(
 
 
 @pytest.mark.more
-async def test_nothing_is_left_of_an_engine_that_is_shut_down_while_a_core_restarts(
+async def test_shutdown_during_a_core_restart_leaves_nothing(
     null_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

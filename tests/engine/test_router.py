@@ -91,7 +91,7 @@ def test_the_known_prefix_is_that_of_a_search_from_the_start(
         assert len(prefixes._sent) <= max_blocks
 
 
-def test_what_a_core_tells_of_its_cache_counts_and_what_it_has_lost_does_not() -> None:
+def test_reported_cache_blocks_count_until_removed() -> None:
     """Cached blocks reported by a core count for prompts sent by other front ends too, and removed blocks no longer."""
     routers = Routers(num_cores=2)
     ids, policy = prompt(*range(20)), routers.router._policy
@@ -153,7 +153,7 @@ def test_what_is_counted_is_what_is_in_flight(policy: str, data: st.DataObject) 
             assert (routers.load(core, Load.WAITING_TOKENS) > 0) == waits
 
 
-def test_prompts_follow_their_prefix_until_waiting_takes_longer_than_computing_it_anew() -> None:
+def test_prompts_follow_their_prefix_until_recomputing_is_faster() -> None:
     routers = Routers(num_cores=2)
     long = list(range(1, 41))
     first = routers.send(prompt(*long))
@@ -168,7 +168,7 @@ def test_prompts_follow_their_prefix_until_waiting_takes_longer_than_computing_i
     assert routers.send(prompt(*long, 99)) != first, "now it is there, too, where less is to do"
 
 
-def test_a_prompt_that_is_as_good_anywhere_goes_where_every_router_says() -> None:
+def test_prompt_with_equal_cores_goes_where_all_routers_agree() -> None:
     rng, homes = random.Random(0), set()
     for _ in range(20):
         ids = prompt(*(rng.randrange(100) for _ in range(5)))
@@ -180,7 +180,7 @@ def test_a_prompt_that_is_as_good_anywhere_goes_where_every_router_says() -> Non
     assert Routers().send([1]) == 0
 
 
-def test_salts_and_adapters_part_prefixes_and_adapters_stay_where_they_are() -> None:
+def test_salts_and_adapters_separate_prefixes_and_adapters_stay() -> None:
     routers = Routers(num_cores=2, enable_lora=True, max_loras=1)
     ids = prompt(*range(200))
     home = routers.send(ids)
@@ -199,7 +199,7 @@ def test_salts_and_adapters_part_prefixes_and_adapters_stay_where_they_are() -> 
     assert routers.send(with_adapter([2], "2:b")) == first, "nobody has it, and there is less to do"
 
 
-def test_a_full_cache_is_passed_by_and_one_that_is_gone_is_forgotten() -> None:
+def test_full_cache_is_avoided_and_a_lost_core_is_forgotten() -> None:
     routers = Routers(num_cores=2, num_blocks=100)
     ids = prompt(*range(20))
     home = routers.send(ids)
@@ -230,14 +230,14 @@ def test_round_robin_takes_turns_among_those_that_are_there() -> None:
     assert [routers.send([1], [0, 2]) for _ in range(3)] == [2, 0, 2]
 
 
-def test_the_least_loaded_has_the_fewest_sequences_then_the_fewest_tokens_that_wait() -> None:
+def test_least_loaded_has_fewest_sequences_then_waiting_tokens() -> None:
     routers = Routers(routing_policy="least_loaded")
     sizes = [(50, 2), (5, 1), (9, 1), (3, 1), (1, 1), (1, 1)]
     assert [routers.send(routed([1] * length, num)) for length, num in sizes] == [0, 1, 2, 1, 2, 1]
     assert routers.router._policy.loads.of(0, Load.WAITING_TOKENS) == 50
 
 
-def test_several_front_ends_see_the_loads_of_all_and_one_that_is_gone_has_none() -> None:
+def test_front_ends_share_loads_and_a_lost_one_has_none() -> None:
     ledger = SharedCounters(2, num_tenants=3, num_cores=2)
     one, other = Routers(2, routing_policy="least_loaded"), Routers(2, routing_policy="least_loaded")
     for page, routers in enumerate((one, other)):
@@ -249,7 +249,7 @@ def test_several_front_ends_see_the_loads_of_all_and_one_that_is_gone_has_none()
     assert other.load(1, Load.KV_USE) == 0.5
 
 
-def test_one_core_is_asked_without_a_look_at_the_prompt() -> None:
+def test_single_core_is_chosen_without_hashing_the_prompt() -> None:
     routers = Routers(num_cores=1)
     request = routed(prompt(*range(50)))
     assert routers.send(request) == 0

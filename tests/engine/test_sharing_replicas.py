@@ -38,7 +38,7 @@ needs_kernels = pytest.mark.skipif(library.loaded() is None, reason=library.stat
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_replicas_come_to_the_same_step_whoever_has_work_and_however_late_words_are(seed: int) -> None:
+def test_replicas_reach_the_same_step_for_any_work_and_delay(seed: int) -> None:
     """No replica of three starts a step before all have started the one before."""
     chance = random.Random(seed)
     words: list[list[deque[StepStarted]]] = [[deque() for _ in range(3)] for _ in range(3)]
@@ -108,7 +108,7 @@ def test_replicas_have_the_bits_of_one_process(
     assert sum(client.num_preemptions for client in clients)
 
 
-def test_ranks_of_other_replicas_are_waited_for_as_long_as_a_core_may_compute(
+def test_ranks_of_replicas_are_awaited_for_the_core_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One whose core hangs answers nobody, though it runs itself."""
@@ -128,7 +128,7 @@ def test_ranks_of_other_replicas_are_waited_for_as_long_as_a_core_may_compute(
 
 @needs_kernels
 @pytest.mark.more
-async def test_a_replica_that_is_killed_takes_the_others_along_and_all_begin_anew(
+async def test_killed_replica_ends_the_others_and_all_restart(
     tiny_model: Callable[[str], Path],
 ) -> None:
     """Requests go on, with the tokens that they would have had, whatever is killed or stopped, a core or a rank."""

@@ -86,7 +86,7 @@ async def test_abort_ends_requests_and_wait_waits_for_them(engine: AsyncLLM, lev
     assert running.result().outputs[0].finish_reason == "length"
 
 
-async def test_who_sleeps_takes_no_requests(engine: AsyncLLM) -> None:
+async def test_sleeping_engine_accepts_no_requests(engine: AsyncLLM) -> None:
     await engine.sleep(1)
     assert engine.is_sleeping
     with pytest.raises(UnavailableError, match="sleeps"):
@@ -135,7 +135,7 @@ async def test_a_sleep_that_waits_can_be_called_off(engine: AsyncLLM) -> None:
     assert (await running).outputs[0].finish_reason == "length"
 
 
-async def test_a_caller_who_leaves_leaves_the_engine_awake(engine: AsyncLLM) -> None:
+async def test_caller_that_disconnects_leaves_the_engine_awake(engine: AsyncLLM) -> None:
     running = asyncio.create_task(generate(engine, "a", params(60)))
     await until_running(engine)
     waiting = asyncio.create_task(engine.sleep(1, "wait"))
@@ -159,7 +159,7 @@ async def test_deadlines_hold_while_asleep(engine: AsyncLLM) -> None:
     assert (await generate(engine, "b", params())).finished
 
 
-async def test_who_is_being_woken_wakes_also_if_the_caller_leaves(engine: AsyncLLM) -> None:
+async def test_wake_up_completes_if_the_caller_disconnects(engine: AsyncLLM) -> None:
     await engine.sleep(1)
     waking = asyncio.create_task(engine.wake_up())
     await asyncio.sleep(0)
@@ -219,7 +219,7 @@ class SleeplessOnce(Slow):
 
 
 @pytest.mark.more
-async def test_a_core_that_fails_while_falling_asleep_is_replaced_by_one_that_sleeps(
+async def test_core_failing_to_sleep_is_replaced_by_a_sleeping_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLEEPLESS", str(tmp_path / "failed"))

@@ -100,7 +100,7 @@ def test_logprobs_carry_the_bytes_of_the_text(speaker: Speaker) -> None:
     assert all(bytes(entry.bytes or []).decode(errors="replace") == entry.token for entry in shown)
 
 
-def test_offsets_of_completion_logprobs_count_each_character_once(speaker: Speaker) -> None:
+def test_completion_logprob_offsets_count_each_character_once(speaker: Speaker) -> None:
     _, completion = speaker.say_once(logprobs=0)
     logprobs, end = completion_logprobs(completion.token_ids, completion.logprobs or [], 0, 0, str, NAMING)
     assert end == len(speaker.text)

@@ -21,7 +21,7 @@ def prepared(**args: Any) -> EngineConfig:
     return prepare(EngineConfig.from_args(device="cpu", **args), "offline")
 
 
-def test_batch_invariance_changes_nothing_on_a_cpu_and_the_log_says_so(
+def test_batch_invariance_changes_nothing_on_a_cpu_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpu, "available", lambda: True)
@@ -30,7 +30,7 @@ def test_batch_invariance_changes_nothing_on_a_cpu_and_the_log_says_so(
     assert "batch_invariant: changes nothing" in caplog.text
 
 
-def test_batch_invariance_is_refused_where_only_the_torch_reference_runs(
+def test_batch_invariance_with_torch_reference_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "available", lambda: False)
@@ -130,7 +130,7 @@ def test_what_has_no_effect_on_a_gpu(args: dict[str, Any], expected: set[str]) -
         ({"runner": "pooling"}, "a pooled model generates nothing"),
     ],
 )
-def test_where_a_step_is_of_one_token_several_are_refused_with_the_reason(
+def test_multi_step_is_refused_with_the_reason_for_single_steps(
     args: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "available", lambda: True)
@@ -210,7 +210,7 @@ def test_an_encoder_computes_texts_whole(encoder: Path) -> None:
     assert prepared(model=str(encoder), max_num_batched_tokens=512).model.max_model_len == 512
 
 
-def test_an_encoder_whose_texts_fit_no_step_is_refused(encoder: Path) -> None:
+def test_encoder_with_texts_beyond_a_step_is_refused(encoder: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"--max-num-batched-tokens is 500, but an encoder .* up to 512 tokens"
     ):

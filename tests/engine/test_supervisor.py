@@ -12,7 +12,7 @@ class Clock:
         return self.now
 
 
-def test_each_restart_waits_longer_and_one_death_too_many_is_the_engines() -> None:
+def test_restarts_back_off_and_too_many_deaths_end_the_engine() -> None:
     clock = Clock()
     supervisor = Supervisor(resume=True, clock=clock)
     verdicts = []
@@ -31,7 +31,7 @@ def test_deaths_long_ago_do_not_count() -> None:
         clock.now += WINDOW_S
 
 
-def test_who_was_in_work_in_two_deaths_is_to_blame_and_who_only_waited_is_not() -> None:
+def test_request_in_work_at_two_deaths_is_blamed_waiting_not() -> None:
     clock = Clock()
     supervisor = Supervisor(resume=True, clock=clock)
     everybody = {"poison", "early", "late", "waits"}
@@ -45,7 +45,7 @@ def test_who_was_in_work_in_two_deaths_is_to_blame_and_who_only_waited_is_not() 
     assert supervisor.died(0, left, left).failed == left
 
 
-def test_who_kills_one_core_and_then_another_is_to_blame_and_those_who_ended_are_forgotten() -> None:
+def test_request_that_kills_two_cores_is_blamed_ended_forgotten() -> None:
     supervisor = Supervisor(resume=True, clock=Clock())
     assert supervisor.died(0, {"a", "b"}, {"a", "b"}).failed == set()
     assert supervisor.died(1, {"a"}, {"a"}, elsewhere={"b"}).failed == {"a"}

@@ -288,7 +288,7 @@ def test_an_unknown_kind_of_cache_is_said(recording: Path) -> None:
         decode_kv_config({**plain, "layer_specs": {"layers.0": ("MagicSpec", {})}})
 
 
-def test_a_header_is_of_a_few_kilobytes_and_a_decode_step_of_a_few_bytes_per_request(recording: Path) -> None:
+def test_trace_header_takes_kilobytes_and_decode_steps_few_bytes(recording: Path) -> None:
     trace = read_trace(recording)
     file = io.BytesIO()
     TraceWriter(file, trace.header)
@@ -393,7 +393,7 @@ def test_whatever_happened_is_replayed(
     assert list(replay(Trace(header, list(frames), 0))) == engine.plans
 
 
-def test_a_stop_string_and_a_deadline_are_the_ends_that_are_recorded(
+def test_trace_records_ends_by_stop_string_and_deadline(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     engine = make_engine(tiny_model("llama"), tmp_path / "run.trace", num_scheduler_steps=1)
