@@ -26,7 +26,7 @@ def llm() -> LLM:
     return LLM("quire-demo", max_model_len=512, max_num_seqs=4, kv_cache_memory_bytes=16 * 2**20)
 
 
-def test_a_call_of_a_tool_is_told_apart(llm: LLM) -> None:
+def test_tool_call_is_separated_from_content(llm: LLM) -> None:
     (output,) = llm.chat(ASK, GREEDY, use_tqdm=False, tools=[TOOL])
     answer = output.outputs[0].answer
     assert answer is not None
@@ -52,6 +52,6 @@ def test_tools_that_are_none_are_refused_before_anything_runs(
         llm.chat(ASK, GREEDY, use_tqdm=False, tools=tools)
 
 
-def test_an_unknown_parser_is_told_before_the_model_is_loaded() -> None:
+def test_unknown_parser_is_reported_before_the_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match="--tool-call-parser"):
         LLM("quire-demo", tool_call_parser="nonsense")

@@ -116,7 +116,7 @@ def test_a_cross_encoder_reads_each_pair_as_one_prompt(pools: Pools, pair_model_
             llm.score("a", ["b", ""], use_tqdm=False)
 
 
-def test_a_generating_model_is_told(pair_model_dir: Path) -> None:
+def test_generating_model_is_reported(pair_model_dir: Path) -> None:
     llm = LLM(str(pair_model_dir), distributed_executor_backend="null", num_gpu_blocks_override=65)
     for call in (llm.embed, llm.encode, llm.classify, llm.reward, lambda text, **_: llm.score(text, text)):
         with pytest.raises(ValidationError, match="this is a generating model without pooling"):
@@ -132,9 +132,7 @@ def test_late_interaction_adds_up_the_best_match_of_each_token() -> None:
     assert TOKEN_EMBEDDER.tasks == ("token_embed",)
 
 
-def test_words_that_the_model_skips_match_nothing_and_sides_have_their_own_lengths(
-    pools: Pools, pair_model_dir: Path
-) -> None:
+def test_skipped_words_match_nothing_and_sides_have_own_lengths(pools: Pools, pair_model_dir: Path) -> None:
     spec = dataclasses.replace(TOKEN_EMBEDDER, skipped_words=("b", "no token"), side_lengths=(4, 5))
     draw = np.random.default_rng(1)
     with made(pools, spec, pair_model_dir) as llm:
@@ -154,9 +152,7 @@ def test_words_that_the_model_skips_match_nothing_and_sides_have_their_own_lengt
             assert score == (first @ second[kept].T).max(axis=1).sum()
 
 
-def test_what_vllm_calls_tokenization_kwargs_says_how_texts_become_tokens(
-    pools: Pools, pair_model_dir: Path
-) -> None:
+def test_tokenization_kwargs_control_tokenization(pools: Pools, pair_model_dir: Path) -> None:
     with made(pools, EMBEDDER, pair_model_dir) as llm:
 
         def ids(**kwargs: Any) -> list[int]:
@@ -237,7 +233,7 @@ def test_an_io_processor_reads_data_offline_too(
                 llm.encode(prompt, pooling_task=task, use_tqdm=False)
 
 
-def test_why_a_request_has_no_numbers_is_told_as_vllm_does() -> None:
+def test_request_without_numbers_has_the_error_of_vllm() -> None:
     def output(**fields: Any) -> PoolingRequestOutput[PoolingOutput]:
         return PoolingRequestOutput("a", PoolingOutput(np.zeros(1, np.float32)), [1], **fields)
 
@@ -251,9 +247,7 @@ def test_why_a_request_has_no_numbers_is_told_as_vllm_does() -> None:
     assert failed.message.endswith("before it was complete: not finite")
 
 
-def test_windows_of_long_texts_are_averaged_when_that_is_asked_for(
-    pools: Pools, pair_model_dir: Path
-) -> None:
+def test_windows_of_long_texts_are_averaged_on_request(pools: Pools, pair_model_dir: Path) -> None:
     with made(pools, EMBEDDER, pair_model_dir) as llm:
         with pytest.raises(ValidationError, match="maximum context length"):
             llm.embed("a" * 50, use_tqdm=False)

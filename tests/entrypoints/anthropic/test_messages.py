@@ -219,7 +219,9 @@ def test_odd_values_never_break_the_server(fields: dict[str, Any], path: str) ->
 
 
 @pytest.mark.parametrize("user", [{}, {"user_id": "me"}], ids=str)
-async def test_metadata_is_told_by_its_own_name(client: httpx.AsyncClient, user: dict[str, Any]) -> None:
+async def test_ignored_metadata_is_reported_by_its_own_name(
+    client: httpx.AsyncClient, user: dict[str, Any]
+) -> None:
     assert (await ask(client, metadata=user))["ignored"] == ["metadata"]
 
 

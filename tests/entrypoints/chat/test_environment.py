@@ -205,7 +205,7 @@ def test_a_long_conversation_is_far_from_the_limits() -> None:
     assert text.startswith(("<user>" + "x" * 300 + "\n") * 1000)
 
 
-def test_what_holds_itself_many_times_is_weighed_no_further_than_the_limit() -> None:
+def test_self_containing_value_is_measured_up_to_the_limit() -> None:
     value: object = "a"
     for _ in range(100):
         value = [value, value]

@@ -105,13 +105,13 @@ def test_published_template_with_turns_in_a_row_shows_texts(name: str) -> None:
         ("ucu", "<user>text0.<assistant>text1.<call>arg1.<tool>text2.", "messages[].content"),
     ],
 )
-def test_refused_turns_are_joined_and_told(kinds: str, expected: str, told: str) -> None:
+def test_refused_turns_are_joined_and_reported(kinds: str, expected: str, told: str) -> None:
     chat = ChatTemplate(ALTERNATES).compose(conversation(kinds))
     assert chat.text == expected
     assert list(chat.adjusted) == [told]
 
 
-def test_result_for_a_template_without_tools_is_told() -> None:
+def test_result_for_a_template_without_tools_is_reported() -> None:
     chat = ChatTemplate(NO_TOOLS).compose(conversation("ucrru"))
     assert chat.text == "<user>text0.<assistant>text1.<call>arg1.<user>text2.\n\ntext3.\n\ntext4."
     assert chat.adjusted == {"messages[].tool_call_id": "result as text of the user"}

@@ -88,12 +88,12 @@ def test_several_system_messages_are_joined_in_their_order() -> None:
     assert chat.adjusted == {"messages[].role": "system, moved into the first message"}
 
 
-def test_text_that_is_also_elsewhere_is_not_taken_for_the_system_message() -> None:
+def test_repeated_text_is_not_mistaken_for_the_system_message() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "system", "content": "hi"}]
     assert ChatTemplate(LOSES).render(messages) == "<system>hi<user>hi"
 
 
-def test_unknown_role_that_happens_to_fit_is_not_left_in_its_place() -> None:
+def test_unknown_role_that_fits_by_chance_is_moved() -> None:
     """A template that alternates counts a system message as a turn of the assistant."""
     messages = conversation(("user", "system"))
     assert ChatTemplate(ALTERNATES).render(messages) == "<user>text1.text0."

@@ -42,9 +42,7 @@ def test_chatml() -> None:
         ),
     ],
 )
-def test_it_is_known_whose_names_a_template_reads_and_no_more_than_that_is_denied(
-    source: str, readers: set[str]
-) -> None:
+def test_template_reads_names_of_exactly_these_roles(source: str, readers: set[str]) -> None:
     template = ChatTemplate(source)
     assert {role for role in ("system", "user", "assistant", "tool") if template.reads_name(role)} == readers
     assert template.reads_name("developer") == template.reads_name("system")

@@ -64,7 +64,7 @@ def test_speculation(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_does_exactly_the_work_asked_for(model: str, backend: str) -> None:
+def test_every_backend_does_exactly_the_requested_work(model: str, backend: str) -> None:
     engine = BACKENDS[backend](EngineConfig.from_args(model=model, load_format="dummy", cpu_threads=1))
     assert engine.vocab_size == 264
     for _ in range(2):

@@ -269,7 +269,7 @@ def test_a_tool_runs_when_the_user_says_so(
     assert second["messages"][1]["tool_calls"][0]["id"] == second["messages"][2]["tool_call_id"] == "id0"
 
 
-def test_yes_asks_nobody_and_every_call_gets_its_result(
+def test_yes_skips_questions_and_every_call_gets_its_result(
     server: FakeServer, tool_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calling_server(server, calls("now", "gone"))
@@ -307,7 +307,7 @@ def test_a_model_that_never_answers_is_stopped(
     assert "still calls tools after 32 rounds" in capsys.readouterr().err
 
 
-def test_a_tool_that_is_none_is_told_before_anything_is_sent(
+def test_invalid_tool_is_reported_before_any_request(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(server, "chat", "-q", "x", "--tool", "nothing") == 2

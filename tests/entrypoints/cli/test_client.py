@@ -122,7 +122,7 @@ def test_stream_without_end() -> None:
         streamed(event_stream([{"choices": []}], done=False))
 
 
-def test_nobody_listens() -> None:
+def test_client_without_a_server_is_an_error() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -68,7 +68,7 @@ def test_a_file_gives_the_public_functions_that_it_defines(file: Path) -> None:
         ("add", '{"a": "x", "b": 1}', "Error: TypeError"),
     ],
 )
-def test_a_call_is_asked_about_and_its_result_or_error_is_text(
+def test_call_is_confirmed_and_its_result_or_error_is_text(
     file: Path, name: str, arguments: str, result: str
 ) -> None:
     asked: list[str] = []
@@ -83,7 +83,7 @@ def test_a_call_is_asked_about_and_its_result_or_error_is_text(
     ("name", "arguments"),
     [("add", "{"), ("add", "[1]"), ("add", "5"), ("add", "{}"), ("add", '{"a": 1, "c": 2}'), ("rm", "{}")],
 )
-def test_what_cannot_be_called_is_told_and_nobody_is_asked(file: Path, name: str, arguments: str) -> None:
+def test_uncallable_tool_is_reported_without_a_question(file: Path, name: str, arguments: str) -> None:
     asked: list[str] = []
     assert tools(file, asked).answer(call(name, arguments))["content"].startswith("Error: ")
     assert not asked

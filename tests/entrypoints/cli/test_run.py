@@ -32,14 +32,16 @@ def llm(model: str) -> LLM:
     return LLM(model, cpu_threads=1)
 
 
-def test_a_chat_model_is_asked_as_a_user(model: str, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_model_gets_the_prompt_as_a_user_message(
+    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", "hello", "--model", model, "--system-prompt", "be kind", *ENGINE, *GREEDY]) == 0
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
     (expected,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     assert capsys.readouterr().out == expected.outputs[0].text + "\n"
 
 
-def test_reasoning_is_told_apart_as_llm_chat_does(
+def test_reasoning_is_separated_as_by_llm_chat(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     thinker = tmp_path / "thinker"
@@ -125,9 +127,7 @@ def test_a_form_that_is_none_is_a_mistake(options: list[str], capsys: pytest.Cap
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no kernels, no rounds")
-def test_whoever_reads_along_gets_every_token_when_it_is_there(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_streams_a_token_per_step_by_default(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step, num_steps = LLMEngine.step, 0
 
     def counted(engine: LLMEngine) -> list[RequestOutput]:

@@ -236,12 +236,12 @@ async def test_request_without_prompt_says_load_or_unload(
 
 
 @pytest.mark.parametrize("name", ["tool_name", "name"])
-async def test_unread_name_of_a_tool_is_told_as_sent(client: httpx.AsyncClient, name: str) -> None:
+async def test_unread_tool_name_is_reported_as_sent(client: httpx.AsyncClient, name: str) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "1", name: "f"}]
     assert (await ask(client, CHAT, messages=turns))["ignored"] == [f"messages[].{name}"]
 
 
-async def test_system_that_the_template_refuses_is_told_as_sent() -> None:
+async def test_system_refused_by_the_template_is_reported_as_sent() -> None:
     refuses = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     engine = FakeEngine(FakeTokenizer(refuses + "<{{ m.role }}>{{ m.content }}{% endfor %}"))
     async with client_for(engine) as client:

@@ -104,7 +104,7 @@ async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(
         assert (await answer(client, "fake-model")).status_code == 200
 
 
-async def test_only_the_administrator_of_a_server_with_adapters_changes_them() -> None:
+async def test_only_an_administrator_changes_adapters() -> None:
     body = {"lora_name": "a", "lora_path": "/a"}
     async with served(FakeEngine()) as client:
         assert "--enable-lora" in reason(await client.post(LOAD, json=body), 400)
@@ -161,7 +161,7 @@ async def test_a_directory_is_an_adapter_of_its_name(tmp_path: Path) -> None:
         assert await names(client) == ["fake-model", "pirate", "alias"]
 
 
-async def test_a_package_may_know_where_adapters_are(offer: Offer, tmp_path: Path) -> None:
+async def test_package_may_resolve_adapters(offer: Offer, tmp_path: Path) -> None:
     offer("quire.lora_resolvers", f"shelf={__name__}:Shelf")
     (tmp_path / "book-2").mkdir()
     engine = FakeEngine(enable_lora=True)
@@ -174,7 +174,7 @@ async def test_a_package_may_know_where_adapters_are(offer: Offer, tmp_path: Pat
     assert [type(one) for one in resolvers] == [DirectoryResolver, Shelf]
 
 
-def test_a_directory_of_adapters_is_one_and_needs_them_to_be_served(tmp_path: Path) -> None:
+def test_adapter_directory_must_exist_and_needs_adapter_serving(tmp_path: Path) -> None:
     for engine, root, problem in (
         (FakeEngine(), tmp_path, "--lora-dir needs --enable-lora"),
         (FakeEngine(enable_lora=True), tmp_path / "nothing", "is not a directory"),

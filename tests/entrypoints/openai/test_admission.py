@@ -165,7 +165,7 @@ async def test_requests_without_long_texts_pass_many_that_have_some(
         (b'{"a": ' + b'"",' * 2**22 + b"1}", "values"),
     ],
 )
-def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(
+def test_bodies_of_too_many_values_are_refused_before_parsing(
     body: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parsing, "_DECODER", None)
@@ -247,7 +247,7 @@ async def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.
 
 
 @pytest.mark.item(13)
-async def test_a_constraint_that_takes_for_ever_keeps_no_stream_waiting() -> None:
+async def test_endless_constraint_delays_no_stream() -> None:
     """They are all over before it has been compiled, or given up, and a client that leaves takes it along."""
     args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 200}
     engine = AsyncLLM(EngineConfig.from_args(model=DEMO_MODEL, **args), in_process=True)

@@ -361,7 +361,7 @@ async def test_body_limit_counts_what_is_read(engine: FakeEngine) -> None:
 
 
 @pytest.mark.item(24)
-async def test_unexpected_error_tells_nothing(
+async def test_unexpected_error_reveals_nothing(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def explode(prompt: str, index: int) -> str:

@@ -186,7 +186,7 @@ async def test_a_name_that_the_format_cannot_hold(path: str) -> None:
 
 
 @pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
-def test_every_format_holds_plain_names_and_says_what_else_it_holds(row: Any) -> None:
+def test_every_format_allows_plain_names_and_declares_others(row: Any) -> None:
     for name in ("f", "get_weather", "F2_", "_"):
         assert PLAIN_NAME.fullmatch(name)
     check_names(["get_weather", "F2_", "get-weather"], row)
@@ -226,7 +226,7 @@ NOT_ENFORCED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("parser", "schema", "place"), NOT_ENFORCED, ids=str)
-async def test_a_schema_that_is_not_enforced_is_told_by_its_place(
+async def test_schema_that_is_not_enforced_is_reported_by_its_place(
     parser: str, schema: dict[str, Any], place: str
 ) -> None:
     """On every API as the client sent it, wherever in the grammar of the format it ends up."""
@@ -350,7 +350,7 @@ async def test_schemas_that_are_too_large_together_cost_no_answer(monkeypatch: p
 
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
-async def test_a_function_that_is_not_strict_is_kept_to_what_can_be_enforced(parser: str) -> None:
+async def test_lenient_function_is_constrained_where_enforceable(parser: str) -> None:
     """A required call of a lenient function, as LlamaIndex sends, is constrained if possible and never refused."""
     async with client_for(engine := FakeEngine(FakeTokenizer()), tool_call_parser=parser) as client:
         for schema, is_kept in ((described({"type": "integer"}), True), (described({"not": {}}), False)):

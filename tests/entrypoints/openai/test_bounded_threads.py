@@ -88,7 +88,7 @@ async def test_what_takes_too_long_is_interrupted() -> None:
     assert await threads.run(int, "7") == 7
 
 
-async def test_what_nobody_waits_for_any_more_is_interrupted() -> None:
+async def test_abandoned_call_is_interrupted() -> None:
     await until_all_ended()
     threads = BoundedThreads()
     task = asyncio.create_task(threads.run(for_ever))

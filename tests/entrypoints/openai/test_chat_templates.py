@@ -70,7 +70,7 @@ async def test_default_options_hold_until_a_request_says_otherwise(
         (None, {"enable_thinking": True}, "needs a model with a chat template"),
     ],
 )
-async def test_default_options_that_nobody_reads_are_a_failed_start(
+async def test_unread_default_template_options_fail_the_start(
     template: str | None, options: dict[str, Any], words: str
 ) -> None:
     engine = FakeEngine(FakeTokenizer(template))
@@ -87,7 +87,7 @@ async def test_default_options_that_nobody_reads_are_a_failed_start(
         (SHOWN + "{% if messages[0].role in ['system', 'developer'] %}{% endif %}", "developer"),
     ],
 )
-async def test_the_developer_speaks_as_the_template_knows_it(template: str, role: str) -> None:
+async def test_developer_role_becomes_the_templates_role(template: str, role: str) -> None:
     body = {"messages": [{"role": "developer", "content": "Be kind."}, *HI]}
     assert (await prompted(template, body)).startswith(f"{role}=Be kind.;")
 
@@ -98,7 +98,7 @@ async def test_documents_reach_a_template_that_has_a_place_for_them() -> None:
     assert await prompted(template, body) == "a: b"
 
 
-async def test_earlier_calls_their_results_and_reasoning_reach_the_template() -> None:
+async def test_earlier_calls_results_and_reasoning_reach_the_template() -> None:
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content or '' }}|{{ m.content }}|"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %};{% endfor %}"
@@ -124,9 +124,7 @@ async def test_earlier_calls_their_results_and_reasoning_reach_the_template() ->
         ("/api/chat", {"model": "fake-model", "messages": HI}),
     ],
 )
-async def test_a_model_without_a_template_completes_and_says_why_it_does_not_chat(
-    path: str, fields: dict[str, Any]
-) -> None:
+async def test_model_without_template_completes_and_refuses_chats(path: str, fields: dict[str, Any]) -> None:
     async with client_for(FakeEngine(FakeTokenizer(None))) as client:
         response: httpx.Response = await client.post(path, json=fields)
         assert response.status_code == 400

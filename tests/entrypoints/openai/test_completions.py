@@ -47,7 +47,7 @@ async def test_shape(client: httpx.AsyncClient, engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
-async def test_drafts_are_told_of_if_there_were_any(
+async def test_draft_counts_are_reported_if_any(
     client: httpx.AsyncClient, engine: FakeEngine, path: str
 ) -> None:
     engine.drafts = (7, 5)

@@ -64,7 +64,7 @@ async def test_a_request_that_does_not_come_in_ends_with_408() -> None:
         assert b"--read-timeout" in answer
 
 
-async def test_the_408_has_the_shape_of_the_api_that_was_asked() -> None:
+async def test_408_has_the_shape_of_its_api() -> None:
     async with live_server(FakeEngine(), read_timeout=0.3) as server:
         reader, writer = await connect(server)
         writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{")
@@ -140,7 +140,7 @@ async def test_a_client_that_reads_slowly_gets_everything() -> None:
 
 
 @pytest.mark.item(35)
-async def test_connections_beyond_the_limit_are_told_so_and_the_others_go_on() -> None:
+async def test_connections_beyond_the_limit_refused_others_continue() -> None:
     async with live_server(FakeEngine(), max_connections=3) as server:
         idle: list[Any] = [await connect(server) for _ in range(3)]
         silent, writer = await connect(server)
@@ -232,9 +232,7 @@ async def test_one_of_an_older_http_sees_but_its_answer(
 @pytest.mark.item(32)
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "stream"])
-async def test_a_client_that_goes_away_before_its_answer_ends_its_request(
-    body: bytes, version: bytes
-) -> None:
+async def test_client_disconnect_before_the_answer_ends_its_request(body: bytes, version: bytes) -> None:
     engine = FakeEngine()
     engine.hold_after = 0
     async with live_server(engine) as server:

@@ -23,9 +23,7 @@ ROUTES = pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT])
 
 @pytest.mark.item(36)
 @ROUTES
-async def test_the_field_wins_over_the_header_and_the_header_over_the_server(
-    path: str, body: dict[str, Any]
-) -> None:
+async def test_deadline_field_overrides_header_and_header_the_server(path: str, body: dict[str, Any]) -> None:
     engine = FakeEngine()
     async with client_for(engine, request_timeout=9.0) as client:
         await client.post(path, json={**body, "timeout": 2}, headers={"x-request-timeout": "5"})
@@ -66,7 +64,7 @@ async def test_a_text_that_is_cut_short_ends_as_if_at_its_length(path: str, body
 @pytest.mark.item(36)
 @ROUTES
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_without_any_text_it_is_an_error_that_clients_do_not_retry(
+async def test_deadline_without_text_is_an_error_not_retried(
     path: str, body: dict[str, Any], streamed: bool
 ) -> None:
     engine = FakeEngine()

@@ -72,7 +72,7 @@ def test_the_engines_state_is_what_the_first_process_says() -> None:
     assert state["quire:kv_cache_usage_perc"] == 0.5
 
 
-def test_a_death_that_every_process_saw_is_one_and_what_each_lost_adds_up() -> None:
+def test_core_death_counts_once_and_losses_of_processes_add_up() -> None:
     processes = [Measured() for _ in range(3)]
     for number, process in enumerate(processes):
         process.stats.core_died(0, number, 1)

@@ -94,7 +94,7 @@ async def test_a_core_that_stands_still_is_not_alive(client: httpx.AsyncClient, 
 
 
 @pytest.mark.item(44)
-async def test_a_server_whose_queue_is_nearly_full_is_not_ready_and_serves_on(
+async def test_nearly_full_queue_is_not_ready_but_serves(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     engine.is_crowded = True

@@ -68,7 +68,7 @@ IGNORED: list[tuple[dict[str, Any], list[str]]] = [
 
 @pytest.mark.item(11)
 @pytest.mark.parametrize(("fields", "names"), IGNORED, ids=lambda value: str(value)[:60])
-async def test_a_field_that_changes_nothing_is_told_in_header_and_reply(
+async def test_field_without_effect_is_reported_in_header_and_reply(
     client: httpx.AsyncClient, fields: dict[str, Any], names: list[str]
 ) -> None:
     shown = ", ".join(name if name and name.isprintable() else "?" for name in names)
@@ -95,7 +95,7 @@ async def test_the_strict_are_refused_it(
     assert not engine.seen
 
 
-async def test_the_strict_are_told_what_they_may_have_meant(engine: FakeEngine) -> None:
+async def test_strict_policy_suggests_similar_field_names(engine: FakeEngine) -> None:
     async with client_for(engine, unknown_fields="reject") as client:
         typo = await client.post(COMPLETIONS, json={"prompt": "hi", "temprature": 1})
         inner = await client.post(CHAT, json={"messages": HI, "tools": [tool(function={"nam": "f"})]})
@@ -140,7 +140,7 @@ async def test_a_suffix_is_refused_with_a_reason(client: httpx.AsyncClient) -> N
     assert "fill-in-the-middle" in response.json()["error"]["message"]
 
 
-async def test_what_the_template_reads_is_honoured_and_not_told() -> None:
+async def test_field_read_by_the_template_is_honoured_unreported() -> None:
     source = TEMPLATE.replace(
         "message.role", "message.role ~ (message.name or '') ~ (reasoning_effort or '')"
     )
@@ -216,7 +216,7 @@ def test_what_is_not_named_is_counted(num_more: int, told: list[str]) -> None:
 @pytest.mark.item(11)
 @settings(derandomize=True, deadline=None, max_examples=150, database=None)
 @given(body=st.dictionaries(names, values, max_size=5))
-def test_every_field_is_kept_or_told_or_refused(body: dict[str, Any]) -> None:
+def test_every_field_is_honoured_reported_or_refused(body: dict[str, Any]) -> None:
     notes = Notes()
     try:
         kept = filter_fields(body, ChatCompletionRequest.model_fields, notes)

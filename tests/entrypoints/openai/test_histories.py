@@ -164,7 +164,9 @@ async def test_an_answer_without_content_is_taken(turn: dict[str, Any], shown: s
          "messages[].tool_call_id"),
     ],
 )  # fmt: skip
-async def test_a_result_without_a_call_is_kept_and_told(path: str, fields: dict[str, Any], name: str) -> None:
+async def test_result_without_a_call_is_kept_and_reported(
+    path: str, fields: dict[str, Any], name: str
+) -> None:
     prompt, response = await ask(path, fields)
     assert prompt == "<user>hi<tool>1"
     assert response.json()["adjusted"] == {name: "kept without a call"}
@@ -217,7 +219,9 @@ SURROGATES = [
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 @pytest.mark.parametrize(("arguments", "shown"), SURROGATES)
-async def test_earlier_lone_surrogates_are_replaced_and_told(path: str, arguments: str, shown: str) -> None:
+async def test_earlier_lone_surrogates_are_replaced_and_reported(
+    path: str, arguments: str, shown: str
+) -> None:
     prompt, response = await ask(path, body(path, arguments))
     assert prompt == f"<user>hi<assistant><call>f{shown}<tool>42"
     name = "input[].arguments" if path == RESPONSES else "messages[].tool_calls[].function.arguments"

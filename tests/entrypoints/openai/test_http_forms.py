@@ -166,7 +166,7 @@ async def test_405_names_every_method_of_the_path(
     assert (response.status_code, response.headers["allow"]) == (405, allowed)
 
 
-async def test_a_note_on_a_field_without_a_name_does_not_break_the_response(engine: FakeEngine) -> None:
+async def test_note_on_a_nameless_field_does_not_break_the_response(engine: FakeEngine) -> None:
     async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
         answer = await client.post(PATH, json={"prompt": "hi", "a b": 1, "": 2})
     assert (answer.status_code, answer.headers["x-quire-ignored-fields"]) == (200, "?, ?")

@@ -81,7 +81,7 @@ def test_of_keys_the_hash_is_kept_and_passed_on_and_nothing_else(
 
 
 @pytest.mark.parametrize("key", ["", " k", "sha256:12"])
-def test_a_key_by_flag_that_is_none_is_told_and_not_quoted(key: str) -> None:
+def test_invalid_key_by_flag_is_an_error_without_the_key(key: str) -> None:
     for name, value in (("api_key", (key,)), ("admin_api_key", key or " ")):
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: a key") as error:
             ServerConfig(**{name: value})
@@ -103,7 +103,7 @@ def test_a_key_by_flag_that_is_none_is_told_and_not_quoted(key: str) -> None:
         ("a: {keys: [k]}\nb: {keys: [k]}", "the same key"),
     ],
 )
-def test_a_wrong_file_is_told_at_the_start(tmp_path: Path, text: str, problem: str) -> None:
+def test_wrong_key_file_is_reported_at_the_start(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=problem):
@@ -201,7 +201,7 @@ async def test_requests_per_minute(path: str) -> None:
         assert (await complete(client, "r-one")).status_code == 200
 
 
-def test_tokens_that_were_computed_are_paid_before_the_next_request() -> None:
+def test_computed_tokens_are_charged_before_the_next_request() -> None:
     now = 0.0
     meters = Meters({"a": Tenant(keys=["k"], tokens_per_minute=60), "b": Tenant(keys=["l"])}, lambda: now)
     meters["a"].enter()

@@ -44,7 +44,7 @@ def prompt_of(engine: FakeEngine) -> str:
     return bytes(i for i in engine.seen[-1][0]["prompt_token_ids"] if i < 256).decode()
 
 
-async def test_a_call_is_told_as_a_function_call(chat: Any, engine: FakeEngine) -> None:
+async def test_call_is_returned_as_a_function_call(chat: Any, engine: FakeEngine) -> None:
     answer = await chat.create(model="fake-model", messages=HI, functions=[FUNCTION], function_call="auto")
     (choice,) = answer.choices
     assert choice.finish_reason == "function_call"

@@ -232,7 +232,7 @@ async def test_what_has_not_come_to_the_engine_drains(
 
 @pytest.mark.item(48)
 @pytest.mark.parametrize("at_once", [False, True])
-async def test_what_has_not_come_to_the_engine_is_told_of_its_end(
+async def test_request_before_the_engine_gets_503_at_shutdown(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_once: bool
 ) -> None:
     async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:

@@ -140,7 +140,7 @@ async def test_clients_that_leave_are_counted() -> None:
         assert (await totals(client))["http_client_disconnects_total"] == 2
 
 
-async def test_requests_that_a_full_queue_refuses_are_counted_by_the_limit() -> None:
+async def test_requests_refused_by_a_full_queue_are_counted_by_limit() -> None:
     config = EngineConfig.from_args(
         model="quire-demo", distributed_executor_backend="null", max_model_len=64, max_num_queued_reqs=1
     )

@@ -98,7 +98,7 @@ def test_schemas_are_schemas() -> None:
         assert jsonschema_rs.meta.is_valid(schema), name
 
 
-def test_keys_are_asked_for_where_they_are_needed() -> None:
+def test_document_requires_keys_where_needed() -> None:
     for options, wanted in (
         ({}, lambda path: []),
         ({"api_key": ("k",)}, lambda path: [] if path in OPEN else ["bearer", "header"]),
@@ -118,7 +118,7 @@ def test_keys_are_asked_for_where_they_are_needed() -> None:
             assert operation["security"] == [{"adminBearer": []}, {"adminHeader": []}]
 
 
-def test_a_limit_of_a_tenant_is_told(tmp_path: Path) -> None:
+def test_document_states_a_tenant_limit(tmp_path: Path) -> None:
     for limit, is_told in (("max_concurrent: 1", True), ("weight: 1", False)):
         keys = tmp_path / "keys.yaml"
         keys.write_text(f"a:\n  keys: [k]\n  {limit}\n")
@@ -174,7 +174,7 @@ async def test_the_document_follows_what_the_engine_settles() -> None:
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_what_fits_the_schema_is_taken_and_what_does_not_is_refused(
+async def test_schema_accepts_exactly_the_bodies_that_are_served(
     path: str,
 ) -> None:
     """Each field of each request with each odd value, with a sixth of them if an earlier route has it, too."""
@@ -211,7 +211,7 @@ def _properties(written: dict[str, Any], path: str) -> dict[str, Any]:
     return {name: one for model in models for name, one in schemas[model]["properties"].items()}
 
 
-async def test_the_page_needs_nothing_from_elsewhere_and_shows_every_operation() -> None:
+async def test_page_is_self_contained_and_shows_every_operation() -> None:
     async with client_for(FakeEngine()) as client:
         page = await client.get("/docs")
         written = (await client.get("/openapi.json")).json()

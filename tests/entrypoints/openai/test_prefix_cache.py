@@ -90,7 +90,7 @@ async def test_salts_share_with_themselves_only_on_every_route(served: httpx.Asy
 
 @pytest.mark.item(22)
 @pytest.mark.parametrize("kind", ["salt", "key"])
-async def test_neither_salts_nor_keys_find_what_others_cached_on_any_route(kind: str) -> None:
+async def test_salts_and_keys_separate_caches_on_every_route(kind: str) -> None:
     args = {"distributed_executor_backend": "null", "num_gpu_blocks_override": 400, "max_num_seqs": 4}
     engine = AsyncLLM(EngineConfig.from_args(model=DEMO_MODEL, **args), in_process=True)
     await engine.wait_ready()

@@ -108,7 +108,7 @@ async def test_a_refusal_arrives_as_it_was_meant(error: QuireError) -> None:
         assert (str(refused.value), vars(refused.value)) == (str(error), vars(error))
 
 
-async def test_who_is_gone_answers_nothing_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_process_answers_nothing_and_delays_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(question: str) -> Any:
         await asyncio.Event().wait()
 
@@ -203,7 +203,7 @@ async def test_connections_are_spread_evenly(num_targets: int, num_connections: 
             writer.close()
 
 
-async def test_a_new_connection_goes_to_who_has_the_fewest_and_takes_turns_among_equals() -> None:
+async def test_connection_goes_to_the_least_loaded_in_turns() -> None:
     async with street(2) as it:
         slots, writers = await pages_of(it, 6)
         for _ in range(2):
@@ -239,7 +239,7 @@ async def test_a_room_that_is_gone_or_takes_nothing_is_passed_over() -> None:
             writer.close()
 
 
-async def test_without_room_for_a_file_connections_wait_instead_of_failing(
+async def test_connections_wait_while_no_file_descriptor_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(acceptor, "PAUSE_S", 0.05)
@@ -283,7 +283,7 @@ event = st.tuples(
 
 
 @given(st.lists(event, max_size=40))
-def test_limits_of_a_tenant_hold_in_total_whichever_process_is_asked(
+def test_tenant_limits_hold_in_total_over_all_processes(
     events: list[tuple[str, str, int, int]],
 ) -> None:
     """Several processes refuse and admit what a single one would."""
@@ -350,7 +350,7 @@ def make_supervisor(owner: Owner, num_slots: int, counters: SharedCounters) -> A
     )
 
 
-async def test_processes_that_end_at_once_are_started_again_ever_later_and_the_first_goes_on(
+async def test_crashing_processes_restart_with_backoff_first_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("quire.entrypoints.openai.processes.supervisor.PROGRAM", "no.such.module")

@@ -36,7 +36,7 @@ async def complete(client: httpx.AsyncClient, key: str, **body: object) -> httpx
     return await client.post("/v1/completions", json={"prompt": "hi", **body}, headers=headers)
 
 
-async def test_every_answer_to_work_tells_what_is_left(path: str) -> None:
+async def test_every_answer_to_work_states_the_remaining_limit(path: str) -> None:
     async with client_for(FakeEngine(), api_key_file=path) as client:
         answers = [await complete(client, "b", stream=stream) for stream in (False, True, False, False)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
@@ -49,7 +49,7 @@ async def test_every_answer_to_work_tells_what_is_left(path: str) -> None:
     assert told[3]["x-ratelimit-reset-requests"].endswith("s")
 
 
-async def test_a_limit_that_is_not_there_is_not_told(path: str) -> None:
+async def test_absent_limit_has_no_header(path: str) -> None:
     async with client_for(FakeEngine(), api_key_file=path) as client:
         told = limits(await complete(client, "r"))
         assert told.keys() == {name for name in RATE_LIMIT_HEADERS if name.endswith("requests")}

@@ -49,7 +49,7 @@ async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -
     return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
 
 
-async def test_chat_tells_reasoning_by_both_names_and_counts_it(client: httpx.AsyncClient) -> None:
+async def test_chat_returns_reasoning_by_both_names_and_counts_it(client: httpx.AsyncClient) -> None:
     answer = (await client.post(CHAT, json={"messages": HI})).json()
     message = answer["choices"][0]["message"]
     assert (message["reasoning"], message["reasoning_content"]) == (THOUGHT, THOUGHT)
@@ -118,7 +118,7 @@ async def test_thinking_can_be_switched_off_in_the_words_of_each_api(
         ("/api/chat", {"model": "fake-model", "messages": HI, "think": True}, "think"),
     ],
 )
-async def test_what_a_template_does_not_read_is_told_in_the_words_of_each_api(
+async def test_unread_template_option_is_reported_in_each_apis_words(
     path: str, fields: dict[str, Any], name: str
 ) -> None:
     async with client_for(FakeEngine()) as client:

@@ -18,7 +18,7 @@ ROUTES = pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT, MESSAGES])
 
 
 @ROUTES
-async def test_a_replica_is_asked_for_by_its_number(path: str, body: dict[str, Any]) -> None:
+async def test_replica_is_selected_by_its_number(path: str, body: dict[str, Any]) -> None:
     engine = FakeEngine()
     async with client_for(engine) as client:
         await client.post(path, json=body, headers={"X-data-parallel-rank": "3"})

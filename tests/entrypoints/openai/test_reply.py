@@ -21,7 +21,7 @@ TIMINGS = {"queue_s": 0.5, "prefill_s": 1.0, "decode_s": 2.0, "tokens_per_s": 4.
 @pytest.mark.item(39)
 @ROUTES
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
-async def test_the_last_object_tells_usage_and_timings(
+async def test_last_object_has_usage_and_timings(
     client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], options: dict[str, Any]
 ) -> None:
     engine.num_cached_tokens = 1
@@ -68,7 +68,7 @@ async def test_all_prompts_are_counted_from_the_first_chunk_on(client: httpx.Asy
 
 @ROUTES
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_limit_above_the_room_means_the_room_and_the_reply_says_so(
+async def test_limit_above_the_room_is_lowered_and_reported(
     engine: FakeEngine, path: str, body: dict[str, Any], is_streamed: bool
 ) -> None:
     engine.reply = lambda prompt, index: "x" * 5000
@@ -83,7 +83,7 @@ async def test_a_limit_above_the_room_means_the_room_and_the_reply_says_so(
     assert last["choices"][0]["finish_reason"] == "length"
 
 
-async def test_the_limit_that_was_lowered_has_the_name_that_the_client_gave_it(
+async def test_lowered_limit_is_reported_by_the_clients_name(
     client: httpx.AsyncClient,
 ) -> None:
     body = {"messages": HI, "max_completion_tokens": 4096}
@@ -100,7 +100,7 @@ async def test_of_a_refused_request_no_limit_was_lowered(client: httpx.AsyncClie
     assert "x-quire-adjusted-fields" not in response.headers
 
 
-async def test_a_limit_of_the_generation_config_never_refuses_a_request() -> None:
+async def test_generation_config_limit_never_refuses_a_request() -> None:
     engine = FakeEngine(override_generation_config={"max_new_tokens": 10**6})
     engine.input_processor.update_config(engine.config)
     async with client_for(engine) as client:
@@ -108,7 +108,7 @@ async def test_a_limit_of_the_generation_config_never_refuses_a_request() -> Non
 
 
 @ROUTES
-async def test_clients_know_an_overflow_by_code_and_text(
+async def test_overflow_error_has_its_code_and_text(
     client: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
     field = "prompt" if path == COMPLETIONS else "messages"

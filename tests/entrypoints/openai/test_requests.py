@@ -113,7 +113,7 @@ async def test_all_are_listed_and_counted(admin: httpx.AsyncClient, engine: Fake
     assert (await admin.get("/v1/requests")).json()["data"] == []
 
 
-async def test_the_core_is_asked_for_all_at_once(admin: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_core_is_queried_for_all_requests_at_once(admin: httpx.AsyncClient, engine: FakeEngine) -> None:
     """It answers between steps, which may take long."""
     task = await started(admin, engine)
     explain, step = engine.explain, asyncio.Barrier(2)

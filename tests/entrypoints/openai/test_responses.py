@@ -210,7 +210,7 @@ async def test_openai_client(engine: FakeEngine) -> None:
 
 
 @pytest.mark.item(11)
-async def test_what_is_to_be_included_and_is_in_no_answer_is_told(engine: FakeEngine) -> None:
+async def test_unsupported_include_is_reported(engine: FakeEngine) -> None:
     body = {"input": "hi", "include": ["message.output_text.logprobs", "reasoning.encrypted_content", "x y"]}
     async with client_for(engine) as client:
         answer = await client.post("/v1/responses", json=body)

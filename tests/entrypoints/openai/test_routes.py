@@ -125,7 +125,7 @@ def test_the_formats_of_answers_are_chosen_by_the_template(engine: FakeEngine) -
     assert formats.reasoning is None
 
 
-async def test_a_parser_that_is_none_is_told_at_the_start(engine: FakeEngine) -> None:
+async def test_unknown_parser_is_reported_at_the_start(engine: FakeEngine) -> None:
     state = build_app(engine, ServerConfig(tool_call_parser="hermse")).state.server  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"--tool-call-parser must be one of auto, none, .*hermes"):
         await state.prepare()

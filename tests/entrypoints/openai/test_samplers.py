@@ -114,7 +114,7 @@ async def test_unknown_samplers_are_refused_by_name(api: str, client: httpx.Asyn
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_fields_that_nobody_knows_are_told(api: str, client: httpx.AsyncClient) -> None:
+async def test_unknown_fields_are_reported(api: str, client: httpx.AsyncClient) -> None:
     response = await post(client, api, {"sparkle": 3})
     expected = "options.sparkle" if api == "ollama" else "sparkle"
     assert (response.status_code, response.headers[HEADER]) == (200, expected)
@@ -137,7 +137,7 @@ async def test_two_names_of_a_penalty_must_agree(api: str, client: httpx.AsyncCl
     assert "send one of them" in other.text
 
 
-async def test_filters_beside_mirostat_are_told(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_filters_beside_mirostat_are_reported(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     response = await post(client, "chat", {"mirostat": 2, "top_p": 0.9, "temperature": 0.8})
     assert (response.status_code, response.headers[HEADER]) == (200, "top_p")
     assert engine.seen[-1][1].mirostat == 2

@@ -56,7 +56,7 @@ def test_without_a_signal_errors_leave_the_block() -> None:
         _ = 1 // 0
 
 
-def test_the_process_of_a_signal_that_came_through_exec_ends_as_it_says() -> None:
+def test_signal_raised_in_exec_keeps_the_exit_code() -> None:
     program = """
 import signal, sys
 from quire.entrypoints.openai.start_signals import StartSignals

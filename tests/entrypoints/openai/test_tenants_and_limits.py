@@ -31,9 +31,7 @@ async def test_without_keys_the_user_field_names_the_tenant(path: str, body: dic
 
 
 @ROUTES
-async def test_with_keys_the_key_decides_and_the_user_field_is_named_as_ignored(
-    path: str, body: dict[str, Any]
-) -> None:
+async def test_key_names_the_tenant_and_the_user_field_is_ignored(path: str, body: dict[str, Any]) -> None:
     engine = fair_engine()
     async with client_for(engine, api_key=("one", "two")) as client:
         for key in ("two", "one"):
@@ -65,7 +63,7 @@ async def test_priority_is_honoured_or_refused(path: str, body: dict[str, Any], 
 @pytest.mark.item(28)
 @ROUTES
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_has_its_place_before_it_is_tokenized_and_leaves_it_however_it_ends(
+async def test_request_holds_a_place_from_tokenization_to_any_end(
     path: str, body: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seen = FakeEngine(), list[int]()
@@ -90,7 +88,7 @@ async def test_a_request_has_its_place_before_it_is_tokenized_and_leaves_it_howe
 @pytest.mark.item(28)
 @ROUTES
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_full_queue_is_told_before_anything_is_tokenized(
+async def test_full_queue_is_reported_before_tokenization(
     path: str, body: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine()

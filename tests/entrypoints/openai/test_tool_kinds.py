@@ -57,7 +57,7 @@ def told(response: httpx.Response) -> list[str]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_tools_of_servers_are_left_out_and_told(path: str) -> None:
+async def test_server_side_tools_are_omitted_and_reported(path: str) -> None:
     async with client_for(engine := FakeEngine()) as client:
         for server in SERVERS[path]:
             for choice in ("auto", "required"):
@@ -79,7 +79,7 @@ async def test_tools_of_servers_are_left_out_and_told(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_errors_behind_a_tool_that_is_left_out_name_the_right_one(path: str) -> None:
+async def test_errors_after_an_omitted_tool_name_the_right_one(path: str) -> None:
     async with client_for(FakeEngine()) as client:
         wrong = strict(tool(path, "g", {"type": "object", "properties": {"a": 5}}))
         tools = [SERVERS[path][0], tool(path), wrong]
@@ -327,7 +327,7 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block["type"])
-async def test_blocks_of_anthropics_servers_are_left_out_and_told(block: dict[str, Any]) -> None:
+async def test_anthropic_server_blocks_are_omitted_and_reported(block: dict[str, Any]) -> None:
     turn = {"role": "assistant", "content": [block, {"type": "text", "text": "So."}]}
     user = {"role": "user", "content": "hi"}
     async with client_for(FakeEngine()) as client:

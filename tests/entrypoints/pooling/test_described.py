@@ -25,7 +25,7 @@ BODIES: dict[str, tuple[PoolingSpec, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_what_fits_the_schema_is_taken_and_what_does_not_is_refused(path: str, serve: Serve) -> None:
+async def test_schema_accepts_exactly_the_bodies_that_are_served(path: str, serve: Serve) -> None:
     """Each field of each request with each odd value, with a sixth of them if an earlier route has it, too."""
     spec, base = BODIES[path]
     earlier = [other for other in list(BODIES)[: list(BODIES).index(path)] if BODIES[other][0] is spec]

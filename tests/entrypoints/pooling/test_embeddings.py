@@ -50,7 +50,7 @@ async def test_every_form_of_input_and_both_of_numbers(serve: Serve) -> None:
         assert reply["timings"]["prefill_s"] > 0
 
 
-async def test_the_limit_of_inputs_is_told_and_reached(serve: Serve) -> None:
+async def test_input_limit_is_reported_and_reachable(serve: Serve) -> None:
     async with serve(EMBEDDER) as client:
         assert len(await vectors(client, input=["a"] * MAX_INPUTS, encoding_format="base64")) == MAX_INPUTS
         reply = await client.post("/v1/embeddings", json={"input": ["a"] * 100_000})
@@ -81,7 +81,7 @@ async def test_the_limit_of_inputs_is_told_and_reached(serve: Serve) -> None:
         ({"input": "a", "model": "gpt"}, "model", "does not exist"),
     ],
 )
-async def test_bad_input_is_told_with_its_field(
+async def test_bad_input_is_reported_with_its_field(
     serve: Serve, body: dict[str, Any], param: str, message: str
 ) -> None:
     async with serve(EMBEDDER) as client:
@@ -91,7 +91,7 @@ async def test_bad_input_is_told_with_its_field(
         assert message in reply.json()["error"]["message"]
 
 
-async def test_long_texts_are_cut_or_averaged_when_that_is_asked_for(serve: Serve) -> None:
+async def test_long_texts_are_truncated_or_averaged_on_request(serve: Serve) -> None:
     long = "abcdefghij" * 9
     async with serve(EMBEDDER) as client:
         (cut,) = await vectors(client, input=long, truncate_prompt_tokens=-1)
@@ -118,7 +118,7 @@ async def test_prompts_of_the_model_are_put_before_texts(serve: Serve) -> None:
         )
 
 
-async def test_what_is_pooled_may_be_asked_for_by_its_task(serve: Serve) -> None:
+async def test_pooling_output_is_selected_by_its_task(serve: Serve) -> None:
     async with serve(EMBEDDER) as client:
         reply = (await client.post("/pooling", json={"input": "abc"})).json()
         assert [one["data"] for one in reply["data"]] == await vectors(client, input="abc")
@@ -164,7 +164,7 @@ async def test_a_wrong_endpoint_says_which_ones_there_are(serve: Serve) -> None:
         assert (await client.post("/rerank", json={})).status_code == 400
 
 
-async def test_who_hangs_up_is_worked_for_no_longer(serve: Serve) -> None:
+async def test_disconnected_client_ends_its_requests(serve: Serve) -> None:
     async with serve(EMBEDDER) as client:
         engine = client.engine  # type: ignore[attr-defined]
         task = asyncio.create_task(client.post("/v1/embeddings", json={"input": ["ab"] * 2000}))

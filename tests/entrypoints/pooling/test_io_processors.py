@@ -49,6 +49,6 @@ async def test_without_one_its_form_is_refused(serve: Serve) -> None:
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "data")
 
 
-def test_a_name_that_nobody_offers_is_refused(offer: Offer) -> None:
+def test_unknown_io_processor_name_is_refused(offer: Offer) -> None:
     with pytest.raises(ConfigError, match="--io-processor-plugin must be one of"):
         make_io_processor(EngineConfig.from_args(model="x", io_processor_plugin="nobody"))

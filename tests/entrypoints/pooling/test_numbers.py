@@ -49,7 +49,7 @@ async def test_many_numbers_are_written_beside_the_event_loop(size: int, is_besi
         ("/pooling", REWARDS, {"input": [[7] * 12]}, 24),
     ],
 )
-async def test_a_reply_of_too_many_numbers_is_refused_before_it_is_computed(
+async def test_reply_of_too_many_numbers_is_refused_uncomputed(
     serve: Serve, path: str, spec: PoolingSpec, body: dict[str, Any], count: int
 ) -> None:
     async with serve(spec, max_pooled_numbers=count) as client:

@@ -75,7 +75,7 @@ async def test_coheres_fields_go_together(
             assert (reply["embeddings"]["ubinary"], reply["embeddings"].keys()) == (signs, {*kinds})
 
 
-async def test_cohere_cuts_on_the_side_that_is_named_to_the_number_that_is_named(serve: Serve) -> None:
+async def test_cohere_truncates_the_named_side_to_the_named_number(serve: Serve) -> None:
     async with serve(EMBEDDER) as client:
         for truncate, most, kept in (
             ("END", None, LONG[: CONTEXT - 2]),
@@ -114,7 +114,7 @@ async def test_cohere_cuts_on_the_side_that_is_named_to_the_number_that_is_named
         {"texts": ["a"] * 3000},
     ],
 )
-async def test_cohere_is_told_what_is_wrong(serve: Serve, body: dict[str, Any]) -> None:
+async def test_cohere_errors_name_the_mistake(serve: Serve, body: dict[str, Any]) -> None:
     async with serve(EMBEDDER) as client:
         reply = await client.post("/v2/embed", json=body)
         assert (reply.status_code, reply.json().keys()) == (400, {"message"})
@@ -155,7 +155,7 @@ async def test_ollama_gets_the_same_vectors(serve: Serve) -> None:
         {"input": "a", "dimensions": 3},
     ],
 )
-async def test_ollama_is_told_what_is_wrong(serve: Serve, body: dict[str, Any]) -> None:
+async def test_ollama_errors_name_the_mistake(serve: Serve, body: dict[str, Any]) -> None:
     async with serve(EMBEDDER) as client:
         reply = await client.post("/api/embed", json={"model": "pooler", **body})
         assert (reply.status_code, reply.json().keys()) == (400, {"error"}), reply.text

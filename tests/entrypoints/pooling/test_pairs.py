@@ -85,7 +85,7 @@ async def test_a_ranking_has_the_best_first(serve: Serve, spec: PoolingSpec) -> 
         ("/rerank", {"query": "a", "documents": ["b"] * 3000}, "documents"),
     ],
 )
-async def test_bad_pairs_are_told_with_their_field(
+async def test_bad_pairs_are_reported_with_their_field(
     serve: Serve, path: str, body: dict[str, Any], param: str
 ) -> None:
     async with serve(CROSS_ENCODER) as client:

@@ -282,7 +282,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_template_tells_its_formats(family: str) -> None:
+def test_template_determines_its_formats(family: str) -> None:
     template, tools, reasoning = FAMILIES[family]
     chosen = choose("auto", "auto", template)
     assert (chosen.tools and chosen.tools.name, chosen.reasoning and chosen.reasoning.name) == (
@@ -303,7 +303,7 @@ def test_aliases_are_names(name: str) -> None:
     assert choose(name, "none", None).tools is TOOL_FORMATS.resolve(name)
 
 
-def test_an_unknown_name_is_told_with_those_that_exist() -> None:
+def test_unknown_format_name_error_lists_known_names() -> None:
     with pytest.raises(ConfigError, match=r"--reasoning-parser must be one of auto, none, .*qwen3"):
         choose("auto", "qwen4", None)
     assert "deepseek_r1" in REASONING_FORMATS.names()
@@ -338,9 +338,7 @@ def test_only_the_special_tokens_of_the_formats_are_shown() -> None:
         ("<think>|</think>|abc", "", 0),
     ],
 )
-def test_the_tokens_between_the_markers_are_counted_however_they_come(
-    marked: str, begin: str, num_tokens: int
-) -> None:
+def test_tokens_between_markers_are_counted_in_any_pieces(marked: str, begin: str, num_tokens: int) -> None:
     tokenizer = SpecialTokens()
     ids = [token_id for part in marked.split("|") for token_id in tokenizer.encode(part)]
     formats = ModelFormat(choose("none", "think", None), tokenizer)

@@ -208,7 +208,7 @@ PARTS_OF_TAGS = {
 
 
 @pytest.mark.parametrize("name", PARTS_OF_TAGS)
-def test_calls_whose_tags_hold_special_tokens_are_enforced(name: str) -> None:
+def test_calls_with_special_tokens_in_tags_are_enforced(name: str) -> None:
     properties = {"a": {"type": "string", "maxLength": 9}, "e": {"enum": ["x", 1]}}
     schemas = {"f": {"type": "object", "properties": properties, "required": ["a", "e"]}}
     row, special = BY_NAME[name], PARTS_OF_TAGS[name]

@@ -133,7 +133,7 @@ def test_an_answer_goes_on_as_its_prompt_has_begun(is_special: bool) -> None:
     assert not inside.takes(f"Hello.{call}")
 
 
-def test_a_message_that_a_client_began_goes_on_though_its_head_is_far() -> None:
+def test_message_begun_by_a_client_continues_far_from_its_head() -> None:
     long = "word " * 100
     wanted = json_of(CITY)
     assert HARMONY.grammar(long[-256:], continued=long).text(wanted) is wanted
@@ -149,7 +149,7 @@ def test_a_prompt_that_ends_in_a_head_is_refused() -> None:
 @pytest.mark.parametrize("opening", OPENINGS)
 @settings(derandomize=True, max_examples=6, deadline=None)
 @given(drawn=functions(), is_special=st.booleans(), at_most_one=st.booleans(), seed=st.integers(0, 2**32))
-def test_what_is_allowed_is_read_as_was_asked(
+def test_allowed_text_is_parsed_as_requested(
     opening: str, drawn: Any, is_special: bool, at_most_one: bool, seed: int
 ) -> None:
     schemas, _ = drawn

@@ -39,7 +39,7 @@ def cuts(text: str) -> Iterable[list[str]]:
 
 
 @pytest.mark.parametrize("row", TAGGED, ids=IDS)
-def test_reasoning_comes_before_the_answer_and_space_around_it_is_dropped(row: ReasoningFormat) -> None:
+def test_reasoning_precedes_the_answer_without_outer_space(row: ReasoningFormat) -> None:
     closed = f"\n{THOUGHT}\n{row.closes[0]}\n\nIt is 4.\n"
     for pieces in cuts(row.opens[0] + closed):
         assert read(row, pieces) == (THOUGHT, "It is 4.\n", [])
@@ -73,7 +73,7 @@ def test_markers_around_the_answer_are_no_part_of_it(row: ReasoningFormat) -> No
         assert read(row, pieces)[:2] == (THOUGHT, "It is 4.")
 
 
-def test_a_model_of_which_it_is_known_begins_with_reasoning_though_nothing_says_so() -> None:
+def test_known_model_begins_with_reasoning_without_a_marker() -> None:
     row = next(row for row in FORMATS if row.name == "deepseek_r1")
     for answer in (f"{THOUGHT}</think>4", f"<think>{THOUGHT}</think>4", f"\n<think>\n{THOUGHT}</think>4"):
         for pieces in cuts(answer):
@@ -140,7 +140,7 @@ def test_harmony(answer: str, thought: str, text: str, calls: list[ToolCall]) ->
         )
 
 
-def test_harmony_goes_on_inside_of_a_message_that_the_prompt_began() -> None:
+def test_harmony_continues_a_message_begun_in_the_prompt() -> None:
     prompt = "<|start|>assistant<|channel|>analysis<|message|>"
     for pieces in cuts(f"{THOUGHT}<|end|>{START}<|channel|>final<|message|>Hello."):
         assert read(HARMONY, pieces, prompt=prompt) == (THOUGHT, "Hello.", [])

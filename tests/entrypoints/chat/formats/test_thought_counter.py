@@ -72,7 +72,7 @@ def test_a_marker_that_is_mentioned_ends_nothing(row: ReasoningFormat) -> None:
 
 
 @pytest.mark.parametrize("row", ENDING, ids=lambda row: row.name)
-def test_a_call_ends_the_reasoning_behind_markers_that_were_mentioned(row: ReasoningFormat) -> None:
+def test_call_ends_reasoning_after_mentioned_markers(row: ReasoningFormat) -> None:
     tool_format = tool_format_of(row)
     call = tool_format.write([("now", {}), ("get_weather", {"city": "Paris"})])
     for mention in (

@@ -52,7 +52,7 @@ words = st.sampled_from(
 @pytest.mark.parametrize("row", FORMATS, ids=IDS)
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(text=st.lists(words, max_size=9).map("".join), data=st.data())
-def test_whatever_is_written_cuts_do_not_matter_and_arguments_are_json(
+def test_any_text_parses_alike_in_any_pieces_to_json_arguments(
     row: ToolFormat, text: str, data: st.DataObject
 ) -> None:
     at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
