@@ -94,7 +94,7 @@ def said_by_adapters(llm: LLM, home: str) -> Any:
 
 
 @pytest.mark.more
-def test_two_ranks_have_the_bits_of_one_and_say_where_they_differ(
+def test_two_ranks_have_the_bits_of_one_or_name_the_difference(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
     model = str(tiny_model("llama"))
@@ -150,7 +150,7 @@ except QuireError as error:
 @pytest.mark.more
 @pytest.mark.parametrize("num_hosts", [1, 2])
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_killed_or_stopped_is_named_by_the_other_which_can_end(
+def test_killed_or_stopped_rank_is_named_by_the_other(
     signal_: signal.Signals, num_hosts: int, tiny_model: Callable[[str], Path]
 ) -> None:
     """Also where it is alone on its host, on which nobody sees that it is stopped."""

@@ -117,7 +117,7 @@ def test_hosts_of_two_ranks_each_have_the_bits_of_one(
 
 
 @pytest.mark.more
-def test_a_rank_that_is_stopped_on_another_host_is_named_within_seconds(
+def test_rank_stopped_on_another_host_is_named_within_seconds(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
     model, port = tiny_model("llama"), free_port()
@@ -163,7 +163,7 @@ def test_a_server_takes_its_hosts_with_it_and_a_host_its_server(
 
 
 @pytest.mark.more
-def test_a_host_that_differs_is_told_in_what(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+def test_differing_host_gets_the_difference(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
     model, port = tiny_model("llama"), free_port()
     words = "all ranks must have the same --max-num-seqs, but rank 0's differs from that of 1"
     with second_host(model, tmp_path, port, "--max-num-seqs=4"), pytest.raises(StartupError, match=words):
@@ -199,9 +199,7 @@ def test_a_host_that_computes_otherwise_is_refused(
         ({"node_rank": 0}, "there is no rank 2 on a host 0 of 2"),
     ],
 )
-def test_a_host_of_another_shape_is_refused_and_the_right_one_let_in(
-    other: dict[str, int], words: str
-) -> None:
+def test_host_of_another_shape_is_refused_and_the_right_admitted(other: dict[str, int], words: str) -> None:
     with gate() as (port, inside):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n")
@@ -216,7 +214,7 @@ def test_a_host_of_another_shape_is_refused_and_the_right_one_let_in(
             way.close()
 
 
-def test_strangers_who_say_little_keep_no_host_waiting() -> None:
+def test_slow_strangers_delay_no_host() -> None:
     with gate() as (port, inside), ExitStack() as stack:
         for said in (b"", b"\0\0\0\x10", b"\0"):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -226,7 +224,7 @@ def test_strangers_who_say_little_keep_no_host_waiting() -> None:
             way.close()
 
 
-def test_who_says_a_byte_now_and_then_is_heard_for_so_long_and_no_longer(
+def test_trickling_connection_is_closed_after_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joining, "HELLO_S", 0.2)
@@ -254,7 +252,7 @@ def test_a_host_comes_once_but_for_one_that_has_gone() -> None:
             way.close()
 
 
-def test_hosts_that_wait_for_one_another_in_vain_say_for_whom() -> None:
+def test_hosts_that_wait_in_vain_name_the_missing_ones() -> None:
     words = r"host 1, 2, 3 of 4 has not joined within 0.1 s; start there"
     with (
         closing(RankAcceptor.of_hosts(parallel(nnodes=4))) as entrance,

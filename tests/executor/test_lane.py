@@ -26,7 +26,7 @@ def test_a_failure_surfaces_with_the_result(lane):
         failing()
 
 
-def test_the_thread_works_while_the_caller_goes_on_and_is_always_the_same():
+def test_lane_runs_on_one_thread_while_the_caller_continues():
     lane, caller_went_on = ThreadLane(), threading.Event()
     first = lane.start(lambda: caller_went_on.wait() and threading.get_ident())
     second = lane.start(threading.get_ident)

@@ -180,7 +180,7 @@ def test_ranks_of_families_have_the_bits_of_one_process(name: str, tiny_model: C
     assert numbers(outputs) == numbers(alone)
 
 
-def test_what_a_rank_cannot_load_is_a_startup_error_of_the_same_words(
+def test_rank_load_failure_is_the_same_startup_error(
     tiny_model: Callable[[str], Path], directories: Callable[[], set[Path]], tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_model("rwkv7"), tmp_path, dirs_exist_ok=True)

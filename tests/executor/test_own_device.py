@@ -70,14 +70,14 @@ def test_more_ranks_than_devices_are_refused(devices: pytest.MonkeyPatch) -> Non
         select_own_device(replace(config(), share=HostShare(2, 0)), 0, {})
 
 
-def test_a_program_that_has_used_a_device_is_told(devices: pytest.MonkeyPatch) -> None:
+def test_program_that_has_used_a_device_is_refused(devices: pytest.MonkeyPatch) -> None:
     devices.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"rank 1 cannot select .* create the engine first"):
         select_own_device(config(tensor_parallel_size=2), 1, {})
 
 
 @pytest.mark.parametrize("args", [{"device": "cpu", "tensor_parallel_size": 99}, {"device": "cuda"}])
-def test_ranks_of_the_cpu_share_it_and_who_is_alone_sees_all(args: dict[str, Any]) -> None:
+def test_cpu_ranks_and_a_single_rank_select_no_device(args: dict[str, Any]) -> None:
     environ: dict[str, str] = {}
     select_own_device(config(**args), 0, environ)
     assert environ == {}

@@ -45,7 +45,7 @@ def test_ranks_of_a_host_are_joined_by_their_devices(
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_devices_are_joined_within_stages_and_between_them_on_whichever_hosts(
+def test_devices_join_within_and_between_stages_on_any_hosts(
     num_hosts: int, gloo_as_nccl: None, tmp_path: Path
 ) -> None:
     places = met(tmp_path, "cuda", tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=num_hosts)

@@ -62,7 +62,7 @@ def test_ranks_keep_to_nodes_where_they_can(
         ({}, {}),
     ],
 )
-def test_there_is_one_for_each_node_where_that_is_asked_for(
+def test_one_rank_per_numa_node_is_chosen_on_request(
     args: dict[str, Any], chosen: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And their number is not given."""
@@ -72,7 +72,7 @@ def test_there_is_one_for_each_node_where_that_is_asked_for(
     assert not choose_number_of_nodes(asked, made_host(tmp_path / "one", monkeypatch, (4,)))
 
 
-def test_a_rank_starts_on_its_processors_and_whoever_starts_it_stays_where_it_is() -> None:
+def test_rank_starts_on_its_processors_and_its_starter_stays() -> None:
     before = os.sched_getaffinity(0)
     last = max(before)
     processes = RankProcesses(EngineConfig.from_args(model="any"), ("-c", PROGRAM), {1: (last,)})
@@ -85,7 +85,7 @@ def test_a_rank_starts_on_its_processors_and_whoever_starts_it_stays_where_it_is
     assert os.sched_getaffinity(0) == before
 
 
-def test_who_fails_to_start_one_stays_where_it_is() -> None:
+def test_starter_keeps_its_processors_if_a_start_fails() -> None:
     before = os.sched_getaffinity(0)
 
     def fail() -> None:

@@ -165,13 +165,13 @@ def test_a_rank_that_is_stopped_is_given_up_and_killed(
             mortal.output()
 
 
-def test_of_a_rank_that_was_lost_and_those_who_lost_it_the_first_is_named(mortal: Ranks) -> None:
+def test_lost_rank_is_named_before_the_ranks_that_lost_it(mortal: Ranks) -> None:
     mortal.step(plan(LOSES))
     with pytest.raises(RankLostError, match=r"rank 1 is lost; it says: process \d+: killed by signal 9"):
         mortal.output()
 
 
-def test_what_failed_is_told_and_not_who_heard_of_it(mortal: Ranks) -> None:
+def test_failed_rank_is_named_and_not_its_observers(mortal: Ranks) -> None:
     mortal.step(plan(FAILS))
     with pytest.raises(EngineError, match="rank 1 failed: ValueError: nan"):
         mortal.output()

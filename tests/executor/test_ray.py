@@ -133,7 +133,7 @@ def test_too_little_room_is_said_with_numbers(
 
 @pytest.mark.more
 @with_ray
-def test_what_a_rank_of_ray_cannot_load_is_a_startup_error_of_the_same_words(
+def test_ray_rank_load_failure_is_the_same_startup_error(
     cluster: Cluster, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_model("rwkv7"), tmp_path, dirs_exist_ok=True)

@@ -21,7 +21,7 @@ while os.getppid() == actor:
 ACTOR = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
 
-def test_an_actor_that_is_stopped_is_ended_and_one_that_goes_on_is_not() -> None:
+def test_stopped_actor_is_ended_and_a_running_one_is_not() -> None:
     actor = subprocess.Popen(
         [sys.executable, "-c", ACTOR, RANK],
         stdout=subprocess.PIPE,

@@ -113,7 +113,7 @@ def test_stages_are_cut_by_bytes_where_measuring_fails(
     assert "from the bytes that a step reads: timing failed: RuntimeError: no memory" in caplog.text
 
 
-def test_what_cannot_be_cut_is_said_while_later_stages_wait_for_a_word(
+def test_unsplittable_model_is_reported_while_later_stages_wait(
     tiny_model: Callable[[str], Path],
 ) -> None:
     """Only the first stage has looked at the model by then."""
@@ -122,7 +122,7 @@ def test_what_cannot_be_cut_is_said_while_later_stages_wait_for_a_word(
 
 
 @pytest.mark.parametrize("option", [{"pipeline_partition": "2,4"}, {}])
-def test_nothing_is_measured_where_the_cut_is_said_or_there_is_none(
+def test_given_or_absent_split_measures_nothing(
     option: dict[str, Any], tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = Clocks([0])

@@ -48,7 +48,7 @@ def test_bytes_that_come_one_by_one_are_frames_too(ways: tuple[socket.socket, so
     assert came == [b"abc", b"", b"d"]
 
 
-def test_who_posts_waits_for_nobody_and_keeps_the_order(ways: tuple[socket.socket, socket.socket]) -> None:
+def test_post_does_not_wait_and_keeps_the_order(ways: tuple[socket.socket, socket.socket]) -> None:
     wire, other = Wire(ways[0]), Wire(ways[1])
     sent = [bytes([number]) * size for number, size in enumerate([3, LARGE, 5, LARGE, 7])]
     for frame in sent:
@@ -93,7 +93,7 @@ def test_what_is_posted_just_as_the_backlog_ends_is_sent_once(
     assert [other.recv() for _ in sent] == sent
 
 
-def test_who_waits_does_not_come_between_what_was_posted(ways: tuple[socket.socket, socket.socket]) -> None:
+def test_send_does_not_interleave_with_posted_messages(ways: tuple[socket.socket, socket.socket]) -> None:
     wire, other = Wire(ways[0]), Wire(ways[1])
     wire.post(b"a" * LARGE)
     waits = threading.Thread(target=wire.send, args=[b"b"])
@@ -102,7 +102,7 @@ def test_who_waits_does_not_come_between_what_was_posted(ways: tuple[socket.sock
     waits.join()
 
 
-def test_who_waits_for_what_cannot_be_posted_hears_that_it_is_closed(
+def test_send_behind_a_post_raises_after_a_shutdown(
     ways: tuple[socket.socket, socket.socket],
 ) -> None:
     wire, waiting = Wire(ways[0]), threading.Event()
