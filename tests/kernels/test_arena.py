@@ -45,7 +45,7 @@ def _output(num_bytes: int) -> Tensor:
     return calls.empty(torch.empty(0), num_bytes // 4)
 
 
-def test_large_outputs_of_kernels_lie_in_an_arena_that_is_lent_while_it_has_room() -> None:
+def test_large_kernel_outputs_are_in_an_arena_while_it_has_room() -> None:
     arena = Arena(2 * LARGE)
     with lending.of(arena):
         first = _output(LARGE)
@@ -65,7 +65,7 @@ def test_large_outputs_of_kernels_lie_in_an_arena_that_is_lent_while_it_has_room
     assert arena.start_of(_output(LARGE)) not in range(2 * LARGE)
 
 
-def test_who_counts_what_torch_makes_counts_all_of_it() -> None:
+def test_allocation_peak_counts_all_and_bypasses_the_arena() -> None:
     arena = Arena(LARGE)
     with lending.of(arena), AllocationPeak() as peak:
         _output(LARGE)

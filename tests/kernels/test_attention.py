@@ -165,7 +165,7 @@ def test_contexts_of_several_splits() -> None:
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(st.data())
-def test_any_batch_is_near_the_oracle_and_each_request_is_as_if_alone(data: st.DataObject) -> None:
+def test_any_batch_is_near_the_oracle_and_each_request_as_alone(data: st.DataObject) -> None:
     kv_heads = data.draw(st.integers(1, 3))
     shape = Shape(
         q_heads=kv_heads * data.draw(st.integers(1, 8)),
@@ -224,7 +224,7 @@ def test_batch_placement_and_threads_change_no_bit(shape: Shape, feature: str, r
         assert torch.equal(cache.attend([(0, 1299, 1300)], **options)[0], alone[0][1299:])
 
 
-def test_a_plan_serves_the_batch_that_it_was_made_for_and_no_other(restore_threads: None) -> None:
+def test_plan_serves_only_the_batch_that_it_was_made_for(restore_threads: None) -> None:
     """A thread keeps the last one; here a call differs from the one before in a single thing that plans depend on."""
     few, many, small = Shape(), Shape(q_heads=8), Shape(size=32)
     caches = {shape: Cache(shape, [700, 600, 650]) for shape in (few, many, small)}
@@ -363,7 +363,7 @@ def test_a_vector_that_is_not_finite_is_cached_in_int8_as_nan(value: float) -> N
 @pytest.mark.parametrize("cache_dtype", [*FLOATS, torch.int8], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("norms", [None, "of the heads' dtype", "in float32"])
-def test_norming_rotating_and_writing_at_once_has_the_bits_of_each(
+def test_fused_norm_rotary_and_write_have_the_bits_of_each(
     cache_dtype: torch.dtype, interleaved: bool, norms: str | None, restore_threads: None
 ) -> None:
     for dtype, threads, tokens in itertools.product(FLOATS, (1, 2), (0, 1, 200)):

@@ -53,7 +53,7 @@ def test_shared_code_carries_no_raised_instructions_to_share() -> None:
     assert [name for kind, name in symbols if kind in ("W", "V", "u", "i")] == []
 
 
-def test_portable_kernels_can_be_asked_for() -> None:
+def test_portable_kernels_can_be_selected() -> None:
     code = (
         "import torch; from quire.kernels import ops; from quire.kernels.cpu import library\n"
         "x = torch.randn(3, 77, dtype=torch.float16); w = torch.randn(77)\n"
@@ -95,7 +95,7 @@ print("all written")
 
 
 @pytest.mark.more
-def test_in_debug_mode_outputs_begin_as_nan_and_every_element_is_written() -> None:
+def test_debug_mode_nan_outputs_have_every_element_written() -> None:
     result = run_python(DEBUG, QUIRE_DEBUG_KERNELS="1", PYTHONPATH=str(Path(__file__).parents[2]))
     assert result.stdout.strip() == "all written", result.stderr
 
@@ -105,7 +105,7 @@ def test_debug_mode_is_on_or_off() -> None:
     assert "QUIRE_DEBUG_KERNELS is 'yes'; it must be '0' or '1'" in result.stderr
 
 
-def test_an_unknown_instruction_set_is_an_error_that_lists_the_known_ones() -> None:
+def test_unknown_instruction_set_error_lists_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"QUIRE_CPU_ISA is 'avx9'; this build on this CPU supports: auto, .*portable"
     ):
@@ -181,7 +181,7 @@ def fused(x: Tensor) -> Tensor:
     ],
     ids=["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding"],
 )
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
+def test_row_has_the_same_bits_in_any_batch_and_on_any_threads(
     function: Callable[[Tensor], Tensor], dtype: torch.dtype, restore_threads: None
 ) -> None:
     x = torch.randn(150, 1030).to(dtype)  # enough elements for a parallel loop, and a tail in every row

@@ -62,7 +62,7 @@ def by_linears(x: Tensor, chosen: Tensor, weights: Tensor, of: ExpertWeights) ->
     ("biased", "activation"),
     [(False, "silu_and_mul"), (True, "silu_and_mul"), (True, "clamped_swiglu"), (True, "relu2")],
 )
-def test_any_number_of_tokens_matches_linear_layers_and_each_token_alone(
+def test_any_number_of_tokens_matches_linears_and_tokens_alone(
     scheme: WeightScheme, dtype: torch.dtype, biased: bool, activation: FusedActivation
 ) -> None:
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_any_number_of_tokens_matches_linear_layers_and_each_token_alone(
 
 @every_format
 @pytest.mark.parametrize("activation", ["silu_and_mul", "clamped_swiglu"])
-def test_adapters_add_to_each_product_and_to_nobody_else_s(
+def test_adapters_add_only_to_matmuls_of_their_rows(
     scheme: WeightScheme, dtype: torch.dtype, activation: GatedActivation
 ) -> None:
     """Rows in any company, and those without an adapter as if there were none."""
@@ -122,9 +122,7 @@ def members(of: ExpertWeights, first: int, end: int) -> ExpertWeights:
 
 
 @every_format
-def test_what_ranks_make_of_their_experts_adds_up_to_the_same_bits(
-    scheme: WeightScheme, dtype: torch.dtype
-) -> None:
+def test_sum_of_expert_ranks_has_the_same_bits(scheme: WeightScheme, dtype: torch.dtype) -> None:
     """Rows of choices, of which each is made by one rank and zeros by the others."""
     of = random_experts(COUNT, HIDDEN, INNER, scheme, dtype, biased=True)
     ranks = [members(of, 0, 1), members(of, 1, 5), members(of, 5, COUNT)]
@@ -136,7 +134,7 @@ def test_what_ranks_make_of_their_experts_adds_up_to_the_same_bits(
         assert torch.equal(total, binding.experts(x, chosen, weights, of))
 
 
-def test_what_ranks_make_of_their_experts_adapters_adds_up_to_the_same_bits() -> None:
+def test_sum_of_expert_adapter_ranks_has_the_same_bits() -> None:
     of, ends = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32, biased=True), [0, 1, 5, COUNT]
     adapters = expert_adapters(2, of)
     for tokens in (1, 5, 130):
@@ -171,7 +169,7 @@ def test_the_order_of_a_token_s_choices_does_not_matter() -> None:
     assert torch.equal(turned, binding.experts(x, chosen, weights, of))
 
 
-def test_an_expert_that_nobody_chose_is_not_read() -> None:
+def test_unselected_expert_is_not_read() -> None:
     of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
     of.down[3].data.fill_(torch.nan)
     x, (chosen, weights) = rows(20), choices(20)

@@ -106,7 +106,7 @@ def test_a_word_has_a_code_of_each_plane() -> None:
 
 @every_kind
 @pytest.mark.skipif(library.loaded() is None, reason="the C++ kernels were not built")
-def test_it_is_multiplied_as_the_oracle_does_and_each_row_alike_in_any_batch(kind: str, group: int) -> None:
+def test_format_matmul_matches_the_oracle_by_row_in_any_batch(kind: str, group: int) -> None:
     x = torch.randn(23, INPUTS, generator=torch.Generator().manual_seed(1))
     ids = torch.tensor([0, 39, 7, 16])
     for form, numbers in forms(kind, group):

@@ -276,7 +276,7 @@ WILD = (torch.nan, torch.inf, -torch.inf, -1.0, 0.0, 1e-300, 1e300, 2.0**63)
 
 @fuzz
 @given(st.lists(st.sampled_from(WILD), min_size=5, max_size=5), st.integers(1, 300), seeds)
-def test_settings_that_mean_nothing_are_refused_or_choose_a_token(
+def test_meaningless_settings_are_refused_or_sample_a_token(
     values: list[float], vocab_size: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -347,7 +347,7 @@ def changed(tensor: Tensor, data: st.DataObject, kinds: list[str]) -> Tensor:
 @pytest.mark.parametrize("name", IN_CPP)
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(st.data(), dtypes)
-def test_a_wrong_argument_is_refused_or_means_what_it_means_to_the_oracle(
+def test_wrong_argument_is_refused_or_matches_the_oracle(
     name: str, data: st.DataObject, dtype: torch.dtype
 ) -> None:
     cases = GOOD[name, dtype if GOOD[name, dtype] else torch.float32]
@@ -445,6 +445,6 @@ HUGE: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_sizes_whose_product_has_more_than_64_bits_are_refused(name: str) -> None:
+def test_sizes_with_a_product_beyond_64_bits_are_refused(name: str) -> None:
     with pytest.raises(REFUSALS, match=name):
         HUGE[name]()

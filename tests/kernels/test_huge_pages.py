@@ -27,7 +27,7 @@ def advice(address: int) -> list[str]:
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="Linux tells what memory is")
-def test_large_memory_is_asked_for() -> None:
+def test_large_allocations_request_huge_pages() -> None:
     tensor = torch.empty(8 * HUGE_PAGE, dtype=torch.uint8)
     prefer_huge_pages(tensor)
     flags = advice(tensor.data_ptr() + tensor.nbytes // 2)

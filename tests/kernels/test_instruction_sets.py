@@ -38,7 +38,7 @@ def test_portable_products_do_not_depend_on_the_rows() -> None:
 
 
 @pytest.mark.more
-def test_every_instruction_set_that_fuses_multiply_adds_has_the_same_bits_for_any_rows() -> None:
+def test_fma_instruction_sets_have_the_same_bits_for_any_rows() -> None:
     all_bits = [bits(isa) for isa in FUSING]
     for other in all_bits:
         assert other == {key: all_bits[-1][key] for key in other}
@@ -60,9 +60,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.more
 @pytest.mark.parametrize(("isa", "base"), [("avxvnni", "avx2"), ("amx", "avx512bf16")])
-def test_an_emulated_instruction_set_has_the_bits_of_the_one_it_stands_on(
-    isa: str, base: str, emulator: str
-) -> None:
+def test_emulated_instruction_set_has_the_bits_of_its_base(isa: str, base: str, emulator: str) -> None:
     if base not in SUPPORTED:
         pytest.skip(f"all but a few of its instructions are those of {base}")
     emulated = bits(isa, LD_PRELOAD=emulator, QUIRE_EMULATE=isa)

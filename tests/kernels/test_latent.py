@@ -84,7 +84,7 @@ class Latents:
         torch.testing.assert_close(torch.cat(self.attend(spans)), want, rtol=rtol, atol=atol)
 
 
-def test_the_absorbed_form_is_attention_over_keys_and_values_that_are_made() -> None:
+def test_absorbed_form_is_attention_over_decompressed_kv() -> None:
     """All three ops by reference, against a softmax over what a matrix makes of the latents."""
     torch.manual_seed(0)
     tokens, heads, rank, rope, key_size, value_size = 21, 3, 32, 8, 24, 16
@@ -154,7 +154,7 @@ def threads() -> Iterator[None]:
 @needs_kernels
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(st.data())
-def test_any_batch_is_near_the_oracle_and_each_query_is_as_if_alone(data: st.DataObject) -> None:
+def test_any_batch_is_near_the_oracle_and_each_query_as_alone(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=4))
     spans = []
     for sequence, length in enumerate(lengths):

@@ -37,7 +37,7 @@ def random_rows(rows: int, inputs: int) -> Tensor:
 
 @every_format
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_any_number_of_rows_matches_the_oracle_and_each_row_alone(
+def test_any_number_of_rows_matches_the_oracle_and_rows_alone(
     scheme: WeightScheme, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     weight = binding.pack_weight(random_weight(outputs, inputs, dtype), scheme)
@@ -204,7 +204,7 @@ def test_what_int4_holds_exactly_stays_as_it_is(symmetric: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_eight_bit_activations_cost_no_more_than_eight_bit_weights(kind: str) -> None:
+def test_8_bit_activations_err_no_more_than_8_bit_weights(kind: str) -> None:
     rows, x = random_weight(64, 4864), random_rows(20, 4864)
     group = 32 if kind == "int4" else 0
     exact = x.double() @ rows.double().T

@@ -112,7 +112,7 @@ def test_no_kernel_runs_while_a_tape_is_recorded() -> None:
     assert not any(cache.any() for cache in places.caches)
 
 
-def test_a_refused_call_ends_the_tape_and_the_next_step_is_played() -> None:
+def test_refused_call_ends_the_recording_next_step_is_replayed() -> None:
     places = Places()
     tape = opened(places, Places.attention)
     size = places.fill([3, 2])
@@ -142,7 +142,7 @@ def test_what_does_not_follow_from_some_sizes_is_not_recorded(
         opened(Places(), step)
 
 
-def test_numbers_that_grow_with_a_step_are_told_to_torch_as_they_are() -> None:
+def test_numbers_that_grow_with_a_step_reach_torch_unchanged() -> None:
     places = Places()
     tape = opened(places, lambda places, size: places.x[: size.tokens] * (3 * size.tokens + size.requests))
     for lengths in ([2], [1, 1, 4], [9, 9]):

@@ -130,7 +130,7 @@ def test_chunks_of_a_sequence_have_the_same_bits(steps: int) -> None:
 
 
 @needs_kernels
-def test_a_request_has_the_same_bits_beside_others_and_on_any_number_of_threads(
+def test_request_has_the_same_bits_in_any_batch_and_threads(
     restore_threads: None,
 ) -> None:
     chunks = [(0, 40), (9, 1), (16, 30), (3, 0), (5, 12)]
@@ -162,7 +162,7 @@ def test_a_request_has_the_same_bits_beside_others_and_on_any_number_of_threads(
 
 
 @needs_kernels
-def test_rwkv7_has_the_same_bits_however_a_sequence_is_cut_and_on_any_number_of_threads(
+def test_rwkv7_has_the_same_bits_in_any_chunks_and_threads(
     restore_threads: None,
 ) -> None:
     random, heads, size = torch.Generator().manual_seed(3), 3, 48

@@ -169,7 +169,7 @@ def test_rotary_embedding_equals_transformers() -> None:
         torch.testing.assert_close(ours, theirs[0].transpose(0, 1))
 
 
-def test_interleaved_rotary_is_a_complex_product_and_leaves_the_rest_of_the_head() -> None:
+def test_interleaved_rotary_is_a_complex_product_on_its_part() -> None:
     positions, angles = torch.tensor([2, 5]), torch.outer(torch.arange(6.0), torch.rand(4))
     q, k = torch.randn(2, HEADS, SIZE), torch.randn(2, KV_HEADS, SIZE)
     turned = torch.view_as_complex(q[..., :8].reshape(2, HEADS, 4, 2)) * torch.polar(

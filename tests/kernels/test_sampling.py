@@ -121,7 +121,7 @@ def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
     ],
     ids=["sample_tokens", "few logprobs", "many logprobs", "unusable_rows"],
 )
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(
+def test_row_has_the_same_bits_in_any_batch_and_on_any_threads(
     function: Callable[..., Tensor], restore_threads: None
 ) -> None:
     torch.manual_seed(1)
@@ -184,7 +184,7 @@ def test_memory_that_is_not_there_is_an_error_and_not_the_end(restore_threads: N
     assert sampling.sample_by_inversion(logits, *staged).tolist() == [3, 3]
 
 
-def test_a_mask_does_the_same_to_its_rows_on_any_threads_and_nothing_to_others(restore_threads: None) -> None:
+def test_mask_does_the_same_on_any_threads_to_its_rows_only(restore_threads: None) -> None:
     torch.manual_seed(2)
     x, rows = torch.randn(9, 40_011), torch.tensor([7, 0, 4, 8])
     words = torch.randint(-(2**31), 2**31, (4, 1251), dtype=torch.int32)
@@ -279,7 +279,7 @@ class _Waits(DispatchMode):
 @pytest.mark.parametrize(
     "limits", [ANY_LIMITS, SamplingLimits(True, False, True), SamplingLimits(True, True, False), NO_LIMITS]
 )
-def test_logits_are_shaped_alike_where_nobody_waits(
+def test_logits_are_processed_alike_without_waiting(
     vocab_size: int, limits: SamplingLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference_sampling, "_SORTED_ELEMENTS", 3 * vocab_size)

@@ -60,7 +60,7 @@ def test_tapes_share_an_arena_in_any_order() -> None:
         assert torch.equal(tapes[index].result, layers(places[index]))
 
 
-def test_scratch_memory_taken_by_others_meanwhile_does_not_matter() -> None:
+def test_scratch_memory_taken_by_other_calls_does_not_matter() -> None:
     place = torch.randn(2, SIZE)
     tape = record(lambda: layers(place), Arena(ROOM))
     wide = ops.pack_weight(torch.randn(16, 40 * SIZE), WeightScheme())
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_not_recorded() -> None:
     assert calls.recording.listener is None
 
 
-def test_a_tape_ends_before_it_chooses_by_logits_that_are_not_finite() -> None:
+def test_recorded_graph_ends_before_sampling_non_finite_logits() -> None:
     logits, keys = torch.randn(3, 50), torch.arange(6).view(3, 2)
     settings = torch.tensor(
         [[0.0, -torch.inf, 50.0, 1.0], [0.7, -torch.inf, 9.0, 0.9], [1.0, -2.0, 50.0, 1.0]]

@@ -211,7 +211,7 @@ def test_threads_that_the_system_refuses_are_done_without() -> None:
     assert result.stdout == "True True\n", result.stderr
 
 
-def test_what_a_kernel_is_told_of_threads_is_bounded() -> None:
+def test_thread_count_of_a_kernel_is_bounded() -> None:
     loaded = library.loaded()
     assert loaded is not None
     assert [loaded.set_threads(count) for count in (-3, 0, 1, 7, 2**40)] == [1, 1, 1, 7, 512]

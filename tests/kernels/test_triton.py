@@ -176,7 +176,7 @@ def test_decode_attention_with_padding(shape: str, feature: str) -> None:
 
 @pytest.mark.more
 @pytest.mark.parametrize("feature", ["plain", "all"])
-def test_a_request_that_decodes_gets_the_same_bits_whoever_is_in_the_batch(
+def test_decoding_request_has_the_same_bits_in_any_batch(
     feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, among others, beside prompts, in a launch for longer ones, and with programs that take parts in turns."""
@@ -201,7 +201,7 @@ def test_a_request_that_decodes_gets_the_same_bits_whoever_is_in_the_batch(
 
 @pytest.mark.more
 @pytest.mark.parametrize("window", [None, 45])
-def test_invariant_attention_gives_the_same_bits_in_any_batch_and_chunk(
+def test_invariant_attention_has_same_bits_in_batches_and_chunks(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "INVARIANT_PART_TOKENS", 32)

@@ -146,7 +146,7 @@ def test_a_token_has_the_same_bits_in_any_company(scheme: WeightScheme) -> None:
 
 
 @pytest.mark.parametrize("tokens", [2, 50])
-def test_what_nobody_chose_is_not_read_and_a_choice_of_no_expert_adds_nothing(tokens: int) -> None:
+def test_unselected_experts_are_unread_and_none_adds_nothing(tokens: int) -> None:
     of = weights_of(FLOAT)
     of.down[COUNT - 1].data.fill_(torch.nan)
     x, (chosen, weights) = randn(tokens, HIDDEN), choices(tokens)

@@ -14,7 +14,7 @@ def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return interpreter_builder.create_dot(*factors, TensorHandle(sums, tl.float32), None, 0).data
 
 
-def test_an_element_has_the_same_bits_in_a_product_of_any_size_and_layout() -> None:
+def test_element_has_the_same_bits_in_any_matmul_and_layout() -> None:
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape, np.float32) for shape in ((33, 70), (70, 65)))
     whole = dot(a, b)

@@ -246,7 +246,7 @@ def test_invariant_linear(dtype: torch.dtype) -> None:
     + [(scheme, torch.float32) for scheme in (FLOAT, INTEGERS[1], CODES[0], FP8[0])],
     ids=str,
 )
-def test_an_invariant_weight_gives_a_row_the_same_bits_in_any_batch(
+def test_invariant_weight_gives_a_row_the_same_bits_in_any_batch(
     scheme: WeightScheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -296,7 +296,7 @@ def test_fp8_linear(scheme: WeightScheme, vendor: bool, dtype: torch.dtype) -> N
             torch.testing.assert_close(got.float(), whole, rtol=0.2, atol=0.2)
 
 
-def test_fp8_in_parts_has_the_bits_of_a_program_that_walks_through_them_all() -> None:
+def test_fp8_split_k_has_the_bits_of_one_program() -> None:
     packed = linear.pack_weight(matrix(40, 1100), WeightScheme("fp8"))
     assert parts_of_k.split_k(1, -(-1100 // 256))[0] == 5
     rows = quantize.quantize_rows(torch.randn(quantize.BLOCK_M + 1, 1100))
@@ -366,7 +366,7 @@ def packed_bytes(scheme: WeightScheme) -> int:
     return packed.nbytes
 
 
-def test_packing_on_a_gpu_is_asked_for_with_halves_by_name() -> None:
+def test_packing_on_a_gpu_passes_halves_by_name() -> None:
     row = next(row for row in ops.TABLE["pack_weight"].implementations if row.name == "triton")
     weight = matrix(4, 32)
     assert row.accepts(weight, INTEGERS[0], halves=2)

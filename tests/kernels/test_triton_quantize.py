@@ -52,9 +52,7 @@ def parts(result: Any) -> list[Tensor]:
 @pytest.mark.more
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FP8_OPS)
-def test_rows_quantised_where_they_are_made_have_the_bits_of_a_second_pass(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_fused_row_quantization_has_the_bits_of_a_second_pass(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for args, options in CASES[name](dtype):
         got, want = kernel(name)(*args, **options), kernel(name.removesuffix("_fp8"))(*args, **options)

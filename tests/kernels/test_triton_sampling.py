@@ -293,7 +293,7 @@ def test_token_logprobs(num_top: int, piece: int, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(values, want[1], rtol=2e-5, atol=2e-5)
 
 
-def test_logprobs_of_a_large_vocabulary_have_the_same_bits_in_any_batch() -> None:
+def test_large_vocabulary_logprobs_have_same_bits_in_any_batch() -> None:
     torch.manual_seed(0)
     logits, chosen = 3 * randn(3, 20_011), torch.tensor([7, 20_010, 4096])
     together = logprobs.token_logprobs(logits, chosen, 2)

@@ -25,7 +25,7 @@ def relative_error(packed: PackedWeight, rows: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("group", "bits"), [(16, 5.125), (32, 4.625), (64, 4.375), (128, 4.25)])
-def test_two_level_weights_take_their_bits_and_err_less_than_plain_ones(group: int, bits: float) -> None:
+def test_two_level_weights_keep_their_bits_err_less_than_plain(group: int, bits: float) -> None:
     rows = rows_of(32, 768)
     packed = pack_weight(rows, scheme_of(group))
     assert 8 * packed.nbytes / rows.numel() == bits
@@ -85,7 +85,7 @@ def test_constant_weights_are_kept(value: float) -> None:
 
 
 @pytest.mark.parametrize("inputs", [slice(0, 64), slice(64, 192), slice(128, 576), slice(256, 320)])
-def test_parts_of_two_level_weights_have_the_numbers_of_the_whole(inputs: slice) -> None:
+def test_parts_of_two_level_weights_equal_the_whole(inputs: slice) -> None:
     packed = pack_weight(rows_of(20, 576), scheme_of(32))
     part = narrowed(packed, inputs)
     format_of(part.scheme).check("test", part)
