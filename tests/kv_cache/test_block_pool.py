@@ -60,7 +60,7 @@ def test_no_more_blocks_are_given_out_than_are_free():
         BlockPool(2).get_new_blocks(2)
 
 
-def test_cached_blocks_are_evicted_least_recently_freed_first_and_tail_of_a_chain_first():
+def test_cached_blocks_are_evicted_oldest_and_tail_first():
     pool = BlockPool(7)
     first, second = pool.get_new_blocks(3), pool.get_new_blocks(3)
     pool.cache_full_blocks(first, [name(i) for i in (10, 11, 12)])
@@ -70,7 +70,7 @@ def test_cached_blocks_are_evicted_least_recently_freed_first_and_tail_of_a_chai
     assert ids(pool.get_new_blocks(6)) == ids([*reversed(first), *reversed(second)])
 
 
-def test_a_block_without_content_is_given_out_before_any_cached_one():
+def test_empty_block_is_allocated_before_any_cached_one():
     pool = BlockPool(3)
     cached, bare = pool.get_new_blocks(2)
     pool.cache_full_blocks([cached], [name(0)])
@@ -103,7 +103,7 @@ def test_a_shared_block_is_free_only_when_its_last_holder_leaves():
 
 
 @about_an_assert
-def test_a_block_that_nobody_holds_cannot_be_freed():
+def test_free_of_an_unreferenced_block_fails():
     pool = BlockPool(2)
     blocks = pool.get_new_blocks(1)
     pool.free(blocks)

@@ -9,7 +9,7 @@ def cached(pool: DevicePool, *hashes: bytes):
     return blocks
 
 
-def test_full_blocks_are_shared_and_a_partly_filled_one_is_copied():
+def test_full_blocks_are_shared_and_a_partial_one_is_copied():
     pool = DevicePool(10)
     held = pool.get_new_blocks(3)
     (table,) = pool.take([held], num_full=2)
@@ -20,7 +20,7 @@ def test_full_blocks_are_shared_and_a_partly_filled_one_is_copied():
     assert pool.num_held(held, 2) == 2
 
 
-def test_a_copy_of_a_block_that_the_same_plan_copies_is_one_of_the_original():
+def test_copy_of_a_block_copied_in_the_same_plan_is_of_original():
     pool = DevicePool(10)
     held = pool.get_new_blocks(1)
     (first,) = pool.take([held], num_full=0)
@@ -53,7 +53,7 @@ def test_the_device_is_preferred_to_the_host():
     assert pool.get_cached_block(b"a") is pool.nearest(on_host) is again
 
 
-def test_giving_out_new_blocks_never_evicts_what_the_same_hit_needs():
+def test_allocation_never_evicts_blocks_of_its_own_hit():
     """Two groups, each with one block on the device, free, and one on the host; four blocks in all."""
     pool = DevicePool(5, num_host_blocks=2)
     cached(pool, b"x", b"y")

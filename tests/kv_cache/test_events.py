@@ -55,7 +55,7 @@ def test_blocks_in_a_row_are_one_event_and_others_are_not() -> None:
     assert log.take() == []
 
 
-def test_removals_in_a_row_are_one_event_for_a_group_and_a_medium() -> None:
+def test_consecutive_removals_are_one_event_per_group_and_medium() -> None:
     log, (a, b, c, d) = KVEventLog(4), Sequence(16, ExtraKeys(None)).block_hashes
     log.removed(key(a))
     log.removed(key(b))
@@ -101,7 +101,7 @@ def test_content_on_its_way_to_the_host_and_back() -> None:
     assert known == [{DEVICE}, {HOST}, {DEVICE, HOST}, {DEVICE}]
 
 
-def test_extra_keys_are_told_for_each_block() -> None:
+def test_extra_keys_are_reported_for_each_block() -> None:
     media = MediaKey(b"image", 6, 9)
     sequence, log = Sequence(12, ExtraKeys("salt", "3:lora", (media,))), KVEventLog(4)
     for block_hash in sequence.block_hashes:
@@ -137,7 +137,7 @@ def test_the_form_on_the_wire_is_that_of_vllm() -> None:
     ]
 
 
-def test_nothing_is_collected_unless_asked_for() -> None:
+def test_events_are_not_collected_by_default() -> None:
     engine = Engine()
     engine.add("a", range(12))
     engine.drain()
@@ -197,7 +197,7 @@ class Watched:
 
 @settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(KINDS), st.integers(0, 12), st.sampled_from([0, 0, 3, 12, 40]), operations)
-def test_a_subscriber_knows_the_cache_exactly(
+def test_subscriber_has_the_exact_cache(
     kinds: tuple[str, ...], slack: int, num_host_blocks: int, todo: list[tuple[str, Any]]
 ) -> None:
     """Traffic with evictions (the pool holds little more than one request), swaps, preemptions, aborts and resets."""
@@ -209,7 +209,7 @@ def test_a_subscriber_knows_the_cache_exactly(
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_eviction_is_told(kinds: tuple[str, ...]) -> None:
+def test_eviction_is_an_event(kinds: tuple[str, ...]) -> None:
     watched = Watched(kinds, num_blocks=1 + 10 * len(kinds))
     for number in range(8):
         watched.engine.add(f"r{number}", [number] * 17)

@@ -19,7 +19,7 @@ def contents(tier: HostTier) -> set[bytes]:
     return set(tier.pool.cached_blocks)
 
 
-def test_evicted_content_is_kept_and_the_least_recently_used_goes_first(tier):
+def test_evicted_content_is_kept_least_recently_used_goes_first(tier):
     for i, content in enumerate([b"a", b"b", b"c"]):
         tier.offload(block(i + 1, content))
     assert contents(tier) == {b"a", b"b", b"c"}
@@ -35,7 +35,7 @@ def test_content_that_is_there_is_not_copied_again(tier):
     assert [device for device, _ in tier._moves.take().swap_outs] == [5, 8]
 
 
-def test_of_two_copies_to_one_host_block_in_one_plan_the_later_counts():
+def test_later_copy_to_one_host_block_in_a_plan_counts():
     tier = HostTier(1, BlockMoves())
     tier.offload(block(5, b"a"))
     tier.offload(block(6, b"b"))
@@ -43,7 +43,7 @@ def test_of_two_copies_to_one_host_block_in_one_plan_the_later_counts():
     assert contents(tier) == {b"b"}
 
 
-def test_a_swapped_request_is_never_evicted_and_is_free_after_its_release(tier):
+def test_swapped_request_is_never_evicted_before_its_release(tier):
     assert tier.swap_out("r", [[block(1, b"a"), block(2)]], 6)
     for i in range(5):
         tier.offload(block(3, bytes([i])))

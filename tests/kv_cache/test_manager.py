@@ -48,7 +48,7 @@ def test_a_hit_is_of_whole_blocks_and_leaves_a_token_to_compute(num_tokens, num_
     assert compute(manager, Sequence("b", list(range(num_tokens)))) == num_hit
 
 
-def test_sharing_saves_blocks_and_the_groups_never_share_with_each_other():
+def test_sharing_saves_blocks_but_never_between_groups():
     manager = make_manager(num_groups=2)
     first, second = Sequence("a", list(range(9))), Sequence("b", list(range(9)))
     compute(manager, first)

@@ -100,7 +100,7 @@ def test_exactly_the_blocks_that_are_still_read_are_held(spec, chunks, caching):
 
 @derandomized
 @given(all_specs, st.sets(st.integers(0, 14)), st.integers(0, 70))
-def test_a_hit_is_the_longest_whose_reads_are_all_cached(spec, cached, max_num_tokens):
+def test_hit_is_the_longest_with_all_reads_cached(spec, cached, max_num_tokens):
     pool, manager = make(spec)
     keys = names(15)
     blocks = pool.get_new_blocks(15)

@@ -57,7 +57,7 @@ def test_the_least_bound_counts_and_is_named(caplog: pytest.LogCaptureFixture) -
     assert "half of the free memory" in caplog.text
 
 
-def test_what_is_pooled_of_tokens_until_their_text_ends_takes_its_part() -> None:
+def test_pooled_token_states_take_their_part_of_memory() -> None:
     """Four requests of 64 tokens, and 8 float32 numbers of each: 16 tokens to a block."""
     spec = PoolingSpec(("embed", "token_embed"), "last", 8)
     memory = KVMemory(9 * (2 * BLOCK + 16 * 8 * 4), "")
@@ -109,7 +109,7 @@ def test_the_default_limit_leaves_room_for_one_request() -> None:
     assert sized(KVMemory(10**9, "", default_bytes=1)).num_blocks == 5
 
 
-def test_what_is_asked_for_is_what_there_is() -> None:
+def test_requested_size_is_the_size() -> None:
     nothing = KVMemory(0, "")
     assert sized(nothing, kv_cache_memory_bytes=2 * BLOCK * 100 + 1).num_blocks == 100
     assert sized(nothing, num_gpu_blocks_override=77, kv_cache_memory_bytes=1).num_blocks == 77
