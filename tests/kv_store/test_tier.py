@@ -123,7 +123,7 @@ def test_a_prefix_is_computed_once_also_after_a_restart(
     second.core.shutdown()
 
 
-def test_a_held_request_explains_itself_and_does_not_wait_for_ever(model: Path) -> None:
+def test_held_request_is_explained_and_times_out(model: Path) -> None:
     config, disk, specs = config_for(model), Disk(), specs_of(("full",))
     first = Engine(config, disk, specs)
     first.add("a", PROMPTS[0])
