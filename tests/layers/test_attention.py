@@ -127,7 +127,7 @@ def test_the_named_backend_computes_the_model(name: str, tiny_model: Callable[[s
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4)
 
 
-def test_a_backend_that_the_model_cannot_use_is_refused_before_loading(
+def test_backend_unfit_for_the_model_is_refused_before_loading(
     tiny_model: Callable[[str], Path],
 ) -> None:
     with pytest.raises(ConfigError, match="torch's attention cannot cap the model's scores softly"):

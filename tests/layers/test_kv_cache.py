@@ -108,7 +108,7 @@ def test_a_block_of_the_pool_is_one_row_whatever_layers_keep(kinds: list[str]) -
     "kinds",
     [["int8"], ["latent"] * 2, ["state"], ["full", "latent", "state", "window"], ["window", "large state"]],
 )
-def test_blocks_of_any_shape_come_back_from_the_host_as_they_were(kinds: list[str]) -> None:
+def test_blocks_of_any_shape_return_unchanged_from_the_host(kinds: list[str]) -> None:
     layers, config, tensors = bound(kinds)
     for layer in layers:
         for block_id in range(1, NUM_BLOCKS):

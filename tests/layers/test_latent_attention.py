@@ -39,7 +39,7 @@ def test_a_token_takes_one_vector_whatever_the_heads(tiny_model: Callable[[str],
     ],
     ids=["int8", "fp8", "sdpa", "invariant"],
 )
-def test_what_latent_attention_cannot_do_is_refused_before_loading(
+def test_latent_attention_limits_are_refused_before_loading(
     options: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -60,7 +60,7 @@ def test_the_named_backend_computes_the_model(tiny_model: Callable[[str], Path])
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_matrices_of_heads_come_back_from_the_file_of_packed_weights(
+def test_head_weights_return_from_the_packed_weight_file(
     quantization: str | None, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     options = {"packed_weights_cache": str(tmp_path), "quantization": quantization}

@@ -55,7 +55,7 @@ def test_gate_up_is_two_linears_and_an_activation(activation: str, loaded: bool)
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_an_activation_comes_behind_the_product_and_what_adapters_add(loaded: bool) -> None:
+def test_activation_follows_the_matmul_and_the_adapters_sum(loaded: bool) -> None:
     ends, plain = (
         Linear(in_features=20, out_features=24, bias=True, dtype=F32, activation=activation)
         for activation in ("gelu", None)
@@ -202,7 +202,7 @@ def test_layer_norm() -> None:
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_a_sum_is_normed_with_the_bits_that_it_has_if_it_is_made_before(has_bias: bool) -> None:
+def test_fused_sum_and_norm_has_the_bits_of_separate_ones(has_bias: bool) -> None:
     torch.manual_seed(0)
     norm = LayerNorm(size=37, eps=1e-5, dtype=torch.float32, has_bias=has_bias)
     for parameter in norm.parameters():
@@ -258,7 +258,7 @@ def test_activations_are_transformers(name: str) -> None:
         torch.testing.assert_close(GATED[name](x), ACT2FN[name](gate) * up)
 
 
-def test_activation_tables_match_what_the_config_reader_lets_through() -> None:
+def test_activation_tables_match_the_config_readers_names() -> None:
     of_families, of_heads = {"clamped_swiglu"}, {"tanh"}
     assert set(GATED) == set(GATED_ACTIVATIONS) | of_families
     assert set(PLAIN) == set(PLAIN_ACTIVATIONS) | of_heads

@@ -95,7 +95,7 @@ def test_tables_equal_transformers(kind: str, max_model_len: int) -> None:
     torch.testing.assert_close(table(rope, max_model_len), oracle(rope, max_model_len), rtol=0.0, atol=2e-5)
 
 
-def test_dynamic_rotates_a_position_as_in_a_sequence_that_ends_there() -> None:
+def test_dynamic_rotary_is_that_of_a_sequence_ending_there() -> None:
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
     ours = table(rope, 100)
     for length in (1, 10, 63, 64, 65, 80, 100):

@@ -67,7 +67,7 @@ def test_experts_are_parts_of_one_tensor() -> None:
     assert torch.equal(weight, stored[[1, 3]])
 
 
-def test_members_of_a_stack_are_where_they_stand_whatever_shape_the_file_names() -> None:
+def test_stack_members_are_in_place_for_any_shape_in_the_file() -> None:
     """Those of three experts, each of two matrices whose outputs alternate."""
     matrices = torch.randn(3, 2, 5, 4)
     stored = matrices.permute(0, 3, 2, 1).reshape(3, 4, 10)

@@ -45,9 +45,7 @@ def test_rows_stand_for_their_ids(name: str, tiny_model: Callable[[str], Path]) 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_several_rows_of_positions_are_refused_by_who_takes_one(
-    name: str, tiny_model: Callable[[str], Path]
-) -> None:
+def test_model_of_one_position_row_refuses_several(name: str, tiny_model: Callable[[str], Path]) -> None:
     model = load_tiny(tiny_model(name))
     with pytest.raises(AssertionError, match=r"\[T\], not \[3, 16\]"):
         logits_of(model, PROMPTS, chunk_sizes=[99], positions=lambda positions: positions.expand(3, -1))
