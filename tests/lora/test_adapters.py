@@ -183,7 +183,7 @@ def test_magnitudes_and_biases_equal_merged_weights(
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "phi3", "qwen2"])
-def test_magnitudes_over_rounded_weights_are_those_of_what_they_stand_for(
+def test_dora_magnitudes_use_the_dequantized_weights(
     name: str, quantization: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """m / |W + P| by rows times W x + P x, and the bias, layer by layer; W x is what the layer makes of it."""

@@ -66,7 +66,7 @@ def run(llm: LLM, prompts: list[list[int]], adapters: list[LoRARequest | None]) 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_tokens_are_those_of_the_resized_model_and_of_nobody_else(
+def test_added_tokens_match_the_resized_model_for_its_requests(
     name: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     oracle = oracle_of(tiny_model(name))

@@ -119,7 +119,7 @@ def test_a_request_gets_what_it_gets_alone(
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_guesses_change_nothing_of_what_adapters_say(
+def test_drafts_change_no_output_of_adapters(
     method: str, engine: Callable[..., LLM], adapters: list[LoRARequest], tiny_model: Callable[[str], Path]
 ) -> None:
     settings = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
@@ -131,7 +131,7 @@ def test_guesses_change_nothing_of_what_adapters_say(
 
 
 @pytest.mark.parametrize(("name", "is_told"), [("meta/Llama", False), ("x/Other-7B", True), ("", False)])
-def test_an_adapter_of_another_base_is_told_in_the_log(
+def test_adapter_of_another_base_is_logged(
     name: str,
     is_told: bool,
     adapters: list[LoRARequest],
@@ -167,7 +167,7 @@ def test_adapter_read_again_with_changed_files_is_refused(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
-def test_who_reads_adapters_gives_way_to_the_steps(
+def test_adapter_loader_yields_to_steps(
     adapters: list[LoRARequest], tiny_model: Callable[[str], Path]
 ) -> None:
     def niceness(thread: int) -> int:
@@ -231,7 +231,9 @@ def test_an_adapter_that_cannot_be_used_ends_its_requests_alone(
     assert str(tmp_path) not in str(bad.outputs[0].stop_reason)
 
 
-def test_what_cannot_be_asked_for_is_refused(engine: Callable[..., LLM], adapters: list[LoRARequest]) -> None:
+def test_unsupported_adapter_request_is_refused(
+    engine: Callable[..., LLM], adapters: list[LoRARequest]
+) -> None:
     with pytest.raises(ValidationError, match="enable-lora"):
         engine(enable_lora=False).generate("a", lora_request=adapters[0], use_tqdm=False)
     with pytest.raises(ValidationError, match="lora_int_id must be an integer from 1"):
@@ -275,7 +277,7 @@ def test_beams_have_the_adapter_of_their_search(
     assert tokens(None, pair[0]) != tokens(adapters[0], pair[0])
 
 
-def test_grammars_and_what_they_leave_no_choice_about_go_with_adapters(
+def test_grammars_and_forced_tokens_work_with_adapters(
     engine: Callable[..., LLM], adapters: list[LoRARequest]
 ) -> None:
     form = StructuredOutputsParams(regex="(never more|never again) [a-f]{3,9}")

@@ -78,9 +78,7 @@ def states(model: nn.Module, texts: list[list[int]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "class_name"), [("llama", "LlamaModel"), ("opt", "OPTModel")])
-def test_an_adapter_of_a_language_model_without_its_head_gives_what_merging_it_gives(
-    name: str, class_name: str, tmp_path: Path
-) -> None:
+def test_adapter_without_head_pools_as_if_merged(name: str, class_name: str, tmp_path: Path) -> None:
     model, texts = write_model(name, tmp_path / "model", class_name), prompts((5, 17))
     adapter = write_adapter(tmp_path / "adapter", linear_shapes(model))
     merge(model, adapter, {})
@@ -234,7 +232,7 @@ def test_an_adapter_brings_the_head_that_the_model_has_not(
         read_adapter(headless, Targets(load_model(config)), 16, torch.float32)
 
 
-def test_nothing_is_pooled_by_a_head_that_nobody_brings(tmp_path: Path) -> None:
+def test_pooling_by_a_missing_head_is_refused(tmp_path: Path) -> None:
     oracle = write_model("llama", tmp_path / "whole", "LlamaForSequenceClassification")
     base = without_head(tmp_path / "base", oracle, "LlamaModel")
     llm = LLM(str(base), convert="classify", device="cpu", max_model_len=64, **ADAPTERS)

@@ -189,7 +189,7 @@ def written_tables(directory: Path, model: Path, seed: int) -> LoRARequest:
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.more), True])
 @pytest.mark.usefixtures("threads")
-def test_stages_have_the_adapters_of_their_layers_and_the_bits_of_one_process(
+def test_stages_have_adapters_of_their_layers_and_equal_bits(
     tied: bool, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = write_wide_llama(tiny_model("llama"), tmp_path / "model", tie_word_embeddings=tied)

@@ -34,7 +34,7 @@ def product(stacks: LoraStacks, slot: int, part: int) -> Tensor:
     return first @ stacks.b[slot, :rank, stacks.columns()[part]].float()
 
 
-def test_a_product_is_as_near_as_steps_of_both_matrices_are_small() -> None:
+def test_adapter_error_is_bounded_by_both_quantization_steps() -> None:
     torch.manual_seed(0)
     exact = lora_stacks(4, PARTS, INPUTS, 16)
     exact.scales.copy_(torch.rand(4, len(PARTS), 1).expand_as(exact.scales))
@@ -92,7 +92,7 @@ def test_logits_are_near_those_of_the_adapter(
     assert 0 < float((near - exact).norm()) < float(changed.norm()) / 20
 
 
-def test_an_engine_keeps_adapters_so_and_rows_have_the_bits_that_they_have_alone(
+def test_engine_with_quantized_adapters_has_bits_of_rows_alone(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     shapes = linear_shapes(oracle_of(tiny_model("llama")))
