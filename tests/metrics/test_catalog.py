@@ -9,7 +9,7 @@ from quire.metrics.catalog import BY_NAME, METRICS, metrics_table
 PAGE = Path(__file__).parents[2] / "docs/observability.md"
 
 
-def test_every_row_has_a_name_of_its_own_and_at_most_one_label_with_listed_values() -> None:
+def test_rows_have_unique_names_and_at_most_one_listed_label() -> None:
     assert len(BY_NAME) == len(METRICS)
     for metric in METRICS:
         assert metric.doc.endswith("."), metric.name

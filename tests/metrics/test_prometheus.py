@@ -193,7 +193,7 @@ def test_the_names_of_vllm_stand_for_the_same_numbers(metrics: Metrics) -> None:
     assert 'vllm:inter_token_latency_seconds_bucket{engine="0",le="0.1",model_name="m"} 1.0' in theirs
 
 
-def test_requests_over_http_are_counted_as_the_dashboards_of_vllm_expect(metrics: Metrics) -> None:
+def test_http_requests_are_counted_as_vllm_dashboards_expect(metrics: Metrics) -> None:
     requests = make_family("http_requests", metrics.registry)
     durations = make_family("http_request_duration_seconds", metrics.registry)
     for handler, status in (("/a", "500"), ("/a", "503"), ("/a", "200"), ("/health", "503")):
@@ -239,7 +239,7 @@ def test_adapters_are_one_series_whatever_their_names(metrics: Metrics) -> None:
         ]
 
 
-def test_replicas_are_labelled_by_their_numbers_and_their_adapters_are_one_series() -> None:
+def test_replicas_are_labelled_and_their_adapters_are_one_series() -> None:
     registry = CollectorRegistry()
     logger = PrometheusStatLogger("m", 100, registry=registry, first_engine=2, num_engines=2)
     for core, name in enumerate(("b", "a")):

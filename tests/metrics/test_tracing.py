@@ -61,7 +61,7 @@ def seconds(span: ReadableSpan) -> float:
 TIMES = {"arrival_time": 990.0, "scheduled_ts": 991.0, "first_token_ts": 993.0, "last_token_ts": 999.0}
 
 
-def test_a_span_says_what_was_asked_and_how_long_it_took() -> None:
+def test_span_has_the_request_and_its_duration() -> None:
     spans = spans_of(ended(**TIMES))
     assert dict(spans["llm_request"].attributes or {}) == {
         "gen_ai.request.id": "chatcmpl-1-0",
@@ -176,7 +176,7 @@ def test_spans_reach_a_collector(
 
 
 @pytest.mark.parametrize("status", [400, 503])
-def test_a_collector_that_refuses_harms_nobody(collector: tuple[str, type[Collector]], status: int) -> None:
+def test_refusing_collector_affects_no_request(collector: tuple[str, type[Collector]], status: int) -> None:
     url, handler = collector
     handler.status = status
     num_tokens, end_s = run(url)
@@ -184,7 +184,7 @@ def test_a_collector_that_refuses_harms_nobody(collector: tuple[str, type[Collec
     assert end_s < CLOSE_S + 30
 
 
-def test_a_collector_that_is_not_there_harms_nobody() -> None:
+def test_absent_collector_affects_no_request() -> None:
     num_tokens, end_s = run("http://127.0.0.1:9/v1/traces")
     assert num_tokens == 6
     assert end_s < CLOSE_S + 30
