@@ -186,7 +186,7 @@ def test_a_repository_with_one_gguf_model_is_that_model(cache: Path) -> None:
     assert resolve_model_dir("owner/name", None, str(cache.parents[2])) == cache
 
 
-def test_all_parts_of_a_gguf_model_are_downloaded_and_nothing_else(
+def test_exactly_the_parts_of_a_gguf_model_are_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patterns: list[str] = []

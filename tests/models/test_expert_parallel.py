@@ -74,7 +74,7 @@ def test_every_family_with_experts_has_the_bits_of_one(name: str, tiny_model: Ca
 
 
 @pytest.mark.parametrize("kind", quick(ROUNDED, ("int4",)))
-def test_ranks_have_the_bits_of_one_whose_weights_are_rounded(
+def test_ranks_have_the_bits_of_one_with_quantized_weights(
     kind: str, tiny_model: Callable[[str], Path]
 ) -> None:
     options = ROUNDED[kind] | INVARIANT
@@ -141,7 +141,7 @@ def test_replicas_that_share_experts_have_the_bits_of_one(
 
 
 @pytest.mark.parametrize("kind", quick(ROUNDED, ("bfloat16",)))
-def test_replicas_have_the_bits_of_one_whose_weights_are_rounded(
+def test_replicas_have_the_bits_of_one_with_quantized_weights(
     kind: str, tiny_model: Callable[[str], Path]
 ) -> None:
     options = ROUNDED[kind] | SHARED
@@ -190,7 +190,7 @@ def held(module: nn.Module) -> bool:
     return any(layer.tensors() for layer in module.children())  # type: ignore[operator]
 
 
-def test_steps_are_taped_where_all_that_crosses_are_rows_of_a_known_number() -> None:
+def test_steps_are_recorded_if_the_exchanged_row_count_is_known() -> None:
     assert SameTokens(share_memory(ALONE)).why_not_captured() is None
     assert (
         OwnTokens(ALONE, ALONE, 4).why_not_captured()

@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_oracle(
 
 @pytest.mark.more
 @pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("gemma2", "int4"), ("qwen2", "fp8")])
-def test_batch_invariant_logits_have_the_same_bits_however_they_are_computed(
+def test_batch_invariant_logits_have_the_same_bits_in_any_batch(
     name: str, quantization: str | None, tiny_model: Callable[[str], Path]
 ) -> None:
     two_layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -122,7 +122,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", quick(["qwen2", "gemma2"], ["qwen2"]))
-def test_fp8_logits_have_the_bits_of_a_quantising_pass_before_every_product(
+def test_fp8_logits_have_the_bits_of_separate_quantization(
     name: str,
     tiny_model: Callable[[str], Path],
     passes: list[tuple[int, ...]],

@@ -401,7 +401,7 @@ def test_unsupported_options(changes: dict[str, Any], words: list[str], tmp_path
         assert word in str(error.value)
 
 
-def test_a_part_of_a_model_that_sees_is_not_taken_for_a_model_of_texts(tmp_path: Path) -> None:
+def test_vision_part_is_not_mistaken_for_a_text_model(tmp_path: Path) -> None:
     parts = {"architectures": ["LlavaNextForConditionalGeneration"], "text_config": LLAMA}
     with pytest.raises(
         UnsupportedModelError, match="is multimodal, or consists of several models; those supported"
@@ -409,7 +409,7 @@ def test_a_part_of_a_model_that_sees_is_not_taken_for_a_model_of_texts(tmp_path:
         read(tmp_path, parts)
 
 
-def test_all_malformed_values_are_named_at_once_and_with_what_is_unsupported(tmp_path: Path) -> None:
+def test_malformed_and_unsupported_values_are_named_at_once(tmp_path: Path) -> None:
     changes = {"vocab_size": 0, "rms_norm_eps": "small", "hidden_act": "mish", "rope_theta": 0}
     with pytest.raises(ModelLoadError) as error:
         read(tmp_path, LLAMA | changes)
@@ -417,7 +417,7 @@ def test_all_malformed_values_are_named_at_once_and_with_what_is_unsupported(tmp
         assert word in str(error.value)
 
 
-def test_what_would_follow_from_a_malformed_value_is_not_told(tmp_path: Path) -> None:
+def test_consequences_of_a_malformed_value_are_not_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"num_attention_heads must be .*, got -3$"):
         read(tmp_path, LLAMA | {"num_attention_heads": -3})
 
@@ -434,7 +434,7 @@ def test_names_that_makers_gave_are_those_of_the_table(name: str, row: str, tmp_
     assert found[:1] == found[1:]
 
 
-def test_weights_of_ernie_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_ernie_mtp_weights_are_ignored(tmp_path: Path) -> None:
     sizes = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "use_bias": False}
     arch = read(tmp_path, LLAMA | sizes | {"architectures": ["Ernie4_5_MoeForCausalLM"]})
     for name in ("mtp_block.0.mlp.up_proj.weight", "mtp_emb_norm.0.weight", "mtp_linear_proj.0.weight"):
@@ -529,7 +529,7 @@ def test_malformed_values_of_a_family(arch: str, changes: dict[str, Any], word: 
         read(tmp_path, OF_FAMILY[arch] | changes)
 
 
-def test_variants_of_baichuan_that_only_sizes_tell_apart(tmp_path: Path) -> None:
+def test_baichuan_variants_are_distinguished_by_size(tmp_path: Path) -> None:
     baichuan = LLAMA | {"num_key_value_heads": ABSENT}
     for architecture, hidden_size, is_rotary in (
         ("BaiChuanForCausalLM", 32, True),
@@ -686,7 +686,7 @@ def test_minimax_as_published_rotates_a_part_of_each_head(tmp_path: Path) -> Non
     assert (arch.head_dim, arch.rope.rotated(arch.head_dim)) == (8, 4)
 
 
-def test_sampling_defaults_in_config_json_count_without_their_own_file(tmp_path: Path) -> None:
+def test_config_json_sampling_defaults_apply_without_their_file(tmp_path: Path) -> None:
     sampling = {"do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 1.0, "repetition_penalty": 1.4}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(sampling))

@@ -31,7 +31,7 @@ if library.loaded() is None:
         ("auto", "float16", True, False),
     ],
 )
-def test_activations_are_rounded_where_that_is_faster_or_asked_for(
+def test_activations_are_rounded_if_faster_or_requested(
     asked: str,
     dtype: str,
     multiplies: bool,

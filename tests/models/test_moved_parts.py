@@ -176,7 +176,7 @@ def test_single_file_is_read_beside_a_stale_index(
     assert f"{SINGLE_NAME} is loaded, and {INDEX_NAME} is not read" in caplog.text
 
 
-def test_adapter_config_in_a_model_directory_is_told(
+def test_adapter_config_in_a_model_directory_is_reported(
     copy_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = copy_of("llama")

@@ -88,7 +88,7 @@ def read(directory: Path, values: dict[str, Any]) -> Any:
     return read_hf_config(directory, {})
 
 
-def test_a_published_file_is_read_with_what_it_says_for_all_parts(tmp_path: Path) -> None:
+def test_published_config_is_read_with_values_for_all_parts(tmp_path: Path) -> None:
     arch = read(tmp_path, GEMMA3_4B)
     assert (arch.architecture, arch.dtype, arch.eos_token_ids) == ("Gemma3ForCausalLM", "bfloat16", (1, 106))
     assert (arch.vocab_size, arch.num_heads, arch.num_kv_heads, arch.head_dim) == (262208, 8, 4, 256)
@@ -122,7 +122,7 @@ def test_keys_beside_each_other_with_three_positions_of_a_token(tmp_path: Path) 
     assert (arch.rope.kind, arch.rope.theta) == ("default", 1e6)
 
 
-def test_a_language_model_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_unknown_language_model_is_refused(tmp_path: Path) -> None:
     values = GEMMA3_4B | {"text_config": {"model_type": "mamba"}}
     with pytest.raises(
         UnsupportedModelError, match=r"text_config: model_type = \"mamba\" .*one of gemma3_text"

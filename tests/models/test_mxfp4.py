@@ -106,7 +106,7 @@ def test_packed_weights_are_kept_in_a_file_like_any_others(
     same(*(loader.load_model(config) for _ in range(2)))
 
 
-def test_experts_in_another_method_than_the_config_names_are_refused(checkpoints: tuple[Path, Path]) -> None:
+def test_experts_in_a_method_unlike_the_config_are_refused(checkpoints: tuple[Path, Path]) -> None:
     gptq = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     with pytest.raises(ModelLoadError, match=r"experts\.\w+_(blocks|scales)' has no place"):
         loader.load_model(prepared_config(checkpoints[0], hf_overrides=gptq))

@@ -242,7 +242,7 @@ def test_a_full_disk_leaves_nothing_behind(
     assert list(cache.path.parent.iterdir()) == []
 
 
-def test_what_a_killed_writer_left_is_deleted_and_what_another_writes_is_not(cache: PackedCache) -> None:
+def test_files_of_a_killed_writer_are_deleted_live_ones_kept(cache: PackedCache) -> None:
     cache.path.parent.mkdir(parents=True, exist_ok=True)
     abandoned, written = (cache.path.with_name(f".another.safetensors.{end}") for end in ("0" * 8, "1" * 8))
     for draft in (abandoned, written):
@@ -401,7 +401,7 @@ def rewrite_in_place(path: Path, *times_ns: int) -> None:
 
 @pytest.mark.parametrize("options", QUANTIZATIONS, ids=["float", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama-tied-bias", "gemma2", "opt", "gpt2"])
-def test_a_second_start_has_the_same_bits_and_reads_no_checkpoint(
+def test_second_start_has_the_same_bits_without_the_checkpoint(
     name: str,
     options: dict[str, Any],
     tmp_path: Path,

@@ -60,7 +60,7 @@ def spec_of(directory: Path, **args: Any) -> PoolingSpec:
     return spec
 
 
-def test_a_language_model_generates_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+def test_language_model_generates_by_default(tmp_path: Path) -> None:
     write_config(tmp_path)
     config = prepared(tmp_path)
     assert (config.pooling, config.model.runner) == (None, "generate")
@@ -117,7 +117,7 @@ def test_the_newer_form_of_pooling_files_is_read(word: Any, pooling: str, tmp_pa
     assert (spec_of(tmp_path).pooling, spec_of(tmp_path).activation) == (pooling, "none")
 
 
-def test_joined_vectors_are_as_long_as_all_of_them_and_stay_joined(tmp_path: Path) -> None:
+def test_joined_vectors_have_the_total_size_and_stay_joined(tmp_path: Path) -> None:
     write_config(tmp_path)
     both = {"pooling_mode_lasttoken": True, "pooling_mode_cls_token": True}
     write_modules(tmp_path, TRANSFORMER, POOLING, pooling={"embedding_dimension": 64, **both})
@@ -196,9 +196,7 @@ def test_a_cross_encoder_says_its_function_beside_its_modules(
 @pytest.mark.parametrize(
     ("length", "expected"), [(90, 90), (1000, 256), (10**30, 256), (1e30, 256), (None, 256), ("x", 256)]
 )
-def test_texts_are_as_long_as_the_tokenizer_says_where_no_other_file_does(
-    length: Any, expected: int, tmp_path: Path
-) -> None:
+def test_text_length_defaults_to_that_of_the_tokenizer(length: Any, expected: int, tmp_path: Path) -> None:
     write_config(tmp_path)
     write_modules(tmp_path, TRANSFORMER, POOLING)
     write_json(tmp_path / "tokenizer_config.json", {"model_max_length": length})
@@ -286,7 +284,7 @@ def write_answering(directory: Path, answers: dict[str, Any] = ANSWERS, **says: 
     write_json(directory / "sentence_bert_config.json", SAYS | says)
 
 
-def test_a_language_model_is_asked_for_its_answer(tmp_path: Path) -> None:
+def test_language_model_scores_by_its_answer(tmp_path: Path) -> None:
     write_config(tmp_path)
     about = {"prompts": {"web": "Find."}, "default_prompt_name": "web", "activation_fn": "torch.nn.Identity"}
     write_json(tmp_path / "config_sentence_transformers.json", about)
@@ -319,7 +317,7 @@ def test_a_language_model_is_asked_for_its_answer(tmp_path: Path) -> None:
         (ANSWERS, {"modality_config": {"text": {}}, "processing_kwargs": {"text": {}}}, "processing_kwargs"),
     ],
 )
-def test_answers_that_cannot_be_asked_for(
+def test_unsupported_answer_configs_are_refused(
     answers: dict[str, Any], says: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     write_config(tmp_path)
@@ -433,7 +431,7 @@ def test_tokens_that_the_output_head_has_not_are_refused(tokens: Any, tmp_path: 
         prepared(write_config(tmp_path), convert="reward", pooler_config={"returned_token_ids": tokens})
 
 
-def test_a_head_whose_logits_are_scaled_rewards_nothing(tmp_path: Path) -> None:
+def test_head_with_scaled_logits_cannot_reward(tmp_path: Path) -> None:
     write_config(tmp_path, "Gemma2ForCausalLM")
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM scales them"):
         prepared(tmp_path, convert="reward", pooler_config={"returned_token_ids": [1]})

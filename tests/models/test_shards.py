@@ -406,7 +406,7 @@ def test_a_layer_bears_the_name_of_its_place(name: str, tiny_model: Callable[[st
     assert {path: layer.name for path, layer in layers.items()} == {path: f"draft.{path}" for path in layers}
 
 
-def test_methods_have_the_names_that_the_config_knows() -> None:
+def test_methods_have_the_names_in_the_config() -> None:
     assert set(METHODS) == {"float", *quantization.METHODS} - {"int4-plain"}, (
         "which is another scheme of int4"
     )

@@ -148,7 +148,7 @@ def test_a_stage_has_the_blocks_that_its_layers_take_turns_of(tiny_model: Callab
     assert not any("adapter_list" in name for name in own[0] & own[1])
 
 
-def test_a_model_that_hands_on_nobody_knows_what_is_refused(tiny_model: Callable[[str], Path]) -> None:
+def test_model_without_stage_support_is_refused(tiny_model: Callable[[str], Path]) -> None:
     config = prepared_config(tiny_model("llama"), model_impl="transformers")
     with pytest.raises(ConfigError, match="TransformersForCausalLM does not support pipeline stages"):
         without_weights(config, stage=Stage(0, 2))
@@ -208,9 +208,7 @@ def test_stages_read_as_much_whatever_else_they_have(
     assert partition(model, stack, 2) == (4, 2)
 
 
-def test_a_tensor_that_no_stage_knows_is_still_named(
-    tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_tensor_unknown_to_all_stages_is_named(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     tensors = {
         **load_file(directory / "model.safetensors"),

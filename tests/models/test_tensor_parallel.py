@@ -104,7 +104,7 @@ def test_every_family_is_shared_out(name: str, tiny_model: Callable[[str], Path]
 
 @needs_kernels
 @pytest.mark.parametrize(("name", "kind"), quick(CASES, QUICK_IN_SLICES))
-def test_sums_of_fixed_slices_have_the_same_bits_at_every_number_of_ranks(
+def test_fixed_slice_sums_have_the_same_bits_for_any_rank_count(
     name: str, kind: str, tiny_model: Callable[[str], Path]
 ) -> None:
     """Quantized activations keep the bits too: each slice has scales of its own."""
@@ -214,7 +214,7 @@ def test_a_number_of_ranks_that_divides_no_heads_is_refused(
         without_weights(prepared_config(tiny_model(name)), Shard.of_group(group))
 
 
-def test_what_nobody_has_looked_at_is_refused(
+def test_module_without_sharding_declaration_is_refused(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it what is fine but for something more."""

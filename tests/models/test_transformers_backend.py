@@ -149,7 +149,7 @@ def test_learned_positions_that_begin_behind_padding_are_fewer(tiny_model: Calla
         hosted(tiny_model("roberta"), max_model_len=256)
 
 
-def test_whose_code_it_is_can_be_chosen(tiny_model: Callable[[str], Path]) -> None:
+def test_model_implementation_can_be_chosen(tiny_model: Callable[[str], Path]) -> None:
     ours, theirs = "quire.models.decoder:", "quire.models.transformers_backend.model:"
     llama, biogpt = tiny_model("llama"), tiny_model("biogpt")
     assert prepared_config(llama).model_class.startswith(ours)
@@ -179,7 +179,7 @@ def architectures(makers: Iterable[Callable[[], Any]]) -> set[str]:
     return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[make().model_type] for make in makers}
 
 
-def test_every_causal_language_model_of_transformers_has_a_row_or_was_tried() -> None:
+def test_every_causal_lm_of_transformers_is_listed() -> None:
     """Every architecture is listed, so a new version of transformers fails this test until its new ones are tried."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

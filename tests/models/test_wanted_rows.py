@@ -44,7 +44,7 @@ class Wanting(nn.Module):
 
 
 @pytest.mark.parametrize("name", quick_models(sorted(EVERY_FAMILY), CHOSEN))
-def test_rows_that_are_read_have_the_bits_of_a_step_that_leaves_out_none(
+def test_read_rows_have_the_bits_of_a_step_with_all_rows(
     name: str, tiny_model: Callable[[str], Path]
 ) -> None:
     model = load_tiny(tiny_model(name))

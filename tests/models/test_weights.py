@@ -388,7 +388,7 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path, tiny_model: Call
 
 
 @pytest.mark.parametrize(("says", "has"), [(6, 8), (9, 8)])
-def test_another_number_of_experts_is_told_once_with_both_numbers(
+def test_wrong_number_of_experts_is_reported_once_with_both(
     says: int, has: int, tiny_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ModelLoadError) as error:

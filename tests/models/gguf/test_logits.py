@@ -125,7 +125,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_matrices_of_several_types_that_are_merged_keep_their_numbers(name: str, tmp_path: Path) -> None:
+def test_merged_weights_of_several_types_keep_their_values(name: str, tmp_path: Path) -> None:
     kind, mixed, kept = MIXES[name]
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
     path, oracle = write_gguf("llama", tmp_path, kind, mixed=mixed, **sizes)

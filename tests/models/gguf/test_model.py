@@ -77,7 +77,7 @@ def test_a_directory_with_one_model_is_that_model(tmp_path: Path) -> None:
     assert resolve_model_dir(str(tmp_path), None, None) == tmp_path
 
 
-def test_a_link_to_a_model_is_followed_to_the_other_parts_beside_it(tmp_path: Path) -> None:
+def test_link_to_a_model_is_followed_to_its_other_parts(tmp_path: Path) -> None:
     """As the cache of the Hugging Face hub has it, where files bear the names of their contents."""
     (tmp_path / "blob").touch()
     (tmp_path / "model.gguf").symlink_to(tmp_path / "blob")

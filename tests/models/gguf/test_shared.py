@@ -43,7 +43,7 @@ def test_ranks_say_what_one_says(name: str, kind: Kind, sizes: dict[str, int], t
 
 
 @pytest.mark.parametrize(("target", "draft"), [(Kind.Q8_0, Kind.Q4_0), (Kind.F16, Kind.Q8_0)])
-def test_guesses_of_a_model_change_no_token(
+def test_drafts_of_a_model_change_no_token(
     target: Kind, draft: Kind, tmp_path: Path, restore_threads: None
 ) -> None:
     paths = []

@@ -48,7 +48,7 @@ def test_e4m3_on_a_gpu_is_that_of_a_scale_per_token() -> None:
 
 
 @pytest.mark.parametrize(("layout", "fast"), [("rows", False), ("panels", True)])
-def test_e4m3_meets_floats_if_weights_alone_are_rounded_or_on_a_cpu(layout: Layout, fast: bool) -> None:
+def test_e4m3_matches_floats_for_weights_only_or_on_a_cpu(layout: Layout, fast: bool) -> None:
     x = torch.randn(8, 64)
     assert torch.equal(reference.quantized_input(weight("fp8", layout, fast=fast), x), x)
 

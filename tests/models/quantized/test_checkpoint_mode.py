@@ -356,7 +356,7 @@ def test_experts_that_are_elsewhere_or_adapted_are_refused(
         load_tiny(path, **CHECKPOINT, **options)
 
 
-def test_ranks_that_have_parts_of_what_shares_a_scale_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_ranks_with_parts_of_a_shared_scale_are_refused(llama: Path, tmp_path: Path) -> None:
     config, writer, _ = CASES["int8-token"]
     path, _ = write(llama, tmp_path, dict(config), writer, but_head)
     with pytest.raises(

@@ -120,7 +120,7 @@ def test_groups_are_those_of_the_file(said: dict[str, Any], llama: Path, tmp_pat
     same(*map(load_tiny, paths))
 
 
-def test_groups_of_inputs_as_they_come_are_cut_whatever_the_config_says(llama: Path, tmp_path: Path) -> None:
+def test_groups_of_inputs_in_order_are_sharded_for_any_config(llama: Path, tmp_path: Path) -> None:
     writer = Writer(4, 32, reordered=True, shuffled=False)
     path, _ = write(llama, tmp_path, writer.config(), writer, but_head)
     kinds = {

@@ -102,9 +102,7 @@ def test_experts_are_shared_out_whole(name: str, tiny_model: Callable[[str], Pat
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_weights_are_rounded_anew_if_that_is_asked_for(
-    quantization: str, llama: Path, tmp_path: Path
-) -> None:
+def test_weights_are_requantized_on_request(quantization: str, llama: Path, tmp_path: Path) -> None:
     case = CASES["ct-fp8-channel"]
     paths = write(llama, tmp_path, dict(case.config), case.writer, but_head)
     same(*(load_tiny(path, quantization=quantization) for path in paths))
