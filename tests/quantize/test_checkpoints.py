@@ -170,7 +170,7 @@ def load_ids(box: Path) -> list[int]:
     return [token for sequence in sequences[30:32] for token in sequence]
 
 
-def test_mistakes_are_told_and_leave_nothing(
+def test_mistakes_are_reported_and_leave_no_files(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llama, there, empty = tiny_model("llama"), tmp_path / "there", tmp_path / "empty.txt"
@@ -212,7 +212,7 @@ def test_group_size_auto_is_the_largest_that_divides_all(
     assert used.group_size == max(size for size in (32, 64, 128) if not any(k % size for k in inputs))
 
 
-def test_what_a_killed_run_left_is_cleared_and_a_running_one_is_not(
+def test_files_of_a_killed_run_are_cleared_a_running_ones_kept(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Killed in earnest: nothing of ours runs behind it, and the system takes its lock."""
