@@ -15,7 +15,7 @@ def engine_for(max_loras: int, **config: object) -> Engine:
     return Engine(make_config(enable_lora=True, max_loras=max_loras, **config))
 
 
-def test_a_request_waits_while_others_have_all_places_of_adapters() -> None:
+def test_request_waits_while_all_adapter_slots_are_taken() -> None:
     engine = engine_for(1)
     for name, adapter in (("one", A), ("same", A), ("other", B), ("plain", None)):
         engine.add(name, [1, 2], max_tokens=4, lora_request=adapter)
@@ -38,7 +38,7 @@ def test_adapters_that_go_on_coming_do_not_keep_another_out() -> None:
     assert engine.requests["c"].is_finished
 
 
-def test_who_needs_no_place_passes_those_that_wait_for_one() -> None:
+def test_request_without_adapter_passes_those_waiting_for_a_slot() -> None:
     engine = engine_for(1, max_num_seqs=6)
     for name, adapter in (("a", A), ("b", B), ("c", C), ("plain", None), ("a-again", A), ("b-again", B)):
         engine.add(name, [1, 2], max_tokens=8, lora_request=adapter)
@@ -80,7 +80,7 @@ def test_none_is_passed_by_more_than_may_run(
             assert sum(other > number for other in with_adapters[:place]) <= limit
 
 
-def test_an_urgent_request_takes_the_place_of_an_adapter_only_if_it_gets_it() -> None:
+def test_urgent_request_takes_an_adapter_slot_only_if_it_starts() -> None:
     engine = engine_for(1, scheduling_policy="priority")
     engine.add("first", [1, 2], max_tokens=8, priority=0, lora_request=A)
     engine.add("last", [1, 2], max_tokens=8, priority=9, lora_request=A)

@@ -38,7 +38,7 @@ def test_a_plan_says_what_is_sampled():
 
 
 @pytest.mark.parametrize("num_right", range(4))
-def test_accepted_drafts_are_computed_and_the_others_as_if_they_had_never_been(num_right):
+def test_accepted_drafts_count_as_computed_and_others_never_were(num_right):
     drafts = [*RIGHT[1 : 1 + num_right], *map(wrong, RIGHT[1 + num_right : 4])]
     engine, request = proposing(drafts)
     engine.launch()
@@ -49,7 +49,7 @@ def test_accepted_drafts_are_computed_and_the_others_as_if_they_had_never_been(n
     assert engine.tokens("a") == RIGHT
 
 
-def test_where_a_state_is_kept_accepted_drafts_are_computed_again():
+def test_accepted_drafts_are_recomputed_if_a_state_is_kept():
     engine, request = proposing(RIGHT[1:4], Pipeline(num_groups=2, kinds=("full", "state 2")))
     engine.launch()
     engine.land()
@@ -106,7 +106,7 @@ def test_drafts_take_what_the_others_leave_of_the_budget():
     assert engine.launch().num_scheduled_tokens == {"a": 2, "b": 4}
 
 
-def test_nobody_is_preempted_for_a_draft():
+def test_draft_preempts_no_request():
     """Blocks of 4 tokens: 5 for `b` to its end, and 2 for what `a` has."""
     engine = Pipeline(make_config(num_gpu_blocks_override=8, max_num_batched_tokens=32))
     engine.add("b", range(20, 37), max_tokens=3)
@@ -142,7 +142,7 @@ def test_only_accepted_drafts_enter_the_prefix_cache(num_right, num_cached):
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
-def test_a_request_preempted_with_drafts_in_flight_keeps_what_they_gave(num_host_blocks):
+def test_request_preempted_with_drafts_in_flight_keeps_tokens(num_host_blocks):
     engine = Pipeline(
         make_config(scheduling_policy="priority", num_gpu_blocks_override=6, preemption_mode="swap"),
         num_host_blocks=num_host_blocks,
@@ -180,7 +180,7 @@ def test_more_tokens_than_were_planned_are_a_bug():
 GUESSING = {"method": "draft_model", "model": "another", "num_speculative_tokens": 6}
 
 
-def test_a_model_that_guesses_finds_slots_behind_the_drafts():
+def test_draft_model_has_slots_behind_the_drafts():
     """Blocks of 4 tokens: 7 are known, 2 are drafts, and 6 more may be guessed before the next plan."""
     engine, _ = proposing(RIGHT[1:3], Pipeline(make_config(speculative_config=GUESSING)))
     engine.launch()
@@ -190,7 +190,7 @@ def test_a_model_that_guesses_finds_slots_behind_the_drafts():
 
 
 @pytest.mark.parametrize(("num_blocks", "num_held"), [(8, 3), (5, 3), (4, 3)])
-def test_it_gets_no_more_slots_than_tokens_that_may_come_and_blocks_that_are_free(num_blocks, num_held):
+def test_draft_model_slots_are_limited_by_tokens_and_free_blocks(num_blocks, num_held):
     config = make_config(speculative_config=GUESSING, num_gpu_blocks_override=num_blocks)
     engine, request = proposing([], Pipeline(config), max_tokens=5)
     engine.launch()

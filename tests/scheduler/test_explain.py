@@ -28,7 +28,7 @@ def steps(engine: Engine, count: int) -> None:
         engine.step()
 
 
-def test_a_request_that_starts_at_once_waits_for_the_running_step_alone():
+def test_request_that_starts_at_once_waits_only_for_the_step():
     engine = Engine()
     engine.add("a", [1, 2])
     engine.step()
@@ -67,7 +67,7 @@ def test_blocks_say_how_many_are_short():
     assert "  1.000 s  for KV cache blocks, short by 2" in str(explain(engine, "b"))
 
 
-def test_preempted_names_who_took_the_place():
+def test_preempted_request_names_the_one_in_its_place():
     engine = Engine(make_config(num_gpu_blocks_override=7, enable_prefix_caching=False))
     for name in "ab":
         engine.add(name, range(8), max_tokens=12)
@@ -99,7 +99,7 @@ def test_fairness_debt():
     assert shares(engine, "a2")["fairness_debt"] == 2
 
 
-def test_a_capped_prompt_is_told_for_as_long_as_others_generate():
+def test_capped_prompt_is_explained_while_others_generate():
     engine = Engine(make_config(long_prefill_token_threshold=5))
     engine.add("a", [1], max_tokens=4)
     engine.step()

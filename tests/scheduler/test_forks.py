@@ -52,7 +52,7 @@ def test_eight_completions_compute_their_prompt_once(caching, budget):
     check_outputs(engine, names)
 
 
-def test_children_share_full_blocks_and_copy_the_one_in_which_they_diverge():
+def test_children_share_full_blocks_and_copy_the_diverging_one():
     """30 tokens in blocks of 4: seven full ones, and one with tokens 28 and 29."""
     engine = engine_of(enable_prefix_caching=False)
     add_family(engine, 8)
@@ -85,7 +85,7 @@ def test_prompts_of_all_shapes(length):
     check_outputs(engine, names)
 
 
-def test_children_do_not_hold_up_others_while_they_wait_and_go_first_afterwards():
+def test_waiting_children_delay_no_others_and_then_go_first():
     engine = engine_of(max_num_batched_tokens=16, max_num_seqs=2)
     add_family(engine, 2)
     engine.add("other", [5], max_tokens=1)
@@ -99,7 +99,7 @@ def test_children_do_not_hold_up_others_while_they_wait_and_go_first_afterwards(
     engine.drain()
 
 
-def test_a_child_that_comes_late_forks_from_a_parent_that_has_gone_on():
+def test_late_child_forks_from_a_parent_that_has_continued():
     engine = engine_of(enable_prefix_caching=False)
     engine.add("p", PROMPT, max_tokens=20)
     for _ in range(6):
@@ -134,7 +134,7 @@ def test_a_group_forks_where_it_still_has_what_the_child_reads(kind, length, cac
 
 
 @pytest.mark.parametrize(("kinds", "cached"), [(("full",), 13), (("full", "window 5"), 0), (("chunk 4",), 0)])
-def test_a_late_child_computes_the_prompt_if_a_group_has_given_it_back(kinds, cached):
+def test_late_child_computes_the_prompt_if_a_group_freed_it(kinds, cached):
     engine = engine_of(kinds, enable_prefix_caching=False)
     engine.add("p", range(14), max_tokens=30)
     for _ in range(20):
@@ -146,7 +146,7 @@ def test_a_late_child_computes_the_prompt_if_a_group_has_given_it_back(kinds, ca
 
 
 @pytest.mark.parametrize("end", ["abort", "fail"])
-def test_a_child_whose_parent_ends_starts_by_itself_in_the_next_step(end):
+def test_child_of_an_ended_parent_starts_in_the_next_step(end):
     engine = engine_of(max_num_batched_tokens=16)
     names = add_family(engine, 2, prompt=range(16))
     plan = engine.schedule()
@@ -162,7 +162,7 @@ def test_a_child_whose_parent_ends_starts_by_itself_in_the_next_step(end):
     check_outputs(engine, names[1:])
 
 
-def test_a_child_whose_parent_ends_with_its_first_token_has_its_prompt():
+def test_child_of_a_parent_ended_at_first_token_has_its_prompt():
     engine = engine_of(max_num_batched_tokens=16)
     names = add_family(engine, 2, prompt=range(16), max_tokens=1)
     engine.drain()
@@ -173,7 +173,7 @@ def test_a_child_whose_parent_ends_with_its_first_token_has_its_prompt():
 
 
 @pytest.mark.parametrize(("caching", "num_steps"), [(True, 1), (False, 2)])
-def test_a_child_waits_on_while_its_parent_is_preempted_before_its_first_token(caching, num_steps):
+def test_child_waits_for_a_parent_preempted_before_first_token(caching, num_steps):
     """The parent comes back first, so the prompt is computed for all of them once more, and not by each."""
     engine = engine_of(enable_prefix_caching=caching, max_num_batched_tokens=16)
     names = add_family(engine, 3)
@@ -200,7 +200,7 @@ def test_a_child_can_end_while_it_waits():
     check_outputs(engine, ["r.0", "r.2"])
 
 
-def test_a_parent_that_returns_is_not_forked_before_its_prompt_is_there_again():
+def test_resumed_parent_is_forked_only_after_its_prompt():
     """The parent is computed again in the very step in which the child could start."""
     engine = engine_of(enable_prefix_caching=False, max_num_seqs=2, num_gpu_blocks_override=40)
     add_family(engine, 2)
@@ -212,7 +212,7 @@ def test_a_parent_that_returns_is_not_forked_before_its_prompt_is_there_again():
     check_outputs(engine, ["r.0", "r.1"])
 
 
-def test_a_fork_of_a_child_that_comes_back_as_a_fork_in_the_same_step():
+def test_fork_of_a_child_that_resumes_as_a_fork_in_the_same_step():
     engine = engine_of(enable_prefix_caching=False)
     engine.add("p", PROMPT, max_tokens=20)
     engine.step()

@@ -20,7 +20,7 @@ def one_row(policy: str = "fcfs") -> Engine:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_held_request_blocks_nobody_and_keeps_its_place(policy):
+def test_held_request_blocks_no_others_and_keeps_its_place(policy):
     engine = one_row(policy)
     engine.add("held", [1, 2], lacks=["x"], max_tokens=1)
     for name in "ab":
@@ -43,7 +43,7 @@ def test_a_request_is_ready_when_all_that_it_lacks_is_there():
     engine.drain()
 
 
-def test_what_is_there_for_one_is_there_for_all_who_wait_for_it():
+def test_release_of_a_key_releases_all_requests_held_for_it():
     engine = Engine()
     for name, lacks in (("a", "x"), ("b", "xy"), ("c", "x"), ("d", "y")):
         engine.add(name, [1], lacks=lacks)
@@ -94,7 +94,7 @@ def test_a_child_of_a_held_parent_waits_for_both():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_preempted_request_that_is_held_comes_back_when_it_is_released(policy):
+def test_preempted_and_held_request_resumes_when_released(policy):
     engine = Engine(make_config(scheduling_policy=policy, enable_prefix_caching=False))
     for name in "ab":
         engine.add(name, range(8), max_tokens=12)
@@ -129,7 +129,7 @@ def test_holds_are_explained_one_after_the_other():
     engine.drain()
 
 
-def test_who_is_ready_late_was_not_overtaken_before():
+def test_late_released_request_is_not_overtaken_before_release():
     engine = one_row("priority")
     for name in ("late 1", "late 2"):
         engine.add(name, [2], lacks=["x"])
@@ -143,7 +143,7 @@ def test_who_is_ready_late_was_not_overtaken_before():
     engine.drain()
 
 
-def test_who_is_ready_late_is_overtaken_by_whoever_came_later_and_starts_first():
+def test_late_released_request_is_overtaken_by_a_later_arrival():
     engine = one_row("priority")
     engine.add("running", [1], priority=-9, max_tokens=3)
     for name in ("late 1", "late 2"):

@@ -107,7 +107,7 @@ def test_what_was_computed_after_a_late_stop_is_dropped():
     engine.drain()
 
 
-def test_blocks_of_a_late_stop_go_to_others_while_it_is_still_computed():
+def test_blocks_of_a_late_stop_are_reused_while_in_flight():
     full = tokens_alone(range(5))
     engine = Pipeline(make_config(num_gpu_blocks_override=7, enable_prefix_caching=False))
     engine.add("a", range(5), max_tokens=18, stop_token_ids=[full[1]])
@@ -165,7 +165,7 @@ def test_a_preempted_request_waits_for_its_steps_in_flight():
     assert engine.tokens("b") == alone
 
 
-def test_a_stop_that_comes_in_after_a_preemption_ends_the_request():
+def test_stop_received_after_a_preemption_ends_the_request():
     engine, alone = preempt_in_flight()
     stop = alone[len(engine.tokens("b"))]
     engine, _ = preempt_in_flight([stop])
@@ -175,7 +175,7 @@ def test_a_stop_that_comes_in_after_a_preemption_ends_the_request():
     assert engine.last("b").num_preemptions == 1
 
 
-def test_what_steps_in_flight_compute_is_swapped_out_with_the_rest():
+def test_tokens_of_in_flight_steps_are_swapped_out_with_the_rest():
     """Two of b's tokens are written after its swap-out was planned, and before it is executed."""
     engine, alone = preempt_in_flight(num_host_blocks=8)
     num_known = len(engine.tokens("b"))
@@ -202,7 +202,7 @@ def test_a_stop_that_comes_in_after_a_swap_frees_the_host_blocks():
     engine.drain()
 
 
-def test_a_child_forks_from_a_parent_whose_steps_are_in_flight():
+def test_child_forks_from_a_parent_with_steps_in_flight():
     engine = Pipeline(make_config(enable_prefix_caching=False))
     for name, parent in (("p", None), ("c", "p")):
         engine.add(name, range(14), max_tokens=12, fork_of=parent)
@@ -219,7 +219,7 @@ def test_a_child_forks_from_a_parent_whose_steps_are_in_flight():
         assert engine.tokens(name) == run_alone(engine.requests[name], engine.config).new_token_ids
 
 
-def test_results_of_an_aborted_request_are_not_those_of_a_new_one_of_its_name():
+def test_results_of_an_aborted_request_spare_its_reused_id():
     engine = Pipeline()
     engine.add("a", range(5))
     engine.launch()
@@ -248,7 +248,7 @@ def test_a_failure_costs_the_steps_that_were_planned_meanwhile():
     engine.drain()
 
 
-def test_the_prefix_cache_can_be_reset_while_only_surplus_steps_are_in_flight():
+def test_prefix_cache_reset_works_with_only_surplus_steps():
     engine = Pipeline()
     engine.add("a", range(9))
     engine.launch()
@@ -311,7 +311,7 @@ def test_chunks_of_a_prompt_follow_each_other_through_stages():
     assert scheduled(engine.launch()) == {"a": 1}
 
 
-def test_nobody_is_left_behind_where_steps_have_become_uneven():
+def test_uneven_steps_leave_no_request_behind():
     engine = Pipeline(two_parts(max_num_seqs=9))
     for name in "abcdef":
         engine.add(name, range(2), max_tokens=2 if name in "abc" else 8)

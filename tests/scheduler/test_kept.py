@@ -118,7 +118,7 @@ def test_a_search_keeps_its_place_in_the_order_of_arrival() -> None:
     engine.drain()
 
 
-def test_blocks_are_kept_until_the_last_fork_has_started_or_nobody_wants_one() -> None:
+def test_blocks_are_retained_until_the_last_fork_or_its_release() -> None:
     engine = Engine(make_config(max_num_seqs=1))
     search = Search(engine, "s", PROMPT, 2, 3)
     engine.step()
@@ -135,7 +135,7 @@ def test_blocks_are_kept_until_the_last_fork_has_started_or_nobody_wants_one() -
     engine.drain()
 
 
-def test_nobody_waits_for_blocks_that_are_kept() -> None:
+def test_retained_blocks_delay_no_request() -> None:
     engine = Engine(make_config(num_gpu_blocks_override=17, enable_prefix_caching=False))
     search = Search(engine, "s", list(range(40)), 2, 3)
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_nobody_waits_for_blocks_that_are_kept() -> None:
     engine.drain()
 
 
-def test_what_does_not_go_on_from_a_kept_request_is_no_fork_of_it() -> None:
+def test_fork_that_does_not_continue_its_parent_is_refused() -> None:
     engine = Engine()
     engine.add("a", PROMPT, max_tokens=1, num_beams=2)
     engine.step()

@@ -32,7 +32,7 @@ def priority_engine(**changes) -> Engine:
     return Engine(make_config(**{"scheduling_policy": "priority", "max_num_seqs": 1, **changes}))
 
 
-def test_the_lower_priority_value_starts_first_and_equals_in_order_of_arrival():
+def test_lower_priority_value_starts_first_equals_by_arrival():
     engine = priority_engine()
     for name, priority in [("a", 2), ("b", 0), ("c", 2), ("d", -1), ("e", 0)]:
         engine.add(name, prompt(name), priority=priority)
@@ -41,7 +41,7 @@ def test_the_lower_priority_value_starts_first_and_equals_in_order_of_arrival():
 
 
 @pytest.mark.parametrize(("ageing_s", "expected"), [(10.0, "bac"), (2.0, "abc"), (0.0, "bca")])
-def test_waiting_raises_a_request_by_a_level_every_ageing_s_seconds(ageing_s, expected):
+def test_waiting_raises_priority_every_ageing_s_seconds(ageing_s, expected):
     """a (priority 1) waits for 4 s before b (priority 0) comes, and for 16 before c."""
     engine = priority_engine(priority_ageing_s=ageing_s)
     engine.add("x", prompt("x"), max_tokens=26, priority=-100)
@@ -57,7 +57,7 @@ def test_waiting_raises_a_request_by_a_level_every_ageing_s_seconds(ageing_s, ex
 
 
 @pytest.mark.parametrize("lack", ["rows", "blocks"])
-def test_an_urgent_request_takes_the_place_of_the_least_urgent_running_one(lack):
+def test_urgent_request_preempts_the_least_urgent_running_one(lack):
     limits = {"rows": {"max_num_seqs": 2}, "blocks": {"max_num_seqs": 4, "num_gpu_blocks_override": 10}}
     engine = priority_engine(**limits[lack])
     engine.add("a", prompt("a"), priority=1, max_tokens=20)
@@ -73,7 +73,7 @@ def test_an_urgent_request_takes_the_place_of_the_least_urgent_running_one(lack)
     assert_all_as_alone(engine)
 
 
-def test_nobody_is_preempted_for_a_request_that_would_still_not_fit():
+def test_request_that_would_still_not_fit_preempts_no_others():
     engine = priority_engine(max_num_seqs=4, num_gpu_blocks_override=17)
     engine.add("a", prompt("a", 32), priority=-5, max_tokens=20)
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_nobody_is_preempted_for_a_request_that_would_still_not_fit():
     assert engine.scheduler.stats().num_preemptions == 0
 
 
-def test_an_urgent_prompt_does_not_wait_for_the_budget_of_a_less_urgent_one():
+def test_urgent_prompt_takes_the_budget_before_a_less_urgent_one():
     engine = priority_engine(max_num_seqs=4)
     engine.add("a", prompt("a", 60), priority=5, max_tokens=2)
     engine.step()
@@ -112,7 +112,7 @@ def test_tenants_take_turns_however_many_requests_one_has():
     assert starts(engine) == ["a0", "b0", "a1", "b1", "a2", "a3"]
 
 
-def test_cached_prompt_tokens_are_free_and_generated_ones_cost_more():
+def test_cached_prompt_tokens_are_free_and_outputs_cost_more():
     engine = fair_engine(fair_input_token_weight=1.0, fair_output_token_weight=2.0)
     for name in "ab":
         engine.add(name, range(9), max_tokens=3, tenant=name)
@@ -147,7 +147,7 @@ def test_idle_time_earns_no_credit():
     assert starts(engine)[4:] == ["b1", "a3", "b2", "a4", "b3"]
 
 
-def test_two_tenants_who_wait_are_given_nearly_the_same():
+def test_two_waiting_tenants_get_nearly_equal_service():
     """Theorem 4.4: counters differ by at most the larger of the longest prompt and the tokens in flight."""
     engine = fair_engine(max_num_seqs=4, enable_prefix_caching=False)
     longest, in_flight = 30, 4 * (30 + 12)
@@ -172,7 +172,7 @@ def test_the_tenant_that_was_given_most_is_preempted_first():
     assert_all_as_alone(engine)
 
 
-def test_a_newcomer_takes_the_last_place_of_many_but_nobodys_only_one():
+def test_newcomer_takes_one_of_many_places_but_not_an_only_one():
     engine = fair_engine(max_num_seqs=3)
     for name in ("a0", "a1", "b0"):
         engine.add(name, prompt(name[0]), max_tokens=20, tenant=name[0])
@@ -188,7 +188,7 @@ def test_a_newcomer_takes_the_last_place_of_many_but_nobodys_only_one():
     assert_all_as_alone(engine)
 
 
-def test_a_newcomer_that_would_not_fit_all_the_same_costs_nobody_anything():
+def test_newcomer_that_would_still_not_fit_preempts_no_others():
     engine = fair_engine(max_num_seqs=4, num_gpu_blocks_override=17, enable_prefix_caching=False)
     engine.add("a0", prompt("a", 15), max_tokens=30, tenant="a")
     engine.add("a1", prompt("b", 3), max_tokens=30, tenant="a")
@@ -255,7 +255,7 @@ def test_short_prompts_start_beside_a_capped_one():
     assert engine.step().num_scheduled_tokens == {"a": 1, "long": 5, "short": 5}
 
 
-def test_blocks_for_the_rest_of_a_capped_prompt_are_not_given_away():
+def test_blocks_for_the_rest_of_a_capped_prompt_stay_reserved():
     engine = Engine(make_config(long_prefill_token_threshold=5, num_gpu_blocks_override=16))
     engine.add("a", prompt("a", 4), max_tokens=16)
     engine.step()

@@ -44,7 +44,7 @@ def test_a_request_to_pool_ends_with_its_prompt():
     engine.drain()
 
 
-def test_the_worker_is_told_where_a_second_text_begins():
+def test_worker_receives_the_start_of_a_second_text():
     engine = Engine()
     engine.add("a", range(10), second_text_start=4, **POOLED)
     engine.add("b", range(10), **POOLED)
@@ -79,7 +79,7 @@ def test_nothing_is_planned_behind_the_end_of_the_prompt():
 
 
 @pytest.mark.parametrize("generates_first", [True, False])
-def test_prompts_are_cached_for_each_other_and_the_last_token_is_computed(generates_first):
+def test_pooled_prompts_share_prefixes_but_not_the_last_token(generates_first):
     """Blocks of 4 tokens: two whole ones, and the second is not reused by who has nothing behind it."""
     engine = Engine()
     kinds = [{"max_tokens": 1}, POOLED]
@@ -185,7 +185,7 @@ def test_a_result_that_lacks_what_was_to_be_pooled_is_a_bug():
 
 
 @pytest.mark.parametrize("fields", [{"num_samples": 1}, {"pools": False}])
-def test_a_plan_that_does_not_pool_at_the_end_of_the_prompt_is_refused(fields):
+def test_plan_that_pools_off_the_end_of_a_prompt_is_refused(fields):
     engine = Engine()
     engine.add("a", range(10), **POOLED)
     plan = engine.schedule()
@@ -195,7 +195,7 @@ def test_a_plan_that_does_not_pool_at_the_end_of_the_prompt_is_refused(fields):
 
 
 @pytest.mark.parametrize(("pooling", "expected"), [("mean", [0, 0]), ("last", [16])])
-def test_who_needs_all_tokens_takes_no_prefix_and_comes_back_from_no_swap(pooling, expected):
+def test_pooling_of_all_tokens_uses_no_prefix_and_no_swap(pooling, expected):
     """A generating request grows until it takes the pooled request's blocks, in the middle of that prompt."""
     config = make_config(
         num_gpu_blocks_override=9,

@@ -14,7 +14,7 @@ def request(number: int, rank: float) -> Request:
 
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
-def test_requests_stand_in_the_order_of_their_ranks_whatever_comes_and_goes(events):
+def test_requests_stay_in_rank_order_under_any_changes(events):
     ranked, expected = RankedRequests(), []
     for number, (rank, removes) in enumerate(events):
         if removes and expected:

@@ -60,7 +60,7 @@ def test_preemption_keeps_tokens_and_forgets_what_was_computed():
     assert (request.num_preemptions, request.num_cached_tokens, request.scheduled_ts) == (1, 2, 5.0)
 
 
-def test_the_prompt_and_the_output_are_told_apart_and_the_callers_list_is_not_kept():
+def test_prompt_and_output_are_separate_and_the_list_is_copied():
     prompt = [1, 2, 3]
     request = make_request(prompt_token_ids=prompt)
     request.token_ids += [4, 5]
@@ -70,7 +70,7 @@ def test_the_prompt_and_the_output_are_told_apart_and_the_callers_list_is_not_ke
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, 19), (5, 7), (17, 19), (100, 19)])
-def test_the_context_bounds_what_is_computed_and_the_last_token_never_is(max_tokens, expected):
+def test_context_bounds_computed_tokens_and_excludes_the_last(max_tokens, expected):
     request = make_request(sampling_params=SamplingParams(max_tokens=max_tokens))
     assert request.max_computed_tokens(20) == expected
 
@@ -79,7 +79,7 @@ def test_of_a_request_to_pool_the_prompt_is_computed_and_no_more():
     assert make_request(pooling_params=PoolingParams()).max_computed_tokens(3) == 3
 
 
-def test_the_fields_of_the_cores_message_are_the_constructors_keywords():
+def test_core_message_fields_are_the_constructors_keywords():
     message = EngineCoreRequest("r", [1], SamplingParams(), 1.5, [2], priority=3, cache_salt="s")
     request = Request(**msgspec.structs.asdict(message))
     assert (request.arrival_time, request.eos_token_ids, request.priority) == (1.5, [2], 3)

@@ -35,7 +35,7 @@ def as_alone(engine, name):
     return engine.tokens(name) == run_alone(engine.requests[name], engine.config).new_token_ids
 
 
-def test_who_generates_alone_gets_several_tokens_per_plan():
+def test_single_generating_request_gets_several_tokens_per_plan():
     engine = with_all_rounds(engine_of())
     request = engine.add("a", PROMPT, max_tokens=30)
     assert engine.step().max_decode_steps == 1, "the prompt"
@@ -52,7 +52,7 @@ def test_who_generates_alone_gets_several_tokens_per_plan():
     assert as_alone(engine, "a")
 
 
-def test_nobody_gets_more_than_the_one_who_may_have_least():
+def test_rounds_are_limited_by_the_request_with_fewest_left():
     engine = engine_of(8)
     engine.add("a", PROMPT, max_tokens=30)
     engine.add("b", PROMPT, max_tokens=3)
@@ -72,7 +72,7 @@ def test_a_context_that_ends_is_such_a_limit():
     assert len(engine.tokens("a")) == 4
 
 
-def test_there_is_one_round_while_somebody_waits_or_computes_a_prompt():
+def test_single_round_while_a_request_waits_or_prefills():
     engine = engine_of(max_num_seqs=2)
     engine.add("a", PROMPT, max_tokens=40)
     engine.step()
@@ -87,7 +87,7 @@ def test_there_is_one_round_while_somebody_waits_or_computes_a_prompt():
     assert all(as_alone(engine, name) for name in "abc")
 
 
-def test_who_is_held_waits_for_something_else():
+def test_held_request_does_not_limit_rounds():
     engine = engine_of()
     engine.add("a", PROMPT, max_tokens=40)
     engine.add("b", PROMPT, ["grammar"], max_tokens=40)
@@ -99,7 +99,7 @@ def test_who_is_held_waits_for_something_else():
     assert all(as_alone(engine, name) for name in "ab")
 
 
-def test_further_rounds_have_blocks_of_their_own_and_nobody_is_preempted_for_them():
+def test_further_rounds_have_own_blocks_and_preempt_no_request():
     engine = engine_of(8, num_gpu_blocks_override=1 + 8)
     requests = [engine.add(name, range(7), max_tokens=9) for name in "ab"]
     engine.step()
@@ -198,7 +198,7 @@ def test_where_rounds_are_not_taken_they_are_seldom_planned():
     assert as_alone(engine, "a")
 
 
-def test_a_request_that_ends_with_a_first_round_makes_no_plan_single():
+def test_request_that_ends_in_a_first_round_makes_no_plan_single():
     engine = with_all_rounds(engine_of(4))
     engine.add("a", PROMPT, max_tokens=40)
     engine.add("b", PROMPT, max_tokens=40)
@@ -227,7 +227,7 @@ events = st.one_of(
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.lists(events, max_size=60), st.sampled_from([2, 4]), st.sampled_from([17, 65]))
-def test_bursts_keep_nobody_waiting_and_change_no_token(
+def test_bursts_delay_no_request_and_change_no_token(
     happens: list[tuple[str, Any]], max_num_seqs: int, num_blocks: int
 ) -> None:
     """Requests come, are held, stop and are aborted, and steps take any time; a clock that the test moves."""

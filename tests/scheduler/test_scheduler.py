@@ -79,7 +79,7 @@ def test_chunk_sizes_do_not_change_the_output(budget):
     assert engine.tokens("a") == run_alone(request, engine.config).new_token_ids
 
 
-def test_without_chunked_prefill_a_prompt_waits_for_a_step_with_room():
+def test_unchunked_prompt_waits_for_a_step_with_room():
     engine = Engine(make_config(enable_chunked_prefill=False))
     for name, length in [("a", 10), ("b", 10), ("c", 2)]:
         engine.add(name, range(ord(name), ord(name) + length), max_tokens=2)
@@ -87,7 +87,7 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_with_room():
     assert scheduled(engine.step()) == {"a": 1, "b": 10, "c": 2}
 
 
-def test_without_chunked_prefill_a_request_that_outgrew_the_budget_still_resumes():
+def test_unchunked_request_beyond_the_budget_still_resumes():
     config = make_config(
         enable_chunked_prefill=False, num_gpu_blocks_override=12, enable_prefix_caching=False
     )
@@ -123,7 +123,7 @@ def test_generated_tokens_are_reusable_too():
     assert engine.last("b").num_cached_tokens == 12
 
 
-def test_a_request_hits_what_a_running_one_has_computed_in_an_earlier_step():
+def test_request_hits_blocks_computed_by_a_running_one():
     engine = Engine()
     engine.add("a", range(10))
     engine.add("b", [*range(9), 30])
@@ -162,7 +162,7 @@ def test_reset_prefix_cache_forgets_when_idle_only():
     assert engine.last("b").num_cached_tokens == 0
 
 
-def test_prompt_logprobs_skip_the_cache_and_come_once_per_position():
+def test_prompt_logprobs_skip_the_cache_once_per_position():
     engine = Engine(make_config(num_gpu_blocks_override=12))
     engine.add("warm", range(30), max_tokens=1)
     engine.drain()
@@ -226,7 +226,7 @@ def test_a_preempted_request_goes_before_those_that_never_ran():
     assert starts[:4] == ["a", "b", "b", "c"]
 
 
-def test_a_resumed_request_reuses_its_own_blocks_and_reports_its_first_hit():
+def test_resumed_request_reuses_blocks_and_reports_its_first_hit():
     engine = Engine(make_config(num_gpu_blocks_override=9))
     for name in "ab":
         engine.add(name, range(ord(name), ord(name) + 8), max_tokens=20)
@@ -332,7 +332,7 @@ def test_abort_in_each_state_frees_at_once_and_reports_once():
     assert not engine.scheduler.has_work()
 
 
-def test_a_result_for_an_aborted_request_is_ignored_even_if_its_id_is_taken_again():
+def test_result_of_an_aborted_request_is_ignored_if_id_is_reused():
     engine = Engine()
     engine.add("a", range(5))
     plan = engine.schedule()
@@ -364,7 +364,7 @@ def num_found(engine: Engine, prompt: range) -> int:
     "kinds", [("full",), ("full", "full"), ("window 6",), ("full", "window 5"), ("full", "state 2")]
 )
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 7])
-def test_a_failed_request_costs_only_itself_and_leaves_nothing_in_the_cache(kinds, num_steps):
+def test_failed_request_affects_no_others_and_leaves_no_cache(kinds, num_steps):
     """Nothing of what it computed in earlier steps either, be it given back already."""
     engine = Engine(None, len(kinds), kinds)
     for name in "ab":
@@ -386,7 +386,7 @@ def test_what_a_failed_request_has_found_stays_in_the_cache():
     assert num_found(engine, range(20)) == 8
 
 
-def test_a_failed_request_that_was_preempted_and_has_come_back_leaves_nothing():
+def test_failed_request_after_a_preemption_leaves_nothing():
     """It found its own blocks, on the device or on the host; they were computed by nobody else."""
     for num_host_blocks in (0, 40):
         config = make_config(num_gpu_blocks_override=9, preemption_mode="swap")
@@ -402,7 +402,7 @@ def test_a_failed_request_that_was_preempted_and_has_come_back_leaves_nothing():
         assert num_found(engine, range(ord("b"), ord("b") + 8)) == 0
 
 
-def test_copies_on_the_host_of_what_a_failed_request_has_computed_are_forgotten():
+def test_host_copies_of_a_failed_requests_blocks_are_forgotten():
     config = make_config(num_gpu_blocks_override=6, max_num_batched_tokens=4)
     engine = Engine(config, kinds=("window 4",), num_host_blocks=60)
     engine.add("a", range(30), max_tokens=20)
@@ -415,7 +415,7 @@ def test_copies_on_the_host_of_what_a_failed_request_has_computed_are_forgotten(
     assert num_found(engine, range(30)) == 0
 
 
-def test_who_holds_blocks_of_a_failed_request_keeps_them_and_goes_on():
+def test_request_sharing_blocks_of_a_failed_one_continues():
     engine = Engine()
     engine.add("a", range(20), max_tokens=20)
     for _ in range(3):

@@ -166,7 +166,7 @@ def test_a_forgotten_prefix_does_not_come_back_from_the_host():
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_who_comes_back_is_no_hit_of_the_prefix_cache(mode):
+def test_resumed_request_counts_no_prefix_cache_hit(mode):
     """A request is looked up once, whatever it finds when it returns; what is on the host is found as well."""
     engine = small(40, preemption_mode=mode)
     crowd(engine)

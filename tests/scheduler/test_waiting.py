@@ -73,7 +73,7 @@ def overtakers(engine: Engine, request: Request) -> list[Request]:
     ]
 
 
-def test_fcfs_endless_short_traffic_cannot_hold_up_a_long_request():
+def test_fcfs_endless_short_traffic_starves_no_long_request():
     engine = engine_of("fcfs")
     traffic = Traffic(engine)
     traffic.step(20)
@@ -142,7 +142,7 @@ def steps_to_first_token(engine: Engine, name: str, prompt: list[int], tenant: s
     length=st.integers(1, 24),
     num_blocks=st.integers(17, 40),
 )
-def test_fair_in_a_flood_the_first_token_comes_nearly_as_soon_as_on_an_idle_engine(
+def test_fair_first_token_in_a_flood_is_nearly_as_soon_as_idle(
     max_num_seqs, flood, num_steps, length, num_blocks
 ):
     """All rows and all blocks may be the flood's: 500 requests, each prompt within a step's budget."""
@@ -158,7 +158,7 @@ def test_fair_in_a_flood_the_first_token_comes_nearly_as_soon_as_on_an_idle_engi
 
 
 @pytest.mark.item(30)
-def test_fair_those_who_make_room_lose_no_token_and_all_of_a_flood_ends():
+def test_fair_preempted_requests_lose_no_token_and_a_flood_ends():
     engine = engine_of("fair")
     for number in range(100):
         engine.add(f"a{number}", [number % 40, 1, 2], max_tokens=1 + number % 24, tenant="flood")
@@ -171,7 +171,7 @@ def test_fair_those_who_make_room_lose_no_token_and_all_of_a_flood_ends():
         assert engine.tokens(request.request_id) == run_alone(request, engine.config).new_token_ids
 
 
-def test_fair_within_a_tenant_and_between_tenants_nobody_is_forgotten():
+def test_fair_starves_no_request_within_or_between_tenants():
     engine = engine_of("fair", fair_weights={"c": 5})
     traffic = Traffic(engine, *({"tenant": tenant} for tenant in "abcd"))
     traffic.step(60)
