@@ -141,7 +141,7 @@ def test_estimates_of_a_row_of_widths_are_those_of_each(
     assert costs.rising(first, 12) == pytest.approx(list(itertools.accumulate(estimates, max)))
 
 
-def test_with_a_prior_the_first_step_may_have_guesses() -> None:
+def test_first_step_with_a_prior_may_have_drafts() -> None:
     speculation = Speculation({"said": Said({"a": Draft([1] * 8)})})
     assert speculation.costs is not None
     speculation.costs.expect({width: 1.0 + 0.01 * width for width in (1, 2, 3, 5, 9)})
@@ -150,7 +150,7 @@ def test_with_a_prior_the_first_step_may_have_guesses() -> None:
     assert Speculation({}, adaptive=False).costs is None
 
 
-def test_acceptance_follows_the_request_and_fades_to_that_of_its_kind() -> None:
+def test_acceptance_follows_the_request_and_fades_to_its_kind() -> None:
     acceptance = Acceptance()
     assert acceptance.rate("a", "kind") == 0.5
     for _ in range(30):
@@ -164,7 +164,7 @@ def test_acceptance_follows_the_request_and_fades_to_that_of_its_kind() -> None:
     assert acceptance.rate("b", "kind") == pytest.approx(acceptance.rate("c", "kind"), abs=0.01)
 
 
-def test_guessing_in_vain_rests_longer_and_longer() -> None:
+def test_rejected_drafting_pauses_longer_and_longer() -> None:
     balance, rests = Balance(), list[int]()
     for _ in range(9):
         for _ in range(TRIAL_STEPS):
@@ -182,7 +182,7 @@ def test_guessing_in_vain_rests_longer_and_longer() -> None:
 
 
 @given(st.integers(0, 2**32), st.floats(0.01, 10.0))
-def test_what_is_tried_in_vain_takes_a_small_share_whatever_wakes_it(seed: int, spent_s: float) -> None:
+def test_rejected_trials_take_a_small_share_for_any_wakeups(seed: int, spent_s: float) -> None:
     """Steps last one second each; a trial's time is part of the total at once."""
     random, balance, seconds, lost = Random(seed), Balance(), 0.0, 0.0
     for _ in range(2000):
@@ -216,7 +216,7 @@ def tokens(*names: str) -> dict[str, np.ndarray]:
     return {name: np.zeros(4, dtype=np.int32) for name in names}
 
 
-def test_certain_guesses_go_first_and_grammars_cut_the_others() -> None:
+def test_certain_drafts_go_first_and_grammars_cut_the_others() -> None:
     first = Said({"a": Draft([1], 3), "b": Draft([2, 2, 2], 1)})
     second = Said({"a": Draft([3, 3], CERTAIN), "b": Draft([4], 9), "c": Draft([5])})
     both = Speculation(
@@ -249,7 +249,7 @@ def run(speculation: Speculation, num_right: int, num_steps: int) -> list[int]:
     return verified
 
 
-def test_a_request_whose_guesses_are_wrong_gets_hardly_any() -> None:
+def test_request_with_rejected_drafts_gets_hardly_any() -> None:
     drafts = {"a": Draft([1] * 8)}
     right = run(Speculation({"said": Said(drafts)}), 8, 100)
     assert right[-50:] == [8] * 50
@@ -258,7 +258,7 @@ def test_a_request_whose_guesses_are_wrong_gets_hardly_any() -> None:
 
 
 @pytest.mark.parametrize("num_ahead", [0, 2])
-def test_what_takes_more_than_it_saves_is_asked_more_and_more_seldom(num_ahead: int) -> None:
+def test_drafter_that_costs_more_than_it_saves_is_used_less(num_ahead: int) -> None:
     """Steps that were planned while guessing rested say nothing about it."""
     clocks, asked, done = ToldClocks(), list[int](), list[int]()
 

@@ -40,7 +40,7 @@ def test_no_other_depth_gives_more_tokens_for_the_time(
     assert tokens_per_s(chosen) == pytest.approx(max(map(tokens_per_s, candidates)))
 
 
-def test_until_plain_steps_were_timed_nothing_is_asked_for() -> None:
+def test_no_drafts_are_requested_before_plain_steps_are_timed() -> None:
     assert choose_depth([0.9], 8, 1, StepCosts(), 0.0) == 0
 
 
@@ -62,7 +62,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_who_takes_time_and_is_wrong_is_asked_less(adaptive: bool) -> None:
+def test_slow_and_wrong_drafter_is_used_less(adaptive: bool) -> None:
     slow = Slow()
     speculation = Speculation({"slow": slow}, most=6, adaptive=adaptive)
     speculation.add_request("a", 1, ("", None))

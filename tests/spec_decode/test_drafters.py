@@ -82,7 +82,7 @@ def test_ngram_copies_round_and_round() -> None:
 
 @given(st.lists(few_tokens, min_size=1, max_size=4), st.randoms(use_true_random=False))
 @settings(derandomize=True, deadline=None)
-def test_the_automaton_accepts_the_runs_of_its_texts_and_nothing_else(
+def test_automaton_accepts_exactly_the_substrings_of_its_texts(
     texts: list[list[int]], draw: random.Random
 ) -> None:
     """Texts grow side by side, and the state of each is that of the longest end which was there before, or of all."""
@@ -110,7 +110,7 @@ def test_the_automaton_accepts_the_runs_of_its_texts_and_nothing_else(
     assert len(automaton) <= 2 * sum(map(len, texts)) + 1
 
 
-def test_suffix_knows_what_its_owner_said() -> None:
+def test_suffix_drafts_from_its_owners_texts() -> None:
     drafter = SuffixDrafter(config())
     drafter.propose([text([5, 1, 2, 3, 4], "a", 1, ("x", None))], 3)
     drafter.forget("a")
@@ -148,7 +148,7 @@ def test_suffix_copies_what_once_followed(outputs: list[list[int]], tokens: list
             )
 
 
-def test_a_corpus_forgets_the_oldest_and_a_text_that_runs_on_is_found_in_both() -> None:
+def test_corpus_evicts_the_oldest_and_a_running_text_is_in_both() -> None:
     drafter = SuffixDrafter(config())
     drafter._corpora = Corpora(40)
     said = list(range(100, 118))
@@ -162,7 +162,7 @@ def test_a_corpus_forgets_the_oldest_and_a_text_that_runs_on_is_found_in_both() 
     assert drafter.propose([text(said[:5], "c")], 4) == [Draft([])]
 
 
-def test_memory_is_bounded_whoever_asks() -> None:
+def test_memory_is_bounded_for_any_owners() -> None:
     drafter, draw = SuffixDrafter(config()), random.Random(1)
     drafter._corpora = Corpora(1000)
     for number in range(300):
@@ -174,7 +174,7 @@ def test_memory_is_bounded_whoever_asks() -> None:
         assert drafter._corpora.num_tokens <= 1000 + 40
 
 
-def test_many_owners_take_little_and_are_not_counted_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_owners_take_little_and_are_counted_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has said one token, as clients may that give every request a salt of its own."""
     drafter, looked_at = SuffixDrafter(config()), [0]
     drafter._corpora = Corpora(1000)
@@ -206,7 +206,7 @@ def test_a_text_runs_on_in_a_corpus_that_was_forgotten() -> None:
     assert sum(corpus.num_tokens + CORPUS_TOKENS for corpus in corpora) == drafter._corpora.num_tokens < 100
 
 
-def test_recorded_guesses_are_right_as_often_as_asked(tmp_path: Path) -> None:
+def test_recorded_drafts_have_the_requested_acceptance_rate(tmp_path: Path) -> None:
     path = tmp_path / "outputs.json"
     output = list(range(1000))
     path.write_text(json.dumps([{"prompt_token_ids": [7, 8], "token_ids": output}]))
