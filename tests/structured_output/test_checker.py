@@ -126,7 +126,7 @@ def test_time_is_limited() -> None:
     checker.close()
 
 
-def test_constraint_whose_masks_are_slow_is_refused() -> None:
+def test_constraint_with_slow_masks_is_refused() -> None:
     """As far as that shows within the first bytes of a text."""
     checker = Checker(StructuredOutputsSettings(mask_time_ms=0.1))
     slow = " | ".join(f'"b{number}"' for number in range(3000))

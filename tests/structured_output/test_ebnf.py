@@ -194,7 +194,7 @@ GRAMMARS = [
 
 
 @pytest.mark.parametrize(("grammar", "good", "bad"), GRAMMARS, ids=lambda value: ascii(value)[:30])
-def test_a_grammar_of_llama_cpp_is_read_as_the_other_backend_reads_it(
+def test_llama_cpp_grammar_is_read_alike_by_both_backends(
     grammar: str, good: list[str], bad: list[str]
 ) -> None:
     prepared = guidance.prepare(StructuredOutputsParams(grammar=grammar))

@@ -105,7 +105,7 @@ def test_a_choice_allows_the_beginnings_of_its_texts(
 @with_each_library
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(written=expressions(ALPHABET), data=st.lists(st.integers(0, 255), max_size=6))
-def test_a_token_that_is_not_allowed_leaves_the_matcher_as_it_was(
+def test_disallowed_token_leaves_the_matcher_unchanged(
     library: type[GrammarBackend], written: Written, data: list[int]
 ) -> None:
     backend = library(Vocabulary.from_bytes())

@@ -180,7 +180,7 @@ def test_objects_can_be_closed() -> None:
         assert takes(grammar, '{"a":{"b":1}}')
 
 
-def test_white_space_is_as_asked_for() -> None:
+def test_white_space_is_as_requested() -> None:
     spaced = '{\n    "a": [1, 2]\n}'
     assert takes(compiled(json_object=True), spaced)
     assert takes(compiled(json_object=True), '{"a":1}')
