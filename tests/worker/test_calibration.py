@@ -72,7 +72,7 @@ def test_steps_keep_every_promise_of_a_plan(layers: list[KVCacheSpec]) -> None:
     Calibration(shapes_of(config), cache).run(run, StepCosts())
 
 
-def test_the_fastest_of_each_width_counts_and_the_first_of_each_shape_does_not() -> None:
+def test_fastest_step_of_a_width_counts_and_first_of_a_shape_not() -> None:
     """By a clock that tells of a step that is held up every now and then."""
     ran, costs = list[int](), StepCosts()
 

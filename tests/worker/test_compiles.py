@@ -22,7 +22,7 @@ NUM_ENGINES = 18
 
 @pytest.mark.more
 @pytest.mark.parametrize("first", range(0, NUM_ENGINES, 3))
-def test_every_variant_of_a_kernel_is_asked_for_before_the_first_request(
+def test_every_kernel_variant_compiles_before_the_first_request(
     first: int, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """And before the graphs that have it, in which nothing can be compiled."""

@@ -88,7 +88,7 @@ def test_available_memory(tmp_path: Path, files: dict[str, str], gib: int) -> No
     assert Host(write(tmp_path, files)).available_bytes() == gib * GIB
 
 
-def test_all_memory_is_what_the_tightest_group_grants_and_mapped_files_are_not_taken(tmp_path: Path) -> None:
+def test_memory_is_the_tightest_cgroups_without_mapped_files(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/a\n",
         "proc/self/statm": f"9 9 {GIB // mmap.PAGESIZE} 1 0 1 0",
@@ -102,7 +102,7 @@ def test_all_memory_is_what_the_tightest_group_grants_and_mapped_files_are_not_t
     assert (host.total_bytes(), host.left_bytes()) == (5 * GIB, GIB)
 
 
-def test_a_replica_takes_its_share_less_what_it_has_and_mapped_files_are_taken_once(tmp_path: Path) -> None:
+def test_replica_share_excludes_its_memory_and_counts_files_once(tmp_path: Path) -> None:
     pages = GIB // mmap.PAGESIZE
     host = Host(write(tmp_path, {"proc/self/statm": f"9 {3 * pages} {2 * pages} 1 0 1 0"}))
     assert (host.own_bytes(), host.own_bytes(2)) == (3 * GIB, 2 * GIB)
@@ -160,7 +160,7 @@ def test_default_threads(
     assert f"cpu_threads = {threads}: " in caplog.text
 
 
-def test_threads_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_as_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(worker_cpu, "set_num_threads", chosen.append)
     CpuDevice().start(tiny_config(cpu_threads=3))

@@ -74,7 +74,7 @@ GRAPHS: dict[str, Any] = {"prefill_graph_sizes": [0], "cuda_graph_capture": "laz
 
 
 @needs_kernels
-def test_ranks_on_devices_replay_graphs_and_say_what_one_process_says(
+def test_device_ranks_replay_graphs_and_match_one_process(
     tiny_model: Callable[[str], Path], devices: list[FakeGpu]
 ) -> None:
     options: dict[str, Any] = {"tp_invariant": True, **GRAPHS}
@@ -102,7 +102,7 @@ def test_ranks_on_devices_replay_graphs_and_say_what_one_process_says(
     ],
     ids=str,
 )
-def test_stages_on_devices_replay_graphs_and_say_what_one_process_says(
+def test_device_stages_replay_graphs_and_match_one_process(
     num_shares: int, more: dict[str, Any], tiny_model: Callable[[str], Path], devices: list[FakeGpu]
 ) -> None:
     """Each has graphs of its layers, which read the stream of the stage before where it arrives."""

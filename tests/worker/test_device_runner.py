@@ -134,7 +134,7 @@ def test_steps_that_verify_drafts_are_replayed(capture: str) -> None:
     assert {*gpu.replayed_choices} - {1, 2, 4, 8}
 
 
-def test_steps_with_prompts_are_replayed_where_a_shape_holds_them() -> None:
+def test_steps_with_prompts_are_replayed_if_a_shape_holds_them() -> None:
     gpu = FakeGpu()
     runner = clean_runner(device=gpu, prefill_graph_sizes=[16, 40, 100], cudagraph_capture_sizes=[1])
     runner.prepare()
@@ -171,7 +171,7 @@ def test_processed_logprobs_are_the_hosts() -> None:
     assert got == driven(Driver(clean_runner(**args)), 8, params)
 
 
-def test_decode_steps_are_replayed_from_the_smallest_graph_that_holds_them() -> None:
+def test_decode_steps_replay_the_smallest_fitting_graph() -> None:
     gpu = FakeGpu()
     runner = toy_runner(device=gpu, prefill_graph_sizes=[0])
     runner.prepare()
@@ -217,7 +217,7 @@ def test_a_rehearsal_shows_what_graphs_take_and_uses_none(capture: str, captured
     assert (gpu.replayed, gpu.replayed_choices) == ([], [])
 
 
-def test_sizes_as_asked_and_a_step_that_none_holds() -> None:
+def test_graph_sizes_are_as_requested_and_a_larger_step_is_eager() -> None:
     gpu = FakeGpu()
     runner = toy_runner(device=gpu, cudagraph_capture_sizes=[2, 1, 100], prefill_graph_sizes=[0])
     runner.prepare()
@@ -229,7 +229,7 @@ def test_sizes_as_asked_and_a_step_that_none_holds() -> None:
     assert gpu.replayed == []
 
 
-def test_nothing_is_read_before_the_result_is_asked_for() -> None:
+def test_no_tensor_is_read_before_the_result_is_requested() -> None:
     """Steps are launched on tokens that the host has not seen, and their results come as late as that."""
     plain, ahead = Driver(toy_runner()), Driver(toy_runner(device=FakeGpu()))
     for driver in (plain, ahead):

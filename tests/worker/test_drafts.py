@@ -66,7 +66,7 @@ def test_drafts_change_nothing(kind: int, logits_elements: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("drafts", [[POISON, 5], [5, POISON, 5]])
-def test_non_finite_logits_behind_a_wrong_draft_are_nobodys_business(drafts: list[int]) -> None:
+def test_non_finite_logits_behind_a_rejected_draft_are_ignored(drafts: list[int]) -> None:
     driver = Driver(toy_runner())
     sequence = driver.submit("a", prompt(9, 2), params(0))
     driver.step({"a": 9})
@@ -76,7 +76,7 @@ def test_non_finite_logits_behind_a_wrong_draft_are_nobodys_business(drafts: lis
     assert sequence.token_ids == alone(9, 2, 0).token_ids
 
 
-def test_a_request_that_fails_behind_a_right_draft_first_gets_what_comes_before() -> None:
+def test_request_failing_after_an_accepted_draft_keeps_tokens() -> None:
     """The poison is all that may be sampled, and nothing can be behind it."""
     only_poison = SamplingParams(temperature=0, max_tokens=9, allowed_token_ids=[POISON])
     driver = Driver(toy_runner())

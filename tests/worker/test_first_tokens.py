@@ -60,7 +60,7 @@ def first_tokens(model: Any, group: Group, own: slice) -> FirstTokens:
 
 @pytest.mark.parametrize("num", [1, 2, 3, 5, 11])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_what_is_drawn_with_top_k_is_what_all_logits_together_give(size: int, num: int) -> None:
+def test_top_k_samples_of_ranks_are_those_of_all_logits(size: int, num: int) -> None:
     """With top-p and min-p beside it, and for greedy rows as well; of what cannot be drawn from, too."""
     logits, draw = rows(), np.random.default_rng(num)
     settings = torch.tensor(
@@ -123,7 +123,7 @@ def test_a_model_scales_what_it_shows(name: str, tiny_model: Callable[[str], Pat
 
 
 @needs_kernels
-def test_steps_in_which_few_tokens_decide_do_not_bring_logits_together(
+def test_steps_decided_by_few_tokens_gather_no_logits(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for those in which somebody wants more than the likeliest ones, and with the same tokens."""

@@ -120,7 +120,7 @@ def test_a_machine_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -
         gpu_module.check_compiler(torch.device("cpu"))
 
 
-def test_kernels_that_are_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_compiles_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, names = knobs.runtime, list[str]()
     monkeypatch.setattr(runtime, "jit_post_compile_hook", None)
     compiles.watch(names.append)

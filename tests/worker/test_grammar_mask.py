@@ -83,7 +83,7 @@ def test_what_was_generated_before_a_preemption_is_read_again() -> None:
     assert Bench([member("abc", "abc")]).sample("x").token_ids.tolist() == [END]
 
 
-def test_a_whole_text_ends_whatever_else_is_asked_for() -> None:
+def test_complete_text_ends_for_any_other_parameters() -> None:
     members = [
         member("a", "a", min_tokens=5, max_tokens=9),
         member("a", "a", allowed_token_ids=[7]),
@@ -93,7 +93,7 @@ def test_a_whole_text_ends_whatever_else_is_asked_for() -> None:
     assert Bench(members).sample("b").token_ids.tolist() == [END] * 4
 
 
-def test_with_ignore_eos_there_is_no_end_while_the_text_may_go_on() -> None:
+def test_ignore_eos_prevents_an_end_while_the_text_may_continue() -> None:
     bench = Bench([member("ab{0,2}", ignore_eos=True)])
     taken = [bench.step(END).token_ids.tolist()[0] for _ in range(5)]
     assert bytes(taken[:3]) == b"abb"
@@ -121,7 +121,7 @@ def test_an_end_among_drafts_is_the_end() -> None:
     assert bench.sample("b").token_ids.tolist() == [ord("a")]
 
 
-def test_a_request_whose_grammar_cannot_be_compiled_fails_alone() -> None:
+def test_request_with_an_uncompilable_grammar_fails_alone() -> None:
     bench = Bench([member("("), member("a"), member(None)])
     output = bench.sample("b")
     assert list(output.failed) == [0]
@@ -135,7 +135,7 @@ def test_a_text_that_has_left_its_grammar_fails() -> None:
     assert "left its grammar" in output.failed[0]
 
 
-def test_a_vocabulary_that_cannot_be_read_costs_only_those_who_need_it() -> None:
+def test_unreadable_vocabulary_fails_only_constrained_requests() -> None:
     grammars = GrammarStore(StructuredOutputsSettings())
     grammars.use_vocabulary(_broken)
     output = Bench([member("a"), member(None)], grammars).sample("b")
@@ -254,7 +254,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> GrammarStore:
     return store(backend="failing")
 
 
-def test_limits_of_what_texts_share_do_not_end_one_that_keeps_within_them_alone(
+def test_shared_limits_do_not_end_a_text_within_them_alone(
     failing: GrammarStore,
 ) -> None:
     bench = Bench([member("shared:2"), member("always:2"), member("once:1")], failing)
@@ -293,7 +293,7 @@ def forced(bench: Bench, output: str) -> bytes:
     return bytes(bench.sampler.grammar_mask.forced_tokens(int(bench.rows[0]), known))
 
 
-def test_what_has_no_alternative_is_told_ahead_and_changes_no_mask() -> None:
+def test_forced_tokens_are_predicted_and_change_no_mask() -> None:
     bench = Bench([member("<(?:name|number): [ab]>")])
     assert forced(bench, "") == b"<n"
     for character in "<na":
@@ -307,7 +307,7 @@ def test_what_has_no_alternative_is_told_ahead_and_changes_no_mask() -> None:
     assert forced(bench, "<name: a>") == b""
 
 
-def test_nothing_is_told_of_texts_without_a_grammar_or_out_of_it() -> None:
+def test_no_forced_tokens_without_a_grammar_or_outside_it() -> None:
     assert forced(Bench([member(None)]), "") == b""
     assert forced(Bench([member("abc")]), "x") == b""
     assert forced(Bench([member("abc")]), "abc") == b""

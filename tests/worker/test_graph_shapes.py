@@ -48,7 +48,7 @@ def test_verified_drafts_have_shapes_for_rows_and_drafts() -> None:
     assert max(shape.num_tokens for shape in verified) <= 300
 
 
-def test_what_is_asked_for_is_held_to_the_limits() -> None:
+def test_requested_sizes_are_limited() -> None:
     asked = {"cudagraph_capture_sizes": [3, 200], "prefill_graph_sizes": [7, 4000]}
     config = tiny_config(**LIMITS, **asked)
     assert decode_sizes(config) == (3,)

@@ -77,7 +77,7 @@ def test_everybodys_graphs_are_made_in_order() -> None:
     assert made == [("passes", False), ("choices", False), ("passes", True), ("choices", True)]
 
 
-def test_what_triton_tells_apart() -> None:
+def test_triton_specializations_are_distinguished() -> None:
     variants = [row_variant(count) for count in range(1, 33)]
     assert row_variant(1) not in variants[1:]
     assert row_variant(24) == row_variant(17)

@@ -194,7 +194,7 @@ def test_unusable_request_fails_alone(bad: NewRequestData, message: str) -> None
     assert not runner.execute_model(SchedulerOutput(3, [], [], ["good"])).failed
 
 
-def test_a_model_without_a_pooler_fails_a_request_that_wants_one_and_no_other() -> None:
+def test_model_without_pooler_fails_only_pooling_requests() -> None:
     runner, pooling = toy_runner(), PoolingParams()
     wanting = msgspec.structs.replace(request([1, 2], request_id="wanting"), pooling_params=pooling)
     new = [wanting, request([3], request_id="other", block_ids=[3])]
@@ -255,7 +255,7 @@ def test_timings_are_reported() -> None:
     [(1, 13, [12]), (1, 3, None), (0, 13, None)],
     ids=["a long prompt", "a short one", "one whose logprobs are told"],
 )
-def test_the_model_hears_which_rows_of_a_long_step_are_read(
+def test_model_receives_the_rows_read_of_a_long_step(
     kind: int, length: int, wanted: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, heard = toy_runner(), []

@@ -118,7 +118,7 @@ def test_no_token_depends_on_the_number_of_rounds(
 @pytest.mark.parametrize(
     "args", [{}, {"num_gpu_blocks_override": 17}, {"quantization": "int8"}, {"max_num_seqs": 1}]
 )
-def test_rounds_are_used_and_give_way_to_all_else_that_is_asked_for(
+def test_rounds_are_used_unless_a_feature_excludes_them(
     args: dict[str, Any], tiny_model: Callable[[str], Path], seen: list[Seen]
 ) -> None:
     """Also where blocks are so few that requests are preempted, and where prefixes are found."""
@@ -203,7 +203,7 @@ def test_a_round_that_lasts_longer_than_expected_is_the_last(
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_request_whose_logits_turn_bad_fails_as_in_steps_and_costs_no_other(
+def test_non_finite_logits_in_rounds_fail_only_their_request(
     together: bool, tiny_model: Callable[[str], Path], tmp_path: Path, seen: list[Seen]
 ) -> None:
     shutil.copytree(tiny_model("llama"), tmp_path, dirs_exist_ok=True)

@@ -591,7 +591,7 @@ def test_logprobs_are_of_the_model_not_of_the_sampler() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_logit_of_minus_infinity_is_a_token_that_cannot_be_chosen(temperature: float) -> None:
+def test_logit_of_minus_infinity_is_never_sampled(temperature: float) -> None:
     """A model may mask the padding of its vocabulary that way."""
     logits = random_logits(random.Random(1), ties=False)
     masked = [-math.inf if token % 3 else value for token, value in enumerate(logits)]
@@ -641,7 +641,7 @@ def test_unused_features_stage_nothing() -> None:
     assert len(bench.stage(rows_of(0, 1)).features) == 1
 
 
-def test_features_that_change_logits_leave_the_reported_ones_alone() -> None:
+def test_features_that_change_logits_keep_reported_logprobs() -> None:
     """Whether or not a copy had to be made for them."""
     logits = [random_logits(random.Random(4), ties=False)] * 2
     plain = Bench([request([1], params(logprobs=3, temperature=0.0))] * 2).sample(logits)

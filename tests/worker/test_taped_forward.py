@@ -320,7 +320,7 @@ class Cold(Lookup):
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 @pytest.mark.parametrize(("model", "problem"), [(Picking(), None), (Cold(), "too cold")])
-def test_what_fails_on_numbers_that_nobody_computed_runs_as_it_is(
+def test_forward_failing_on_uncomputed_numbers_runs_unrecorded(
     model: Lookup, problem: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     forward = TapedForward(model, 4, (4,), ROOM)
@@ -341,7 +341,7 @@ class Choosing(Lookup):
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 @pytest.mark.parametrize(("model", "said"), [(Choosing(), True), (Lookup(), False)], ids=["index", "kernels"])
-def test_a_model_that_cannot_be_recorded_says_why_before_the_first_request(
+def test_unrecordable_model_is_reported_before_the_first_request(
     model: Lookup, said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, device = tiny_config(), CpuDevice()
