@@ -47,7 +47,7 @@ def test_an_exception_is_a_field() -> None:
     assert line["exception"].endswith("ValueError: why")
 
 
-def test_the_request_of_the_task_is_a_field_and_one_that_is_named_goes_first() -> None:
+def test_task_request_is_a_log_field_and_a_named_one_goes_first() -> None:
     token = request_id.set("r-1")
     try:
         assert json.loads(JsonFormatter().format(record("x")))["request_id"] == "r-1"

@@ -90,7 +90,7 @@ def test_the_format_comes_from_the_environment(
         configure_logging()
 
 
-def test_the_last_word_of_a_command_is_a_line_of_the_log_if_that_is_json(
+def test_last_message_of_a_command_is_a_log_line_if_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logging("info", "text")
@@ -137,7 +137,7 @@ def logs(num_lines: int, **streams: int) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", LOGS, str(num_lines)], env=env, text=True, **streams)  # type: ignore[call-overload, no-any-return]
 
 
-def test_all_lines_come_in_order_to_who_reads() -> None:
+def test_reader_gets_all_lines_in_order() -> None:
     process = logs(3000, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "said\n")
@@ -145,7 +145,7 @@ def test_all_lines_come_in_order_to_who_reads() -> None:
 
 
 @pytest.mark.item(53)
-def test_a_pipe_that_nobody_reads_holds_up_nobody() -> None:
+def test_unread_pipe_blocks_no_caller() -> None:
     process = logs(3000, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     started = time.monotonic()
     assert process.wait(60) == 0

@@ -244,7 +244,7 @@ def run_program(package: Path, registered: str = "", **environment: str) -> subp
 
 
 @pytest.mark.more
-def test_an_installed_package_registers_its_model_in_the_core_process_too(package: Path) -> None:
+def test_installed_package_registers_its_model_in_the_core_too(package: Path) -> None:
     done = run_program(package)
     assert "tokens [" in done.stdout, done.stderr
 
@@ -275,9 +275,7 @@ PONDERED = ReasoningFormat("pondered", ("(hm ",), (" so)",), evidence=(("(hm ",)
 
 
 @pytest.mark.parametrize("name", ["shouted", "auto"])
-def test_a_format_of_a_package_is_named_like_any_other_and_chosen_by_its_evidence(
-    offer: Offer, name: str
-) -> None:
+def test_format_of_a_package_is_chosen_by_name_and_by_evidence(offer: Offer, name: str) -> None:
     template = "answer with (hm ... so) and CALL name {}"
     assert choose("auto", "auto", template) == AnswerFormat(None, None)
     offer(TOOL_FORMATS.group, f"shouted={__name__}:SHOUTED")

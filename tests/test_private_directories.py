@@ -53,7 +53,7 @@ def test_one_is_its_users_alone_until_it_is_removed(folder: Path) -> None:
         assert not directory.exists()
 
 
-def test_the_next_one_removes_what_the_killed_have_left_and_nothing_else(folder: Path) -> None:
+def test_next_engine_removes_only_directories_of_killed_ones(folder: Path) -> None:
     for name in ("quire-of-somebody", "quire-made-a-moment-ago"):
         (folder / name).mkdir()
     (folder / "quire-made-a-moment-ago" / f"new {private_directories._lock_name()}").touch()

@@ -18,7 +18,7 @@ class Node:
         self.own = self
 
 
-def test_what_has_settled_is_collected_too_and_what_is_left_stays_settled() -> None:
+def test_frozen_garbage_is_collected_and_the_rest_stays_frozen() -> None:
     try:
         node = Node()
         alive = weakref.ref(node)

@@ -18,7 +18,7 @@ STRANGERS_NAME = re.compile(r"""pip install [^\n]*\bquire(?![-\w/])|['"]quire\["
 """An installation of `quire`, which is another project's distribution on PyPI."""
 
 
-def test_sources_never_tell_to_install_the_strangers_quire() -> None:
+def test_sources_never_advise_the_foreign_package_quire() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
     texts = {
         name: (ROOT / name).read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_install_command_names_the_extras_packages(extra: str) -> None:
     assert command == [sys.executable, "-m", "pip", "install", *wanted]
 
 
-def test_install_command_of_unknown_extra_or_no_install_names_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_command_without_a_known_extra_names_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shlex.split(version.install_command("no-such"))[-1] == "quire-llm[no-such]"
     monkeypatch.setattr(version, "DISTRIBUTION", "no-such-distribution-anywhere")
     assert shlex.split(version.install_command("hf"))[-1].endswith("[hf]")

@@ -170,7 +170,7 @@ def test_the_fourth_death_ends_the_server_with_the_reason(tmp_path: Path) -> Non
 
 @pytest.mark.more
 @pytest.mark.item(46)
-def test_a_server_that_is_stopped_goes_on_and_one_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+def test_stopped_server_continues_and_killed_one_leaves_nothing(tmp_path: Path) -> None:
     with mortal(tmp_path) as service:
         core = core_pid(service)
         wanted = expected(service)
@@ -215,7 +215,7 @@ def test_a_step_that_fails_is_a_pause(orders: tuple[str, ...], tmp_path: Path, s
 
 @pytest.mark.more
 @pytest.mark.item(48)
-def test_sigterm_lets_streams_finish_and_a_second_one_ends_them_with_an_event(tmp_path: Path) -> None:
+def test_sigterm_lets_streams_finish_and_a_second_ends_them(tmp_path: Path) -> None:
     with mortal(tmp_path, "--shutdown-timeout", "60") as service:
         wanted = expected(service)
         with streaming(service) as results:

@@ -82,7 +82,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 
 @pytest.mark.item(3)
 @pytest.mark.parametrize("field", NUMBERS)
-def test_numbers_beyond_numbers_are_refused_and_extreme_ones_make_none(field: str, service: Service) -> None:
+def test_non_finite_numbers_are_refused_and_extremes_make_none(field: str, service: Service) -> None:
     def send(literal: str) -> httpx.Response:
         body = f'{{"prompt": "Hello", "max_tokens": 3, "logprobs": 2, "seed": 1, "{field}": {literal}}}'
         return service.client.post("/v1/completions", content=body, headers=JSON)
@@ -126,7 +126,7 @@ def test_too_much_at_once_is_refused_before_anything_is_copied(
 
 
 @pytest.mark.item(5)
-def test_lengths_that_cannot_be_are_refused_and_none_is_cut_silently(service: Service) -> None:
+def test_impossible_lengths_are_refused_and_none_is_cut_silently(service: Service) -> None:
     for value in (0, -1, 2**63, 2**200, 1.0, True):
         refused(service.complete(max_tokens=value))
     prompt = [5] * 2000
@@ -155,7 +155,7 @@ def test_logprobs_of_a_prompt_do_not_depend_on_the_prefix_cache(service: Service
 
 
 @pytest.mark.item(7)
-def test_a_least_length_goes_with_stop_ids_and_not_with_contradictions(service: Service) -> None:
+def test_min_tokens_works_with_stop_ids_contradictions_refused(service: Service) -> None:
     everything = service.complete(min_tokens=4, max_tokens=8, stop_token_ids=list(range(2000)))
     assert everything.status_code in (200, 400), everything.text
     some = service.complete(min_tokens=4, max_tokens=8, stop_token_ids=[1, 2, 3]).json()
@@ -436,7 +436,7 @@ TELLTALE = re.compile(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_an_error_tells_of_the_request_and_nothing_of_the_server(
+def test_error_describes_the_request_and_not_the_server(
     path: str, body: dict[str, Any], service: Service
 ) -> None:
     reply = service.post(path, body)

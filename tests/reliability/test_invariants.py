@@ -42,7 +42,7 @@ def used() -> Any:
     engine.shutdown()
 
 
-def test_blocks_that_nobody_holds_are_seen(used: Any) -> None:
+def test_unreferenced_blocks_are_detected(used: Any) -> None:
     _, scheduler, core = used
     invariants.check_scheduler(scheduler, core())
     pool = scheduler._kv._pool
@@ -52,7 +52,7 @@ def test_blocks_that_nobody_holds_are_seen(used: Any) -> None:
     pool.free(blocks)
 
 
-def test_what_a_front_end_remembers_of_nobody_is_seen(used: Any) -> None:
+def test_orphaned_front_end_state_is_detected(used: Any) -> None:
     engine, *_ = used
     invariants.check_front_end(engine._front_end)
     engine._front_end.router._awaiting_update["a"] = "b"

@@ -123,7 +123,7 @@ def test_internal_sockets_have_no_tcp_form() -> None:
 
 
 @pytest.mark.item(60)
-def test_a_server_is_for_this_machine_unless_told_otherwise() -> None:
+def test_server_binds_to_this_machine_by_default() -> None:
     assert ServerConfig().host == "127.0.0.1"
 
 

@@ -178,7 +178,7 @@ def test_no_code_of_a_model_directory_is_imported(tmp_path: Path, tiny_model: Ca
 @pytest.mark.more
 @pytest.mark.item(53)
 @pytest.mark.parametrize("sh", ['exec "$@"', 'ulimit -f 2000; exec "$@"'])
-def test_a_batch_whose_answers_cannot_be_written_says_so(sh: str, tmp_path: Path) -> None:
+def test_batch_with_unwritable_answers_is_an_error(sh: str, tmp_path: Path) -> None:
     body = {"model": "quire-demo", "prompt": "Hello", "max_tokens": 40, "logprobs": 20, "ignore_eos": True}
     lines = [
         json.dumps({"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": body}) + "\n"

@@ -294,7 +294,7 @@ def test_a_deadline_ends_a_request_and_gives_its_memory_back(service: Service) -
 
 
 @pytest.mark.item(34)
-def test_a_client_that_does_not_read_costs_nobody_else(service: Service) -> None:
+def test_client_that_does_not_read_affects_no_others(service: Service) -> None:
     """test_connection.py has the end of the write timeout; here the client goes first."""
     clients = []
     for _ in range(20):
@@ -340,7 +340,7 @@ def test_a_cache_that_is_too_small_for_all_serves_all(tmp_path: Path, service: S
 
 @pytest.mark.more
 @pytest.mark.item(28)
-def test_what_is_beyond_the_queue_is_told_at_once_and_its_place_comes_back(tmp_path: Path) -> None:
+def test_requests_beyond_the_queue_are_refused_and_places_return(tmp_path: Path) -> None:
     """While the core stands still nothing leaves the queue: exactly so many are let in, and the rest need no core."""
     args = ("--max-num-queued-reqs", "4", "--core-heartbeat-timeout", "600")
     with serving(tmp_path, *args) as limited, ThreadPoolExecutor(60) as pool:
@@ -362,7 +362,7 @@ def test_what_is_beyond_the_queue_is_told_at_once_and_its_place_comes_back(tmp_p
 
 @pytest.mark.more
 @pytest.mark.item(52)
-def test_where_memory_is_short_requests_in_flight_go_on_and_others_are_told_to_come_again(
+def test_short_memory_keeps_in_flight_and_refuses_other_requests(
     tmp_path: Path,
 ) -> None:
     """The limit is beyond what any machine has, so memory is always short."""
@@ -387,7 +387,7 @@ def test_where_memory_is_short_requests_in_flight_go_on_and_others_are_told_to_c
 
 @pytest.mark.more
 @pytest.mark.item(35)
-def test_connections_beyond_the_open_files_are_told_and_the_server_goes_on(tmp_path: Path) -> None:
+def test_connections_beyond_open_files_refused_server_continues(tmp_path: Path) -> None:
     with serving(tmp_path, "--max-connections", "20", "--read-timeout", "3") as limited:
         idle: list[socket.socket] = []
         for _ in range(80):
@@ -413,7 +413,7 @@ SLOW = 1000
 @pytest.mark.skipif(
     resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * SLOW, reason="ulimit -n leaves no room for them"
 )
-def test_a_thousand_half_sent_heads_are_closed_and_real_requests_pass(tmp_path: Path) -> None:
+def test_thousand_half_sent_heads_close_and_real_requests_pass(tmp_path: Path) -> None:
     with serving(tmp_path, "--read-timeout", "5") as attacked, contextlib.ExitStack() as stack:
         for _ in range(SLOW):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", attacked.process.port), 30))
