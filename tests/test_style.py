@@ -56,6 +56,18 @@ def test_style_other_text_is_no_finding(source: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("start", ["def", "async def"])
+def test_style_long_test_name_is_found(start: str, tmp_path: Path) -> None:
+    long, fits = "test_" + 56 * "x", "test_" + 55 * "x"
+    source = (
+        f"class A:\n    {start} {long}(self): ...\n\n\n{start} {fits}(): ...\n\n\ndef other_{long}(): ...\n"
+    )
+    done = run(tmp_path, source)
+    assert done.returncode == 1
+    rule = "a test's name has 61 characters: at most 60 are allowed"
+    assert done.stderr == f"{tmp_path / 'module.py'}:2: {rule}\n"
+
+
 def test_style_missing_folder_is_an_error(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, TOOL, tmp_path / "none"], check=False, capture_output=True, text=True

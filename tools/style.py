@@ -12,6 +12,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("quire", "tests", "benchmarks", "tools", "demo_model", "examples")
 
+MAX_TEST_NAME = 60  # characters
+
 _CLAUSE = re.compile(r"(What|Who|Whom|Whose|Which|How|Where|When|Why|That|Of)\b")
 
 
@@ -33,6 +35,15 @@ def check_docstring(path: Path, node: ast.AST) -> Iterator[Finding]:
         yield Finding(path, node.body[0].lineno, rule)
 
 
+def check_test_name(path: Path, node: ast.AST) -> Iterator[Finding]:
+    """Yield a finding if the node is a test function whose name is too long."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not node.name.startswith("test_"):
+        return
+    if len(node.name) > MAX_TEST_NAME:
+        rule = f"a test's name has {len(node.name)} characters: at most {MAX_TEST_NAME} are allowed"
+        yield Finding(path, node.lineno, rule)
+
+
 def check_file(path: Path) -> list[Finding]:
     """Return the findings in a Python file, in the order of their lines.
 
@@ -40,7 +51,12 @@ def check_file(path: Path) -> list[Finding]:
         SyntaxError: the file is no Python.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    found = [finding for node in ast.walk(tree) for finding in check_docstring(path, node)]
+    found = [
+        finding
+        for node in ast.walk(tree)
+        for check in (check_docstring, check_test_name)
+        for finding in check(path, node)
+    ]
     return sorted(found, key=lambda finding: finding.line)
 
 
