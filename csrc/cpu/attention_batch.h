@@ -28,7 +28,7 @@ inline int64_t find_bad_request(const Call& call) {
 inline void clear_rows_of_no_request(const Call& call, int64_t element_bytes) {
     const int64_t row = call.shape.heads * call.group * call.value_size * element_bytes;
     const int64_t begin = call.batch.starts[0], end = call.batch.starts[call.batch.requests];
-    if (!call.batch.tokens) return;  // there is no memory to be told of, not even of no bytes
+    if (!call.batch.tokens) return;  // there is no memory to pass on, not even of no bytes
     char* out = static_cast<char*>(call.out);
     __builtin_memset(out, 0, static_cast<size_t>(begin * row));
     __builtin_memset(out + end * row, 0, static_cast<size_t>((call.batch.tokens - end) * row));

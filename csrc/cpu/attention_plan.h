@@ -1,5 +1,5 @@
-// Who computes what: the splits of all items, laid end to end by cost, are cut into one stretch for each worker. An item
-// that a cut goes through leaves a part for each of its splits, and these are merged when all workers are done.
+// Plan of attention: the splits of all items, laid end to end by cost, are divided into one stretch for each worker. An item
+// in several stretches leaves a part for each of its splits, and these are merged when all workers are done.
 //
 // Layers of one kind ask for the same plan one after the other, in every step, so a thread keeps the last one.
 
@@ -44,7 +44,7 @@ private:
     int64_t capacity_ = 0;
 };
 
-// An item, its share of the whole cost, and who has its first and its last split.
+// An item, its share of the whole cost, and the workers of its first and its last split.
 struct Planned {
     Item item;
     int64_t begin, first_worker, last_worker;

@@ -88,7 +88,7 @@ template <class T>
 void store_row(const Call& call, int64_t token, int64_t head, const Float32* row, float factor) {
     const int64_t n = call.value_size;
     T* out = static_cast<T*>(call.out) + (token * call.shape.heads * call.group + head) * n;
-    // Adding 0 makes one zero of both: the sign of a sum of zeros would tell which tiles were skipped.
+    // Adding 0 makes one zero of both: the sign of a sum of zeros would reveal the skipped tiles.
     for (int64_t d = 0; d < n; d += kLanes) store(out + d, load(row + d, All{}) * factor + 0.0f, All{});
 }
 

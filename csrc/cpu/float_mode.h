@@ -1,7 +1,7 @@
 // How a thread's processor computes with floats: rounding to nearest, and numbers below the normal ones counted as any others.
 //
-// That is a mode of each thread, which a thread hands on to those that it starts. Any library may have changed it, for a
-// thread or for all of a program, and then bits would tell which thread computed them. So kernels set it, on every thread.
+// That is a mode of each thread, inherited by the threads that it starts. Any library may have changed it, for a thread or
+// for all of a program, and then bits would depend on the thread that computed them. So kernels set it, on every thread.
 
 #pragma once
 

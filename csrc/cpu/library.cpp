@@ -20,18 +20,18 @@ void quire_cpu_set_float_mode(int64_t mode) { quire::set_float_mode(mode); }
 
 int64_t quire_cpu_play(const QuireCpuCall* calls, int64_t count) {
     const quire::Session session;
-    int64_t played = 0;
-    while (played < count && calls[played].function(calls[played].arguments) == 0) ++played;
-    return played;
+    int64_t replayed = 0;
+    while (replayed < count && calls[replayed].function(calls[replayed].arguments) == 0) ++replayed;
+    return replayed;
 }
 
 int64_t quire_cpu_play_timed(const QuireCpuCall* calls, int64_t count, int64_t* nanoseconds) {
     const quire::Session session;
-    int64_t played = 0, began = quire::nanoseconds();
-    while (played < count && calls[played].function(calls[played].arguments) == 0) {
+    int64_t replayed = 0, began = quire::nanoseconds();
+    while (replayed < count && calls[replayed].function(calls[replayed].arguments) == 0) {
         const int64_t now = quire::nanoseconds();
-        nanoseconds[played++] = now - began;
+        nanoseconds[replayed++] = now - began;
         began = now;
     }
-    return played;
+    return replayed;
 }

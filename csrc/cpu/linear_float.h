@@ -62,8 +62,8 @@ inline __attribute__((always_inline)) void add_products(Lanes16 (&acc)[R][P], co
 
 #endif
 
-// sums[R][stride] += x[k][R] * w[k][16], for P panels `panel_stride` elements apart; `fetch` is told each k, and has what
-// comes later on its way.
+// sums[R][stride] += x[k][R] * w[k][16], for P panels `panel_stride` elements apart; `fetch` is called with each k,
+// and prefetches what comes later.
 template <int R, int P, class X, class W, class Fetch>
 inline void multiply_tile(Float32* sums, int64_t stride, const X* x, const W* w, int64_t panel_stride, int64_t count, bool fresh,
                           Fetch fetch) {

@@ -32,7 +32,7 @@ inline void mask_words(float* x, const uint32_t* words, int64_t begin, int64_t e
 
 }  // namespace
 
-// Returns how many there are: a tape ends before it chooses by them.
+// Returns their number: a recorded graph ends before it samples from them.
 int64_t unusable_rows(void* out, const void* logits, int64_t rows, int64_t n) {
     const float* x = static_cast<const float*>(logits);
     Refusals unusable;

@@ -1,7 +1,7 @@
 // What becomes of the hidden states of a text, token after token: sums, or the greatest numbers.
 //
-// Each number is one chain over the tokens in order, which goes on where the step before left it, so no bit tells how a text
-// was cut. Sums are of doubles.
+// Each number is one chain over the tokens in order, which continues where the step before left it, so no bit depends on the
+// chunks of a text. Sums are of doubles.
 
 #include "kernels.h"
 
@@ -40,7 +40,7 @@ inline void add_tokens(double* vector, const T* x, int64_t stride, const Chunk& 
     __builtin_memcpy(vector, &sums, bytes);
 }
 
-// What is no number stays, so that whoever reads the result sees it.
+// NaN stays, so that the reader of the result sees it.
 template <class T, class Lanes>
 inline void keep_greatest(Float32* vector, const T* x, int64_t stride, const Chunk& chunk, Lanes lanes) {
     Vec top = chunk.start ? load(vector, lanes) : splat(-__builtin_inff());

@@ -37,11 +37,11 @@ QUIRE_CPU_EXPORT int64_t quire_cpu_abi_version();
 // Name of the form into which weights are packed.
 QUIRE_CPU_EXPORT const char* quire_cpu_weight_layout();
 
-// Sets how many threads kernels use, whoever calls them: all of the process share one team. Returns how many it will be.
+// Sets the number of threads of kernels, for all callers: the process has one team. Returns the number that it will have.
 QUIRE_CPU_EXPORT int64_t quire_cpu_set_threads(int64_t count);
 
-// Keeps thread i of the team on processor cpus[i], for 0 < i < count; thread 0 is whoever calls a kernel, whose children
-// would inherit it, and stays free. Returns how many threads the system refused to start or to pin.
+// Pins thread i of the team to processor cpus[i], for 0 < i < count. Thread 0 is the caller of a kernel and stays unpinned,
+// since its children would inherit that. Returns the number of threads that the system refused to start or to pin.
 QUIRE_CPU_EXPORT int64_t quire_cpu_pin_threads(const int64_t* cpus, int64_t count);
 
 // Calls body(context, begin, end) for ranges that make up [0, count), on threads of the team where `work`, in

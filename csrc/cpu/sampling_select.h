@@ -56,7 +56,7 @@ struct Prefix {
 };
 
 // Finds the shortest prefix of the order of tokens that reaches a limit: a histogram over the distance to the best
-// token tells in which bin it ends, and only that bin's tokens are looked at more closely.
+// token gives the bin in which it ends, and only that bin's tokens are examined more closely.
 class Selection {
 public:
     explicit Selection(const Shaped& row) : row_(row) {

@@ -1,11 +1,11 @@
 // Exchanging pieces through memory that processes share. Compiled without raised instruction-set flags, like all shared code.
 //
-// A rank numbers its pieces. Piece n lies in its slot n % 2, and stays until the rank has seen piece n + 1 of everybody, which
-// nobody shows before he has done with all pieces n. So one number per rank is all that has to be told.
+// A rank numbers its pieces. Piece n lies in its slot n % 2, and stays until the rank has seen piece n + 1 of every rank, which
+// no rank publishes before it is done with all pieces n. So one number per rank is all that has to be published.
 //
-// Whoever waits spins, for a bounded time, and then sleeps on the number that he waits for (a futex), waking up now and then to
-// see whether the other process is still there. Time is counted in such looks, so that a machine that sleeps costs nobody his
-// peers.
+// A waiting rank spins for a bounded time and then sleeps on the number that it waits for (a futex), waking up now and then
+// to poll whether the other process still exists. The timeout is counted in such polls, so that a suspended machine makes no
+// rank give up its peers.
 
 #include "segment.h"
 
@@ -41,7 +41,7 @@ constexpr int64_t kSlots = 4096;  // where those of rank 0 begin
 struct Segment {
     int64_t ranks, most_bytes;
     int64_t patience;  // looks at a rank that does not answer, though its process runs
-    int64_t tag;       // tells one segment from another
+    int64_t tag;       // distinguishes segments
     Rank rank[kMostRanks];
 };
 
@@ -70,7 +70,7 @@ char trouble_of(int32_t pid) {
     return std::strchr("ZXT", state) ? state : 0;
 }
 
-// Until a word changes from `seen`, somebody wakes its sleepers, or it is time to look.
+// Sleeps until a word changes from `seen`, another process wakes its sleepers, or it is time to poll.
 void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
     const timespec time{0, kLook};
 #ifdef __linux__

@@ -22,8 +22,8 @@ public:
     // Where this rank puts its next piece.
     void* place() const;
 
-    // Shows that piece to the others; returns 0 once theirs can be read, or 1 + the rank that was waited for in vain, and so
-    // from then on. Work on another piece may begin at once: nobody waits for readers.
+    // Publishes that piece; returns 0 once those of the others can be read, or 1 + the rank that did not come, and so from
+    // then on. Work on another piece may begin at once: no rank waits for readers.
     int64_t meet();
 
     // A rank's piece of the last meeting, until the next one.

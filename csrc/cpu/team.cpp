@@ -1,13 +1,13 @@
 // The team: threads that wait for a job and take pieces of it, beside the thread that brings it, the leader.
 //
-// A job is a loop. Its indices are cut into one share per thread, the same for the same loop, so that a thread finds what it
-// has read before in its caches and its memory; a share is taken in pieces, and whoever is done with his own takes from the
-// others' (affinity scheduling: Markatos and LeBlanc, 1994). So nobody waits for a thread that has not come: one that sleeps,
-// or that the system has put aside, holds up only the piece it is at.
+// A job is a loop. Its indices are split into one share per thread, the same for the same loop, so that a thread finds the
+// data of its last turn in its caches and its memory. A share is claimed in pieces, and a thread that has finished its own
+// claims pieces of the others (affinity scheduling: Markatos and LeBlanc, 1994). So no thread waits for one that has not
+// come: a thread that sleeps, or that the system has suspended, delays only its current piece.
 //
-// Whoever waits spins, for a bounded time, and then sleeps. While a tape is played (`Session`) threads spin for longer than
-// anything in it takes that one thread does alone, so none falls asleep within a token, and each job costs the hand-over of
-// two cache lines. Outside they soon sleep: other processes need the cores.
+// A waiting thread spins for a bounded time and then sleeps. While a recorded graph is replayed (`Session`), threads spin
+// for longer than any single-threaded part of it takes, so none falls asleep within a token, and each job costs the
+// hand-over of two cache lines. Outside of a session they soon sleep: other processes need the cores.
 
 #include "team.h"
 
@@ -74,7 +74,7 @@ public:
         number.store(before + 2);
     }
 
-    // In place of whatever there was, perhaps not wholly, a job of nothing for nobody.
+    // Replaces the job, which may be half written, by an empty one.
     void clear() {
         number.store((number.load() | 1) + 1);
         post(nullptr, nullptr, 0, 0);
@@ -98,8 +98,8 @@ private:
     std::atomic<uint64_t> seed_{0};
 };
 
-// How far a share has been taken: the job's number and a count of pieces. Of an earlier job's number it says that nobody has
-// come yet, so nobody has to clear it. A job that is over leaves no share untaken: who comes too late for it gets nothing.
+// Progress of a share: the job's number and the count of claimed pieces. An earlier job's number means that no piece is
+// claimed yet, so no thread has to clear it. A finished job leaves no share unclaimed: a thread that comes late gets nothing.
 class alignas(64) Share {
 public:
     // The next piece, or -1.
@@ -265,7 +265,7 @@ void* Team::serve(void* index) {
     team.serve_as(static_cast<int64_t>(reinterpret_cast<intptr_t>(index)));
 }
 
-// From the start: whoever forks before there are threads may do so while another thread has its first turn.
+// Registered at load: a process may fork before the team has threads, while another thread has its first turn.
 [[maybe_unused]] const int restarts_in_child = pthread_atfork(nullptr, nullptr, [] { team.restart(); });
 
 // The team serves one thread at a time: others that compute wait for their turn.

@@ -1,7 +1,7 @@
 // The threads of all kernels: a kernel is a plain function that one thread runs, and shares loops that are long enough with
 // the others.
 //
-// Every index writes results of its own, so neither the number of threads nor who takes what changes a bit.
+// Every index writes results of its own, so neither the number of threads nor their pieces change a bit.
 
 #pragma once
 

@@ -94,7 +94,7 @@ void* lead(void* rounds) {
     return nullptr;
 }
 
-// Once all sleep, a thread that is stopped holds nobody up: were it not so, this would wait for ever.
+// Once all sleep, a stopped thread delays no other: otherwise this would wait for ever.
 void run_without_one_thread() {
     alarm(60);
     for (int64_t number = 0; number < num_known.load(); ++number) {

@@ -49,9 +49,9 @@ bool spin(Budget budget, Ready ready) {
     }
 }
 
-// Threads that sleep until the next call. Where the system has futexes nobody holds anything while he calls or falls asleep, so
-// a thread that is stopped there, by a debugger say, holds nobody up: a condition variable's caller may wait for those whom he
-// has called before.
+// Threads that sleep until the next call. On a system with futexes no thread holds a lock while it calls or falls asleep, so
+// one that is stopped there, by a debugger say, delays no other. With a condition variable, a caller may wait for threads
+// that it has called before.
 class Sleepers {
 public:
     uint32_t calls() const { return calls_.load(); }
@@ -107,14 +107,14 @@ public:
         asleep_.fetch_sub(1);
     }
 
-    // Whoever is about to sleep has either been counted by now, or sees what has come about.
+    // A thread about to sleep either has been counted by now, or sees the change.
     void wake() {
         if (any_asleep()) sleepers_.call();
     }
 
     bool any_asleep() const { return asleep_.load() > 0; }
 
-    // In a forked process, where nobody waits.
+    // In a forked process, in which no thread waits.
     void restart() {
         sleepers_.restart();
         asleep_.store(0);
