@@ -25,7 +25,7 @@ def test_a_model_is_measured(tiny_model: Callable[[str], Path], monkeypatch: pyt
     assert all(speed > 0 for speed in families.measured(tiny_model("mixtral"), rounds=1))
 
 
-def test_what_is_recorded_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_numbers_are_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, written = tmp_path / "speeds.json", tmp_path / "page.md"
     for module in (families, pages):
         monkeypatch.setattr(module, "SPEEDS", recorded)

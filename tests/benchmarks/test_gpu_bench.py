@@ -67,7 +67,7 @@ def test_percent_and_verdict(row: Row, percent: float | None, verdict: str) -> N
     assert row.verdict == verdict
 
 
-def test_what_fails_or_finds_no_time_costs_itself_alone(
+def test_failed_or_late_measurement_affects_no_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = Row("half", "ms", 2.0, goal=Goal("percent", 3.0))

@@ -69,7 +69,7 @@ def test_the_engine_checks_on_a_device_with_graphs(tmp_path: Path, monkeypatch: 
     assert any(device.replayed_choices for device in devices)
 
 
-def test_what_only_a_device_shows_comes_first(tmp_path: Path) -> None:
+def test_device_only_checks_come_first(tmp_path: Path) -> None:
     assert next(iter(check.GROUPS)) == "device"
     names = [one.name for one in engine_checks.first_checks(Target(torch.device("cpu"), tiny=True), tmp_path)]
     order = ["graphs, ", "overlapped", "200 steps", "swapped", "compiled after start"]
@@ -84,7 +84,7 @@ def test_what_only_a_device_shows_comes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "count", "said"), [("cuda", 1, "want 2 devices and there is 1"), ("cuda", 2, None)]
 )
-def test_what_wants_two_devices_is_left_out_where_there_are_none(
+def test_two_device_checks_are_skipped_without_two_devices(
     kind: str, count: int, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)

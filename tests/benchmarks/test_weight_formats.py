@@ -11,7 +11,7 @@ from quire.bench.kernels import ModelShape
 from quire.models.quantized import page as pages
 
 
-def test_what_is_recorded_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_numbers_are_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelShape(hidden=64, qkv=96, intermediate=128)
     speeds = weight_formats.measured(shape, rounds=1, prefill_rows=3, cold_bytes=1)
     rounded = weight_formats.measured_rounded(shape, rounds=1, prefill_rows=3, cold_bytes=1)

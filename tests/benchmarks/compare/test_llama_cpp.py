@@ -70,7 +70,7 @@ def test_tools_get_the_arguments_of_the_cases(tmp_path: Path) -> None:
     assert (tmp_path / "llama-batched-bench").read_text() == f"{model} {sizes}\n"
 
 
-def test_what_another_processor_built_for_itself_is_built_again(
+def test_native_build_of_another_processor_is_built_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
