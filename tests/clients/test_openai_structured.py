@@ -95,9 +95,7 @@ async def test_answers_are_parsed_asynchronously(base_url: str) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_the_model_would_not_say_is_what_the_schema_demands(
-    client: openai.OpenAI, streamed: bool
-) -> None:
+def test_schema_forces_text_unlikely_for_the_model(client: openai.OpenAI, streamed: bool) -> None:
     other = CHAT | {"messages": asked(QUESTION)}
     message = completion(client, streamed, **other, response_format=Verdict).message
     assert list(json.loads(message.content)) == ["verdict", "case"]
