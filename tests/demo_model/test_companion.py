@@ -47,7 +47,7 @@ def test_expected_steps_average_over_all_acceptance_outcomes(chances: list[float
     assert expected_steps(chances, num_guesses) == pytest.approx(expected)
 
 
-def test_what_is_accepted_is_the_share_of_the_models_in_common() -> None:
+def test_accepted_share_is_the_overlap_of_both_models() -> None:
     """For a first token, the accepted share summed over likely tokens is the overlap of the models' probabilities."""
     rejection, prompt = RejectionSampling(TEACHER, ASSETS), [5, 6, 7, 8]
     with torch.no_grad():

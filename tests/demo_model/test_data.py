@@ -231,7 +231,7 @@ def test_template_opens_a_thought_and_renders_earlier_ones() -> None:
     assert render(messages=[*asked, thought]) == start + "<think>\nT\n</think>\n\nA<|im_end|>\n"
 
 
-def test_only_what_the_prompt_does_not_hold_is_trained_on(tokenizer: Tokenizer) -> None:
+def test_training_mask_covers_only_text_outside_the_prompt(tokenizer: Tokenizer) -> None:
     encoder = train.Encoder(tokenizer)
     plain, thought = messages.say("assistant", "A"), messages.say("assistant", "B", "T")
     ((ids, mask),) = encoder(
