@@ -31,7 +31,7 @@ def pair() -> Iterator[list[DeviceGroup]]:
         group.close()
 
 
-def test_what_devices_have_goes_their_own_way_and_is_captured(pair: list[DeviceGroup]) -> None:
+def test_device_tensors_use_the_device_group_and_are_captured(pair: list[DeviceGroup]) -> None:
     parts = [torch.randn(3, 5, dtype=dtype) for dtype in (torch.float32,) * 2]
     got = on_all(pair, lambda group: ops.all_reduce(parts[group.rank], group))
     assert all(torch.equal(one, tree_sum(parts)) for one in got)

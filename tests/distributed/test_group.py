@@ -132,7 +132,7 @@ def test_rows_of_uneven_counts_reach_their_ranks(size: int, make: Callable[[int]
             assert torch.equal(came, torch.cat([part[rank] for part in parts]))
 
 
-def test_what_is_sent_is_what_it_was_then(make: Callable[[int], Sequence[Group]]) -> None:
+def test_sent_tensor_has_its_values_at_the_send(make: Callable[[int], Sequence[Group]]) -> None:
     first, second = make(2)
 
     def talk(group: Group) -> list[float]:
