@@ -244,7 +244,7 @@ def test_a_search_goes_on_in_another_core(tiny_model: Callable[[str], Path]) -> 
     ]
 
 
-def test_what_a_search_cannot_do_is_refused(tiny_model: Callable[[str], Path]) -> None:
+def test_unsupported_beam_search_parameters_are_refused(tiny_model: Callable[[str], Path]) -> None:
     for bad in ({"temperature": 1.0}, {"beam_width": 0}, {"early_stopping": "soon"}, {"max_tokens": 0}):
         with pytest.raises(ValidationError):
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 3} | bad)

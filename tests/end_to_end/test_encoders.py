@@ -70,7 +70,7 @@ def test_second_texts_have_tokens_of_their_own(name: str, tiny_encoder: Callable
 
 @pytest.mark.skipif(not cpu.available(), reason="tapes are of C++ kernels")
 @pytest.mark.parametrize("name", SOME + [pytest.param(name, marks=pytest.mark.more) for name in OTHERS])
-def test_small_steps_are_recorded_and_played(
+def test_small_steps_are_recorded_and_replayed(
     name: str, tiny_encoder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts of any length have the bits that they have without tapes."""

@@ -106,7 +106,9 @@ def test_greedy_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
         for name in sorted(HOSTED.keys() - {*SOME_HOSTED, *FAMILIES})
     ],
 )
-def test_whatever_transformers_runs_says_its_tokens(name: str, tiny_model: Callable[[str], Path]) -> None:
+def test_transformers_backend_models_match_transformers_tokens(
+    name: str, tiny_model: Callable[[str], Path]
+) -> None:
     """Many at once, in chunks, and again where prefixes are found."""
     directory = tiny_model(name)
     llm = engine(directory, max_num_batched_tokens=32)

@@ -116,7 +116,7 @@ def test_hostile_template_is_a_400_and_others_are_answered(server: Server, name:
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if name.startswith("undefined")])
-def test_what_a_template_may_not_see_is_not_there(server: Server, name: str) -> None:
+def test_template_cannot_reach_hidden_attributes(server: Server, name: str) -> None:
     response = ask(server, name)
     assert response.status_code in (200, 400), response.text
     assert "class" not in response.text

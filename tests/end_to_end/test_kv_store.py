@@ -153,7 +153,7 @@ def test_a_second_engine_reads_what_the_first_one_writes(
         ({"kv_store": "/proc/quire"}, "/proc/quire"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_kv_store_with_unsupported_options_is_refused(
     options: dict[str, Any], message: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -236,7 +236,7 @@ def test_late_interaction(name: str, similarity: str, tmp_path: Path) -> None:
         assert_close(tokens.outputs.data, queries[0])
 
 
-def test_what_pylate_wrote(tmp_path: Path) -> None:
+def test_pylate_model_matches_sentence_transformers(tmp_path: Path) -> None:
     """As sentence-transformers reads it: no module says that vectors have the length 1, or what is matched."""
     write_multi_vector("bert", tmp_path, matched())
     model = tmp_path / "model"

@@ -104,7 +104,7 @@ def test_spaces_come_to_an_end(llm: LLM) -> None:
     assert {output.finish_reason for output in outputs} == {"stop"}
 
 
-def test_what_is_not_kept_to_is_refused_at_its_place(llm: LLM) -> None:
+def test_unsupported_schema_keyword_is_refused_at_its_place(llm: LLM) -> None:
     with pytest.raises(
         ValidationError, match="at /properties/a: the xgrammar backend does not support oneOf"
     ):
