@@ -69,7 +69,7 @@ def test_the_core_does_not_spin_for_long() -> None:
 
 
 @pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
-def test_what_the_user_chose_stands(chosen: dict[str, str]) -> None:
+def test_core_environment_keeps_the_users_values(chosen: dict[str, str]) -> None:
     assert core_environment(chosen) == chosen
 
 

@@ -84,7 +84,7 @@ def test_pooling_request_and_answer_are_one_message_each(
 
 
 @pytest.mark.item(39)
-def test_of_what_is_aborted_the_core_says_what_it_has_cost(null_model_dir: Path) -> None:
+def test_core_reports_the_cost_of_aborted_requests(null_model_dir: Path) -> None:
     """One in the middle of its prompt, one in the queue, one with tokens, one of nobody."""
     args: dict[str, Any] = {"distributed_executor_backend": "null", "max_num_batched_tokens": 16}
     args |= {"max_num_seqs": 3, "scheduling_policy": "fcfs", "enable_prefix_caching": False}

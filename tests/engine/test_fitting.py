@@ -111,7 +111,7 @@ def test_without_special_tokens_there_is_only_text() -> None:
     assert (encoded.token_ids, encoded.second_text_start) == ([0, 1, 2], 2)
 
 
-def test_what_has_no_room_for_text_is_refused() -> None:
+def test_length_without_room_for_text_is_refused() -> None:
     with pytest.raises(ValidationError, match="4 tokens have no room for text beside the 3 special tokens"):
         Fitter(FITTED["bert"]).pair("a", "b", 4)
     with pytest.raises(ValidationError, match="2 tokens have no room"):

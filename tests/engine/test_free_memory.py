@@ -84,7 +84,7 @@ def test_a_reading_that_fails_changes_nothing() -> None:
     ("asked", "total_mib", "kept_mib"),
     [(None, 1000, 30), (None, 10**6, 256), (0, 1000, 0), (7, 1000, 7), (5000, 1000, 5000)],
 )
-def test_what_stays_free(asked: int | None, total_mib: int, kept_mib: int) -> None:
+def test_memory_to_keep_free_follows_the_option(asked: int | None, total_mib: int, kept_mib: int) -> None:
     assert bytes_to_keep(asked, total_mib * MIB) == kept_mib * MIB
 
 

@@ -195,7 +195,7 @@ def test_host_with_another_instruction_set_may_join_with_a_log(
             assert caplog.text.count(words) == warnings
 
 
-def test_what_a_host_says_of_its_core_counts_as_if_it_were_here(
+def test_host_reports_of_its_core_count_as_local(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A host's reports reach the server: its core stalls, the requests in work when it died, and silence."""

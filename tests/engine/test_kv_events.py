@@ -245,7 +245,7 @@ def test_slow_subscriber_blocks_nothing_and_detects_its_loss(
         assert [number for number, _ in mended(heard, slow, 0)] == list(range(total))
 
 
-def test_what_is_older_than_the_buffer_is_gone_and_that_shows(addresses: dict[str, str]) -> None:
+def test_messages_older_than_the_buffer_are_lost_detectably(addresses: dict[str, str]) -> None:
     with (
         publisher(buffer_steps=3, **addresses) as sender,
         contextlib.closing(Subscriber(**addresses)) as late,

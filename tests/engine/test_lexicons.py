@@ -35,7 +35,7 @@ def adapter_in(directory: Path, number: int = 1) -> LoRARequest:
     return LoRARequest(directory.name, number, str(directory))
 
 
-def test_what_an_adapter_does_not_bring_is_the_models(tokenizers: TokenizerCache, tmp_path: Path) -> None:
+def test_adapter_without_a_tokenizer_uses_the_models(tokenizers: TokenizerCache, tmp_path: Path) -> None:
     assert tokenizers.of(None) is tokenizers.model
     assert tokenizers.of(adapter_in(tmp_path / "nowhere")) is tokenizers.model
     assert tokenizers.of(adapter_in(tmp_path)) is tokenizers.model

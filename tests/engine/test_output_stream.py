@@ -59,7 +59,7 @@ async def test_offer_skips_the_last_output_and_waits_for_a_consumer(consumer: Co
     assert (consumer.taken, consumer.seen) == ("c", "abcd")
 
 
-async def test_what_is_not_taken_is_fetched_and_nothing_overtakes_it(consumer: Consumer) -> None:
+async def test_refused_offer_is_fetched_in_order(consumer: Consumer) -> None:
     reading = asyncio.create_task(consumer.read())
     await asyncio.sleep(0)
     consumer.takes = False

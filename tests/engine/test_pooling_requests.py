@@ -123,7 +123,7 @@ def test_a_core_that_takes_over_pools_the_same(cores: PooledCores) -> None:
         assert cores.pooled(f"lost{number}").outputs == cores.pooled(f"before{number}").outputs
 
 
-def test_what_is_aborted_late_or_failed_says_so_and_has_nothing(cores: PooledCores) -> None:
+def test_aborted_late_or_failed_pooling_returns_only_its_error(cores: PooledCores) -> None:
     for label in "abc":
         cores.pool(label, PROMPTS[2], timeout_s=5.0 if label == "b" else None)
     cores.send(cores.front_end.abort("a"))
@@ -199,14 +199,14 @@ def inputs_of(spec: PoolingSpec, directory: Path) -> PoolingInputs:
         (REWARDS, {"returned_token_ids": [0, 2]}, "returned_token_ids has 2, but the model gives 2 numbers"),
     ],
 )
-def test_what_the_model_does_not_offer_is_refused(
+def test_unsupported_pooling_params_are_refused(
     spec: PoolingSpec, params: dict[str, Any], message: str, pair_model_dir: Path
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         inputs_of(spec, pair_model_dir).validated(PoolingParams(**params))
 
 
-def test_what_it_offers_is_settled(pair_model_dir: Path) -> None:
+def test_supported_pooling_params_are_resolved(pair_model_dir: Path) -> None:
     assert inputs_of(EMBEDDER, pair_model_dir).validated(EMBED).task == "embed"
     any_size = dataclasses.replace(EMBEDDER, matryoshka=(0,))
     for spec, size in ((EMBEDDER, 4), (EMBEDDER, 8), (any_size, 5)):

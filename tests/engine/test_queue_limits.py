@@ -129,7 +129,7 @@ async def test_of_many_at_once_exactly_the_limit_is_admitted(null_model_dir: Pat
 
 
 @pytest.mark.item(28)
-async def test_what_is_being_tokenized_has_its_place(
+async def test_request_being_tokenized_holds_a_queue_place(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing has come to the core yet, and the place of one that is refused is free again."""

@@ -43,7 +43,7 @@ def test_several_ranks_have_processes(tiny_model: Callable[[str], Path]) -> None
         ({"cpu_pin_threads": True, "cpu_numa": "off"}, "which requires no --cpu-pin-threads"),
     ],
 )
-def test_what_does_not_work_with_several_ranks_is_refused(
+def test_options_unfit_for_several_ranks_are_refused(
     args: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size is 2, {words}"):
@@ -88,7 +88,7 @@ def test_units_of_experts_and_states_are_named(
 @pytest.mark.parametrize(
     "name", quick_models(sorted(EVERY_FAMILY), {"llama", "jamba", "qwen3next", "diffllama", "jetmoe"})
 )
-def test_what_is_said_to_be_possible_can_be_cut(name: str, tiny_model: Callable[[str], Path]) -> None:
+def test_valid_tp_sizes_are_exactly_the_shardable_ones(name: str, tiny_model: Callable[[str], Path]) -> None:
     """And what is said not to be, cannot."""
     config = prepared(tiny_model(name))
     for size in range(2, 9):
@@ -184,7 +184,7 @@ def test_experts_that_cannot_be_shared_out_are_refused(
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "which requires no --enable-expert-parallel"),
     ],
 )  # fmt: skip
-def test_what_ranks_with_devices_cannot_do_is_refused(
+def test_options_unfit_for_device_ranks_are_refused(
     args: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ConfigError, match=words):

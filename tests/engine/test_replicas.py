@@ -206,7 +206,7 @@ SIZE = "--data-parallel-size is"
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:24],
 )
-def test_what_cannot_be_is_refused_with_what_to_do(
+def test_impossible_replica_options_are_refused_with_advice(
     args: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = made_host(tmp_path, monkeypatch, (2, 2))

@@ -194,7 +194,7 @@ async def test_request_that_kills_two_cores_fails_and_others_continue(
 
 @pytest.mark.more
 @pytest.mark.item(36)
-async def test_what_joins_or_leaves_while_there_is_no_core(
+async def test_requests_may_join_or_leave_while_no_core_runs(
     null_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await started(null_model_dir)

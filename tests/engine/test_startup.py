@@ -110,7 +110,7 @@ def test_an_option_with_an_effect_is_not_talked_about(
         ({"cuda_graph_capture": "lazy", "cudagraph_capture_sizes": (1,)}, set()),
     ],
 )
-def test_what_has_no_effect_on_a_gpu(args: dict[str, Any], expected: set[str]) -> None:
+def test_options_without_effect_on_a_gpu_are_listed(args: dict[str, Any], expected: set[str]) -> None:
     config = EngineConfig.from_args(device="cuda", dtype="bfloat16", **args)
     assert {field for field, _ in without_effect(config)} == expected
 

@@ -201,7 +201,7 @@ def test_a_run_that_was_cut_off_is_read_to_its_last_whole_frame(recording: Path,
         (MAGIC + b"\x0a\0\0\0" + msgspec.msgpack.encode({"version": 9}), "of version 9, not 5"),
     ],
 )
-def test_what_is_no_recorded_run_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
+def test_file_that_is_no_trace_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "run.trace").write_bytes(data)
     with pytest.raises(ConfigError, match=message):
         read_trace(tmp_path / "run.trace")
