@@ -145,7 +145,7 @@ def test_constants_are_not_computed_while_a_template_is_compiled(source: str) ->
         ("{{ '%s %(b)s' | format(b=1) if false else '%s' | format('x') }}", "x"),
     ],
 )
-def test_what_templates_do_goes_on_working(source: str, text: str) -> None:
+def test_common_template_code_renders_in_the_sandbox(source: str, text: str) -> None:
     assert make_environment().from_string(source).render() == text
 
 

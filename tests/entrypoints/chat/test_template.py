@@ -63,7 +63,7 @@ def test_template_reads_names_of_exactly_these_roles(source: str, readers: set[s
         ("{{ missing is defined }}", "False"),
     ],
 )
-def test_what_templates_can_use(source: str, expected: str) -> None:
+def test_template_functions_and_filters_render(source: str, expected: str) -> None:
     assert render(source + "{# #}") == expected
 
 
@@ -83,7 +83,7 @@ def test_what_templates_can_use(source: str, expected: str) -> None:
         "{% include 'x' %}",
     ],
 )
-def test_what_they_cannot(source: str) -> None:
+def test_forbidden_template_code_is_refused(source: str) -> None:
     with pytest.raises(ValidationError, match="chat template") as refused:
         render(source)
     assert "0x" not in refused.value.message

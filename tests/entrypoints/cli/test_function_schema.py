@@ -89,7 +89,7 @@ def test_types(hint: Any, schema: dict[str, Any]) -> None:
     assert tool_of(function)["function"]["parameters"]["properties"] == {"x": schema}
 
 
-def test_what_is_not_said_is_not_made_up() -> None:
+def test_bare_function_schema_has_no_invented_parts() -> None:
     def bare(x, **more):  # type: ignore[no-untyped-def]
         pass
 
@@ -112,6 +112,6 @@ def missing(x: NotThere) -> None: ...  # type: ignore[name-defined]  # noqa: F82
 
 
 @pytest.mark.parametrize("function", [by_position, many, unknown, missing], ids=lambda f: f.__name__)
-def test_what_no_model_could_give_is_refused_by_name(function: Callable[..., Any]) -> None:
+def test_function_with_unusable_parameters_is_refused_by_name(function: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=rf"--tool {function.__name__}: .*"):
         tool_of(function)

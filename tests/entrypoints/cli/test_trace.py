@@ -29,8 +29,6 @@ def test_a_run_is_summed_up_and_replayed(tmp_path: Path, capsys: pytest.CaptureF
     assert "replayed  5 plans, all equal" in printed
 
 
-def test_what_is_no_recording_is_a_mistake_of_the_users(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_trace_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(tmp_path)]) == EXIT_USAGE
     assert "cannot read" in capsys.readouterr().err

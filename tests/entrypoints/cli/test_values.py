@@ -39,7 +39,7 @@ def test_every_plain_integer_is_itself(number: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "k", "1kk", "1.5", "0.0001k", "1e3", "0x10", "nan", "1 k", True, None])
-def test_what_is_no_integer(text: object) -> None:
+def test_invalid_integer_is_a_bad_parameter(text: object) -> None:
     with pytest.raises(click.BadParameter):
         HumanInt().convert(text, None, None)
 

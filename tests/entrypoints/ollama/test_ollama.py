@@ -103,7 +103,7 @@ async def test_nothing_to_say_loads_the_model(client: httpx.AsyncClient, engine:
     assert not engine.seen
 
 
-async def test_what_is_served(client: httpx.AsyncClient) -> None:
+async def test_served_model_is_listed_and_shown(client: httpx.AsyncClient) -> None:
     for path in ("/api/tags", "/api/ps"):
         (model,) = (await client.get(path)).json()["models"]
         assert (model["name"], model["details"]["family"]) == ("fake-model", "fake")

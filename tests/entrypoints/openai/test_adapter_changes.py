@@ -95,9 +95,7 @@ async def test_an_adapter_is_loaded_used_and_unloaded() -> None:
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else None,
 )
-async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(
-    body: dict[str, Any], problem: str
-) -> None:
+async def test_unloadable_adapter_is_refused_without_any_change(body: dict[str, Any], problem: str) -> None:
     async with served(FakeEngine(enable_lora=True)) as client:
         assert problem in reason(await client.post(LOAD, json=body), 400)
         assert await names(client) == ["fake-model"]

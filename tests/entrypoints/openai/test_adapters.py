@@ -69,7 +69,7 @@ async def test_adapters_are_listed_with_their_parent(directory: Path) -> None:
         ("fake-model={}", "the name 'fake-model' is used twice"),
     ],
 )
-def test_what_is_no_adapter_is_refused_at_start(module: str, problem: str, directory: Path) -> None:
+def test_invalid_adapter_is_refused_at_start(module: str, problem: str, directory: Path) -> None:
     config = ServerConfig(lora_modules=(module.format(directory),))
     with pytest.raises(StartupError, match=problem):
         build_app(FakeEngine(enable_lora=True), config)  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ async def test_a_text_that_is_cut_or_counted_is_bounded(
 
 
 @pytest.mark.item(28, 52)
-async def test_what_only_counts_asks_for_memory() -> None:
+async def test_requests_that_only_count_tokens_need_free_memory() -> None:
     engine = FakeEngine()
     bodies = {
         "/tokenize": {"prompt": "hi"},
@@ -174,13 +174,13 @@ def test_bodies_of_too_many_values_are_refused_before_parsing(
 
 
 @pytest.mark.parametrize("text", ["[{,", '"', "\\", '\\"', '\\\\"[', "[\\"])
-def test_what_a_text_holds_is_not_counted(text: str) -> None:
+def test_brackets_inside_texts_are_not_counted(text: str) -> None:
     body = {"a": text * 400_000, "b": [text] * 5, text: 1}
     assert parse_json(json.dumps(body).encode()) == body
 
 
 @pytest.mark.item(4)
-async def test_what_a_request_lists_is_bounded_over_all_its_prompts() -> None:
+async def test_lists_of_a_request_are_bounded_over_all_prompts() -> None:
     async with client_for(FakeEngine()) as client:
         for prompts, status in ((1024, 400), (1023, 200)):
             body = {"prompt": [[1]] * prompts, "allowed_token_ids": [1] * 1025, "max_tokens": 1}

@@ -79,7 +79,7 @@ class Argument:
     """Can be referred to weakly."""
 
 
-async def test_what_takes_too_long_is_interrupted() -> None:
+async def test_call_beyond_the_time_limit_is_interrupted() -> None:
     await until_all_ended()
     threads = BoundedThreads(limit_s=0.05)
     with pytest.raises(TimeoutError):

@@ -62,7 +62,7 @@ def test_a_field_means_its_constraint(fields: dict[str, Any], expected: dict[str
 
 
 @pytest.mark.parametrize("fields", BAD, ids=str)
-def test_what_has_no_form_is_refused_by_its_name(fields: dict[str, Any]) -> None:
+def test_malformed_constraint_is_refused_by_its_name(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as error:
         constraint_of(request(fields))
     assert error.value.param in fields

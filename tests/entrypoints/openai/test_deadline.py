@@ -103,7 +103,7 @@ async def test_time_runs_while_the_prompt_is_made(path: str, body: dict[str, Any
         assert response.headers["x-should-retry"] == "false"
 
 
-def test_what_is_left_of_a_requests_time_shrinks() -> None:
+def test_time_left_of_a_request_shrinks() -> None:
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}], timeout=60.0)
     first, second = request.time_left(), request.time_left()
     assert first is not None

@@ -54,7 +54,7 @@ async def test_request_fails_in_the_engine(
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES.items())
-async def test_what_the_core_refuses_is_the_fault_of_the_request(
+async def test_refusal_by_the_core_is_a_client_error(
     client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.refusal = "adapter 'a': adapter_config.json: no such file"

@@ -123,7 +123,7 @@ async def test_asking_for_what_happens_anyway_needs_no_word(fields: dict[str, An
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_would_change_the_answer_is_refused(client: httpx.AsyncClient, name: str) -> None:
+async def test_field_that_would_change_the_answer_is_refused(client: httpx.AsyncClient, name: str) -> None:
     """By a kind of request that has no such field."""
     kinds = [(COMPLETIONS, {"prompt": "hi"}, CompletionRequest), (CHAT, {"messages": HI}, ChatCompletionRequest),
              (TOKENIZE, {"prompt": "hi"}, TokenizeRequest)]  # fmt: skip
@@ -151,9 +151,7 @@ async def test_field_read_by_the_template_is_honoured_unreported() -> None:
     assert b"userannhigh" in bytes(i for i in engine.seen[0][0]["prompt_token_ids"] if i < 256)
 
 
-async def test_what_is_ignored_does_not_reach_the_prompt(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_ignored_field_does_not_reach_the_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for function in ({"name": "f"}, {"name": "f", "strict": False, "foo": 1}):
         await client.post(CHAT, json={"messages": HI, "tools": [tool(function=function, cache_control={})]})
     assert engine.seen[0][0] == engine.seen[1][0]
@@ -203,7 +201,7 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
 
 @pytest.mark.item(11)
 @pytest.mark.parametrize(("num_more", "told"), [(0, []), (1, ["and 1 more"]), (5000, ["and 1000 or more"])])
-def test_what_is_not_named_is_counted(num_more: int, told: list[str]) -> None:
+def test_ignored_fields_beyond_the_limit_are_counted(num_more: int, told: list[str]) -> None:
     notes = Notes()
     for _ in range(2):  # each is one note
         for number in range(MAX_NOTES + num_more):

@@ -125,7 +125,7 @@ async def test_parts_that_are_reasoning_are_the_reasoning(parts: list[Any], thou
     ],
     ids=str,
 )
-async def test_what_would_be_lost_is_refused(messages: list[Any], where: str) -> None:
+async def test_message_content_that_would_be_lost_is_refused(messages: list[Any], where: str) -> None:
     async with client_for(FakeEngine()) as client:
         response = await client.post(CHAT, json={"messages": messages})
     assert (response.status_code, response.json()["error"]["param"]) == (400, where)

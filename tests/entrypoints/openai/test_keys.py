@@ -216,7 +216,7 @@ def test_computed_tokens_are_charged_before_the_next_request() -> None:
     meters["a"].enter()
 
 
-def test_what_was_not_computed_is_not_paid() -> None:
+def test_uncomputed_tokens_are_not_charged() -> None:
     meters = Meters({"a": Tenant(keys=["k"], tokens_per_minute=1000)}, lambda: 0.0)
 
     def left() -> str:

@@ -84,7 +84,7 @@ async def test_calls_and_results_of_earlier_turns_reach_the_template(chat: Any, 
     assert "forty-two" in prompt
 
 
-async def test_what_was_answered_can_be_sent_back(chat: Any) -> None:
+async def test_answer_can_be_sent_back_with_its_result(chat: Any) -> None:
     answer = await chat.create(model="fake-model", messages=HI, functions=[FUNCTION])
     message = answer.choices[0].message.model_dump(exclude_none=True)
     result = {"role": "function", "name": "f", "content": "1"}

@@ -215,7 +215,7 @@ class Early:
 
 
 @pytest.mark.item(48)
-async def test_what_has_not_come_to_the_engine_drains(
+async def test_request_before_the_engine_completes_while_draining(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with live_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:

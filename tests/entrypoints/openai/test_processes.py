@@ -318,7 +318,7 @@ def _enters(meters: Meters, name: str) -> str | None:
     return None
 
 
-def test_what_a_dead_process_ran_no_longer_counts() -> None:
+def test_requests_of_a_dead_process_no_longer_count() -> None:
     counters = SharedCounters(2, len(TENANTS))
     alive, dead = (Meters(TENANTS, lambda: 1.0, counters.slot(index)) for index in range(2))
     for _ in range(2):

@@ -26,7 +26,7 @@ async def test_replica_is_selected_by_its_number(path: str, body: dict[str, Any]
     assert engine.replicas == [3, None]
 
 
-async def test_what_is_no_number_is_refused() -> None:
+async def test_replica_header_without_a_number_is_refused() -> None:
     path, body = CHAT
     async with client_for(FakeEngine()) as client:
         for header in ("-1", "1.0", "", "all", "1" * 10):

@@ -162,7 +162,7 @@ async def test_ollamas_own_defaults_are_taken(client: httpx.AsyncClient) -> None
     assert "mirostat" not in response.headers[HEADER]
 
 
-async def test_what_generates_nothing_ignores_samplers(client: httpx.AsyncClient) -> None:
+async def test_tokenize_ignores_and_reports_sampler_fields(client: httpx.AsyncClient) -> None:
     response = await client.post("/tokenize", json={"prompt": "hi", "tfs": 0.5, "temperature": 2})
     assert (response.status_code, response.headers[HEADER]) == (200, "tfs, temperature")
 

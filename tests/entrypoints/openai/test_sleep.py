@@ -93,7 +93,7 @@ async def test_parts_wake_by_tags(served: httpx.AsyncClient) -> None:
         ("/wake_up?tag=weights", "tag"),
     ],
 )
-async def test_what_makes_no_sense_is_refused_and_nothing_happens(
+async def test_invalid_sleep_request_is_refused_without_effect(
     call: str, param: str, served: httpx.AsyncClient
 ) -> None:
     response = await served.post(call)

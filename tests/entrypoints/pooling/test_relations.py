@@ -35,7 +35,7 @@ NUM_BODIES = 100
 
 
 @pytest.mark.parametrize("case", list(CASES))
-async def test_whatever_goes_together_is_taken_and_nothing_else(case: str, serve: Serve) -> None:
+async def test_field_combinations_are_accepted_as_documented(case: str, serve: Serve) -> None:
     path, spec, base, fields = CASES[case]
     rng, outcomes = random.Random(case), set()
     async with serve(spec) as client:

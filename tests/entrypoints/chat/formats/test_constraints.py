@@ -254,7 +254,7 @@ def test_a_call_in_text_is_enforced_from_its_marker_on(row: ToolFormat, is_speci
     ids=lambda row: row.name,
 )
 @pytest.mark.parametrize("is_special", [False, True])
-def test_what_is_wanted_comes_behind_the_reasoning(reasoning: ReasoningFormat, is_special: bool) -> None:
+def test_constraint_begins_after_the_reasoning(reasoning: ReasoningFormat, is_special: bool) -> None:
     row, special = BY_NAME["hermes"], (*reasoning.opens, *reasoning.closes) if is_special else ()
     wanted = calls_only(row, strict(SCHEMAS), at_most_one=True)
     begun = Walker(after_reasoning(wanted, reasoning, row, is_open=True, may_open=True), special)
@@ -305,7 +305,7 @@ UNSAYABLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", ["pythonic", "functiongemma"])
 @pytest.mark.parametrize("schema", UNSAYABLE, ids=str)
-def test_what_a_format_cannot_say_is_refused_by_its_name(name: str, schema: dict[str, Any]) -> None:
+def test_schema_beyond_a_format_is_refused_by_the_formats_name(name: str, schema: dict[str, Any]) -> None:
     with pytest.raises(
         ValidationError, match=f"--tool-call-parser {name} cannot be enforced for the function 'f'"
     ):
@@ -313,7 +313,7 @@ def test_what_a_format_cannot_say_is_refused_by_its_name(name: str, schema: dict
 
 
 @pytest.mark.parametrize("schema", [one for one in UNSAYABLE if "a b" not in str(one)], ids=str)
-def test_what_tags_cannot_say_is_refused_by_its_name(schema: dict[str, Any]) -> None:
+def test_schema_beyond_tags_is_refused_by_the_formats_name(schema: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="--tool-call-parser qwen3_coder cannot be enforced"):
         calls_only(BY_NAME["qwen3_coder"], [Function("f", schema, True)], at_most_one=True)
 
