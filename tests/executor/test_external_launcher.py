@@ -180,7 +180,7 @@ def test_killed_or_stopped_rank_is_named_by_the_other(
             rank.communicate()
 
 
-def test_what_the_launcher_says_is_read() -> None:
+def test_launcher_environment_is_read() -> None:
     assert Launch.read(TOLD) == Launch(1, 2, 2, "somewhere", 29500, store_is_there=False)
     more = {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert Launch.read(TOLD | more) == Launch(1, 2, 1, "somewhere", 29500, store_is_there=True)
@@ -196,7 +196,7 @@ def test_what_the_launcher_says_is_read() -> None:
         ({"MASTER_PORT": "-1"}, "MASTER_PORT must be an integer of 1 to 65535, got '-1'"),
     ],
 )
-def test_what_the_launcher_says_wrong_is_named(told: dict[str, str], words: str) -> None:
+def test_wrong_launcher_environment_is_named(told: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Launch.read(TOLD | told)
 
@@ -209,7 +209,7 @@ def test_what_the_launcher_says_wrong_is_named(told: dict[str, str], words: str)
         ("offline", {"scheduling_policy": "priority"}, "--priority-ageing-s 0"),
     ],
 )
-def test_what_ranks_would_not_plan_alike_is_refused(
+def test_options_planned_unequally_by_ranks_are_refused(
     usage: Any, args: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
 ) -> None:
     config = EngineConfig.from_args(

@@ -279,7 +279,7 @@ def test_hosts_that_wait_in_vain_name_the_missing_ones() -> None:
         ),
     ],
 )
-def test_what_hosts_cannot_share_is_refused(
+def test_options_unfit_for_several_hosts_are_refused(
     args: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
 ) -> None:
     config = EngineConfig.from_args(model=str(tiny_model("llama")), device="cpu", **args)

@@ -89,7 +89,7 @@ def test_ranks_have_the_bits_of_one_whatever_the_settings(
 @pytest.mark.parametrize(
     "settings", [one for one in drawn(20) if one["shape"] in SHAPES[::2]][:4], ids=name_of
 )
-def test_ranks_that_are_processes_and_play_tapes_do_so_as_well(
+def test_process_ranks_with_recorded_graphs_match_one_rank(
     settings: dict[str, Any], tiny_model: Callable[[str], Path]
 ) -> None:
     check(tiny_model("llama"), settings)

@@ -76,7 +76,7 @@ class Posting:
         return getattr(self._lock, name)
 
 
-def test_what_is_posted_just_as_the_backlog_ends_is_sent_once(
+def test_post_at_the_end_of_the_backlog_is_sent_once(
     ways: tuple[socket.socket, socket.socket],
 ) -> None:
     wire, other = Wire(ways[0]), Wire(ways[1])
@@ -137,7 +137,7 @@ def test_an_end_within_a_frame_is_an_end(ways: tuple[socket.socket, socket.socke
         Wire(ways[1]).recv()
 
 
-def test_what_is_shut_down_wakes_its_reader(ways: tuple[socket.socket, socket.socket]) -> None:
+def test_shutdown_wakes_the_reader(ways: tuple[socket.socket, socket.socket]) -> None:
     wire = Wire(ways[0])
     timer = threading.Timer(0.05, wire.shutdown)
     timer.start()
