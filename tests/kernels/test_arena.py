@@ -34,7 +34,7 @@ def test_a_view_keeps_what_it_looks_at() -> None:
     assert (view == 1.0).all()
 
 
-def test_what_does_not_fit_is_refused_and_takes_nothing() -> None:
+def test_allocation_beyond_the_arena_is_refused_without_use() -> None:
     arena = Arena(ROOM)
     with pytest.raises(ArenaFullError, match=f"more than the {ROOM} bytes"):
         arena.empty((ROOM + 1,), torch.uint8)
@@ -72,7 +72,7 @@ def test_allocation_peak_counts_all_and_bypasses_the_arena() -> None:
     assert (peak.bytes, arena.peak_bytes) == (LARGE, 0)
 
 
-def test_what_is_lent_within_is_not_lent_behind_it() -> None:
+def test_inner_arena_is_returned_after_its_block() -> None:
     outer, inner = Arena(LARGE), Arena(LARGE)
     with lending.of(outer):
         with pytest.raises(ZeroDivisionError), lending.of(inner):

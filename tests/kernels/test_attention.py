@@ -275,7 +275,7 @@ def test_portable_kernels_keep_the_contract_too(
         assert torch.equal(cache.attend([(0, start, end)])[0], whole[start:end])
 
 
-def test_what_a_window_has_left_behind_is_never_read() -> None:
+def test_keys_before_the_window_are_never_read() -> None:
     shape = Shape(block_size=16)
     cache = Cache(shape, [300])
     want = cache.attend([(0, 290, 300)], sliding_window=50)[0]

@@ -166,7 +166,7 @@ def test_auto_that_finds_nothing_says_why_not_each() -> None:
         resolve_backend("auto", needs)
 
 
-def test_what_reads_numbers_back_is_not_captured() -> None:
+def test_backends_that_read_values_back_are_not_captured() -> None:
     capturable = {name: backend.capturable for name, backend in attention_backends._BUILT_IN.items()}
     assert capturable == {"cpu": True, "triton": True, "torch_sdpa": False, "reference": False}
 

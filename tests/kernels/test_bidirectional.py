@@ -123,7 +123,7 @@ def test_threads_change_no_bit(feature: str) -> None:
         assert torch.equal(attend(sequences, 2, **options(feature, 4)), want)
 
 
-def test_what_no_sequence_has_is_not_read() -> None:
+def test_rows_outside_all_sequences_are_not_read() -> None:
     """Rows of others are NaN, and so is what lies around keys, values and biases."""
     rows = torch.full((60, 6, 24), torch.nan)
     rows[20:43] = sequence(0, 23, 2, 2, 24, torch.float32)

@@ -204,7 +204,7 @@ def test_logits_that_are_not_finite_still_choose_experts() -> None:
     assert all(len({*row}) == 4 and min(row) >= 0 and max(row) < 10 for row in chosen.tolist())
 
 
-def test_a_tape_routes_what_it_reads() -> None:
+def test_recorded_graph_routes_its_current_inputs() -> None:
     of = random_experts(COUNT, HIDDEN, INNER, FLOAT, torch.float32)
     gate, place = torch.randn(HIDDEN, COUNT), torch.empty(4, HIDDEN)
 

@@ -98,7 +98,7 @@ def test_torch_counts_them_too_within_a_step() -> None:
 
 
 @pytest.mark.usefixtures("flushing")
-def test_what_fails_leaves_the_mode_as_it_was() -> None:
+def test_failure_restores_the_float_mode() -> None:
     with pytest.raises(ZeroDivisionError), as_in_kernels():
         raise ZeroDivisionError
     assert flushes()

@@ -89,7 +89,7 @@ def test_tiles_of_bfloat16_are_added_as_is_documented(emulator: str) -> None:
     assert torch.equal(emulated, by_tiles(x, w))
 
 
-def test_what_is_missing_is_said_of_each() -> None:
+def test_missing_requirement_of_each_instruction_set_is_named() -> None:
     loaded = library.loaded()
     assert loaded is not None
     assert [isa for isa, missing in loaded.missing.items() if missing is None] == list(SUPPORTED)

@@ -214,7 +214,7 @@ def test_a_head_has_the_bits_of_a_linear_layer_of_its_own(scheme: object) -> Non
 
 
 @needs_kernels
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_latent_attention_arguments_are_refused() -> None:
     latents = Latents([40])
     q, q_rope, cache, metadata, scale = latents.step([(0, 0, 40)])
     with pytest.raises(ValueError, match="do not meet a cache"):

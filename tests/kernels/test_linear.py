@@ -193,7 +193,7 @@ def test_no_group_of_int4_is_worse_than_over_its_whole_range(scheme: WeightSchem
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_what_int4_holds_exactly_stays_as_it_is(symmetric: bool) -> None:
+def test_values_exact_in_int4_are_unchanged(symmetric: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (24, 4, 32), generator=generator).float()
     codes[..., 0], codes[..., 1] = 0, 15
@@ -221,7 +221,7 @@ def test_8_bit_activations_err_no_more_than_8_bit_weights(kind: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_in_its_row_and_shows(scheme: WeightScheme, bad: float) -> None:
+def test_non_finite_input_affects_exactly_its_row(scheme: WeightScheme, bad: float) -> None:
     rows, x = random_weight(20, 64), random_rows(9, 64)
     weight = binding.pack_weight(rows, scheme)
     clean = binding.packed_linear(x, weight)

@@ -105,7 +105,7 @@ def test_every_size_has_the_bits_of_what_runs_as_it_is(
         assert torch.equal(tape.result(size.tokens), expected)
 
 
-def test_no_kernel_runs_while_a_tape_is_recorded() -> None:
+def test_no_kernel_runs_while_a_graph_is_recorded() -> None:
     places = Places()
     places.fill([3, 2])
     opened(places, Places.attention)
@@ -135,7 +135,7 @@ def test_refused_call_ends_the_recording_next_step_is_replayed() -> None:
         (lambda places, size: places.x[: size.tokens] * places.x[0, 0].item(), "_local_scalar_dense"),
     ],
 )  # fmt: skip
-def test_what_does_not_follow_from_some_sizes_is_not_recorded(
+def test_step_not_determined_by_its_sizes_is_not_recorded(
     step: Callable[[Places, StepSize], Tensor], problem: str
 ) -> None:
     with pytest.raises(RecordingError, match=problem):
@@ -153,7 +153,7 @@ def test_numbers_that_grow_with_a_step_reach_torch_unchanged() -> None:
         )
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_recording_beyond_the_arena_is_an_error() -> None:
     places = Places()
     with pytest.raises(ArenaFullError, match="take more than the 64 bytes"):
         record_sized(places.layers, StepSize(MOST, MOST), Arena(64))

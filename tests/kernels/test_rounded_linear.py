@@ -101,7 +101,7 @@ def test_a_row_has_the_same_bits_in_every_batch(way: str) -> None:
         assert torch.equal(alone, together[rows])
 
 
-def test_what_is_not_finite_makes_its_row_so() -> None:
+def test_non_finite_input_makes_its_row_nan() -> None:
     x = torch.randn(3, 128)
     x[1, 70] = torch.nan
     for way in WAYS.values():

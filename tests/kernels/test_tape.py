@@ -41,7 +41,7 @@ def layers(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_a_tape_plays_what_was_recorded_on_new_inputs(rows: int) -> None:
+def test_recorded_graph_replays_on_new_inputs(rows: int) -> None:
     place = torch.randn(rows, SIZE)
     tape = record(lambda: layers(place), Arena(ROOM))
     assert torch.equal(tape.result, layers(place))
@@ -51,7 +51,7 @@ def test_a_tape_plays_what_was_recorded_on_new_inputs(rows: int) -> None:
         assert torch.equal(tape.result, layers(place))
 
 
-def test_tapes_share_an_arena_in_any_order() -> None:
+def test_recorded_graphs_share_an_arena_in_any_order() -> None:
     arena, places = Arena(ROOM), [torch.randn(rows, SIZE) for rows in (4, 1, 2)]
     tapes = [record(lambda place=place: layers(place), arena) for place in places]  # type: ignore[misc]
     for index in (2, 0, 1, 0, 2):
@@ -81,7 +81,7 @@ def test_scratch_memory_taken_by_other_calls_does_not_matter() -> None:
         lambda x: x.view(-1, SIZE).unflatten(1, (2, -1)).flatten(1).float(),
     ],
 )
-def test_conversions_and_copies_are_played_too(convert: Callable[[Tensor], Tensor], inference: bool) -> None:
+def test_conversions_and_copies_are_replayed(convert: Callable[[Tensor], Tensor], inference: bool) -> None:
     """In inference mode torch hands on `to` as a whole, and calls it a view."""
     place = torch.randn(3, SIZE, dtype=torch.bfloat16)
     with torch.inference_mode(inference):
@@ -110,9 +110,7 @@ def test_conversions_and_copies_are_played_too(convert: Callable[[Tensor], Tenso
         lambda x: ops.rms_norm.oracle(x, SCALE, 1e-6),
     ],
 )
-def test_what_torch_makes_of_tensors_is_played_too(
-    compute: Callable[[Tensor], Tensor], inference: bool
-) -> None:
+def test_torch_operations_are_replayed(compute: Callable[[Tensor], Tensor], inference: bool) -> None:
     """Between kernels, before them and behind them, and several tensors at once."""
     place = torch.randn(3, SIZE)
 
@@ -144,7 +142,7 @@ def test_what_torch_makes_of_tensors_is_played_too(
         lambda x: x[torch.tensor([0])],
     ],
 )
-def test_what_may_depend_on_the_step_is_not_recorded(
+def test_operation_that_may_depend_on_the_step_is_not_recorded(
     computes: Callable[[Tensor], Tensor], inference: bool
 ) -> None:
     with torch.inference_mode(inference), pytest.raises(RecordingError, match="aten"):
@@ -152,7 +150,7 @@ def test_what_may_depend_on_the_step_is_not_recorded(
     assert calls.recording.listener is None
 
 
-def test_a_refused_call_ends_the_tape() -> None:
+def test_refused_call_ends_the_replay() -> None:
     ids, table = torch.tensor([1]), torch.randn(4, SIZE)
     tape = record(lambda: ops.rms_norm(ops.embedding(ids, table), SCALE, 1e-6), Arena(ROOM))
     before = tape.result.clone()
@@ -189,7 +187,7 @@ def test_no_two_tensors_that_live_overlap(steps: list[tuple[int, int]]) -> None:
             del alive[victim]
 
 
-def test_tapes_take_what_the_largest_of_them_takes() -> None:
+def test_recorded_graphs_take_the_memory_of_the_largest() -> None:
     arena = Arena(ROOM)
     taken = []
     for rows in (1, 5, 2, 16, 3, 9):
@@ -202,7 +200,7 @@ def test_tapes_take_what_the_largest_of_them_takes() -> None:
     assert arena.peak_bytes == alone.peak_bytes
 
 
-def test_what_does_not_fit_is_not_recorded() -> None:
+def test_graph_beyond_the_arena_is_not_recorded() -> None:
     place = torch.randn(16, SIZE)
     with pytest.raises(ArenaFullError, match="more than the 4096 bytes kept for them"):
         record(lambda: layers(place), Arena(4096))

@@ -334,7 +334,7 @@ def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch: pytest.MonkeyPa
     quantize.check_device(torch.device("cpu"))
 
 
-def test_only_what_a_gpu_gains_from_is_packed_for_it() -> None:
+def test_weights_are_packed_only_where_a_gpu_gains() -> None:
     """Unquantised weights stay plain for the vendor's library, unless the batch must not matter."""
     row = next(row for row in ops.pack_weight.implementations if row.name == "triton")
     assert row.accepts is not None

@@ -93,7 +93,7 @@ def test_tokens_are_those_of_the_oracle_in_any_number_of_splits() -> None:
 
 
 @pytest.mark.parametrize("used", range(4))
-def test_what_no_row_uses_may_be_left_out(used: int) -> None:
+def test_limits_that_no_row_uses_may_be_omitted(used: int) -> None:
     torch.manual_seed(0)
     setting = torch.tensor(OFF, dtype=torch.float64).repeat(3, 1)
     setting[:, 2] = 301
