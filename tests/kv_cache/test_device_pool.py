@@ -29,7 +29,7 @@ def test_copy_of_a_block_copied_in_the_same_plan_is_of_original():
     assert pool.pop_moves().block_copies == copies
 
 
-def test_what_was_evicted_is_swapped_in():
+def test_evicted_block_is_swapped_in():
     pool = DevicePool(4, num_host_blocks=2)
     (first,) = cached(pool, b"a")
     pool.free(pool.get_new_blocks(3))

@@ -96,7 +96,7 @@ def test_a_stage_without_layers_of_a_group_has_the_group() -> None:
     assert [part.parts_per_block(group) for group in part.groups] == [1, 2]
 
 
-def test_what_keeps_nothing_gets_no_blocks_and_takes_any_length(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_without_cache_gets_no_blocks_and_any_length(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     config = make_config(swap_space=1.0)
     kv_config = size_kv_cache(config, {"a": EncoderOnlySpec(64)}, KVMemory(0, "nothing is left"))
