@@ -177,7 +177,7 @@ def test_an_address_in_use_is_said_and_a_stale_socket_replaced(tmp_path: Path) -
     ["unix:relative", f"unix:/{'x' * 107}", "tcp://host", "tcp://:1", "tcp://host:x", "tcp://host:1/path", "/path",
      "tcp://u@host:1", ""],
 )  # fmt: skip
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_row_server_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="is no address of a row server"):
         PeerStore(address, NAMESPACE)
 

@@ -285,7 +285,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.settle()
 
 
-def test_whatever_the_store_does_tokens_are_those_without_it(model: Path) -> None:
+def test_tokens_are_equal_without_the_store_for_any_store_events(model: Path) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     machine = type("Machine", (StoreMachine,), {"model": model})
