@@ -41,7 +41,7 @@ def test_experts_that_are_not_kept_alike_are_refused(tiny_model: Callable[[str],
 
 
 @needs_kernels
-def test_packed_experts_are_fit_for_tapes_and_plain_ones_are_not(tiny_model: Callable[[str], Path]) -> None:
+def test_only_packed_experts_can_be_recorded(tiny_model: Callable[[str], Path]) -> None:
     model = load_tiny(tiny_model("qwen3moe"))
     assert why_not_captured(model) is None
     experts = only(model, Experts)

@@ -102,7 +102,7 @@ def test_packed_integers_are_unpacked_on_the_way() -> None:
     assert torch.equal(weight, unpacked(stored)[3:].float()), "row by row as well"
 
 
-def test_only_what_is_wanted_as_it_is_stored_is_adopted() -> None:
+def test_slot_adopts_only_tensors_stored_in_the_wanted_dtype() -> None:
     taken: list[Tensor] = []
     slot = Slot(torch.empty(2, dtype=torch.float32), "normal", adopt=taken.append)
     wanted = torch.randn(2)
