@@ -273,7 +273,7 @@ def test_bits_of_rows_of_transformers_code_are_their_own(
         assert torch.equal(logits_of(model, [sequence], chunk_sizes=[5], adapters=[own])[0], mixed)
 
 
-def test_what_sees_some_rows_is_no_target(tiny_model: Callable[[str], Path]) -> None:
+def test_experts_of_transformers_loops_are_no_targets(tiny_model: Callable[[str], Path]) -> None:
     """Experts of transformers' own loops would have adapters of other rows."""
     model = load_tiny(tiny_model("laguna"), model_impl="transformers", max_model_len=64, enable_lora=True)
     assert any(".experts." in name for names, _ in model.checkpoint_layers() for name in names)

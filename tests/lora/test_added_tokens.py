@@ -115,7 +115,7 @@ def test_requests_have_the_tokens_of_their_adapter(tiny_model: Callable[[str], P
         llm.generate(["ho"], constrained, lora_request=own, use_tqdm=False)
 
 
-def test_what_does_not_fit_is_named(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_mismatched_adapter_tensor_is_named(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     oracle = oracle_of(tiny_model("llama"))
     directory = write_grown(tmp_path / "all", oracle)
     table = oracle.get_input_embeddings().weight

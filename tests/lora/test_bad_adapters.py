@@ -113,7 +113,9 @@ def test_of_a_tensor(
         ("model.layers.7.self_attn.q_proj.lora_A.weight", "q_proj, which adapters cannot change"),
     ],
 )  # fmt: skip
-def test_of_what_cannot_be_adapted(name: str, problem: str, targets: Targets, tmp_path: Path) -> None:
+def test_adapter_of_an_unsupported_module_is_refused(
+    name: str, problem: str, targets: Targets, tmp_path: Path
+) -> None:
     def add(tensors: dict[str, Tensor]) -> None:
         tensors[f"base_model.model.{name}"] = torch.ones(4, 64)
         if name.endswith("lora_A.weight"):

@@ -157,7 +157,7 @@ def test_each_adapter_in_a_mixed_batch_gives_what_it_gives_alone(
         assert torch.equal(mixed, base) == (own < 0)
 
 
-def test_requests_get_what_they_get_alone_on_tapes_and_off(
+def test_requests_match_those_alone_recorded_and_eager(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     oracle = oracle_of(tiny_model("qwen3moe"))
@@ -213,7 +213,7 @@ def whole(
     ],
     ids=["ranks", "outputs", "alone", "magnitude", "integers", "config", "limit"],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(
+def test_mismatched_adapter_tensor_is_named(
     change: dict[str, Tensor | None], problem: str, whole: tuple[Targets, dict[str, Tensor]], tmp_path: Path
 ) -> None:
     targets, good = whole

@@ -229,7 +229,9 @@ def test_stages_have_adapters_of_their_layers_and_equal_bits(
 
 
 @pytest.mark.usefixtures("threads")
-def test_what_no_stage_has_is_refused_by_all(wide: Path, adapters: list[LoRARequest], tmp_path: Path) -> None:
+def test_module_of_no_stage_is_refused_by_all_stages(
+    wide: Path, adapters: list[LoRARequest], tmp_path: Path
+) -> None:
     llm = started(wide, pipeline_parallel_size=2)
     for number, module in enumerate(("model.layers.9.self_attn.q_proj", "model.layers.0.self_attn.gate"), 7):
         path = write_adapter(tmp_path / str(number), {module: (256, 256)})
@@ -241,7 +243,7 @@ def test_what_no_stage_has_is_refused_by_all(wide: Path, adapters: list[LoRARequ
 
 
 @pytest.mark.usefixtures("threads")
-def test_what_one_stage_refuses_no_other_keeps(wide: Path, tmp_path: Path) -> None:
+def test_adapter_refused_by_one_stage_is_kept_by_none(wide: Path, tmp_path: Path) -> None:
     oracle = oracle_of(wide)
     shapes = {name: shape for name, shape in linear_shapes(oracle).items() if name.endswith("o_proj")}
     path = write_adapter(tmp_path / "table", shapes)

@@ -51,7 +51,7 @@ def test_adapter_error_is_bounded_by_both_quantization_steps() -> None:
             assert bool((off <= exact.scales[slot, part, 0] * most + 1e-6).all())
 
 
-def test_what_is_nothing_stays_nothing() -> None:
+def test_zero_adapter_stays_zero() -> None:
     empty = LoraStacks.empty(1, (8, 4), 6, 16, torch.float32, torch.device("cpu"))
     empty.ranks.fill_(5)
     empty.scales.fill_(2.0)
