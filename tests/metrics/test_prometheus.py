@@ -101,7 +101,7 @@ def test_a_fork_adds_no_prompt(metrics: Metrics) -> None:
     assert metrics.value("request_generation_tokens_count") == 2
 
 
-def test_what_became_of_drafts(metrics: Metrics) -> None:
+def test_draft_counts_are_exported(metrics: Metrics) -> None:
     spec = SpecDecodingStats()
     for num_drafts, num_accepted in ((4, 2), (3, 0), (30, 20)):
         spec.note(num_drafts, num_accepted)
