@@ -33,7 +33,7 @@ def test_every_architecture_has_a_checkpoint_in_the_tests() -> None:
 
 
 @pytest.mark.parametrize("architecture", BUILT_IN)
-def test_what_has_an_oracle_of_its_own_says_so(architecture: str) -> None:
+def test_architectures_in_transformers_have_it_as_oracle(architecture: str) -> None:
     import transformers
 
     assert hasattr(transformers, architecture) == (BUILT_IN[architecture].oracle == TRANSFORMERS)

@@ -208,7 +208,7 @@ def test_steps_are_recorded_if_the_exchanged_row_count_is_known() -> None:
         ),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(
+def test_experts_that_cannot_be_sharded_are_refused(
     name: str, options: dict[str, Any], words: str, tiny_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ConfigError, match=words):

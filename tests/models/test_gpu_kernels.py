@@ -143,7 +143,7 @@ def test_fp8_logits_have_the_bits_of_separate_quantization(
 
 
 @pytest.mark.more
-def test_only_what_feeds_a_weight_in_fp8_is_quantised(
+def test_only_inputs_of_fp8_weights_are_quantized(
     tiny_model: Callable[[str], Path], passes: list[tuple[int, ...]]
 ) -> None:
     ignored = {

@@ -96,7 +96,7 @@ def test_published_config_is_read_with_values_for_all_parts(tmp_path: Path) -> N
     assert arch.part_of.architecture == "Gemma3ForConditionalGeneration"
 
 
-def test_what_a_user_overrides_is_the_language_models(tmp_path: Path) -> None:
+def test_user_overrides_apply_to_the_language_model(tmp_path: Path) -> None:
     read(tmp_path, GEMMA3_4B)
     arch = read_hf_config(tmp_path, {"max_position_embeddings": 4096, "tie_word_embeddings": False})
     assert (arch.max_position_embeddings, arch.tie_word_embeddings) == (4096, False)
@@ -178,7 +178,7 @@ def rewritten(source: Path, directory: Path, beginning: str, **more: torch.Tenso
         ("language_model.model.norm.weight", "a tensor is there twice"),
     ],
 )
-def test_what_is_no_known_part_is_refused(
+def test_tensor_of_an_unknown_part_is_refused(
     name: str, problem: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     more = {name: torch.ones(64)}

@@ -73,7 +73,7 @@ def only_file(directory: Path) -> Path:
     return path
 
 
-def test_what_was_written_is_read(cache: PackedCache, caplog: pytest.LogCaptureFixture) -> None:
+def test_written_weights_are_read_back(cache: PackedCache, caplog: pytest.LogCaptureFixture) -> None:
     assert cache.read() is None
     assert caplog.text == ""
     cache.write(TENSORS)

@@ -162,7 +162,7 @@ def test_tokens_are_matched_as_the_files_say(tmp_path: Path, caplog: pytest.LogC
     assert "query expansion with mask tokens is not supported" in caplog.text
 
 
-def test_what_pylate_says_of_its_tokens(tmp_path: Path) -> None:
+def test_pylate_token_settings_are_read(tmp_path: Path) -> None:
     write_config(tmp_path)
     write_modules(tmp_path, TRANSFORMER)
     about = {
@@ -257,7 +257,7 @@ REFUSED_FILES: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_FILES)
-def test_what_is_not_done_is_refused_by_file_and_key(name: str, tmp_path: Path) -> None:
+def test_unsupported_module_is_refused_by_file_and_key(name: str, tmp_path: Path) -> None:
     write_config(tmp_path)
     write_modules(tmp_path, TRANSFORMER, POOLING, DENSE, NORMALIZE)
     write_json(tmp_path / "2_Dense/config.json", {"in_features": 64, "out_features": 8})
@@ -405,7 +405,9 @@ def test_an_encoder_without_such_a_form_is_refused(tmp_path: Path) -> None:
         ({"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, "none"),
     ],
 )
-def test_what_is_applied_to_classes(options: dict[str, Any], activation: str, tmp_path: Path) -> None:
+def test_classifier_activation_follows_the_config(
+    options: dict[str, Any], activation: str, tmp_path: Path
+) -> None:
     spec = spec_of(write_config(tmp_path, "Qwen3ForSequenceClassification", **options))
     assert (spec.tasks, spec.pooling, spec.activation) == (("classify",), "last", activation)
     assert spec.is_cross_encoder == (options.get("num_labels") == 1)

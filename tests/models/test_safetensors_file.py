@@ -93,14 +93,14 @@ def test_damaged_headers(header: dict[str, Any] | bytes, words: str, tmp_path: P
 @pytest.mark.parametrize(
     "content", [b"", b"\x01", b"\xff" * 8, (100).to_bytes(8, "little") + b"{}", bytes(8)]
 )
-def test_what_is_no_safetensors_file(content: bytes, tmp_path: Path) -> None:
+def test_file_that_is_no_safetensors_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(ModelLoadError, match="no safetensors file"):
         SafetensorsFile(tmp_path / "x")
 
 
 @pytest.mark.item(26)
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_path_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         with pytest.raises(ModelLoadError, match="is no file"):

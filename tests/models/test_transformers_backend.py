@@ -132,7 +132,7 @@ QUICK_REFUSED = ("axk2", "bert-encoder", "doge", "gptj", "hrm-text", "inkling", 
 
 
 @pytest.mark.parametrize("name", quick(sorted(REFUSED), QUICK_REFUSED))
-def test_what_cannot_be_run_so_is_refused_with_the_reason(
+def test_unsupported_model_is_refused_with_the_reason(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, reason = REFUSED[name]
@@ -162,7 +162,7 @@ def test_model_implementation_can_be_chosen(tiny_model: Callable[[str], Path]) -
 
 
 @pytest.mark.parametrize("architecture", sorted(NOT_READ))
-def test_what_is_not_text_alone_is_refused_by_its_config(architecture: str) -> None:
+def test_multimodal_model_is_refused_by_its_config(architecture: str) -> None:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 

@@ -194,7 +194,7 @@ def test_damaged_files(content: bytes, words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.item(26)
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_path_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
         with pytest.raises(ModelLoadError, match="is no file"):

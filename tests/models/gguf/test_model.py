@@ -97,7 +97,7 @@ def test_packed_weights_are_kept_and_made_again_for_another_file(tmp_path: Path)
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_what_the_metadata_says_reaches_the_config(tmp_path: Path) -> None:
+def test_gguf_metadata_reaches_the_config(tmp_path: Path) -> None:
     path, _ = write_gguf("gemma3", tmp_path)
     arch = read_model_config(path, {})
     assert arch.layer_types == ("sliding_attention", "full_attention")

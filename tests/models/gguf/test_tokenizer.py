@@ -191,7 +191,7 @@ def test_special_tokens_stand_between_texts_of_their_own(tmp_path: Path) -> None
     assert 1 not in ours.encode("it<s>it", allow_special=False)
 
 
-def test_what_goes_around_a_text(tmp_path: Path) -> None:
+def test_special_tokens_around_a_text_follow_the_metadata(tmp_path: Path) -> None:
     backend = gpt2()
     ends = {"bos_token_id": 2, "eos_token_id": 3}
     for pre, more, expected in (

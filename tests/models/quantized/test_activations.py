@@ -75,7 +75,7 @@ def test_e4m3_matches_floats_for_weights_only_or_on_a_cpu(layout: Layout, fast: 
         ({"quant_method": "fp8"}, False),
     ],
 )
-def test_what_is_for_weights_alone(config: dict[str, Any], weight_only: bool) -> None:
+def test_weight_only_encodings_are_recognized(config: dict[str, Any], weight_only: bool) -> None:
     found = METHODS.resolve(config["quant_method"])(JsonObject("config.json", config))
     encoding = found.encoding_of("model.layers.0.mlp.up_proj")
     assert encoding is not None

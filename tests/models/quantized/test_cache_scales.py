@@ -123,7 +123,7 @@ def test_heads_may_have_scales_of_their_own(rank: int) -> None:
 @pytest.mark.parametrize(
     ("scale", "message"), [(torch.ones(3), "has 3 numbers"), (torch.zeros(1), "holds 0.0")]
 )
-def test_what_is_no_scale_is_refused(scale: Tensor, message: str, llama: Path, tmp_path: Path) -> None:
+def test_malformed_scale_is_refused(scale: Tensor, message: str, llama: Path, tmp_path: Path) -> None:
     path, _ = checkpoint(llama, tmp_path, "compressed-tensors", SCALES | {"v_scale": [scale, scale]})
     with pytest.raises(ModelLoadError, match=f"layers.0.self_attn.v_scale' {message}"):
         load_tiny(path)

@@ -284,9 +284,7 @@ def without(path: Path, leaf: str, tensor: Tensor | None = None) -> Path:
         (torch.tensor(torch.inf), r"q_proj.input_scale' holds inf, which is no scale"),
     ],
 )
-def test_what_is_no_scale_is_refused(
-    tensor: Tensor | None, message: str, llama: Path, tmp_path: Path
-) -> None:
+def test_malformed_scale_is_refused(tensor: Tensor | None, message: str, llama: Path, tmp_path: Path) -> None:
     config, writer, _ = CASES["int8-tensor"]
     path, _ = write(llama, tmp_path, dict(config), writer, but_head)
     with pytest.raises(ModelLoadError, match=message):
@@ -301,7 +299,7 @@ def test_what_is_no_scale_is_refused(
         ({"strategy": "channel", "dynamic": False}, "with static scales with strategy 'channel'"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(
+def test_unsupported_activation_rounding_is_refused(
     said: dict[str, Any], message: str, llama: Path, tmp_path: Path
 ) -> None:
     path, _ = write(llama, tmp_path, activations("int-quantized", INT8, **said), int8(1), but_head)
@@ -367,7 +365,9 @@ def test_ranks_with_parts_of_a_shared_scale_are_refused(llama: Path, tmp_path: P
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
 @pytest.mark.parametrize("name", ["int8-token", "int8-tensor-asym", "fp8-tensor"])
-def test_tapes_hold_it(name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_graphs_include_activation_rounding(
+    name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, writer, _ = CASES[name]
     path, _ = write(llama, tmp_path, dict(config), writer, but_head)
     recorded: list[taped_forward.RecordedGraph] = []

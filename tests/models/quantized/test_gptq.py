@@ -141,7 +141,7 @@ def test_groups_of_inputs_in_order_are_sharded_for_any_config(llama: Path, tmp_p
     ],
     ids=str,
 )
-def test_what_gptqmodel_calls_its_keys(config: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+def test_gptqmodel_key_names_are_read(config: dict[str, Any], llama: Path, tmp_path: Path) -> None:
     """Zero points of the two versions differ by one."""
     writer = Writer(4, 64, version=2)
     plain = {"bits": 4, "group_size": 64, "sym": False, "desc_act": False}
@@ -205,7 +205,7 @@ def test_a_head_may_be_quantised(llama: Path, tmp_path: Path) -> None:
     same(*map(load_tiny, paths))
 
 
-def test_what_the_file_has_otherwise_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_tensor_shape_unlike_the_config_is_refused(llama: Path, tmp_path: Path) -> None:
     writer = Writer(4, 128)
     path, _ = write(llama, tmp_path, writer.config(group_size=64), writer, lambda name: "lm_head" not in name)
     shapes = r"down_proj.qzeros' has shape \[3, 32\], config.json implies \[6, 32\]"
@@ -214,7 +214,7 @@ def test_what_the_file_has_otherwise_is_refused(llama: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("options", [{"bits": 5}, {"checkpoint_format": "marlin"}], ids=str)
-def test_what_is_unknown_is_refused(options: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+def test_unknown_gptq_option_is_refused(options: dict[str, Any], llama: Path, tmp_path: Path) -> None:
     writer = Writer(4, 128)
     path, _ = write(llama, tmp_path, writer.config(**options), writer, lambda name: "lm_head" not in name)
     with pytest.raises(UnsupportedModelError, match=f"{next(iter(options))} = .* is not supported"):

@@ -159,7 +159,7 @@ def state(**changes: Any) -> Callable[[Tensor], Tensor]:
         (lambda tensor: tensor + 9, "is no JSON object"),
     ],
 )
-def test_what_bitsandbytes_says_must_fit(
+def test_mismatched_bitsandbytes_state_is_refused(
     change: Callable[[Tensor], Tensor], message: str, llama: Path, tmp_path: Path
 ) -> None:
     case = CASES["bnb-nf4"]
@@ -321,7 +321,9 @@ def test_a_file_of_the_tool_will_do(
     ],
     ids=["ct", "ct-none", "fp8", "modelopt"],
 )
-def test_what_is_done_in_another_way_is_noted(config: dict[str, Any], noted: list[str], llama: Path) -> None:
+def test_deviations_from_the_quantization_config_are_noted(
+    config: dict[str, Any], noted: list[str], llama: Path
+) -> None:
     found = read_hf_config(llama, {"quantization_config": config}).quantization
     assert found is not None
     assert [
