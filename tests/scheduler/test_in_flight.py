@@ -93,7 +93,7 @@ def test_an_empty_plan_has_no_result():
     engine.drain()
 
 
-def test_what_was_computed_after_a_late_stop_is_dropped():
+def test_tokens_computed_after_a_late_stop_are_dropped():
     full = tokens_alone(range(5))
     engine = Pipeline()
     engine.add("a", range(5), max_tokens=20, stop_token_ids=[full[2]])

@@ -52,7 +52,7 @@ def test_worker_receives_the_start_of_a_second_text():
     engine.drain()
 
 
-def test_what_is_pooled_depends_on_the_whole_prompt():
+def test_pooled_output_depends_on_the_whole_prompt():
     prompts = [range(10), range(9), [99, *range(1, 10)]]
     assert len({pooled_alone(prompt).data for prompt in prompts}) == 3
 

@@ -113,7 +113,7 @@ def test_further_rounds_have_own_blocks_and_preempt_no_request():
     assert all(as_alone(engine, name) for name in "ab")
 
 
-def test_what_a_stop_cuts_off_is_not_the_requests():
+def test_tokens_behind_a_stop_are_dropped():
     alone = engine_of(1)
     alone.add("a", PROMPT, max_tokens=30)
     alone.drain()

@@ -252,7 +252,7 @@ def test_a_pool_for_exactly_one_request_serves_many_to_the_end():
 
 @pytest.mark.item(41)
 @pytest.mark.parametrize(("num_blocks", "fits"), [(6, True), (5, False)])
-def test_what_can_never_fit_is_refused_with_the_numbers(num_blocks, fits):
+def test_request_that_can_never_fit_is_refused_with_the_numbers(num_blocks, fits):
     """8 + 13 tokens, of which 20 are computed: 5 blocks of 4, and the null block."""
     engine = Engine(make_config(num_gpu_blocks_override=num_blocks))
     if fits:
@@ -378,7 +378,7 @@ def test_failed_request_affects_no_others_and_leaves_no_cache(kinds, num_steps):
     assert num_found(engine, range(ord("b"), ord("b") + 18)) > 0
 
 
-def test_what_a_failed_request_has_found_stays_in_the_cache():
+def test_blocks_hit_by_a_failed_request_stay_cached():
     engine = Engine()
     assert num_found(engine, range(9)) == 0
     engine.add("a", range(20))

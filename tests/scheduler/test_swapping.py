@@ -84,7 +84,7 @@ def test_without_room_on_the_host_a_request_is_recomputed(num_host_blocks):
         assert engine.tokens(request.request_id) == run_alone(request, engine.config).new_token_ids
 
 
-def test_only_what_left_the_device_is_copied_back():
+def test_only_blocks_evicted_from_the_device_are_copied_back():
     """The victim's first block is shared with the request that stays, others may not have been evicted."""
     engine = small(num_gpu_blocks_override=8)
     engine.add("a", range(6), max_tokens=14)
