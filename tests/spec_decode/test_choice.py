@@ -68,7 +68,7 @@ def test_until_plain_steps_were_timed_nothing_is_chosen() -> None:
     assert choose_lengths([0.9], [8], WIDEST + 1, learned(lambda width: 1.0, [WIDEST])) == [0]
 
 
-def test_what_steps_in_flight_sample_is_not_paid_for() -> None:
+def test_tokens_of_in_flight_steps_are_not_drafted() -> None:
     costs = learned(lambda width: 1.0 if width < 4 else 9.0)
     assert choose_lengths([0.9, 0.2], [8, 1], 2, costs, num_ahead=1) == [2, 0]
     assert choose_lengths([0.9, 0.2], [8, 8], 2, costs, num_ahead=1) == [2, 0]
