@@ -96,7 +96,7 @@ def checked(checker: Checker, params: StructuredOutputsParams) -> StructuredOutp
 
 @pytest.mark.item(12)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_had_is_refused_with_a_reason(checker: Checker, name: str) -> None:
+def test_unsupported_constraint_is_refused_with_a_reason(checker: Checker, name: str) -> None:
     fields, reason = REFUSED[name]
     started = time.monotonic()
     with pytest.raises(ValidationError) as error:
@@ -108,7 +108,7 @@ def test_what_cannot_be_had_is_refused_with_a_reason(checker: Checker, name: str
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_what_looks_bad_and_is_not_compiles(checker: Checker, name: str) -> None:
+def test_constraint_that_only_looks_bad_compiles(checker: Checker, name: str) -> None:
     check(checker, COMPILED[name])
 
 

@@ -165,7 +165,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "reason"), REFUSED, ids=lambda value: ascii(value)[:50])
-def test_what_is_not_kept_to_is_refused(fields: dict[str, Any], reason: str) -> None:
+def test_keyword_unsupported_by_xgrammar_is_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(
         GrammarError, match=re.escape(f"the xgrammar backend does not support {reason}")
     ) as error:

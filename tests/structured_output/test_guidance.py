@@ -45,7 +45,7 @@ def test_a_failure_of_the_library_is_a_grammar_error(error: BaseException) -> No
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)])
-def test_what_is_not_the_librarys_goes_on_as_it_is(error: BaseException) -> None:
+def test_other_errors_are_raised_unchanged(error: BaseException) -> None:
     with pytest.raises(type(error)):
         grammar_error(error)
 

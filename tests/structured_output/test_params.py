@@ -55,7 +55,7 @@ def test_parameters_survive_the_wire(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=str)
-def test_what_is_no_constraint_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_invalid_constraint_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ValidationError) as error:
         StructuredOutputsParams(**fields)
     assert error.value.param == param

@@ -98,7 +98,7 @@ IDLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", IDLE, ids=str)
-def test_what_asks_for_nothing_changes_nothing(schema: dict[str, Any]) -> None:
+def test_schema_keyword_without_effect_changes_nothing(schema: dict[str, Any]) -> None:
     for text in ('{"a":[1,1]}', "1", '"x"'):
         assert takes(compiled(json=schema), text)
 
@@ -190,7 +190,7 @@ def test_white_space_is_as_requested() -> None:
 
 
 @pytest.mark.parametrize("text", ["1", '"x"', "[]", '{"a":1', "{} x", '{"a":01}', '{"a":"\n"}', "{a:1}"])
-def test_what_is_no_json_object_is_not_taken(text: str) -> None:
+def test_text_that_is_no_json_object_is_rejected(text: str) -> None:
     assert not takes(compiled(json_object=True), text)
 
 
@@ -239,7 +239,7 @@ def test_an_expression_of_a_schema_is_read_as_ecma_has_it(pattern: str, texts: l
     [r"(?=a)", r"(?!a)", r"(?<=a)", r"(?i)a", r"(?i:a)", r"\bx", r"\B", r"(a)\1", r"\k<a>", "[]", "a{", "{1}{,2}",
      r"\a", r"\z", r"\A", r"\u{110000}", r"\ud800", r"\ud800\u0041", "[a", "\\", r"\01", r"\Q", "(?P<a>b)", r"\c1"],
 )  # fmt: skip
-def test_what_has_no_equal_is_refused(pattern: str) -> None:
+def test_untranslatable_regex_is_refused(pattern: str) -> None:
     with pytest.raises((RegexError, GrammarError)):
         backend.compile(StructuredOutputsParams(regex=to_rust(pattern)))
 

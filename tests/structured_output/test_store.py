@@ -39,7 +39,7 @@ def test_very_many_small_grammars_stay_within_their_bytes() -> None:
     assert resident_bytes() - before < 32 * MiB
 
 
-def test_what_was_used_last_is_kept() -> None:
+def test_last_used_grammars_are_kept() -> None:
     grammars = store(cache_mb=1)
     grammars.matcher(regex("a"))
     for number in range(20):
