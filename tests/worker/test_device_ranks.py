@@ -122,7 +122,7 @@ def test_device_stages_replay_graphs_and_match_one_process(
 
 
 @pytest.mark.parametrize("is_stage", [False, True])
-def test_what_a_device_has_computed_behind_a_loss_is_nobodys(is_stage: bool) -> None:
+def test_device_results_behind_a_lost_rank_are_dropped(is_stage: bool) -> None:
     """Be it that it can be read, or that it makes no sense; whether a share is lost or another stage."""
 
     def fail() -> Any:

@@ -151,7 +151,7 @@ def test_steps_with_prompts_are_replayed_if_a_shape_holds_them() -> None:
     assert drivers[0].sequences == drivers[1].sequences
 
 
-def test_what_varies_is_chosen_kernel_by_kernel() -> None:
+def test_steps_with_varying_features_sample_without_graphs() -> None:
     for params in (
         SamplingParams(temperature=0, logprobs=1),
         SamplingParams(temperature=0, logit_bias={3: 1.0}),

@@ -75,7 +75,7 @@ def test_the_cache_may_take_what_the_share_leaves(gpu: tuple[GpuDevice, Memory])
     assert device.memory.usable_bytes(tiny_config(gpu_memory_utilization=0.3))[0] == 0
 
 
-def test_what_graphs_take_beside_torchs_memory_is_counted(gpu: tuple[GpuDevice, Memory]) -> None:
+def test_graph_memory_outside_torch_is_counted(gpu: tuple[GpuDevice, Memory]) -> None:
     device, memory = gpu
     memory.reserved = 200
     with device.memory.rehearsal():

@@ -71,14 +71,14 @@ class Bench:
         return output
 
 
-def test_only_what_the_grammar_allows_is_chosen() -> None:
+def test_only_tokens_allowed_by_the_grammar_are_sampled() -> None:
     bench = Bench([member("ab*"), member(None), member("[0-9]+")])
     assert bench.step("b").token_ids.tolist() == [ord("a"), ord("b"), ord("0")]
     assert bench.step("b").token_ids.tolist() == [ord("b"), ord("b"), ord("0")]
     assert bench.step(END).token_ids.tolist() == [END, END, END]
 
 
-def test_what_was_generated_before_a_preemption_is_read_again() -> None:
+def test_output_before_a_preemption_is_replayed_by_the_matcher() -> None:
     assert Bench([member("abc", "ab")]).sample("x").token_ids.tolist() == [ord("c")]
     assert Bench([member("abc", "abc")]).sample("x").token_ids.tolist() == [END]
 

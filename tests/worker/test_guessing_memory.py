@@ -21,7 +21,7 @@ from tests.fixtures.draft_heads import HEADS
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
-def test_what_heads_keep_is_counted(
+def test_memory_kept_by_draft_heads_is_counted(
     name: str,
     tiny_model: Callable[[str], Path],
     tmp_path: Path,

@@ -96,6 +96,6 @@ def test_a_costly_layer_gets_a_stage_of_its_own(
     assert balanced(in_units(LayerCosts([([*range(8)], 1e-3)], 4e-3).of_layers()), 2) == (6, 2)
 
 
-def test_what_is_not_timed_is_said(tiny_model: Callable[[str], Path]) -> None:
+def test_reason_for_not_timing_layers_is_given(tiny_model: Callable[[str], Path]) -> None:
     whole = without_weights(prepared_config(tiny_model("gemma3n")))
     assert "share keys and values" in str(why_not_measured(whole))

@@ -101,7 +101,7 @@ def test_sleeping_deeper_drops_what_was_parked(engine: LLMEngine) -> None:
     assert tokens(engine) == expected
 
 
-def test_what_cannot_wake_sleeps_on(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_fails_to_wake_stays_asleep(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is gone, or memory that others have taken: the operator may try again."""
     expected = tokens(engine)
     engine.sleep(2)

@@ -81,7 +81,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph | SizedGraph
         *(pytest.param(name, "float32", marks=mark_of(name)) for name in OTHERS),
     ],
 )
-def test_every_family_gives_the_same_with_tapes(
+def test_every_family_gives_the_same_with_recorded_graphs(
     family: str,
     dtype: str,
     tiny_model: Callable[[str], Path],
@@ -182,7 +182,7 @@ class Typed(Lookup):
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
-def test_tokens_with_types_are_not_played_without_them() -> None:
+def test_token_types_are_part_of_a_recorded_graph() -> None:
     forward = TapedForward(Typed(), 4, (4,), ROOM)
     for types, expected in ((None, 5), (torch.tensor([1]), 1), (torch.tensor([0]), 0), (None, 5)):
         plain = step([5], [0])
@@ -218,7 +218,7 @@ class Described(Lookup):
 
 
 @pytest.mark.skipif(library.loaded() is None, reason=library.status())
-def test_tapes_have_places_for_groups_of_states() -> None:
+def test_recorded_graphs_have_places_for_groups_of_states() -> None:
     forward = TapedForward(Described(), 4, (4, 4), ROOM)
     for first_blocks, starts, num_drafts in (([1, 2], [0, 4], None), ([3, 0], [2, 1], [0, 1])):
         plain = step([0, 0], starts)

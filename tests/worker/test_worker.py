@@ -82,9 +82,7 @@ def driver_of(config: EngineConfig) -> Driver:
     return Driver(worker._runner, num_blocks=NUM_BLOCKS)
 
 
-def test_what_a_step_computes_is_within_its_devices_step(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_runs_within_its_devices_step(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device's step ends also if the launch fails."""
     worker, happened = ready(config), list[str]()
 
