@@ -30,7 +30,7 @@ def raised(text: str) -> Any:
         return sys.exc_info()
 
 
-def test_what_a_line_of_json_holds() -> None:
+def test_json_log_line_has_these_fields() -> None:
     made = record("%d blocks of %s", 3, "x")
     line = json.loads(JsonFormatter().format(made))
     assert (line["level"], line["logger"], line["message"]) == ("WARNING", "quire.test", "3 blocks of x")
@@ -96,6 +96,6 @@ def test_an_exception_forges_no_line(style: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("style", FORMATTERS)
-def test_what_is_no_text_is_written_somehow(style: str) -> None:
+def test_arguments_that_are_no_text_are_logged(style: str) -> None:
     line = FORMATTERS[style]().format(record("%s and %r", object(), b"\xff", request_id=object()))
     assert "object" in line

@@ -112,7 +112,7 @@ raise ValueError("the end")
 """
 
 
-def test_what_others_log_and_how_the_process_ends_is_json_too() -> None:
+def test_foreign_logs_and_the_final_traceback_are_json() -> None:
     done = subprocess.run([sys.executable, "-c", STRAY], capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert [line["logger"] for line in lines] == ["some.package", "py.warnings", "quire"]

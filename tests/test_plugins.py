@@ -250,7 +250,7 @@ def test_installed_package_registers_its_model_in_the_core_too(package: Path) ->
 
 
 @pytest.mark.more
-def test_what_the_program_registers_reaches_the_core_process(package: Path) -> None:
+def test_model_registered_by_a_program_reaches_the_core_process(package: Path) -> None:
     done = run_program(package, "my_classes:MyModel", QUIRE_PLUGINS="")
     assert "tokens [" in done.stdout, done.stderr
 

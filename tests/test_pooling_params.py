@@ -13,7 +13,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("fields", GOOD)
-def test_what_is_valid_comes_back_from_the_wire(fields):
+def test_valid_pooling_params_survive_serialization(fields):
     params = PoolingParams(**fields)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=PoolingParams) == params
     assert msgspec.to_builtins(params) == fields
@@ -30,7 +30,7 @@ def test_what_is_valid_comes_back_from_the_wire(fields):
         ("task", 3),
     ],
 )
-def test_what_is_invalid_is_refused_by_name(param, value):
+def test_invalid_pooling_param_is_refused_by_name(param, value):
     with pytest.raises(ValidationError, match=f"{param} must be .*{value!r}") as caught:
         PoolingParams(**{param: value})
     assert caught.value.param == param

@@ -101,14 +101,14 @@ def test_stop_strings_are_bounded_in_all() -> None:
     ],
     ids=str,
 )
-def test_what_is_out_of_range_is_named(fields: dict[str, Any], param: str) -> None:
+def test_out_of_range_sampling_param_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ValidationError) as caught:
         SamplingParams(**fields)
     assert caught.value.param == param
     assert param in str(caught.value)
 
 
-def test_what_asks_for_nothing_is_none() -> None:
+def test_sampling_params_without_effect_are_none() -> None:
     params = SamplingParams(thinking_token_budget=-1, repetition_detection=RepetitionDetectionParams())
     assert params == SamplingParams.from_optional(top_p=None, n=1)
 

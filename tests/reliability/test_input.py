@@ -59,7 +59,7 @@ NO_TOKEN = [-1, "vocab", 2**31, 2**63, 2**64, 1.5, True, "1", None, [1]]
 
 @pytest.mark.item(2)
 @pytest.mark.parametrize("bad", NO_TOKEN, ids=str)
-def test_what_is_no_token_id_is_refused_wherever_one_may_stand(bad: Any, service: Service) -> None:
+def test_invalid_token_id_is_refused_in_every_field(bad: Any, service: Service) -> None:
     if bad == "vocab":
         info = service.client.post("/detokenize", json={"tokens": [2**31]}).json()["error"]["message"]
         bad = int(re.findall(r"\d+", info)[-1]) + 1
@@ -391,7 +391,7 @@ def test_an_id_that_clients_choose_is_a_label_and_opens_nothing(service: Service
 
 
 @pytest.mark.item(22)
-def test_what_one_salt_has_cached_no_other_finds(service: Service) -> None:
+def test_cache_of_one_salt_is_not_found_by_another(service: Service) -> None:
     prompt = [7] * 200
     text = "one two three four five six seven eight nine ten " * 8
 
