@@ -19,8 +19,8 @@ class TokensPrompt(TypedDict):
     """Token id prompt; `prompt` is only echoed in the output.
 
     `second_text_start` is the start of the second of two texts, for a pooling model with token types. The first
-    `instruction_length` tokens are computed but not pooled. `media` are the items that fill positions of the prompt with
-    embeddings, in order of position.
+    `instruction_length` tokens are computed but not pooled. `media` are the items that fill positions of the prompt
+    with embeddings, in order of position.
     """
 
     prompt_token_ids: list[int]
