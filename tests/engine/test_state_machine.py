@@ -28,8 +28,8 @@ from quire.scheduler.scheduler import POLICIES
 from tests.engine.whole_engine import (
     LETTERS,
     MAX_MODEL_LEN,
-    Media,
     VOCAB_SIZE,
+    Media,
     WholeEngine,
     alone,
     check_result,
