@@ -1,8 +1,8 @@
 """Fetching of media from hosts that the operator names, over HTTP/1.1.
 
-Invariant: the address that is dialled is one that was checked, so a name that resolves differently a moment later changes
-nothing. It is public, unless the operator named an address or localhost itself. Every redirect is checked like a first URL.
-No proxy, cookie or credential is used. Bytes and time are bounded.
+Invariant: the address that is dialled is one that was checked, so a name that resolves differently a moment later
+changes nothing. It is public, unless the operator named an address or localhost itself. Every redirect is checked like
+a first URL. No proxy, cookie or credential is used. Bytes and time are bounded.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Files with processed items, named by digest, in a private directory.
 
-Invariant: a file lives at least as long as a lease on it. Files without leases stay as a cache, least recently used first
-to go, within a limit of bytes. Used by one thread, the event loop's.
+Invariant: a file lives at least as long as a lease on it. Files without leases stay as a cache, least recently used
+first to go, within a limit of bytes. A lease may end in any thread, wherever its last reference goes.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ class MediaFiles:
         self._files: OrderedDict[bytes, _File] = OrderedDict()
         self._directory: Path | None = None
         self._num_inputs = 0
+        self._lock = threading.RLock()  # a collection inside may end a lease
         self.num_bytes = 0
 
     @property
@@ -56,32 +57,33 @@ class MediaFiles:
 
     def find(self, digest: bytes) -> PreparedItem | None:
         """Return a processed item, as the most recently used one; None if there is no file."""
-        file = self._files.get(digest)
-        if file is None:
-            return None
-        self._files.move_to_end(digest)
-        return file.item
+        with self._lock:
+            file = self._files.get(digest)
+            if file is None:
+                return None
+            self._files.move_to_end(digest)
+            return file.item
 
     def add(self, digest: bytes, kind: str, layout: Layout, num_bytes: int) -> PreparedItem:
         """Register a file that was written, and remove others to stay within the limit."""
         item = PreparedItem(digest, kind, str(self.path_of(digest)), layout)
-        self._files[digest] = _File(item, num_bytes)
-        self.num_bytes += num_bytes
-        self._evict(spared=digest)
+        with self._lock:
+            self._files[digest] = _File(item, num_bytes)
+            self.num_bytes += num_bytes
+            self._evict(spared=digest)
         return item
 
-    def lease(self, digests: Iterable[bytes]) -> Lease:
-        """Keep these files until the lease is closed or collected."""
-        held = [digest for digest in digests if digest in self._files]
-        for digest in held:
+    def lease(self, digest: bytes) -> Lease:
+        """Keep this file, which exists, until the lease is closed or collected."""
+        with self._lock:
             self._files[digest].num_leases += 1
-        return Lease(self, held)
+        return Lease(self, digest)
 
-    def release(self, digests: Iterable[bytes]) -> None:
-        """End one lease of each; called by `Lease`."""
-        for digest in digests:
+    def release(self, digest: bytes) -> None:
+        """End one lease; called by `Lease`."""
+        with self._lock:
             self._files[digest].num_leases -= 1
-        self._evict()
+            self._evict()
 
     def close(self) -> None:
         """Remove the directory; idempotent."""
@@ -92,17 +94,16 @@ class MediaFiles:
         for digest, file in list(self._files.items()):
             if self.num_bytes <= self._max_bytes:
                 return
-            if file.num_leases == 0 and digest != spared:
-                del self._files[digest]
+            if file.num_leases == 0 and digest != spared and self._files.pop(digest, None) is not None:
                 self.num_bytes -= file.num_bytes
                 Path(file.item.path).unlink(missing_ok=True)
 
 
 class Lease:
-    """Claim of one request on its files, ended by `close` or with the last reference to it."""
+    """Claim of a request on a file, ended by `close` or with the last reference to it."""
 
-    def __init__(self, files: MediaFiles, digests: list[bytes]) -> None:
-        self._end = weakref.finalize(self, files.release, digests)
+    def __init__(self, files: MediaFiles, digest: bytes) -> None:
+        self._end = weakref.finalize(self, files.release, digest)
         self._end.atexit = False
 
     def close(self) -> None:

@@ -116,15 +116,16 @@ def read_file(path: str, allowed: str, where: str) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError):
         raise refusal from None
-    with os.fdopen(fd, "rb") as file:
-        opened = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        facts = os.fstat(fd)
+    try:
+        opened, facts = Path(os.readlink(f"/proc/self/fd/{fd}")), os.fstat(fd)
         if not opened.is_relative_to(Path(allowed).resolve()) or not stat.S_ISREG(facts.st_mode):
             raise refusal
         _check_size(facts.st_size, where)
-        try:
+        with os.fdopen(os.dup(fd), "rb") as file:
             content = file.read(MAX_ITEM_BYTES + 1)
-        except OSError:
-            raise refusal from None
+    except OSError:
+        raise refusal from None
+    finally:
+        os.close(fd)
     _check_size(len(content), where)
     return content
