@@ -6,6 +6,7 @@ A row is all that the core knows of a feature's class.
 CORE_FEATURES = {
     "structured_output": "quire.structured_output.holds:GrammarHolds",
     "lora": "quire.lora.holds:AdapterHolds",
+    "multimodal": "quire.multimodal.holds:MediaHolds",
     "kv_store": "quire.kv_store.tier:StoreTier",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""

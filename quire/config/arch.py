@@ -76,6 +76,8 @@ class Multimodal:
     unused: tuple[str, ...]  # Patterns of the tensors of its other parts.
     # Tokens that the whole model replaces by an image, a video or a sound.
     placeholder_ids: frozenset[int] = frozenset()
+    # Vectors of the stream's size per embedding: one, and one for each layer that adds features of its own (DeepStack).
+    vectors_per_embedding: int = 1
 
     def name_alone(self, name: str) -> str:
         """Return the name of a tensor or module in a checkpoint of the language model alone."""
