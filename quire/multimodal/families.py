@@ -1,0 +1,52 @@
+"""Table of multimodal families: processor of images and tower of each, by the checkpoint's architecture.
+
+Invariant: torch-free; classes are named, and imported by whoever needs one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Classes of one family, as "module:Class".
+
+    Args:
+        processor: subclass of `quire.multimodal.processors.base.Processor`; numpy and Pillow only.
+        tower: computes embeddings from the processor's arrays; empty if none is implemented.
+        images: how an image becomes placeholders, for the docs.
+    """
+
+    processor: str
+    tower: str = ""
+    images: str = ""
+
+
+_PROCESSORS = "quire.multimodal.processors"
+_QWEN = f"{_PROCESSORS}.qwen_vl:QwenVLProcessor"
+_QWEN_IMAGES = "one run of rows x columns / 4 patches, between vision markers"
+_TILES = "tiles with markers of row and column, the whole image last"
+
+FAMILIES: dict[str, Family] = {
+    "Gemma3ForConditionalGeneration": Family(
+        f"{_PROCESSORS}.gemma3:Gemma3Processor", images="one run of fixed length, seen both ways"
+    ),
+    "Idefics3ForConditionalGeneration": Family(f"{_PROCESSORS}.idefics3:Idefics3Processor", images=_TILES),
+    "InternVLForConditionalGeneration": Family(
+        f"{_PROCESSORS}.internvl:InternVLProcessor", images="one run over up to 12 tiles and a thumbnail"
+    ),
+    "LlavaForConditionalGeneration": Family(
+        f"{_PROCESSORS}.llava:LlavaProcessor", images="one run of fixed length; rows with breaks for Pixtral"
+    ),
+    "Mistral3ForConditionalGeneration": Family(
+        f"{_PROCESSORS}.pixtral:PixtralProcessor", images="rows of patches, each ended by a break token"
+    ),
+    "Qwen2VLForConditionalGeneration": Family(_QWEN, images=_QWEN_IMAGES),
+    "Qwen2_5_VLForConditionalGeneration": Family(_QWEN, images=_QWEN_IMAGES),
+    "Qwen3VLForConditionalGeneration": Family(_QWEN, images=_QWEN_IMAGES),
+    "Qwen3_5ForConditionalGeneration": Family(_QWEN, images=_QWEN_IMAGES),
+    "Qwen3_5MoeForConditionalGeneration": Family(_QWEN, images=_QWEN_IMAGES),
+    "SmolVLMForConditionalGeneration": Family(f"{_PROCESSORS}.idefics3:Idefics3Processor", images=_TILES),
+}
+"""Architecture -> family, in alphabetical order."""
