@@ -43,6 +43,20 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(last - first for first, last in self.runs)
 
 
+class EncodeProgress(msgspec.Struct, frozen=True):
+    """Result of one slice of encoding.
+
+    Args:
+        done: digests whose embeddings the worker now has, those that it had before included.
+        failed: digest -> reason, for items that cannot be encoded.
+        num_bytes: digest -> bytes of the embeddings, for those that are done.
+    """
+
+    done: list[bytes]
+    failed: dict[bytes, str]
+    num_bytes: dict[bytes, int]
+
+
 def chunk_end(media: Sequence[MediaItem], start: int, end: int) -> int:
     """Return the last position at most `end` where a chunk that starts at `start` may end; `start` if there is none.
 

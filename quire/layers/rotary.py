@@ -28,7 +28,7 @@ class RotaryEmbedding(Module):
 
     cos_sin_cache: Tensor
     axes: Tensor | None
-    """[R] int64: index, in a token's three positions, of the one that each column's angle counts; None: there is one."""
+    """[R] int64: which of a token's three positions turns each column; None: a token has one position."""
 
     def __init__(self, *, config: EngineConfig, rope: RopeScaling) -> None:
         super().__init__()
@@ -89,8 +89,8 @@ class _Shape:
 
 
 def axes_of_angles(config: EngineConfig, num_angles: int) -> Tensor | None:
-    """Return [2 * num_angles] int64: for cosines and then sines, which of a token's three positions counts (M-RoPE; Wang
-    et al., 2024, arXiv:2409.12191); None if the model has one position per token.
+    """Return [2 * num_angles] int64: for cosines and then sines, which of a token's three positions counts; None if the
+    model has one position per token (M-RoPE; Wang et al., 2024, arXiv:2409.12191).
 
     Sections of angles belong to frames, rows and columns, in this order; interleaved ones take turns from the first
     angle on, and frames have what is left.

@@ -29,6 +29,7 @@ _FOR_ALL_PARTS = (
 _INSIDE = {
     **dict.fromkeys(("model.language_model.model.", "language_model.model.model."), "model."),
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.": "",
 }
@@ -103,6 +104,8 @@ WRAPPERS: dict[str, Wrapper] = {
             "Gemma 4, by transformers' code",
             ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
         ),
+        Wrapper("Idefics3ForConditionalGeneration", "Idefics 3 8B", ("vision_model", "connector")),
+        Wrapper("InternVLForConditionalGeneration", "InternVL 3 and 3.5 in the form of transformers"),
         Wrapper(
             "Llama4ForConditionalGeneration",
             "Llama 4 Scout and Maverick",
@@ -115,6 +118,11 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5", ("visual",)),
         Wrapper("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 with experts", ("visual",)),
         Wrapper("Qwen3VLForConditionalGeneration", "Qwen 3 VL 2B to 32B", ("visual",)),
+        Wrapper(
+            "SmolVLMForConditionalGeneration",
+            "SmolVLM, SmolVLM 2 256M to 2.2B",
+            ("vision_model", "connector"),
+        ),
     )
 }
 """Wrappers by architecture, in alphabetical order."""

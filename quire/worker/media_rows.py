@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata
 from quire.layers.step import MediaRows, StepContext
-from quire.media import MediaItem
+from quire.media import EncodeProgress, MediaItem
 from quire.scheduler.output import NewRequestData
 
 Positions = NDArray[np.int64]
@@ -39,6 +39,19 @@ class EmbeddingSource(Protocol):
 
     def embeddings(self, digest: bytes) -> Embeddings | None:
         """Return an item's embeddings; None: the store has none."""
+
+
+class MediaEncoder(EmbeddingSource, Protocol):
+    """Encoder of images and other media, with the store of its embeddings."""
+
+    def encode(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
+        """Compute slices of the items in order until all are done or the budget is used, at least one slice.
+
+        An item that cannot be encoded costs itself and is named with the reason.
+        """
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        """Drop embeddings, and work on items that is not done; unknown digests are ignored."""
 
 
 class Layout(Protocol):
@@ -134,7 +147,7 @@ class MediaBatch:
     """Media of all rows.
 
     Args:
-        source: embeddings of every item of a request that is added.
+        source: embeddings of every item of a request that is added; None: another stage puts them in.
         max_num_seqs: rows.
         hidden_size: of the stream.
         num_deepstack: tensors beside the values that each item must have.
@@ -145,7 +158,7 @@ class MediaBatch:
 
     def __init__(
         self,
-        source: EmbeddingSource,
+        source: EmbeddingSource | None,
         max_num_seqs: int,
         *,
         hidden_size: int,
@@ -188,6 +201,8 @@ class MediaBatch:
         size = int(np.prod(item.grid))
         if size not in (0, item.num_embeddings):
             return f"an item has {item.num_embeddings} embeddings for a grid of {item.grid}"
+        if self._source is None:
+            return None
         found = self._source.embeddings(item.digest)
         if found is None:
             return f"the worker has no embeddings of the item at [{item.start}, {item.end})"
@@ -203,7 +218,8 @@ class MediaBatch:
         self.deltas[row] = 0
         if not request.media:
             return
-        found = [self._source.embeddings(item.digest) for item in request.media]
+        source = self._source
+        found = [] if source is None else [source.embeddings(item.digest) for item in request.media]
         rope = None
         if self._has_axes:
             rope, self.deltas[row] = self._rope_of(request)
@@ -237,7 +253,7 @@ class MediaBatch:
         parts: list[tuple[Embeddings, slice]] = []
         for row, start, end, at in _requests(layout):
             own = self._rows.get(row)
-            if own is None:
+            if own is None or self._source is None:
                 continue
             for item, embeddings in zip(own.items, own.embeddings, strict=True):
                 for first, last, place in _overlaps(item, start, end):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -77,9 +78,7 @@ def test_own_positions_as_last_seen_change_no_bit(kernels: Any, feature: str) ->
         q, keys, values, metadata, scale = arguments(batch, 1)
         plain = replace(metadata, last_seen=None)
         got = kernels.paged_attention(q, keys, values, metadata, scale, **FEATURES[feature])
-        assert torch.equal(
-            got, kernels.paged_attention(q, keys, values, plain, scale, **FEATURES[feature])
-        )
+        assert torch.equal(got, kernels.paged_attention(q, keys, values, plain, scale, **FEATURES[feature]))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -91,7 +90,7 @@ def test_bits_of_last_seen_depend_on_no_chunk_or_thread(kernels: Any, feature: s
     set_num_threads(3)
     for bounds in ([0, 300], [0, 50, 100, 300], [0, 150, 200, 250, 300]):
         parts: list[Tensor] = []
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             chunk: AttentionMetadata = replace(
                 make_metadata([(end - start, end)], 16, 64),
                 block_tables=metadata.block_tables[:, : -(-end // 16)].contiguous(),

@@ -141,7 +141,9 @@ def test_attention(shape: str, feature: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("feature", quick([name for name in FEATURES if "chunk" not in name], ("plain", "all")))
+@pytest.mark.parametrize(
+    "feature", quick([name for name in FEATURES if "chunk" not in name], ("plain", "all"))
+)
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_attention_of_rows_that_see_ahead(shape: str, feature: str) -> None:
     torch.manual_seed(0)

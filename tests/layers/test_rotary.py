@@ -11,8 +11,8 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.config import EngineConfig, ModelArch
-from quire.layers.step import StepContext
 from quire.layers.rotary import RotaryEmbedding, cos_sin_table
+from quire.layers.step import StepContext
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
 

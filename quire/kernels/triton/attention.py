@@ -237,7 +237,8 @@ def _launch(call: _Call, out: Tensor, shape: Shape, fewest_queries: int) -> None
         BLOCK_M=shape.block_m, BLOCK_Q=block_q, BLOCK_N=shape.block_n, ONE_QUERY=shape.one_query,
         PARTS=shape.part_tokens > 0, EVEN=shape.most_parts > 0,
         HAS_CAP=soft_cap is not None, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None,
-        HAS_WINDOW=window > 0, CHUNKED=is_chunked, HAS_LAST=last_seen is not None, num_warps=shape.num_warps, num_stages=shape.num_stages,
+        HAS_WINDOW=window > 0, CHUNKED=is_chunked, HAS_LAST=last_seen is not None,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if is_split:
         attention_kernels.join_parts[(heads, num_requests)](

@@ -114,6 +114,15 @@ def _seen(
 
 
 @triton.jit
+def _ahead(last_seen, token, used, position, HAS_LAST: tl.constexpr):
+    """Return the number of positions behind its own that each query sees."""
+    if HAS_LAST:
+        return tl.load(last_seen + token, mask=used, other=0) - position
+    else:
+        return position * 0
+
+
+@triton.jit
 def load_where(pointer, mask, MASKED: tl.constexpr):
     """Load with the mask if MASKED, with 0 elsewhere."""
     if MASKED:
@@ -265,9 +274,7 @@ def attend(
     if HAS_SLOPES:
         slope = tl.load(slopes + head, mask=row_used, other=0.0).to(tl.float32)
     reach = position - _first_key(position, window, HAS_WINDOW, CHUNKED)
-    ahead = position * 0
-    if HAS_LAST:
-        ahead = tl.load(last_seen + token, mask=row_used, other=0) - position
+    ahead = _ahead(last_seen, token, row_used, position, HAS_LAST)
     table = tables + request.to(tl.int64) * table_width
     k_head, v_head = k_cache + kv_head * kc_head, v_cache + kv_head * vc_head
 
