@@ -12,7 +12,7 @@ import msgspec
 
 from quire.errors import ValidationError
 
-KINDS = ("image", "video", "embeds")
+KINDS = ("image", "video", "audio", "embeds")
 DIGEST_BYTES = 32
 
 
@@ -21,7 +21,7 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Args:
         digest: SHA-256 of the content and of everything else that determines its embeddings (processor, options).
-        kind: "image", "video" or "embeds" (embeddings from the client).
+        kind: "image", "video", "audio" or "embeds" (embeddings from the client).
         start: first position of its placeholders in the prompt, markers around them excluded.
         end: position after the last placeholder.
         runs: positions [first, last) that take embeddings, ascending, within [start, end). Placeholders between two

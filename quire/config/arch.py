@@ -66,6 +66,10 @@ class CheckpointNames:
     adapters: CheckpointNames | None = None
 
 
+ENCODER_UNIT = 64
+"""Multiple of the positions of an encoder's output, so that they fill whole blocks of a cache."""
+
+
 @dataclass(frozen=True)
 class Multimodal:
     """Multimodal model that contains this language model, and what its other parts ask of the latter."""
@@ -82,6 +86,13 @@ class Multimodal:
     rope_interleaved: bool = False  # The sections take turns; otherwise one follows the other.
     tokens_per_second: float = 1.0  # Positions per second of a video.
     deepstack_layers: int = 0  # First layers to whose outputs features of an image are added.
+    # Rows of the encoder's output that cross-attention reads; 0: the model has none.
+    encoder_length: int = 0
+
+    @property
+    def encoder_positions(self) -> int:
+        """First positions of every sequence, which take the encoder's output; see `quire.models.encoder_decoder`."""
+        return -(-self.encoder_length // ENCODER_UNIT) * ENCODER_UNIT
 
     @property
     def vectors_per_embedding(self) -> int:

@@ -226,6 +226,10 @@ class Attention(Module):
         self._write(q, k, v, slots, positions, step)
         return self.attend(q, step)
 
+    def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Write k and v [T, Hkv, D] to slots [T] of the cache, without rotation."""
+        ops.write_kv(k, v, self.k_cache, self.v_cache, slots, **self._given_scales())
+
     def attend(self, q: Tensor, step: StepContext) -> Tensor:
         """q [T, Hq, D], normed and rotated -> [T, Hq * D], over cached keys and values."""
         own = step.metadata(self.group_id, AttentionMetadata)

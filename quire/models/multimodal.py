@@ -37,6 +37,7 @@ _INSIDE = {
 head.
 """
 _AXES = ("frames", "rows", "columns")
+MAX_ENCODER_LENGTH = 2**20
 _MEDIA = ("image", "video", "audio")  # keys such as image_token_id, or image_token_index in older files
 _SIZES = (
     "vocab_size",
@@ -67,6 +68,10 @@ class Wrapper:
     models: str
     """Well-known models, for the docs."""
     others: tuple[str, ...] = field(default=("vision_tower", "multi_modal_projector"))
+    inside: Mapping[str, str] = field(default_factory=lambda: _INSIDE)
+    """See `Multimodal.inside`."""
+    encoder_length: str = ""
+    """Key of the number of rows that the encoder gives to cross-attention; empty: there is no cross-attention."""
 
 
 _QWEN2, _QWEN3 = WrappedLanguageModel("Qwen2ForCausalLM"), WrappedLanguageModel("Qwen3ForCausalLM")
@@ -86,6 +91,7 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "qwen3": _QWEN3,
     "qwen3_vl_text": WrappedLanguageModel("Qwen3ForCausalLM", interleaved=True),
     "qwen3_5_text": WrappedLanguageModel("Qwen3_5ForCausalLM", interleaved=True),
+    "whisper": WrappedLanguageModel("WhisperForCausalLM"),
     "qwen3_5_moe_text": WrappedLanguageModel("Qwen3_5MoeForCausalLM", interleaved=True),
 }
 """Language models by `model_type`. In text, the three position ids of Qwen's vision models are equal."""
@@ -123,6 +129,13 @@ WRAPPERS: dict[str, Wrapper] = {
             "SmolVLM, SmolVLM 2 256M to 2.2B",
             ("vision_model", "connector"),
         ),
+        Wrapper(
+            "WhisperForConditionalGeneration",
+            "Whisper tiny to large-v3-turbo, Distil-Whisper",
+            ("encoder",),
+            {"model.decoder.": "model.", "decoder.": "model."},
+            "max_source_positions",
+        ),
     )
 }
 """Wrappers by architecture, in alphabetical order."""
@@ -157,7 +170,7 @@ def language_model_of(
     eyes = config.child("vision_config")
     part_of = Multimodal(
         architecture,
-        _INSIDE,
+        wrapper.inside,
         unused,
         _placeholder_ids(config) | _placeholder_ids(text),
         json.dumps(dict(config.values)),
@@ -165,6 +178,7 @@ def language_model_of(
         LANGUAGE_MODELS[kind].interleaved,
         eyes.number("tokens_per_second", 1.0),
         len(eyes.get("deepstack_visual_indexes") or ()),
+        config.integer(wrapper.encoder_length, high=MAX_ENCODER_LENGTH) if wrapper.encoder_length else 0,
     )
     return with_kind_renamed(alone, {"mrope": "default"}), part_of
 

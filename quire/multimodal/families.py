@@ -65,5 +65,8 @@ FAMILIES: dict[str, Family] = {
     "SmolVLMForConditionalGeneration": Family(
         f"{_PROCESSORS}.idefics3:Idefics3Processor", f"{_TOWERS}.vit:Idefics3Tower", images=_TILES
     ),
+    "WhisperForConditionalGeneration": Family(
+        "quire.multimodal.towers.whisper:Spectrograms", f"{_TOWERS}.whisper:WhisperTower"
+    ),
 }
 """Architecture -> family, in alphabetical order."""

@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.kernels import ops
 from quire.kernels.attention_metadata import GroupMetadata
 from quire.layers.base import Module, activation_dtype, model_dtype
-from quire.layers.linear import GateUpLinear, Linear, QKVLinear
+from quire.layers.linear import GateUpLinear, Linear, QKVLinear, UnbiasedKeyQKVLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.multimodal.towers.base import NO_STEP, Table, chunks
 
@@ -35,6 +35,7 @@ class BlockShape:
     out_bias: bool = True
     mlp_bias: bool = True
     gated: str = ""  # Activation of a gated MLP; empty: a plain one, with `activate`.
+    key_bias: bool = True
     qk_norm: bool = False  # RMS norm over all heads together.
     scaled: bool = False  # Outputs of attention and MLP are scaled per channel.
     norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
@@ -62,7 +63,8 @@ class TowerBlock(Module):
         first, second = (f"{at}.{name}" for name in shape.norms)
         self.norm1 = tower_norm(config, shape.norm, size, shape.eps, first)
         self.norm2 = tower_norm(config, shape.norm, size, shape.eps, second)
-        self.qkv = QKVLinear(
+        projections = QKVLinear if shape.key_bias else UnbiasedKeyQKVLinear
+        self.qkv = projections(
             hidden_size=size,
             num_heads=shape.heads,
             num_kv_heads=shape.heads,

@@ -37,7 +37,7 @@ def load_tower(config: EngineConfig) -> Tower:
     assert arch.part_of is not None, "has_tower() says so"
     values: Mapping[str, Any] = json.loads(arch.part_of.config)
     whole = JsonObject(f"{config.model_dir}/config.json", dict(values))
-    names = TowerNames(arch.part_of.architecture, {}, ())
+    names = TowerNames(arch.part_of.architecture, {}, (), encoder_length=arch.part_of.encoder_length)
     own = replace(
         config, model_arch=replace(arch, part_of=names, quantization=None, tie_word_embeddings=False)
     )
