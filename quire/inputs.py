@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
 
+from quire.media import MediaItem
+
 
 class TextPrompt(TypedDict):
     """Text prompt; `cache_salt` separates its prefix-cache entries from other salts' entries."""
@@ -17,7 +19,8 @@ class TokensPrompt(TypedDict):
     """Token id prompt; `prompt` is only echoed in the output.
 
     `second_text_start` is the start of the second of two texts, for a pooling model with token types. The first
-    `instruction_length` tokens are computed but not pooled.
+    `instruction_length` tokens are computed but not pooled. `media` are the items that fill positions of the prompt
+    with embeddings, in order of position.
     """
 
     prompt_token_ids: list[int]
@@ -25,6 +28,7 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
     second_text_start: NotRequired[int]
     instruction_length: NotRequired[int]
+    media: NotRequired[Sequence[MediaItem]]
 
 
 class PairPrompt(TypedDict):

@@ -66,9 +66,13 @@ class CheckpointNames:
     adapters: CheckpointNames | None = None
 
 
+ENCODER_UNIT = 64
+"""Multiple of the positions of an encoder's output, so that they fill whole blocks of a cache."""
+
+
 @dataclass(frozen=True)
 class Multimodal:
-    """Multimodal model that contains this language model; only the latter is served."""
+    """Multimodal model that contains this language model, and what its other parts ask of the latter."""
 
     architecture: str
     # Prefix of its tensors -> prefix in a checkpoint of the language model alone; the first match counts.
@@ -76,6 +80,24 @@ class Multimodal:
     unused: tuple[str, ...]  # Patterns of the tensors of its other parts.
     # Tokens that the whole model replaces by an image, a video or a sound.
     placeholder_ids: frozenset[int] = frozenset()
+    config: str = ""  # config.json of the whole model, as JSON, for the readers of its other parts.
+    # Angles of a head that frames, rows and columns rotate; empty: a token has one position.
+    rope_sections: tuple[int, ...] = ()
+    rope_interleaved: bool = False  # The sections take turns; otherwise one follows the other.
+    tokens_per_second: float = 1.0  # Positions per second of a video.
+    deepstack_layers: int = 0  # First layers to whose outputs features of an image are added.
+    # Rows of the encoder's output that cross-attention reads; 0: the model has none.
+    encoder_length: int = 0
+
+    @property
+    def encoder_positions(self) -> int:
+        """First positions of every sequence, which take the encoder's output; see `quire.models.encoder_decoder`."""
+        return -(-self.encoder_length // ENCODER_UNIT) * ENCODER_UNIT
+
+    @property
+    def vectors_per_embedding(self) -> int:
+        """Vectors of the stream's size per embedding: one, and one for each layer that adds features of its own."""
+        return 1 + self.deepstack_layers
 
     def name_alone(self, name: str) -> str:
         """Return the name of a tensor or module in a checkpoint of the language model alone."""

@@ -292,6 +292,10 @@ class AsyncLLM:
         """Clear the prefix cache; False, and nothing done, on a core that is running requests."""
         return all(await self._call_each("reset_prefix_cache"))
 
+    async def reset_encoder_cache(self) -> bool:
+        """Drop the embeddings of media that no request uses; False if some are in use and stay."""
+        return all(await self._call_each("reset_encoder_cache"))
+
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter in advance, beside the steps; true when every core has it.
 

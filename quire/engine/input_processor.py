@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from quire.config import EngineConfig
-from quire.config.arch import Multimodal
+from quire.engine.media_checks import check_prompt_media
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.prompt_forms import TokenizedPrompt, check_cut_text, check_length, parts_of
 from quire.engine.tokenizer import Tokenizer
@@ -105,7 +105,13 @@ class InputProcessor:
             if token_ids is None
             else list(token_ids)
         )
-        return TokenizedPrompt(token_ids, parts.text, parts.cache_salt, tokenizer_context=tokenizer_context)
+        return TokenizedPrompt(
+            token_ids,
+            parts.text,
+            parts.cache_salt,
+            tokenizer_context=tokenizer_context,
+            media=parts.media,
+        )
 
     def _encode(self, text: str, tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
@@ -174,6 +180,7 @@ class InputProcessor:
             cache_salt=prompt.cache_salt,
             tenant=tenant,
             lora_request=lora_request,
+            media=list(prompt.media),
         )
         forks = [
             Fork(f"{request_id}.{index}", _completion_seed(params, index)) for index in range(1, params.n)
@@ -248,6 +255,7 @@ class InputProcessor:
             second_text_start=prompt.second_text_start,
             instruction_length=prompt.instruction_length,
             lora_request=lora_request,
+            media=list(prompt.media),
         )
 
     def room(self, num_prompt_tokens: int) -> int:
@@ -267,7 +275,7 @@ class InputProcessor:
             raise ValidationError("the prompt must not be empty", param="prompt")
         check_length(self.config, len(ids))
         _check_ids("prompt", ids, vocab_size)
-        _check_placeholders(ids, self.config.arch.part_of)
+        check_prompt_media(self.config, ids, prompt.media)
         salt = prompt.cache_salt
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
@@ -407,18 +415,6 @@ def _check_stop_tokens_leave_some(params: SamplingParams, tokenizer_context: Tok
         raise ValidationError(
             "stop_token_ids has every token, and min_tokens forbids these", param="stop_token_ids"
         )
-
-
-def _check_placeholders(ids: Sequence[int], part_of: Multimodal | None) -> None:
-    """Reject placeholder tokens of images and sounds: only the language model is served."""
-    if part_of is None or part_of.placeholder_ids.isdisjoint(ids):
-        return
-    found = min(part_of.placeholder_ids.intersection(ids))
-    raise ValidationError(
-        f"the prompt has the token {found}, in whose place {part_of.architecture} puts an image, a video or a sound; "
-        "only its language model is served: send text",
-        param="prompt",
-    )
 
 
 def _check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:

@@ -3,7 +3,7 @@
 Shapes: T tokens, K input features, N output features, Hq/Hkv query and key-value heads, D head size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from quire.layers.base import RowSource
 from quire.layers.matrix import MatrixLayer, ModuleRows
 from quire.layers.quantization import QuantMethod
 from quire.layers.shard import WHOLE, Partition, Shard, Span, StackMember
-from quire.layers.slot import length
+from quire.layers.slot import Slot, length
 from quire.layers.step import StepContext
 
 
@@ -238,6 +238,20 @@ class QKVLinear(Linear):
         if self.clip is not None:
             rows = rows.clamp(-self.clip, self.clip)
         return torch.split_with_sizes(rows.view(x.shape[0], -1, self.head_dim), self.head_counts, 1)
+
+
+class UnbiasedKeyQKVLinear(QKVLinear):
+    """Merged projections whose checkpoint has biases of queries and values only, as Whisper's."""
+
+    def _bias_slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
+        keys = f"{names[1]}.bias"
+        return ((name, slot) for name, slot in super()._bias_slots(names) if name != keys)
+
+    def finish_loading(self) -> None:
+        if self.bias is not None:
+            first = self.head_counts[0] * self.head_dim
+            self.bias.data[first : first + self.head_counts[1] * self.head_dim] = 0
+        super().finish_loading()
 
 
 class GateUpLinear(Linear):

@@ -287,6 +287,12 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("TelechatForCausalLM", "llama:read_telechat", "TeleChat 7B and 12B", oracle="plain torch"),
         BuiltIn("VaultGemmaForCausalLM", "gemma:read_vaultgemma", "VaultGemma 1B"),
+        BuiltIn(
+            "WhisperForCausalLM",
+            "whisper:read_whisper",
+            "Whisper's decoder",
+            "encoder_decoder:EncoderDecoder",
+        ),
         BuiltIn("XGLMForCausalLM", "gpt2:read_xglm", "XGLM"),
         BuiltIn("XverseForCausalLM", "llama:read_llama", "XVERSE 7B to 65B", oracle="Llama of transformers"),
         BuiltIn("YoutuForCausalLM", "deepseek:read_youtu", "Youtu-LLM 2B"),

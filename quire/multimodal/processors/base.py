@@ -1,0 +1,182 @@
+"""Interface of processors: an image in, arrays for the encoder and the layout of its placeholders out.
+
+Invariant: a processor depends on the checkpoint's files and on options only, so equal images with equal options give
+equal arrays. Arrays hold uint8 pixels after all resizing, and the table that turns them into floats, so what crosses
+processes is a quarter of what an encoder takes. Neither torch nor transformers is imported.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from quire.errors import StartupError, ValidationError
+from quire.models.json_object import JsonObject
+from quire.multimodal.families import FAMILIES
+from quire.plugins import import_place
+
+Arrays = dict[str, NDArray[Any]]
+Size = tuple[int, int]  # height, width
+
+OPTIONS_FIELD = "mm_processor_kwargs"
+SCOPE = "images_kwargs"  # Object inside the options whose keys take precedence.
+MAX_PREPARED_PIXELS = 2**26  # Largest sum of pixels after resizing, 192 MiB.
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """Tokens in place of one placeholder token of `Prepared.text`: pairs of token and count, in order."""
+
+    pieces: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Processed image.
+
+    Args:
+        arrays: name -> array, as `Processor.floats` takes them.
+        text: text in place of the marker; each of its placeholder tokens stands for one of `runs`.
+        runs: tokens of each placeholder of `text`, in order.
+        grid: (frames, rows, columns) of its embeddings, for models that rotate by these three; else zeros.
+        both_ways: its positions attend to each other in both directions.
+    """
+
+    arrays: Arrays = field(repr=False)
+    text: str
+    runs: tuple[Placeholders, ...]
+    grid: tuple[int, int, int] = (0, 0, 0)
+    both_ways: bool = False
+
+
+class Processor(abc.ABC):
+    """Processor of the images of one checkpoint.
+
+    Attributes:
+        marker: text that a chat template writes for an image, and a user writes in a prompt; one token.
+        placeholder: the token that takes an embedding.
+        literals: every token that a processed image may consist of; users' text must not turn into one.
+    """
+
+    marker: str
+    placeholder: str
+    literals: tuple[str, ...]
+    OPTIONS: frozenset[str]
+    """Options that a request may set."""
+
+    @classmethod
+    @abc.abstractmethod
+    def from_files(cls, model_dir: Path, options: Mapping[str, Any]) -> Processor:
+        """Return the processor of a checkpoint.
+
+        Args:
+            options: the operator's, which replace those of the files.
+
+        Raises:
+            StartupError: a file is missing or malformed, or an option is not supported.
+        """
+
+    @abc.abstractmethod
+    def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
+        """Process one image.
+
+        Args:
+            options: the request's, checked by `checked_options`.
+
+        Raises:
+            ValidationError: the image or an option is not possible for this model.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def floats(arrays: Mapping[str, NDArray[Any]]) -> Arrays:
+        """Return what the encoder takes, as transformers' Pillow processor returns it for this one image."""
+
+    def prepare_embeds(self, values: NDArray[np.float32]) -> Prepared:
+        """Return the layout of embeddings [n, H] in place of an image.
+
+        Raises:
+            ValidationError: the model does not take this number, or none at all.
+        """
+        raise ValidationError(
+            "embeddings in place of images are not supported for this model, whose images have no fixed number "
+            "of them; send the image",
+            param="messages",
+        )
+
+    def checked_options(self, given: object) -> dict[str, Any]:
+        """Return a request's options without their scope.
+
+        Raises:
+            ValidationError: an option does not exist for this model; names those that do.
+        """
+        if not isinstance(given, Mapping):
+            raise ValidationError(f"{OPTIONS_FIELD} must be an object", param=OPTIONS_FIELD)
+        scope = given.get(SCOPE, {})
+        if not isinstance(scope, Mapping):
+            raise ValidationError(f"{OPTIONS_FIELD}.{SCOPE} must be an object", param=OPTIONS_FIELD)
+        options = {name: value for name, value in given.items() if name != SCOPE} | dict(scope)
+        for name in options:
+            if name not in self.OPTIONS:
+                known = ", ".join(sorted(self.OPTIONS)) or "none"
+                raise ValidationError(
+                    f"{OPTIONS_FIELD} has {name!r:.60}, but this model's options are: {known}",
+                    param=OPTIONS_FIELD,
+                )
+        return options
+
+
+def check_prepared_pixels(num_pixels: int) -> None:
+    """Raise ValidationError if an image would be resized to more pixels than are allowed."""
+    if num_pixels > MAX_PREPARED_PIXELS:
+        raise ValidationError(
+            f"the image would be resized to {num_pixels} pixels, the limit is {MAX_PREPARED_PIXELS}; send a smaller "
+            f"image or a smaller size in {OPTIONS_FIELD}",
+            param=OPTIONS_FIELD,
+        )
+
+
+def request_options(files: JsonObject, options: Mapping[str, Any]) -> JsonObject:
+    """Return the image options of a checkpoint with a request's in their place; malformed ones raise StartupError."""
+    return JsonObject(OPTIONS_FIELD, {**files.values, **options}) if options else files
+
+
+def as_request_error(error: StartupError) -> ValidationError:
+    """Return the error of a request whose options a processor could not read."""
+    return ValidationError(str(error), param=OPTIONS_FIELD)
+
+
+def make_processor(architecture: str, model_dir: Path, options: Mapping[str, Any]) -> Processor | None:
+    """Return the processor of a checkpoint; None if its architecture takes no images here.
+
+    Raises:
+        StartupError: as `Processor.from_files`.
+    """
+    family = FAMILIES.get(architecture)
+    if family is None:
+        return None
+    processor: Processor = import_place(family.processor).from_files(model_dir, options)
+    return processor
+
+
+def fixed_embeds(
+    text: str, runs: tuple[Placeholders, ...], values: NDArray[np.float32], both_ways: bool
+) -> Prepared:
+    """Return the layout of embeddings for a model whose images all have the same number of them.
+
+    Raises:
+        ValidationError: there are more or fewer.
+    """
+    wanted = sum(count for run in runs for _, count in run.pieces)
+    if len(values) != wanted:
+        raise ValidationError(
+            f"an image of this model has {wanted} embeddings, got {len(values)}", param="messages"
+        )
+    return Prepared({}, text, runs, both_ways=both_ways)

@@ -1,0 +1,59 @@
+"""Files of a checkpoint that configure its processor.
+
+Invariant: older checkpoints have `preprocessor_config.json`, newer ones the same object inside `processor_config.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelLoadError
+from quire.models.checkpoint_files import has_file
+from quire.models.json_object import JsonObject, optional_json_object, read_json_object
+
+IMAGE_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
+INSIDE = "image_processor"
+
+
+class ProcessorFiles:
+    """Objects of the files.
+
+    Attributes:
+        config: config.json.
+        image: options of the image processor, the operator's included.
+        processor: options of the processor around it; empty if there is no such file.
+    """
+
+    def __init__(self, model_dir: Path, options: Mapping[str, Any]) -> None:
+        self.config = read_json_object(model_dir / "config.json")
+        self.processor = optional_json_object(model_dir / PROCESSOR_FILE)
+        image = optional_json_object(model_dir / IMAGE_FILE)
+        if INSIDE in self.processor:
+            image = self.processor.child(INSIDE)
+        elif not has_file(model_dir / IMAGE_FILE):
+            raise ModelLoadError(
+                f"{model_dir} has neither {IMAGE_FILE} nor {INSIDE!r} in {PROCESSOR_FILE}; without them the model "
+                "takes no images (--language-model-only)"
+            )
+        self.image = image.with_values(**options)
+        self._tokenizer = optional_json_object(model_dir / "tokenizer_config.json")
+
+    @property
+    def vision(self) -> JsonObject:
+        """The encoder's part of config.json."""
+        return self.config.child("vision_config")
+
+    def token(self, name: str, usual: str) -> str:
+        """Return a token by its name in the processor's or the tokenizer's file; `usual` if neither has it."""
+        extra = self._tokenizer.get("extra_special_tokens")
+        places = (self.processor.values, extra, self._tokenizer.values)
+        found = (place.get(name) for place in places if isinstance(place, dict))
+        return next((_literal(value) for value in found if _literal(value)), usual)
+
+
+def _literal(value: Any) -> str:
+    """Return a token's text, which files have plain or inside an object."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""

@@ -1,0 +1,111 @@
+"""Encoder of Whisper (Radford et al., 2022, arXiv:2212.04356): two convolutions and blocks over a log-mel spectrogram.
+
+Shapes: F frames of B mel bins, E = F / 2 rows of the output, P positions that it fills, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quire.config import EngineConfig
+from quire.errors import UnsupportedModelError, ValidationError
+from quire.models.json_object import JsonObject
+from quire.multimodal.towers.base import (
+    NO_STEP,
+    Arrays,
+    PatchLinear,
+    Slices,
+    Table,
+    Tower,
+    activation_of,
+    sequences,
+)
+from quire.multimodal.towers.block import BlockShape, TowerBlock, tower_norm
+from quire.worker.media_rows import Embeddings
+
+FEATURES = "input_features"
+_KERNEL = 3
+
+
+class Spectrograms:
+    """Processor of sounds: the file of an item has what the encoder takes."""
+
+    @staticmethod
+    def floats(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return `input_features` float32 [1, B, F]."""
+        return {FEATURES: np.asarray(arrays[FEATURES], dtype=np.float32)}
+
+
+class WhisperTower(Tower):
+    """Encoder with its final norm; there is no projection. Rows behind the output are 0, up to P."""
+
+    parts = ("encoder.",)
+
+    def __init__(self, *, config: EngineConfig, whole: JsonObject) -> None:
+        super().__init__(config=config)
+        size = whole.integer("d_model")
+        if size != self.hidden_size:
+            raise UnsupportedModelError(
+                f"{whole.where}: d_model is {size}, the decoder has {self.hidden_size}"
+            )
+        self.bins = whole.integer("num_mel_bins", 80)
+        self.length = whole.integer("max_source_positions", 1500)
+        heads = whole.integer("encoder_attention_heads")
+        activate = activation_of(whole, "activation_function", "gelu")
+        self.activate = activate
+        self.conv1 = self._convolution("conv1", self.bins, size)
+        self.conv2 = self._convolution("conv2", size, size)
+        self.positions = Table(
+            self.length, size, config=config, name="encoder.embed_positions", suffix=".weight"
+        )
+        shape = BlockShape(
+            channels=size,
+            heads=heads,
+            head_dim=size // heads,
+            inner=whole.integer("encoder_ffn_dim"),
+            eps=1e-5,
+            activate=activate,
+            key_bias=False,
+            norms=("self_attn_layer_norm", "final_layer_norm"),
+            mlp=("fc1", "fc2"),
+        )
+        self.layers = nn.ModuleList(
+            TowerBlock(config=config, shape=shape, at=f"encoder.layers.{layer}")
+            for layer in range(whole.integer("encoder_layers"))
+        )
+        self.norm = tower_norm(config, "layer", size, 1e-5, "encoder.layer_norm")
+
+    def _convolution(self, name: str, inputs: int, outputs: int) -> PatchLinear:
+        return PatchLinear(
+            patch=(inputs, _KERNEL), outputs=outputs, bias=True, dtype=self.dtype, name=f"encoder.{name}"
+        )
+
+    def slices(self, arrays: Arrays) -> Slices:
+        """Compute [P, C] from `input_features` [1, B, F]."""
+        given = arrays[FEATURES]
+        wanted = (1, self.bins, 2 * self.length)
+        if given.shape != wanted:
+            raise ValidationError(f"a spectrogram must be {list(wanted)}, got {list(given.shape)}")
+        x = self._convolved(self.conv1, self.to_device(given[0]), 1)
+        yield
+        x = self._convolved(self.conv2, x.T, 2) + self.positions.weight
+        yield
+        alone = sequences([self.length], x.device)
+        for layer in self.layers:
+            x = yield from layer.slices(x, alone)
+        whole = self.config.arch.part_of
+        assert whole is not None, "a tower belongs to a model"
+        rest = whole.encoder_positions - self.length
+        return Embeddings(F.pad(self.norm(x), (0, 0, 0, rest)))
+
+    def _convolved(self, layer: PatchLinear, x: Tensor, stride: int) -> Tensor:
+        """Convolve [K, F] with a kernel of three, padded by one -> activated [F / stride, N]."""
+        windows = F.pad(x, (1, 1)).unfold(1, _KERNEL, stride)  # [K, frames, 3]
+        flat = windows.permute(1, 0, 2).reshape(windows.shape[1], -1)
+        return self.activate(layer(flat, NO_STEP))
