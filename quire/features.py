@@ -11,5 +11,8 @@ CORE_FEATURES = {
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 
+PROMPT_EMBEDS = "quire.multimodal.prompt_embeds:PromptEmbeds"
+"""Reader of prompts that are embeddings (`quire.engine.input_processor`)."""
+
 ROW_MOVER = "quire.kv_store.mover:open_row_mover"
 """Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""
