@@ -73,7 +73,7 @@ def num_sequences(request: CompletionRequest) -> int:
 
 def _texts_and_ids(request: CompletionRequest) -> list[str | list[int]]:
     """Return the prompts that are text or token ids; beside embeddings there may be none, as an empty text."""
-    is_empty = request.prompt is None or request.prompt in ("", [])
+    is_empty = request.prompt in ("", [])
     return [] if request.prompt_embeds is not None and is_empty else split_prompts(request.prompt)
 
 

@@ -160,6 +160,5 @@ CONTINUED = either(
     asks_nothing("continue_final_message", False), asks_nothing("add_generation_prompt", False)
 )
 
-_HAS_PROMPT = {"required": ["prompt"]}  # Or prompt_embeds, which no schema describes.
-OF_COMPLETIONS = (_HAS_PROMPT, WAYS_OF_COMPLETIONS, ONE_FORM, ECHO)
+OF_COMPLETIONS = (WAYS_OF_COMPLETIONS, ONE_FORM, ECHO)
 OF_CHATS = (WAYS_OF_CHATS, ONE_FORM, LOGPROBS, TOOLS, CONTINUED)

@@ -193,7 +193,7 @@ class CompletionRequest(GenerationRequest):
     relations: ClassVar[tuple[dict[str, Any], ...]] = related.OF_COMPLETIONS
 
     max_tokens: Annotated[int | None, WithJsonSchema(shapes.COMPLETION_MAX_TOKENS)] = None
-    prompt: PromptField = None
+    prompt: PromptField
     # Base64 of files, of which no schema can tell which are right.
     prompt_embeds: SkipJsonSchema[Any] = None
     add_special_tokens: bool = True
