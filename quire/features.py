@@ -14,5 +14,8 @@ CORE_FEATURES = {
 MEDIA_ENCODER = "quire.multimodal.worker.encoders:open_encoder"
 """Factory of what computes and stores embeddings of images and other media (`quire.worker.worker`)."""
 
+PROMPT_EMBEDS = "quire.multimodal.prompt_embeds:PromptEmbeds"
+"""Reader of prompts that are embeddings (`quire.engine.input_processor`)."""
+
 ROW_MOVER = "quire.kv_store.mover:open_row_mover"
 """Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""

@@ -231,7 +231,7 @@ class LLMEngine:
         for client in self._clients:
             client.close()
         self._front_end.stat_loggers.close()
-        self.input_processor.constraints.close()
+        self.input_processor.close()
 
     def _call(self, core: int, method: str, *args: Any) -> Any:
         with self._one_thread, HeldInterrupts():
