@@ -88,3 +88,67 @@ def test_tokens_and_logprobs_equal_those_of_transformers(
     assert found.output == (want + bias).argmax(-1).tolist()
     for entry, row, token_id in zip(found.logprobs, want, found.output, strict=True):
         assert abs(entry.logprobs[0] - float(row[token_id])) < 2e-3
+
+
+def bits_of(found: Running) -> tuple[list[int], list[list[float]]]:
+    return found.output, [entry.logprobs for entry in found.logprobs]
+
+
+def least_chunk(prompt: Shown) -> int:
+    """The smallest chunk that holds each item that is seen both ways."""
+    return max([item.end - item.start for item in prompt.media if item.both_ways], default=1)
+
+
+@pytest.mark.parametrize("kind", ["one", "three"])
+def test_bits_depend_on_no_chunks_company_or_preemption(
+    seeing: tuple[Seeing, Any, Worker, Path], kind: str
+) -> None:
+    family, _, worker, path = seeing
+    prompt, other = prompt_of(family, kind, path), prompt_of(family, "late", path)
+    want = bits_of(run(worker, prompt))
+    assert want != bits_of(run(worker, other))
+    for chunk in (16, 5):
+        assert bits_of(run(worker, prompt, max(chunk, least_chunk(prompt)))) == want
+    driver = MediaDriver(worker)
+    text = driver.submit("text", prompt_of(family, "text", path), GREEDY)
+    found, beside = driver.submit("r", prompt, GREEDY), driver.submit("beside", other, GREEDY)
+    chunks = {"r": max(7, least_chunk(prompt)), "beside": max(11, least_chunk(other)), "text": 6}
+    for step in range(100):
+        waiting = [name for name, request in driver.running.items() if len(request.output) < NUM_TOKENS]
+        if not waiting:
+            break
+        driver.step({name: chunks[name] for name in waiting})
+        if step == 4:
+            driver.preempt("r")
+    for name in list(driver.running):
+        driver.finish(name)
+    assert bits_of(found) == want
+    assert bits_of(beside) == bits_of(run(worker, other))
+    assert bits_of(text) == bits_of(run(worker, prompt_of(family, "text", path)))
+
+
+def test_embeddings_depend_on_no_order_slices_or_threads(
+    seeing: tuple[Seeing, Any, Worker, Path],
+) -> None:
+    family, _, worker, path = seeing
+    media = prompt_of(family, "three", path).media
+    digests = [item.digest for item in media]
+    assert worker._encoder is not None
+
+    def encoded(order: list[int], budget_s: float) -> list[Tensor]:
+        worker.drop_media(digests)
+        for _ in range(10_000):
+            progress = worker.encode_media([media[index] for index in order], budget_s)
+            assert not progress.failed
+            if len(progress.done) == len(media):
+                break
+        found = [worker._encoder.embeddings(digest) for digest in digests]
+        return [each for one in found for each in (one.values, *one.deepstack)]
+
+    want, threads = encoded([0, 1, 2], 1e9), torch.get_num_threads()
+    try:
+        set_num_threads(1)
+        alone = encoded([2, 0, 1], 0.0)
+    finally:
+        set_num_threads(threads)
+    assert all(map(torch.equal, want, alone))
