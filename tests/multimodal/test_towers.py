@@ -1,24 +1,22 @@
 """Towers against transformers' encoders and projections, of random tiny checkpoints in float32."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quire.errors import ModelLoadError, ValidationError
 from quire.multimodal.towers.base import Tower
-from quire.multimodal.towers.load import has_tower, load_tower
+from quire.multimodal.towers.load import load_tower
 from quire.worker.media_rows import Embeddings
 from tests.fixtures.seeing_models import SEEING, Picture, make_seeing
 from tests.models.harness import prepared_config
 
 
 @pytest.fixture(name="family", scope="module", params=list(SEEING))
-def _family(request: Any, tmp_path_factory: Any) -> Iterator[tuple[str, Any, Path]]:
+def _family(request: Any, tmp_path_factory: Any) -> tuple[str, Any, Path]:
     path = tmp_path_factory.mktemp(request.param)
-    yield request.param, make_seeing(request.param, path), path
+    return request.param, make_seeing(request.param, path), path
 
 
 @torch.inference_mode()

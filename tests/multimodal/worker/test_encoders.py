@@ -71,7 +71,9 @@ def test_bad_items_cost_themselves(store: tuple[EncoderStore, Path], tmp_path: P
     assert "the image has 2 x 2" in progress.failed[b"small"]
 
 
-def test_embeddings_from_a_file_are_kept_as_they_are(store: tuple[EncoderStore, Path], tmp_path: Path) -> None:
+def test_embeddings_from_a_file_are_kept_as_they_are(
+    store: tuple[EncoderStore, Path], tmp_path: Path
+) -> None:
     encoder, _ = store
     values = np.random.default_rng(0).standard_normal((5, 64), dtype=np.float32)
     digest, at = write_item({"values": values}, tmp_path)

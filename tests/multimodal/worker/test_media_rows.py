@@ -57,9 +57,7 @@ def layout(*spans: tuple[int, int, int]) -> StepLayout:
 
 def batch(media: list[MediaItem], *, deepstack: int = 0, has_axes: bool = False) -> MediaBatch:
     store = Store(media, deepstack)
-    return MediaBatch(
-        store, 4, hidden_size=H, num_deepstack=deepstack, has_axes=has_axes, max_position=64
-    )
+    return MediaBatch(store, 4, hidden_size=H, num_deepstack=deepstack, has_axes=has_axes, max_position=64)
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
