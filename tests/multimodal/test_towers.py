@@ -1,6 +1,5 @@
 """Towers against transformers' encoders and projections, of random tiny checkpoints in float32."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.models.harness import prepared_config
 
 
 @pytest.fixture(name="family", scope="module", params=list(SEEING))
-def _family(request: Any, tmp_path_factory: Any) -> Iterator[tuple[str, Any, Path]]:
+def _family(request: Any, tmp_path_factory: Any) -> tuple[str, Any, Path]:
     path = tmp_path_factory.mktemp(request.param)
     return request.param, make_seeing(request.param, path), path
 
