@@ -20,13 +20,12 @@ MARKER = "<|image_pad|>"
 TEXTS = MediaTexts(MARKER, (MARKER, "<break>"))
 TOKENS = MediaTokens(MARKER, MARKER, TEXTS.literals)
 PARTS = (
-    """{% for message in messages %}<|{{ message.role }}|>
-{%- if message.content is string %}{{ message.content }}{% else %}
-{%- for part in message.content %}{% if part.type == 'image' %}["""
-    + MARKER
-    + """]
-{%- elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"""
-)
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{%- if message.content is string %}{{ message.content }}{% else %}"
+    "{%- for part in message.content %}{% if part.type == 'image' %}[MARKER]"
+    "{%- elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt }}"
+).replace("MARKER", MARKER)
 STRINGS = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
 OPENAI_PARTS = PARTS.replace("'image'", "'image_url'")
 IMAGE = {"type": "image"}
@@ -86,12 +85,13 @@ def test_texts_without_an_image_between_are_lines(tokens: Tokenizer) -> None:
 
 
 def test_images_of_all_roles_are_shown(tokens: Tokenizer) -> None:
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "system", "content": [IMAGE]},
         {"role": "user", "content": [text("look"), IMAGE]},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call00001", "content": [IMAGE, text("a screenshot")]},
-    ]  # fmt: skip
+    ]
     assert template(PARTS, tokens).render(messages).count(MARKER) == 3
 
 
