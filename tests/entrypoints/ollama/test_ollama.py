@@ -120,7 +120,7 @@ async def test_what_is_served(client: httpx.AsyncClient) -> None:
     [
         (CHAT, {"model": "nope"}, 404, "nope"),
         (CHAT, {"model": None}, 400, "model is required"),
-        (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "images"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "text only"),
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "role"),
         (CHAT, {"options": {"mirostat": 3}}, 400, "options.mirostat"),
         (CHAT, {"options": {"num_predict": 2.5}}, 400, "options.num_predict"),
