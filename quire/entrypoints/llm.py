@@ -15,6 +15,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.formats.scanning import Tools
 from quire.entrypoints.chat.formats.selection import choose
+from quire.entrypoints.chat.media import PROMPT_FIELDS, EncodedChat, OfflineMedia, has_data
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
 from quire.entrypoints.offline import as_prompts, per_prompt
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
@@ -54,8 +55,12 @@ class LLM(OfflinePooling):
     ) -> None:
         choose(tool_call_parser, reasoning_parser, None)  # report an unknown name before the model is loaded
         super().__init__(LLMEngine(EngineConfig.from_args(model=model, **engine_args)))
+        self._media = OfflineMedia(self.llm_engine.config)
         self._form_options = FormOptions(
-            chat_template, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
+            chat_template,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            media=self._media.gate.texts,
         )
         self._forms: dict[str | None, TextForms] = {}
 
@@ -72,6 +77,8 @@ class LLM(OfflinePooling):
 
         Args:
             prompts: one prompt or a list; a prompt is text, a list of token ids, or a dict (see `quire.inputs`).
+                A dict may have `multi_modal_data`, for example `{"image": [PIL image, uint8 array, path or URL]}`, with
+                `mm_processor_kwargs` and `multi_modal_uuids`; the prompt has a marker for each image.
             sampling_params: one for all or one per prompt; None uses the model's own defaults.
             lora_request: adapter of all prompts, or one or None per prompt (needs `enable_lora=True`).
 
@@ -79,7 +86,7 @@ class LLM(OfflinePooling):
             ValidationError: a prompt or a parameter is invalid; nothing was generated.
             ConflictError: another thread is generating; use `AsyncLLM` for several callers.
         """
-        all_prompts = as_prompts(prompts)
+        all_prompts, _held = self._with_media(as_prompts(prompts))
         all_params = per_prompt(
             "sampling_params", sampling_params or self.get_default_sampling_params(), all_prompts
         )
@@ -109,17 +116,19 @@ class LLM(OfflinePooling):
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several conversations, rendered by the chat template of the model or its adapter.
 
         `chat_template` overrides all others. Each completion has an `answer`: its text parsed into content, reasoning
-        and tool calls.
+        and tool calls. Images are parts of the type `image_url` or `image_pil` in a content.
 
         Raises:
             ValidationError: the model has no chat template, or a message cannot be rendered.
         """
         schemas = None if tools is None else tool_schemas(tools)
-        conversations = [list(conversation) for conversation in _as_conversations(messages)]
+        taken = [self._media.admit(one, mm_processor_kwargs) for one in _as_conversations(messages)]
+        conversations = [list(one.messages) for one in taken]
         adapters = per_prompt("lora_request", lora_request, conversations)
         forms = [self._form(adapter, chat_template, schemas) for adapter in adapters]
         chats = [
@@ -132,9 +141,11 @@ class LLM(OfflinePooling):
             )
             for form, conversation in zip(forms, conversations, strict=True)
         ]
-        prompts: list[PromptType] = [
-            chat.encode(form.tokenizer) for form, chat in zip(forms, chats, strict=True)
+        encoded = [
+            self._media.gate.encode(chat, form.tokenizer, one.admitted)
+            for form, chat, one in zip(forms, chats, taken, strict=True)
         ]
+        prompts: list[PromptType] = [one.as_prompt() for one in encoded]
         params = per_prompt("sampling_params", sampling_params or self.get_default_sampling_params(), prompts)
         ends = [
             PromptEnd.of(
@@ -155,6 +166,21 @@ class LLM(OfflinePooling):
                 completion.answer = one.read(completion.text, end, schemas, was_cut=completion.was_cut)
         return outputs
 
+    def _with_media(self, prompts: list[PromptType]) -> tuple[list[PromptType], list[EncodedChat]]:
+        """Return the prompts, those with `multi_modal_data` tokenized, and what keeps the files of their media."""
+        held: list[EncodedChat] = []
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, dict) and has_data(prompt):
+                held.append(self._media.prompt(dict(prompt), self.get_tokenizer()))
+                rest: Any = {name: value for name, value in prompt.items() if name not in PROMPT_FIELDS}
+                prompts[index] = {**rest, **held[-1].as_prompt()}
+        return prompts, held
+
+    def shutdown(self) -> None:
+        """Release the engine, and the processes and files of media."""
+        self._media.close()
+        super().shutdown()
+
     def beam_search(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -173,7 +199,7 @@ class LLM(OfflinePooling):
             ValidationError: a prompt or a parameter is invalid; nothing was searched.
             EngineError: a search failed.
         """
-        all_prompts = as_prompts(prompts)
+        all_prompts, _held = self._with_media(as_prompts(prompts))
         size = concurrency_limit or max(len(all_prompts), 1)
         if size < 0:
             raise ValidationError(

@@ -13,6 +13,7 @@ from quire.engine.tokenizer_cache import TokenizerContext
 from quire.entrypoints.chat.formats.examples import examples_of
 from quire.entrypoints.chat.formats.model import ModelFormat
 from quire.entrypoints.chat.formats.selection import AnswerFormat, choose
+from quire.entrypoints.chat.messages import MediaTexts
 from quire.entrypoints.chat.template import ChatTemplate, ThinkingSwitch
 from quire.entrypoints.fill_in import FillIn
 from quire.errors import ValidationError
@@ -26,6 +27,7 @@ class FormOptions:
         chat_template: replaces the model's; an adapter's own template takes precedence unless `for_adapters`.
         content_format: see `ChatTemplate`.
         tool_call_parser, reasoning_parser: answer formats; "auto" selects them by the chat template.
+        media: texts of the model's media; None if it takes text only.
     """
 
     chat_template: str | Path | None = None
@@ -33,6 +35,7 @@ class FormOptions:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     for_adapters: bool = False
+    media: MediaTexts | None = None
 
 
 class TextForm:
@@ -80,7 +83,9 @@ class TextForm:
             ConfigError: it is invalid.
         """
         options = self._options
-        return ChatTemplate.from_tokenizer(self.tokenizer, options.chat_template, options.content_format)
+        return ChatTemplate.from_tokenizer(
+            self.tokenizer, options.chat_template, options.content_format, options.media
+        )
 
     @functools.cached_property
     def answer_format(self) -> ModelFormat:

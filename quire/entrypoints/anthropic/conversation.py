@@ -1,7 +1,7 @@
 """Anthropic's requests -> fields of a chat request.
 
-Invariant: every text of the request is kept, in order. A block other than text is rejected by its path. Blocks and
-tools of Anthropic's own servers, and fields without effect, are ignored and named.
+Invariant: every text of the request is kept, in order. A block other than text or an image is rejected by its path.
+Blocks and tools of Anthropic's own servers, and fields without effect, are ignored and named.
 """
 
 from __future__ import annotations
@@ -180,16 +180,31 @@ def _text_parts(block: Any, where: str) -> list[Fields]:
     kind = _kind(block)
     if kind == "search_result":
         return _from_search_result(block, where)
+    if kind == "image":
+        return [_image_part(block, where)]
     return _from_document(block, where) if kind == "document" else _from_text(block, where)
+
+
+def _image_part(block: Fields, where: str) -> Fields:
+    """Return the part of an image, whose source is base64 or a URL."""
+    place = f"{where}.source"
+    match block.get("source"):
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            url = f"data:{kind};base64,{data}"
+        case {"type": "url", "url": str(url)}:
+            pass
+        case _:
+            raise ValidationError(
+                f"{place} must have the type base64, with media_type and data, or url, with url", param=place
+            )
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _from_text(block: Any, where: str) -> list[Fields]:
     kind = _kind(block)
     name = TEXT_BLOCKS.get(kind) if isinstance(kind, str) else None
     if name is None:
-        raise ValidationError(
-            f"{where} is no text block: this model takes text only, got {kind!r:.40}", param=where
-        )
+        raise ValidationError(f"{where} must be a block of text or an image, got {kind!r:.40}", param=where)
     if kind == "compaction" and block.get(name) is None:  # a failed compaction
         return []
     if not isinstance(block.get(name), str):

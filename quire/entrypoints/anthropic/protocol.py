@@ -35,7 +35,7 @@ SERVER_RESULT = "_tool_result"
 TEXT = FieldRules(frozenset({"type", "text", "content"}))
 DOCUMENT = FieldRules(
     frozenset({"type", "text", "source", "title", "context", "content"}),
-    inner={"source": FieldRules(frozenset({"type", "data"})), "content": TEXT},
+    inner={"source": FieldRules(frozenset({"type", "data", "media_type", "url"})), "content": TEXT},
 )
 BLOCK = FieldRules(
     DOCUMENT.honoured | {"thinking", "id", "name", "input", "tool_use_id"},

@@ -8,6 +8,8 @@ rendering, a character that occurs nowhere in the conversation is inserted befor
 text, and before a literal's prefix at the end of a string, which the template could complete. Stretches with this mark
 are encoded separately with special tokens disabled. Tokenizers split at special tokens, so no other id changes.
 Invariant: a prompt without such text is encoded in one call, exactly as rendered.
+Images stand in a content's text as a character that occurs nowhere in the conversation (`media_mark`), until the
+content is shown to the template (`ShownMedia`). So they move with the text around them.
 `arrangements` yields variants for templates that reject the conversation. They move or join messages; all texts are
 kept, and the system's stay in order.
 """
@@ -27,6 +29,7 @@ from quire.inputs import ChatMessage, Conversation
 STRETCH_CHARS = 2**16
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ALIASES = {"developer": "system"}  # Replacements for roles that a template does not know.
+MEDIA_PART = {"type": "image"}  # Place of an item that was taken out of a message.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THOUGHT_PARTS = {
     "thinking": ("thinking",),
@@ -115,6 +118,14 @@ class TextEncoder(Protocol):
     ) -> list[int]: ...
 
 
+@dataclass(frozen=True)
+class MediaTexts:
+    """Texts of a model that takes media: the marker of an item in a prompt, and tokens that text must not turn into."""
+
+    marker: str
+    literals: tuple[str, ...]
+
+
 class SpecialTokenTexts:
     """Special tokens of a tokenizer as texts, longest first, and their proper prefixes."""
 
@@ -133,17 +144,13 @@ class PlainText:
 
     Args:
         values: all user text that will be rendered; determines the unused characters.
+        unsplit: tokens that a tokenizer finds even in plain text, because it does not hold them for special ones.
     """
 
-    def __init__(self, literals: SpecialTokenTexts, values: Any) -> None:
-        used = set[str]()
-        for stretch in _without_ascii(_strings(values)):
-            used.update(stretch)
-        free = list(itertools.islice((mark for mark in MARKS if mark not in used), 2))
-        if len(free) < 2:
-            raise ValidationError("messages use every character that could mark plain text", param="messages")
-        self._mark, self.end = free
+    def __init__(self, literals: SpecialTokenTexts, values: Any, unsplit: Sequence[str] = ()) -> None:
+        self._mark, self.end = unused_marks(values, 2)
         self._literals = literals
+        self._unsplit = re.compile("|".join(map(re.escape, unsplit))) if unsplit else None
 
     def protect(self, value: Any) -> Any:
         """Return `value` with every string in it marked, dict keys included."""
@@ -159,8 +166,22 @@ class PlainText:
         """Return the token ids of a rendered prompt in which user text was marked."""
         ids: list[int] = []
         for piece, is_plain in self._pieces(rendered):
-            ids += tokenizer.encode(piece, add_special_tokens=False, allow_special=not is_plain)
+            for text in self._without_tokens(piece) if is_plain else (piece,):
+                ids += tokenizer.encode(text, add_special_tokens=False, allow_special=not is_plain)
         return ids
+
+    def _without_tokens(self, plain: str) -> Iterator[str]:
+        """Yield the parts of plain text, split inside every literal that would become a token all the same."""
+        start = 0
+        for found in self._unsplit.finditer(plain) if self._unsplit is not None else ():
+            yield plain[start : found.start() + 1]
+            start = found.start() + 1
+        yield plain[start:]
+
+    def places_of(self, literal: str, rendered: str) -> list[int]:
+        """Return where a literal stands in a rendered prompt, other than in user text."""
+        found = re.finditer(f"(?<!{self._mark}){re.escape(literal)}", rendered)
+        return [place.start() for place in found]
 
     def unmark(self, text: str) -> str:
         return text.replace(self._mark, "")
@@ -199,6 +220,57 @@ class PlainText:
         return re.split(f"((?<!{self._mark})(?:{present}))", rendered) if present else [rendered]
 
 
+def unused_marks(values: Any, count: int) -> list[str]:
+    """Return characters that occur in none of the strings of `values`.
+
+    Raises:
+        ValidationError: there are too few.
+    """
+    used = set[str]()
+    for stretch in _without_ascii(_strings(values)):
+        used.update(stretch)
+    free = list(itertools.islice((mark for mark in MARKS if mark not in used), count))
+    if len(free) < count:
+        raise ValidationError("messages use every character that could mark plain text", param="messages")
+    return free
+
+
+class ShownMedia:
+    """Form in which a template takes a content with media.
+
+    Args:
+        mark: character that stands for an item in a content's text.
+        marker: text of an item, for a template that takes texts.
+        part: content part of an item, for a template that takes parts; None for the former.
+    """
+
+    def __init__(self, mark: str, marker: str, part: Mapping[str, Any] | None) -> None:
+        self.mark = mark
+        self._marker = marker
+        self._part = part
+
+    def count(self, messages: Iterable[ChatMessage]) -> int:
+        """Return the number of items in these messages."""
+        return sum(message["content"].count(self.mark) for message in messages)
+
+    def shown(self, plain: PlainText, content: str, end: str = "") -> str | list[dict[str, Any]]:
+        """Return a content, protected; `end` is added to its text.
+
+        A template of texts gets all markers of a content before its text, as vLLM does.
+        """
+        if self.mark not in content:
+            return f"{plain.protect(content)}{end}"
+        texts = [plain.protect(text) for text in content.split(self.mark)]
+        if self._part is None:
+            text = "\n".join(filter(None, texts))
+            return "\n".join([*[self._marker] * (len(texts) - 1), text]) + end
+        parts: list[dict[str, Any]] = []
+        for text in texts:
+            parts += [{"type": "text", "text": text}] if text else []
+            parts.append(dict(self._part))
+        return [*parts[:-1], {"type": "text", "text": end}] if end else parts[:-1]
+
+
 def _without_ascii(texts: Iterable[str]) -> Iterator[str]:
     """Yield stretches of non-ASCII texts, short enough not to block other threads."""
     for text in texts:
@@ -224,13 +296,17 @@ THOUGHT_FIELDS = frozenset(name for names in THOUGHT_PARTS.values() for name in 
 
 
 def checked_messages(
-    messages: Conversation, aliases: Mapping[str, str] = ROLE_ALIASES, adjusted: Adjusted | None = None
+    messages: Conversation,
+    aliases: Mapping[str, str] = ROLE_ALIASES,
+    adjusted: Adjusted | None = None,
+    media_mark: str = "",
 ) -> list[ChatMessage]:
     """Return copies of `messages` in the form that templates read.
 
     Args:
         aliases: role -> the role that the template knows instead.
         adjusted: receives what was changed.
+        media_mark: character in place of each part `{"type": "image"}`; empty if there is none.
 
     Raises:
         ValidationError: names the message and the field, for example `messages.2.content`.
@@ -240,7 +316,8 @@ def checked_messages(
     adjusted = {} if adjusted is None else adjusted
     modern = convert_legacy_functions(messages)
     checked = [
-        _checked(message, f"messages.{index}", aliases, adjusted) for index, message in enumerate(modern)
+        _checked(message, f"messages.{index}", aliases, adjusted, media_mark)
+        for index, message in enumerate(modern)
     ]
     _note_lone_results(checked, adjusted)
     return checked
@@ -258,7 +335,9 @@ def _note_lone_results(messages: list[ChatMessage], adjusted: Adjusted) -> None:
             adjusted[RESULT_FIELD] = "kept without a call"
 
 
-def _checked(message: Any, where: str, aliases: Mapping[str, str], adjusted: Adjusted) -> ChatMessage:
+def _checked(
+    message: Any, where: str, aliases: Mapping[str, str], adjusted: Adjusted, media_mark: str
+) -> ChatMessage:
     if not isinstance(message, dict):
         raise ValidationError(f"{where} must be an object with role and content", param=where)
     fields = {name: value for name, value in message.items() if value is not None}
@@ -268,7 +347,7 @@ def _checked(message: Any, where: str, aliases: Mapping[str, str], adjusted: Adj
     refusal = fields.pop("refusal", "")
     may_lack_content = "content" in message or role in ("assistant", "tool")
     content = fields.pop("content", "" if may_lack_content else None)
-    text, thought = _read_content(content, role, f"{where}.content")
+    text, thought = _read_content(content, role, f"{where}.content", media_mark)
     if not isinstance(refusal, str):
         raise ValidationError(f"{where}.refusal must be text", param=f"{where}.refusal")
     checked: ChatMessage = {"role": role, "content": "\n".join(filter(None, (text, refusal)))}
@@ -293,7 +372,7 @@ def _checked_role(role: Any, where: str) -> str:
     return str(role)
 
 
-def _read_content(content: Any, role: str, where: str) -> tuple[str, str]:
+def _read_content(content: Any, role: str, where: str, media_mark: str) -> tuple[str, str]:
     """Return the text of a message, and the reasoning among its parts."""
     if isinstance(content, str):
         return content, ""
@@ -304,9 +383,21 @@ def _read_content(content: Any, role: str, where: str) -> tuple[str, str]:
         kind = part.get("type") if isinstance(part, dict) else None
         if role == "assistant" and isinstance(kind, str) and kind in THOUGHT_PARTS:
             thoughts.append(_thought(part, kind, f"{where}.{index}"))
+        elif media_mark and part == MEDIA_PART:
+            texts.append(media_mark)
         else:
             texts.append(_part_text(part, f"{where}.{index}"))
-    return "\n".join(texts), "".join(thoughts)
+    return _joined_parts(texts, media_mark), "".join(thoughts)
+
+
+def _joined_parts(texts: list[str], media_mark: str) -> str:
+    """Return texts in lines of their own; media are between them without a line break."""
+    joined = "\n".join(texts)
+    return (
+        joined.replace(f"\n{media_mark}", media_mark).replace(f"{media_mark}\n", media_mark)
+        if media_mark
+        else joined
+    )
 
 
 def _thought(part: dict[str, Any], kind: str, where: str) -> str:

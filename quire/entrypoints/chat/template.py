@@ -20,15 +20,19 @@ from quire.entrypoints.chat.call_arguments import forms_of, have_calls, with_arg
 from quire.entrypoints.chat.environment import TemplateRefusalError, make_environment
 from quire.entrypoints.chat.formats.format import ReasoningFormat
 from quire.entrypoints.chat.messages import (
+    MEDIA_PART,
     ROLE_ALIASES,
     ROLES,
     Adjusted,
     Arrangement,
+    MediaTexts,
     PlainText,
+    ShownMedia,
     SpecialTokenTexts,
     TextEncoder,
     arrangements,
     checked_messages,
+    unused_marks,
 )
 from quire.entrypoints.chat.tool_places import (
     PROBE_MESSAGES,
@@ -57,6 +61,7 @@ OWN_VARIABLES = frozenset(
 )
 FOR_TOOLS = "tool_use"  # Name of a template for conversations with tools, which some models have.
 PROBE = "quire probes the content format"
+MEDIA_PARTS = (MEDIA_PART, {"type": "image_url", "image_url": {"url": ""}})
 NO_OPTIONS: Mapping[str, Any] = {}
 USER: ChatMessage = {"role": "user", "content": "x"}
 ASSISTANT: ChatMessage = {"role": "assistant", "content": "y"}
@@ -96,11 +101,15 @@ class RenderedChat:
 
     Args:
         adjusted: changes to the client's messages, for example for a template that rejects them.
+        marker: text that stands for an item of media.
     """
 
-    def __init__(self, plain: PlainText, marked: str, adjusted: Adjusted | None = None) -> None:
+    def __init__(
+        self, plain: PlainText, marked: str, adjusted: Adjusted | None = None, marker: str = ""
+    ) -> None:
         self._plain = plain
         self._marked = marked
+        self._marker = marker
         self.adjusted = adjusted or {}
 
     @property
@@ -118,6 +127,15 @@ class RenderedChat:
         except UnicodeEncodeError:
             raise ValidationError("messages hold text that is not valid Unicode", param="messages") from None
 
+    def with_media(self, texts: Sequence[str]) -> RenderedChat:
+        """Return the prompt with these texts in place of its markers, which are as many, in order."""
+        kept, last = [], 0
+        places = self._plain.places_of(self._marker, self._marked) if texts else []
+        for place, text in zip(places, texts, strict=True):
+            kept += [self._marked[last:place], text]
+            last = place + len(self._marker)
+        return RenderedChat(self._plain, "".join([*kept, self._marked[last:]]), self.adjusted, self._marker)
+
 
 class ChatTemplate:
     """One compiled template.
@@ -129,6 +147,7 @@ class ChatTemplate:
         special_tokens: literals that user text must not turn into tokens.
         for_tools: a separate template for conversations with tools, if the model has one.
         content_format: form of a message's content, "string" or "openai" (a list of parts); "auto" probes both.
+        media: texts of a model that takes media; None if it takes text only.
 
     Raises:
         ConfigError: the template is invalid.
@@ -144,6 +163,7 @@ class ChatTemplate:
         special_tokens: Iterable[str] = (),
         for_tools: ChatTemplate | None = None,
         content_format: str = "auto",
+        media: MediaTexts | None = None,
     ) -> None:
         environment = make_environment()
         try:
@@ -163,7 +183,10 @@ class ChatTemplate:
         if for_tools is not None:
             self.variables |= for_tools.variables | {"tools"}
         self._tokens = {**(named_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
-        self._literals = SpecialTokenTexts(special_tokens)
+        self._media = media
+        special = frozenset(special_tokens)
+        self._unsplit = [] if media is None else [text for text in media.literals if text not in special]
+        self._literals = SpecialTokenTexts(special.union(self._unsplit))
         self._reads_name: dict[str, bool] = {}
         self._takes_first: dict[str, bool] = {}
         self._takes_later: dict[str, bool] = {}
@@ -173,6 +196,7 @@ class ChatTemplate:
             and not self._shows(PROBE)
             and self._shows([{"type": "text", "text": PROBE}])
         )
+        self._media_part = None if media is None else self._find_media_part(media.marker)
         place = place_of_tools(tree, self.variables, self._shows_tools)
         self._tool_place = place or TOOLS_VARIABLE
         if place is not None:
@@ -210,7 +234,10 @@ class ChatTemplate:
 
     @staticmethod
     def from_tokenizer(
-        tokenizer: TemplateTokenizer, override: str | Path | None = None, content_format: str = "auto"
+        tokenizer: TemplateTokenizer,
+        override: str | Path | None = None,
+        content_format: str = "auto",
+        media: MediaTexts | None = None,
     ) -> ChatTemplate:
         """Return the model's own template, or `override`: the name of one of its templates, a file, or template text.
 
@@ -232,6 +259,7 @@ class ChatTemplate:
             "named_tokens": tokenizer.named_tokens,
             "special_tokens": tokenizer.special_tokens,
             "content_format": content_format,
+            "media": media,
         }
         with_tools = named.get(FOR_TOOLS) if override is None else None
         for_tools = None if with_tools is None else ChatTemplate(with_tools, **facts)
@@ -341,18 +369,21 @@ class ChatTemplate:
         options = {name: value for name, value in options.items() if value is not None}
         self._check_options(options)
         adjusted: Adjusted = {}
-        checked = checked_messages(messages, self._aliases, adjusted)
+        media = self._shown_media([messages, options])
+        checked = checked_messages(messages, self._aliases, adjusted, media.mark)
         checked, options = self._tool_place.put(checked, options)
-        plain = PlainText(self._literals, [checked, options])
+        plain = PlainText(self._literals, [checked, options], self._unsplit)
         variables = {**plain.protect(options), "add_generation_prompt": add_generation_prompt}
         refusal: TemplateFailureError | None = None
         for arrangement in self._arrangements(checked, keeps_last=continue_final):
             try:
-                rendered = self._run_arrangement(plain, variables, arrangement.messages, continue_final)
+                rendered = self._run_arrangement(
+                    plain, variables, arrangement.messages, continue_final, media
+                )
             except TemplateFailureError as error:
                 refusal = refusal or error
                 continue
-            return RenderedChat(plain, rendered, {**adjusted, **arrangement.adjusted})
+            return RenderedChat(plain, rendered, {**adjusted, **arrangement.adjusted}, self._marker)
         assert refusal is not None, "there is always an arrangement"
         raise refusal
 
@@ -366,13 +397,54 @@ class ChatTemplate:
             yield from arrangements(form, self, keeps_last=keeps_last)
 
     def _run_arrangement(
-        self, plain: PlainText, variables: dict[str, Any], messages: list[ChatMessage], continue_final: bool
+        self,
+        plain: PlainText,
+        variables: dict[str, Any],
+        messages: list[ChatMessage],
+        continue_final: bool,
+        media: ShownMedia,
     ) -> str:
-        conversation = [{**plain.protect(message), "role": message["role"]} for message in messages]
-        if continue_final:
-            conversation[-1]["content"] += plain.end
+        last = len(messages) - 1 if continue_final else None
+        conversation = [
+            _shown(message, plain, media, plain.end if index == last else "")
+            for index, message in enumerate(messages)
+        ]
         rendered = self._run(plain, {**variables, "messages": conversation})
-        return _cut_at(plain.end, rendered) if continue_final else rendered
+        rendered = _cut_at(plain.end, rendered) if continue_final else rendered
+        self._check_media(plain, rendered, media.count(messages))
+        return rendered
+
+    @property
+    def _marker(self) -> str:
+        return "" if self._media is None else self._media.marker
+
+    def _shown_media(self, values: Any) -> ShownMedia:
+        """Return the form of media in a conversation; without a mark if the model takes none."""
+        mark = "" if self._media is None else unused_marks(values, 1)[0]
+        return ShownMedia(mark, self._marker, self._media_part)
+
+    def _check_media(self, plain: PlainText, rendered: str, wanted: int) -> None:
+        """Raise TemplateFailureError unless the prompt has a marker for each item, and no other."""
+        if self._media is None or (found := len(plain.places_of(self._marker, rendered))) == wanted:
+            return
+        raise TemplateFailureError(
+            f"the chat template shows {found} of the {wanted} images of the messages; images may be where it takes "
+            "none, such as in system or tool messages",
+            param="messages",
+        )
+
+    def _find_media_part(self, marker: str) -> dict[str, Any] | None:
+        """Return the content part for which the template writes a marker; None if it takes texts only."""
+        for part in MEDIA_PARTS:
+            content = [part, {"type": "text", "text": PROBE}]
+            context = {**self._tokens, "messages": [{"role": "user", "content": content}]}
+            try:
+                rendered = self._template.render(context)
+            except Exception:  # untrusted template code; its failure is the answer
+                continue
+            if rendered.count(marker) == 1 and PROBE in rendered:
+                return part
+        return None
 
     def _check_options(self, options: dict[str, Any]) -> None:
         for name in options:
@@ -483,7 +555,19 @@ def _known(names: Iterable[str]) -> str:
     return "".join(f" nor {name}" for name in names)
 
 
+def _shown(message: ChatMessage, plain: PlainText, media: ShownMedia, end: str) -> ChatMessage:
+    """Return a message as the template reads it, its texts protected."""
+    content = message["content"]
+    if media.mark and media.mark in content:
+        rest = {name: value for name, value in message.items() if name != "content"}
+        return {**plain.protect(rest), "role": message["role"], "content": media.shown(plain, content, end)}
+    protected = {**plain.protect(message), "role": message["role"]}
+    return {**protected, "content": protected["content"] + end} if end else protected
+
+
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(message["content"], list):
+        return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 

@@ -43,6 +43,7 @@ from quire.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
+    from quire.entrypoints.chat.media import EncodedChat, OfflineMedia
 
 SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 SECTION = re.compile(
@@ -264,8 +265,15 @@ def _from_file(path: Path) -> ModuleType:
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Continue after the model's end-of-sequence token.")
 @click.option("--system-prompt", help="System message put before the prompt.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    help="Image to show to the model, before the prompt's text; may be given several times.",
+)
 @click.option("--raw", is_flag=True, help="Continue the prompt verbatim, without the chat template.")
-def run(prompt: str, system_prompt: str | None, raw: bool, **params: Any) -> None:
+def run(prompt: str, system_prompt: str | None, raw: bool, images: tuple[str, ...], **params: Any) -> None:
     """Answer PROMPT (`-`: standard input) and end.
 
     A model with a chat template gets the prompt as a user's message. Sampling flags that are not given follow
@@ -273,46 +281,63 @@ def run(prompt: str, system_prompt: str | None, raw: bool, **params: Any) -> Non
     """
     if raw and system_prompt:
         raise click.UsageError("--system-prompt needs a chat template; drop --raw")
+    if raw and images:
+        raise click.UsageError("--image needs a chat template; drop --raw")
     form = structured_outputs(params)
     config = engine_config(params)
     text = sys.stdin.read() if prompt == "-" else prompt
 
     from quire.engine.llm_engine import LLMEngine
+    from quire.entrypoints.chat.media import OfflineMedia
 
     engine = LLMEngine(config)
+    media = OfflineMedia(engine.config)
     try:
-        asked = _rendered(engine, text, system_prompt, raw)
+        asked = _rendered(engine, media, text, system_prompt, raw, images)
         _stream(engine, asked, _sampling_params(engine, {**params, "structured_outputs": form}, asked))
     finally:
+        media.close()
         engine.shutdown()
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt with its answer formats; None: plain text."""
+    """A prompt with its answer formats; None: plain text. `held` keeps the files of its images."""
 
     prompt: PromptType
     formats: ModelFormat | None = None
     end: PromptEnd = field(default_factory=PromptEnd)
+    held: EncodedChat | None = None
 
 
-def _rendered(engine: LLMEngine, text: str, system_prompt: str | None, raw: bool) -> Asked:
+def _rendered(
+    engine: LLMEngine,
+    media: OfflineMedia,
+    text: str,
+    system_prompt: str | None,
+    raw: bool,
+    images: Sequence[str],
+) -> Asked:
     if engine.tokenizer is None:
         raise ValidationError("quire run needs a tokenizer; drop --skip-tokenizer-init")
-    if raw or (engine.tokenizer.chat_template is None and not system_prompt):
+    if raw or (engine.tokenizer.chat_template is None and not system_prompt and not images):
         return Asked(text)
 
     from quire.entrypoints.chat.template import ChatTemplate, ThinkingSwitch
 
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages.append({"role": "user", "content": text})
-    template = ChatTemplate.from_tokenizer(engine.tokenizer)
+    messages: list[Any] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    shown = [{"type": "image_url", "image_url": image} for image in images]
+    messages.append({"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text})
+    admitted = media.admit(messages, None)
+    messages = list(admitted.messages)
+    template = ChatTemplate.from_tokenizer(engine.tokenizer, media=media.gate.texts)
     chat = template.compose(messages)
     chosen = choose("none", "auto", template.all_sources, examples_of(template))
     formats = ModelFormat(chosen, engine.tokenizer)
     is_off = ThinkingSwitch(template, chosen.reasoning).is_off({})
     end = PromptEnd.of(chat.text, messages, continues=False, may_think=not is_off)
-    return Asked(chat.encode(engine.tokenizer), formats, end)
+    encoded = media.gate.encode(chat, engine.tokenizer, admitted.admitted)
+    return Asked(encoded.as_prompt(), formats, end, encoded)
 
 
 def _sampling_params(engine: LLMEngine, params: dict[str, Any], asked: Asked) -> SamplingParams:

@@ -1,6 +1,6 @@
 """Ollama's requests -> fields of a chat request.
 
-Invariant: every text of the request is kept, in order; images are rejected.
+Invariant: every text of the request is kept, in order. Images of a message come before its text, as in Ollama.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHAT_NAMES = {
     "enable_thinking": "think",
     "reasoning_effort": "think",
 }  # Chat's field names -> Ollama's.
-NOT_SUPPORTED = ("template", "images", "context")
+NOT_SUPPORTED = ("template", "context")
 Fields = dict[str, Any]
 
 
@@ -26,7 +26,7 @@ def chat_turn(request: ChatRequest) -> Fields:
     """Return the chat request of /api/chat.
 
     Raises:
-        ValidationError: a message has images, or an option is not supported.
+        ValidationError: a message is malformed, or an option is not supported.
     """
     messages = [_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
     fields: Fields = {"messages": messages, **_shared(request)}
@@ -51,7 +51,8 @@ def generate_turn(request: GenerateRequest) -> Fields:
     if request.suffix and request.system:
         raise ValidationError("system is for a conversation, and suffix for a text", param="system")
     system = [{"role": "system", "content": request.system}] if request.system else []
-    messages = [*system, {"role": "user", "content": request.prompt}] if request.prompt else []
+    content = _with_images(request.prompt, request.images, "images")
+    messages = [*system, {"role": "user", "content": content}] if content else []
     return {"messages": messages, **_shared(request)}
 
 
@@ -59,6 +60,11 @@ def text_of(request: GenerateRequest, *, has_chat: bool) -> TextPrompt | None:
     """Return raw text to continue: if requested, or if the model has no chat template."""
     if not (request.raw or request.suffix or not has_chat):
         return None
+    if request.images:
+        raise ValidationError(
+            "images are for a conversation: leave out raw and suffix, and use a model with a chat template",
+            param="images",
+        )
     before = request.system if request.system and not request.raw else ""
     return TextPrompt(f"{before}\n\n{request.prompt}" if before else request.prompt, request.suffix or "")
 
@@ -100,14 +106,24 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
+def _with_images(text: Any, images: Any, where: str) -> Any:
+    """Return a content with images, which are base64 without a URL's beginning."""
+    if images is None or images == []:
+        return text
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise ValidationError(f"{where} must be a list of images in base64", param=where)
+    parts: list[Fields] = [
+        {"type": "image_url", "image_url": {"url": f"data:;base64,{image}"}} for image in images
+    ]
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
 def _message(message: Fields, where: str) -> Fields:
     """Return a chat message; Ollama's calls have no type, and a tool's result names the tool."""
-    if message.get("images") not in (None, []):
-        raise ValidationError(f"{where}.images: this model takes text only", param=f"{where}.images")
     kept = {
         name: message[name] for name in ("role", "content", "tool_call_id") if message.get(name) is not None
     }
-    kept.setdefault("content", "")
+    kept["content"] = _with_images(kept.get("content", ""), message.get("images"), f"{where}.images")
     if message.get("thinking"):
         if not isinstance(message["thinking"], str):
             raise ValidationError(f"{where}.thinking must be text", param=f"{where}.thinking")

@@ -24,6 +24,7 @@ from quire.entrypoints.chat.formats.answer import AnswerReader
 from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.formats.reasoning import ReasoningCounter
 from quire.entrypoints.chat.formats.scanning import Event, Reasoning, ToolCall, Tools
+from quire.entrypoints.chat.media import EncodedChat
 from quire.entrypoints.openai.chat_prompt import (
     TextPrompt,
     chat_prompt,
@@ -65,7 +66,6 @@ from quire.entrypoints.openai.streaming import TextFrame, frame, respond
 from quire.entrypoints.openai.tenant import READ_HEADERS, tenant_of
 from quire.entrypoints.openai.tool_choice import constrained, tool_constraint, tools_in_use
 from quire.errors import ValidationError
-from quire.inputs import TokensPrompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -295,6 +295,7 @@ class ChatAnswer:
         self._form = server.form
         self._tools: Tools | None = None
         self._begin = PromptEnd()
+        self._encoded = EncodedChat([])  # Keeps files of images as long as this answer.
         self._choices: dict[int, ChatChoiceBuilder] = {}
 
     @property
@@ -313,10 +314,12 @@ class ChatAnswer:
             request, engine.input_processor.default_sampling_params
         )
         if self._text is None:
-            chat = await chat_prompt(self._server, form, request, with_tools=self._tools is not None)
+            chat = await chat_prompt(
+                self._server, form, request, with_tools=self._tools is not None, tenant=self._tenant
+            )
         else:
             chat = await text_prompt(self._server, form, request, self._text)
-        self._begin = chat.end
+        self._begin, self._encoded = chat.end, chat.encoded
         if isinstance(params, SamplingParams):
             params = answers.with_format_options(params, chat.end)
             params = await constrained(self._server, self._form, request, self._tools, chat, params)
@@ -325,7 +328,7 @@ class ChatAnswer:
                 "beam search does not support structured output or required tool calls",
                 param="use_beam_search",
             )
-        prompt = with_options(TokensPrompt(prompt_token_ids=chat.token_ids), request)
+        prompt = with_options(chat.encoded.as_prompt(), request)
         note_max_tokens(request, params, [engine.input_processor.room(len(prompt["prompt_token_ids"]))])
         interval = engine.config.scheduler.stream_interval
         return Outputs(
@@ -345,7 +348,7 @@ class ChatAnswer:
 
     def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
-        meter = UsageMeter()
+        meter = UsageMeter(num_image_tokens=self._encoded.num_image_tokens)
         meter.add(0, output)
         by_index = sorted(output.outputs, key=lambda completion: completion.index)
         choices = [self._choice(completion) for completion in by_index]
@@ -367,7 +370,8 @@ class ChatAnswer:
     def stream_usage(self, prompt_lengths: list[int]) -> StreamUsage:
         """Return the usage counter for a stream's chunks."""
         force = self._server.config.enable_force_include_usage
-        return StreamUsage(self._request, prompt_lengths, force=force)
+        num_image_tokens = self._encoded.num_image_tokens
+        return StreamUsage(self._request, prompt_lengths, force=force, num_image_tokens=num_image_tokens)
 
     def choice(self, index: int) -> ChatChoiceBuilder | None:
         """Return the parser of a choice; None before its first output."""
@@ -375,7 +379,9 @@ class ChatAnswer:
 
     def chunks_of_whole(self, output: RequestOutput) -> Iterator[ChatChunk]:
         """Yield the chunks of a stream whose only output is this final one, with usage."""
-        usage = StreamUsage(self._request, [len(output.prompt_token_ids)], force=True)
+        num_image_tokens = self._encoded.num_image_tokens
+        lengths = [len(output.prompt_token_ids)]
+        usage = StreamUsage(self._request, lengths, force=True, num_image_tokens=num_image_tokens)
         yield from self.chunks_of(output, usage)
         yield self.chunk([], usage.closing())
 

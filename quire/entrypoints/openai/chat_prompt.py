@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.chat.formats.model import PromptEnd
+from quire.entrypoints.chat.media import EncodedChat
 from quire.entrypoints.chat.template import OWN_VARIABLES, ChatTemplate, RenderedChat
 from quire.entrypoints.openai.prompts import check_text
 from quire.entrypoints.openai.protocol.requests import ChatCompletionRequest, ChatFields, Tool
@@ -100,8 +101,12 @@ def function_call(calls: Sequence[ToolCallMessage]) -> FunctionCall | UnsetType:
 class ChatPrompt:
     """Token ids of a conversation, and the state in which its answer begins."""
 
-    token_ids: list[int]
+    encoded: EncodedChat
     end: PromptEnd
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.encoded.token_ids
 
 
 @dataclass(frozen=True)
@@ -125,13 +130,16 @@ async def text_prompt(
     encode = partial(form.fill_in.encode, suffix=prompt.suffix) if prompt.suffix else form.tokenizer.encode
     size = len(prompt.text) + len(prompt.suffix)
     token_ids = await beside_loop(size, partial(encode, add_special_tokens=True), prompt.text)
-    return ChatPrompt(token_ids, PromptEnd(may_think=False))
+    return ChatPrompt(EncodedChat(token_ids), PromptEnd(may_think=False))
 
 
 async def chat_prompt(
-    server: ServerState, form: TextForm, fields: ChatFields, *, with_tools: bool = True
+    server: ServerState, form: TextForm, fields: ChatFields, *, with_tools: bool = True, tenant: str = ""
 ) -> ChatPrompt:
-    """Render and tokenize a conversation off the event loop.
+    """Process the media of a conversation, render and tokenize it off the event loop.
+
+    Args:
+        tenant: owner of the names of its media.
 
     Raises:
         ValidationError: a message or option is invalid, the template rejected the conversation, or it is too long.
@@ -156,8 +164,11 @@ async def chat_prompt(
     extra = {**defaults, **_template_options(template, fields)}
     _note_unread_names(template, fields)
     options["tools"] = options["tools"] or None
+    media = await server.media.admit(fields.messages, fields.mm_processor_kwargs, tenant)
+    for name in media.idle:
+        fields.notes.ignore(name)
     try:
-        chat, is_off = await server.renders.run(_composed, form, fields.messages, options, extra)
+        chat, is_off = await server.renders.run(_composed, form, media.messages, options, extra)
     except TimeoutError:
         limit = server.renders.limit_s
         raise ValidationError(
@@ -166,11 +177,11 @@ async def chat_prompt(
     for name, value in chat.adjusted.items():
         fields.notes.adjust(name, value)
     check_text(server, form, chat.text, fields)
-    token_ids = await beside_loop(len(chat.text), chat.encode, tokenizer)
+    encoded = await beside_loop(len(chat.text), server.media.encode, chat, tokenizer, media.admitted)
     end = PromptEnd.of(
-        chat.text, fields.messages, continues=fields.continue_final_message, may_think=not is_off
+        chat.text, media.messages, continues=fields.continue_final_message, may_think=not is_off
     )
-    return ChatPrompt(token_ids, end)
+    return ChatPrompt(encoded, end)
 
 
 def _composed(

@@ -169,9 +169,11 @@ class UsageMeter:
 
     Args:
         prompt_lengths: tokens of each prompt, known before the first output.
+        num_image_tokens: tokens of the prompts in whose place images are.
     """
 
-    def __init__(self, prompt_lengths: Sequence[int] = ()) -> None:
+    def __init__(self, prompt_lengths: Sequence[int] = (), num_image_tokens: int = 0) -> None:
+        self._num_image_tokens = num_image_tokens
         self._prompt_tokens = dict(enumerate(prompt_lengths))
         self._latest: dict[int, RequestOutput] = {}
         self._completion_tokens = 0
@@ -206,7 +208,9 @@ class UsageMeter:
             completion_tokens=self._completion_tokens,
             total_tokens=num_prompt_tokens + self._completion_tokens,
             prompt_tokens_details=PromptTokensDetails(
-                num_cached_tokens, sum(one.num_stored_tokens for one in latest.values()) or UNSET
+                num_cached_tokens,
+                sum(one.num_stored_tokens for one in latest.values()) or UNSET,
+                self._num_image_tokens or UNSET,
             ),
             completion_tokens_details=self._completion_details(),
         )
@@ -257,16 +261,24 @@ class StreamUsage:
     Args:
         prompt_lengths: tokens of each prompt of the request.
         force: add usage to every chunk, even if not requested.
+        num_image_tokens: as in `UsageMeter`.
     """
 
-    def __init__(self, request: GenerationRequest, prompt_lengths: list[int], *, force: bool) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        prompt_lengths: list[int],
+        *,
+        force: bool,
+        num_image_tokens: int = 0,
+    ) -> None:
         options = request.stream_options
         self.wanted = force or (options is not None and options.include_usage)
         self._in_every_chunk = self.wanted and (
             force or (options is not None and options.continuous_usage_stats)
         )
         self._notes = request.notes
-        self._meter = UsageMeter(prompt_lengths)
+        self._meter = UsageMeter(prompt_lengths, num_image_tokens)
         self._num_open = request.n * len(prompt_lengths)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:

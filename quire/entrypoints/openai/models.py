@@ -18,7 +18,7 @@ from quire.entrypoints.anthropic.messages import (
 )
 from quire.entrypoints.openai.errors import ANTHROPIC_VERSION, json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
-from quire.entrypoints.openai.protocol.responses import ModelCard, ModelList
+from quire.entrypoints.openai.protocol.responses import Modalities, ModelCard, ModelList
 from quire.entrypoints.openai.state import ServerState, server_of
 
 router = APIRouter()
@@ -60,6 +60,7 @@ def _anthropic_model(server: ServerState, name: str) -> AnthropicModel:
 
 def model_card(server: ServerState, name: str) -> ModelCard:
     return ModelCard(
+        architecture=Modalities(server.media.input_modalities, ["text"]),
         id=name,
         created=CREATED,
         root=server.model_names[0],

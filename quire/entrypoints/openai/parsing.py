@@ -223,6 +223,7 @@ SAMPLERS: Mapping[str, RejectedField] = {
 """Unsupported samplers of requests for generated text, and other servers' names for supported ones."""
 
 CALLED = FieldRules(frozenset({"name", "arguments"}))
+OF_MEDIA = frozenset({"detail", "file_id", "image_embeds", "image_pil", "uuid"})
 TOOL_CALL = FieldRules(
     frozenset({"id", "type", "function", "custom"}),
     inner={"function": CALLED, "custom": FieldRules(frozenset({"name", "input"}))},
@@ -237,10 +238,13 @@ MESSAGE = FieldRules(
     },
     inner={
         "content": FieldRules(
-            frozenset({"type", "text", "refusal", "thinking", "reasoning", "summary"}) | MEDIA,
-            inner=dict.fromkeys(
-                ("text", "thinking", "reasoning", "summary"), FieldRules(frozenset({"type", "text"}))
-            ),
+            frozenset({"type", "text", "refusal", "thinking", "reasoning", "summary"}) | MEDIA | OF_MEDIA,
+            inner={
+                **dict.fromkeys(
+                    ("text", "thinking", "reasoning", "summary"), FieldRules(frozenset({"type", "text"}))
+                ),
+                "image_url": FieldRules(frozenset({"url", "detail"})),
+            },
         ),
         "tool_calls": TOOL_CALL,
         "function_call": CALLED,

@@ -152,6 +152,11 @@ def _check_texts(server: ServerState, form: TextForm, texts: list[str], request:
 def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensPrompt:
     """Apply truncation from the left, and the prefix-cache salt."""
     limit = request.truncate_prompt_tokens
+    if limit is not None and prompt.get("media"):
+        raise ValidationError(
+            "truncate_prompt_tokens cannot be combined with images, which must be whole",
+            param="truncate_prompt_tokens",
+        )
     if limit is not None and len(prompt["prompt_token_ids"]) > limit:
         prompt = TokensPrompt(prompt_token_ids=prompt["prompt_token_ids"][-limit:])
     if request.cache_salt is not None:

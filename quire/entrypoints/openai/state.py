@@ -24,6 +24,8 @@ from starlette.requests import Request
 
 from quire.config import ServerConfig
 from quire.entrypoints.chat.formats.selection import choose
+from quire.entrypoints.chat.media import MediaGate
+from quire.entrypoints.chat.messages import MediaTexts
 from quire.entrypoints.openai.in_flight import InFlight
 from quire.entrypoints.openai.keys import ClientIds, Keyring
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
@@ -193,6 +195,7 @@ class ServerState:
     command_handlers: Mapping[str, QueryHandler] = field(default_factory=dict)
     siblings: ApiProcesses | None = None
     renders: BoundedThreads = field(init=False)  # Runs the chat templates of requests.
+    media: MediaGate = field(init=False)
     adapters: Mapping[str, LoRARequest] = field(init=False)  # By served name.
     adapter_changes: AdapterChanges = field(init=False)  # Used by the process that decides for all.
     # Compiles new chat templates, with a longer limit, since the machine may be busy.
@@ -203,7 +206,9 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.io_processor = make_io_processor(self.engine.config)
-        self._forms = TextForms(self.engine.input_processor.tokenizers.model, _form_options(self.config))
+        self.media = MediaGate(self.engine.config)
+        options = _form_options(self.config, self.media.texts)
+        self._forms = TextForms(self.engine.input_processor.tokenizers.model, options)
         self.renders = BoundedThreads(self.config.chat_template_timeout)
         self.adapters = named_adapters(self.config.lora_modules, self.engine.config, self.model_names)
         resolvers = make_resolvers(self.engine.config, self.config)
@@ -353,10 +358,11 @@ def server_of(request: Request) -> ServerState:
     return state
 
 
-def _form_options(config: ServerConfig) -> FormOptions:
+def _form_options(config: ServerConfig, media: MediaTexts | None) -> FormOptions:
     return FormOptions(
         config.chat_template,
         config.chat_template_content_format,
         config.tool_call_parser,
         config.reasoning_parser,
+        media=media,
     )

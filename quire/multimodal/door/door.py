@@ -328,7 +328,7 @@ class MediaDoor:
             raise
 
     def _run_job(self, job: DecodeJob, data: bytes, ticket: Ticket) -> DecodeReply:
-        if ticket.is_cancelled:
+        if ticket.is_cancelled():
             raise UnavailableError("the request was cancelled before its images were decoded")
         source = Path(job.input)
         try:
@@ -338,7 +338,7 @@ class MediaDoor:
             raise UnavailableError(f"images cannot be stored: {error.strerror}") from None
         finally:
             source.unlink(missing_ok=True)
-            if ticket.is_cancelled:
+            if ticket.is_cancelled():
                 Path(job.output).unlink(missing_ok=True)
 
     async def _in_thread(self, function: Any, /, *args: Any) -> Any:

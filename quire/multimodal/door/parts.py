@@ -57,14 +57,14 @@ def is_media(part: Any) -> bool:
     return isinstance(kind, str) and (kind in IMAGE_KINDS or kind in OTHER_KINDS)
 
 
-def have_media(messages: Any) -> bool:
-    """Return whether any message has a part with media."""
-    return isinstance(messages, list | tuple) and any(
-        is_media(part)
-        for message in messages
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        for part in message["content"]
-    )
+def first_media(messages: Sequence[Any]) -> tuple[str, str] | None:
+    """Return the field and the type of the first part with media; None if there is none."""
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if is_media(part):
+                return f"messages.{index}.content.{number}", part["type"]
+    return None
 
 
 def find_media(messages: Sequence[Any], *, offline: bool = False) -> FoundMedia:

@@ -32,12 +32,16 @@ class Ticket:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: _DecodeProcess | None = None
-        self.is_cancelled = False
+        self._is_cancelled = False
+
+    def is_cancelled(self) -> bool:
+        """Return whether the job was cancelled; it may be at any time."""
+        return self._is_cancelled
 
     def cancel(self) -> None:
         """Kill the process that works on the job; the waiting thread then returns."""
         with self._lock:
-            self.is_cancelled = True
+            self._is_cancelled = True
             if self._process is not None:
                 self._process.stop()
 
@@ -45,7 +49,7 @@ class Ticket:
         """Set the process that works on the job; None once it no longer does."""
         with self._lock:
             self._process = process
-            if process is not None and self.is_cancelled:
+            if process is not None and self._is_cancelled:
                 process.stop()
 
 
@@ -75,7 +79,7 @@ class DecodePool:
             self._put_back(process)
         if reply is not None:
             return reply
-        if ticket.is_cancelled or self._is_closed:
+        if ticket.is_cancelled() or self._is_closed:
             raise UnavailableError("the request was cancelled while its images were decoded")
         raise process.failure(limit_s)
 

@@ -120,7 +120,7 @@ async def test_served_model_is_listed_and_shown(client: httpx.AsyncClient) -> No
     [
         (CHAT, {"model": "nope"}, 404, "nope"),
         (CHAT, {"model": None}, 400, "model is required"),
-        (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "images"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "text only"),
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "role"),
         (CHAT, {"options": {"mirostat": 3}}, 400, "options.mirostat"),
         (CHAT, {"options": {"num_predict": 2.5}}, 400, "options.num_predict"),

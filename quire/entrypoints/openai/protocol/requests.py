@@ -264,6 +264,7 @@ class ChatFields(RequestModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateOptions = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
 

@@ -16,10 +16,14 @@ FINGERPRINT = f"quire-{__version__}"  # The version; OpenAI names the backend co
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Token details; `stored_tokens` are the cached ones that came from --kv-store, omitted if none did."""
+    """Token details; `stored_tokens` are the cached ones that came from --kv-store, omitted if none did.
+
+    `image_tokens` are those in whose place images are, omitted if there are none.
+    """
 
     cached_tokens: int = 0
     stored_tokens: int | UnsetType = UNSET
+    image_tokens: int | UnsetType = UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -221,6 +225,13 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     adjusted: dict[str, int | str | bool] | UnsetType = UNSET
 
 
+class Modalities(msgspec.Struct):
+    """Kinds of input and output, in llama.cpp's form."""
+
+    input_modalities: list[str]
+    output_modalities: list[str]
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
@@ -229,6 +240,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    architecture: Modalities
 
 
 class ModelList(msgspec.Struct):

@@ -41,6 +41,7 @@ CHAT_NAMES = {
     "messages[].tool_calls[].function.arguments": "input[].arguments",
     "messages[].tool_call_id": "input[].call_id",
 }  # Chat's field names -> those of the Responses API.
+IMAGE_PART = "input_image"
 STATEFUL = ("store", "background", "previous_response_id", "conversation", "prompt")
 # Neutral values of these fields, besides null.
 NEUTRAL = {"store": (None, False), "background": (None, False), "previous_response_id": (None, "")}
@@ -211,10 +212,12 @@ def _content(content: Any, where: str) -> Any:
 
 def _part(part: Any, where: str) -> Fields:
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind == IMAGE_PART:
+        return dict(part)
     name = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if name is None:
         raise ValidationError(
-            f"{where} is no text part: this model takes text only, got {kind!r:.40}", param=where
+            f"{where} must be a part with text or an {IMAGE_PART}, got {kind!r:.40}", param=where
         )
     if not isinstance(part.get(name), str):
         raise ValidationError(f"{where}.{name} must be text", param=f"{where}.{name}")

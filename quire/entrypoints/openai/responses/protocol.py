@@ -40,7 +40,9 @@ MAX_PART_CHARS = 120
 REFERENCE = "item_reference"
 TEXT_FIELDS = ("content", "output")  # Fields whose text would be lost with an item of an unknown type.
 
-PART = FieldRules(frozenset({"type", "text", "refusal", "stdout", "stderr"}))
+PART = FieldRules(
+    frozenset({"type", "text", "refusal", "stdout", "stderr", "image_url", "detail", "file_id"})
+)
 ITEM = FieldRules(
     frozenset({"type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output"})
     | {"action", "operation"},

@@ -1,0 +1,276 @@
+"""`MediaGate`: images of conversations and prompts, for the server and for `LLM`.
+
+Invariant: nothing of images is imported, and no process or directory is made, unless the model takes images. A model
+that takes none, or a machine without Pillow, refuses them with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quire.config import EngineConfig
+from quire.entrypoints.chat.messages import MediaTexts
+from quire.entrypoints.chat.template import RenderedChat
+from quire.errors import ModelLoadError, UnsupportedModelError, ValidationError
+from quire.inputs import ChatMessage, TokensPrompt
+from quire.media import MediaItem
+from quire.multimodal.door.parts import MediaPart, find_media, first_media
+
+if TYPE_CHECKING:
+    from quire.engine.tokenizer import Tokenizer
+    from quire.multimodal.door.door import AdmittedMedia, MediaDoor
+
+logger = logging.getLogger(__name__)
+
+TEXT_ONLY = "this model takes text only"
+NO_PILLOW = "images need Pillow on the server: pip install 'quire-llm[vision]'"
+MODALITY, PLURAL = "image", "images"
+OPTIONS = "mm_processor_kwargs"
+PROMPT_FIELDS = ("multi_modal_data", OPTIONS, "multi_modal_uuids")
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """Token ids of a prompt, and the media at their places; `admitted` keeps the media's files alive."""
+
+    token_ids: list[int]
+    media: list[MediaItem] = field(default_factory=list)
+    admitted: AdmittedMedia | None = None
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Positions that take an embedding."""
+        return sum(item.num_embeddings for item in self.media)
+
+    def as_prompt(self) -> TokensPrompt:
+        """Return the prompt in the callers' form."""
+        prompt = TokensPrompt(prompt_token_ids=self.token_ids)
+        if self.media:
+            prompt["media"] = self.media
+        return prompt
+
+
+@dataclass(frozen=True)
+class ChatMedia:
+    """Messages with their media taken out and processed."""
+
+    messages: Sequence[ChatMessage]
+    admitted: AdmittedMedia | None = None
+    idle: Sequence[str] = ()
+
+
+class MediaGate:
+    """Door of a model's media, if it has one; else the reason why not.
+
+    Args:
+        config: resolved.
+        offline: callers are this process: they may pass PIL images, arrays and paths.
+    """
+
+    def __init__(self, config: EngineConfig, *, offline: bool = False) -> None:
+        self._offline = offline
+        self._reason = TEXT_ONLY
+        self._door = self._open(config)
+
+    def _open(self, config: EngineConfig) -> MediaDoor | None:
+        if config.model_arch is None or config.arch.part_of is None:
+            return None
+        if config.multimodal.language_model_only:
+            self._reason = "only the language model is served (--language-model-only)"
+            return None
+        try:
+            from quire.multimodal.door.door import make_door
+        except ModuleNotFoundError as error:
+            if error.name != "PIL":
+                raise
+            self._reason = NO_PILLOW
+            return None
+        try:
+            return make_door(config, offline=self._offline)
+        except (ModelLoadError, UnsupportedModelError) as error:
+            logger.warning(
+                "the model is served for text only, since its images cannot be processed: %s", error
+            )
+            self._reason = "this checkpoint's image processor cannot be used; the server's log says why"
+            return None
+
+    @property
+    def texts(self) -> MediaTexts | None:
+        """Texts of the model's media; None if it takes none."""
+        if self._door is None:
+            return None
+        tokens = self._door.tokens
+        return MediaTexts(tokens.marker, tokens.literals)
+
+    @property
+    def input_modalities(self) -> list[str]:
+        """Kinds of input that the model takes."""
+        return ["text"] if self._door is None else ["text", MODALITY]
+
+    async def admit(
+        self, messages: Sequence[ChatMessage], options: Mapping[str, Any] | None, tenant: str = ""
+    ) -> ChatMedia:
+        """Take the media out of messages and process them.
+
+        Args:
+            options: `mm_processor_kwargs` of the request.
+            tenant: owner of the names of media.
+
+        Raises:
+            ValidationError: the model takes no media, or one of them cannot be used; names it.
+        """
+        if self._door is None:
+            self._refuse(messages)
+            return ChatMedia(messages, idle=[OPTIONS] if options else [])
+        found = find_media(messages, offline=self._offline)
+        if not found.parts:
+            return ChatMedia(found.messages, idle=[OPTIONS] if options else [])
+        return ChatMedia(found.messages, await self._door.admit(found.parts, options, tenant), found.idle)
+
+    def _refuse(self, messages: Sequence[ChatMessage]) -> None:
+        """Raise ValidationError if any message has media."""
+        found = first_media(messages)
+        if found is not None:
+            where, kind = found
+            raise ValidationError(f"{where} is no text part: {self._reason}, got {kind!r}", param=where)
+
+    def encode(self, chat: RenderedChat, tokenizer: Tokenizer, admitted: AdmittedMedia | None) -> EncodedChat:
+        """Return the token ids of a rendered conversation, with the placeholders of its media.
+
+        Raises:
+            ValidationError: a text is not valid Unicode, or the placeholders do not match the media.
+        """
+        if admitted is None or self._door is None:
+            return EncodedChat(chat.encode(tokenizer))
+        texts = [item.layout.text for item in admitted.items]
+        return self._expanded(chat.with_media(texts).encode(tokenizer), tokenizer, admitted)
+
+    def _expanded(self, token_ids: list[int], tokenizer: Tokenizer, admitted: AdmittedMedia) -> EncodedChat:
+        from quire.multimodal.door.layout import Expansion
+
+        door = self._required("prompt")
+        expansion = Expansion(door.tokens, tokenizer.id_of, admitted.items)
+        return EncodedChat(*expansion.expand(token_ids), admitted)
+
+    async def prompt(self, prompt: Mapping[str, Any], tokenizer: Tokenizer) -> EncodedChat:
+        """Return the token ids of a prompt of `LLM.generate` with `multi_modal_data`, and its media.
+
+        Raises:
+            ValidationError: the data have no valid form, or their number is not that of the markers.
+        """
+        parts = data_parts(prompt)
+        door = self._required("multi_modal_data")
+        admitted = await door.admit(parts, prompt.get(OPTIONS))
+        texts = [item.layout.text for item in admitted.items]
+        ids = prompt.get("prompt_token_ids")
+        marker = door.tokens.marker
+        if ids is None:
+            pieces = str(prompt.get("prompt", "")).split(marker)
+            _check_markers(len(pieces) - 1, len(texts), marker)
+            whole = "".join(piece + text for piece, text in zip(pieces, [*texts, ""], strict=True))
+            return self._expanded(tokenizer.encode(whole), tokenizer, admitted)
+        marker_id = tokenizer.id_of(marker)
+        _check_markers(ids.count(marker_id), len(texts), marker)
+        encoded: list[int] = []
+        fill = iter(texts)
+        for token_id in ids:
+            is_marker = token_id == marker_id
+            encoded += tokenizer.encode(next(fill), add_special_tokens=False) if is_marker else [token_id]
+        return self._expanded(encoded, tokenizer, admitted)
+
+    def _required(self, where: str) -> MediaDoor:
+        if self._door is None:
+            raise ValidationError(f"{where} has images, which cannot be taken: {self._reason}", param=where)
+        return self._door
+
+    def close(self) -> None:
+        """End processes and remove files; idempotent."""
+        if self._door is not None:
+            self._door.close()
+
+
+def has_data(prompt: Any) -> bool:
+    """Return whether a prompt has media of `LLM.generate`."""
+    return isinstance(prompt, Mapping) and any(prompt.get(name) is not None for name in PROMPT_FIELDS)
+
+
+def data_parts(prompt: Mapping[str, Any]) -> list[MediaPart]:
+    """Return the images of a prompt's `multi_modal_data`, with their names.
+
+    Raises:
+        ValidationError: it has another form, or another kind of media.
+    """
+    data, uuids = prompt.get("multi_modal_data") or {}, prompt.get("multi_modal_uuids") or {}
+    for name, value in (("multi_modal_data", data), ("multi_modal_uuids", uuids)):
+        if not isinstance(value, Mapping):
+            raise ValidationError(f"{name} must be a dict such as {{'image': ...}}", param=name)
+        if others := value.keys() - {MODALITY, PLURAL}:
+            raise ValidationError(
+                f"{name} has {min(others)!r}, and the only kind here is 'image'", param=name
+            )
+    items = _as_list(data.get(MODALITY, data.get(PLURAL)))
+    names = _as_list(uuids.get(MODALITY, uuids.get(PLURAL))) or [None] * len(items)
+    if len(names) != len(items) or not all(isinstance(name, str | None) for name in names):
+        raise ValidationError(
+            f"multi_modal_uuids must have a text or None for each of the {len(items)} images",
+            param="multi_modal_uuids",
+        )
+    if any(item is None and not name for item, name in zip(items, names, strict=True)):
+        raise ValidationError(
+            "an image of multi_modal_data that is None needs a uuid", param="multi_modal_data"
+        )
+    pairs = enumerate(zip(items, names, strict=True))
+    return [
+        MediaPart(f"multi_modal_data.image.{index}", item, uuid=name or "") for index, (item, name) in pairs
+    ]
+
+
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [] if value is None else [value]
+
+
+def _check_markers(found: int, wanted: int, marker: str) -> None:
+    if found != wanted:
+        raise ValidationError(
+            f"the prompt has {found} markers {marker!r} and {wanted} images; write one marker for each image",
+            param="prompt",
+        )
+
+
+class OfflineMedia:
+    """`MediaGate` for callers without an event loop: its coroutines run on a loop of their own, in one thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.gate = MediaGate(config, offline=True)
+        self._runner: asyncio.Runner | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-media-loop")
+
+    def admit(self, messages: Sequence[ChatMessage], options: Mapping[str, Any] | None) -> ChatMedia:
+        """As `MediaGate.admit`."""
+        return self._thread.submit(self._run, self.gate.admit, messages, options).result()  # type: ignore[no-any-return]
+
+    def prompt(self, prompt: Mapping[str, Any], tokenizer: Tokenizer) -> EncodedChat:
+        """As `MediaGate.prompt`."""
+        return self._thread.submit(self._run, self.gate.prompt, prompt, tokenizer).result()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the loop, the processes and the files; idempotent."""
+        self._thread.submit(self._close_loop).result()
+        self.gate.close()
+
+    def _run(self, function: Any, *args: Any) -> Any:
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(function(*args))
+
+    def _close_loop(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
