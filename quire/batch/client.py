@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -129,7 +129,9 @@ async def answer_all(
             write(one)
 
 
-async def _in_order(items: Iterable[T], answer: Callable[[T], Awaitable[R]], window: int) -> AsyncIterator[R]:
+async def _in_order(
+    items: Iterable[T], answer: Callable[[T], Awaitable[R]], window: int
+) -> AsyncGenerator[R, None]:
     pending: deque[asyncio.Future[R]] = deque()
     try:
         for item in items:

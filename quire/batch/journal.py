@@ -20,7 +20,7 @@ from quire.batch.tables import Added
 from quire.errors import ConfigError, QuireError
 
 BEGIN = b'{"row":'
-FAULTY = 0  # In place of a digest: the row had a fault, or an error whose prompt is not known any more.
+FAULTY = 0  # In place of the digest of a row that has a fault and so no prompt.
 _NONE = -1
 
 
@@ -37,7 +37,14 @@ class Entry(msgspec.Struct):
 
     @property
     def added(self) -> Added:
-        return Added(self.text, self.error, self.finish_reason, self.prompt_tokens, self.completion_tokens)
+        return Added(
+            self.text,
+            self.error,
+            self.finish_reason,
+            self.prompt_tokens,
+            self.completion_tokens,
+            f"{self.prompt:016x}",
+        )
 
 
 _entry = msgspec.json.Decoder(Entry)

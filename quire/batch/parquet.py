@@ -19,7 +19,8 @@ except ImportError as error:
     ) from error
 
 BATCH_ROWS = 1024  # Rows in memory at a time; pyarrow also holds the compressed pages of one row group.
-_ADDED_TYPES = (pa.string(), pa.string(), pa.string(), pa.int64(), pa.int64())  # Of the fields of `Added`.
+# Of the fields of `Added`.
+_ADDED_TYPES = (pa.string(), pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string())
 
 
 class ParquetTable(Table):
@@ -43,18 +44,22 @@ class ParquetTable(Table):
                 yield Row(cells)
 
     def copy(self, path: Path, names: Sequence[str], added: Iterator[Added], *, json_answers: bool) -> None:
-        kept = [name for name in self._schema.names if name not in names]
-        fields = [self._schema.field(name) for name in kept]
-        fields += [pa.field(name, kind) for name, kind in zip(names, _ADDED_TYPES, strict=True)]
+        fields = [
+            *self._schema,
+            *(pa.field(name, kind) for name, kind in zip(names, _ADDED_TYPES, strict=True)),
+        ]
         schema = pa.schema(fields, metadata=self._schema.metadata)
         with replacement(path) as out, pq.ParquetWriter(out, schema) as writer:
             for batch in self._batches():
                 more = list(itertools.islice(added, batch.num_rows))
                 columns = zip(*more, strict=True)
-                arrays = [batch.column(name) for name in kept]
+                arrays = list(batch.columns)
                 arrays += [pa.array(values, kind) for values, kind in zip(columns, _ADDED_TYPES, strict=True)]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        with pq.ParquetFile(self._path) as file:
-            yield from file.iter_batches(batch_size=BATCH_ROWS)
+        try:
+            with pq.ParquetFile(self._path) as file:
+                yield from file.iter_batches(batch_size=BATCH_ROWS)
+        except pa.ArrowException as error:
+            raise ConfigError(f"{self._path} cannot be read as Parquet: {error}") from None

@@ -259,25 +259,35 @@ def _entries(job: RowJob, output: Table, out: Path) -> Iterator[Entry]:
     """
     names = added_names(job.column)
     for number, row in enumerate(output.rows()):
-        if row.fault or not set(names) <= set(row.cells):
+        if not set(names) <= set(row.cells):
             raise ConfigError(
                 f"{out}: row {number + 1} is no answer of a batch job with {job.column!r} as the column of answers; "
                 "--overwrite replaces the file once new answers are complete"
             )
-        yield _entry_of(job, number, row.cells, names, has_values=output.columns is None)
+        yield _entry_of(
+            number, row.cells, names, has_values=output.columns is None and job.schema is not None
+        )
 
 
-def _entry_of(job: RowJob, number: int, cells: Cells, names: tuple[str, ...], *, has_values: bool) -> Entry:
+def _entry_of(number: int, cells: Cells, names: tuple[str, ...], *, has_values: bool) -> Entry:
     """Return the entry that a row of a finished output was made of.
 
     Args:
-        has_values: an answer of a schema is a JSON value there, and not its text.
+        has_values: the answer is a JSON value there, and not its text.
     """
-    text, error, reason, *tokens = (cells[name] for name in names)
-    if error or not reason:
-        return Entry(number, FAULTY, None, str(error or "the row has no answer"))
-    own = {name: value for name, value in cells.items() if name not in names}
-    if text is not None and has_values and job.schema is not None:
+    text, error, reason, num_prompt, num_completion, prompt = (cells[name] for name in names)
+    try:
+        digest = int(prompt, 16)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"row {number + 1} of the output: {names[-1]} {prompt!r} is none of a batch job"
+        ) from None
+    if error:
+        return Entry(number, digest, None, str(error))
+    if has_values:
         text = json.dumps(text, ensure_ascii=False)
-    counts = (None if one in (None, "") else int(one) for one in tokens)
-    return Entry(number, job.request(number, Row(own)).digest, text, None, reason, *counts)
+    return Entry(number, digest, text, None, reason, _number(num_prompt), _number(num_completion))
+
+
+def _number(cell: Any) -> int | None:
+    return None if cell in (None, "") else int(cell)

@@ -25,13 +25,17 @@ Cells = dict[str, Any]
 
 
 class Added(NamedTuple):
-    """Values of the columns that a job adds to a row; None where there is nothing to say."""
+    """Values of the columns that a job adds to a row; None where there is nothing to say.
+
+    `prompt_hash` is hexadecimal: by it a later run notices that a row's prompt has changed.
+    """
 
     text: str | None
     error: str | None
     finish_reason: str | None
     prompt_tokens: int | None
     completion_tokens: int | None
+    prompt_hash: str
 
 
 def added_names(column: str) -> tuple[str, ...]:
@@ -75,7 +79,7 @@ class Table(ABC):
         """Write the table with more columns to `path`, which it replaces once it is complete.
 
         Args:
-            names: of the added columns; a column of the table that has one of these is left out.
+            names: of the added columns, which the table does not have.
             added: their values, for at least as many rows as there are.
             json_answers: the first of them is the text of a JSON value, which a format with values shows as such.
         """
@@ -107,16 +111,15 @@ class CsvTable(Table):
 
     def copy(self, path: Path, names: Sequence[str], added: Iterator[Added], *, json_answers: bool) -> None:
         assert self.columns is not None
-        kept = [place for place, name in enumerate(self.columns) if name not in names]
+        width = len(self.columns)
         with replacement(path) as out, self._records() as records:
             text = _TextWriter(out)
             writer = csv.writer(text, delimiter=self.delimiter, lineterminator="\r\n")
             if next(records, None) is not None:
-                writer.writerow([*(self.columns[place] for place in kept), *names])
+                writer.writerow([*self.columns, *names])
             for (fields, _), more in zip(records, added, strict=False):
-                writer.writerow(
-                    [*(fields[place] if place < len(fields) else "" for place in kept), *map(_field, more)]
-                )
+                cells = [*fields[:width], *[""] * (width - len(fields))]
+                writer.writerow([*cells, *map(_field, more)])
 
     def _fault(self, fields: list[str]) -> str:
         assert self.columns is not None
@@ -182,7 +185,8 @@ class JsonLinesTable(Table):
                     cells = {}  # the row's fault is among the added columns
                 cells |= dict(zip(names, more, strict=True))
                 if json_answers and cells[names[0]] is not None:
-                    cells[names[0]] = msgspec.Raw(cells[names[0]].encode())
+                    on_one_line = msgspec.json.format(cells[names[0]].encode(), indent=-1)
+                    cells[names[0]] = msgspec.Raw(on_one_line)
                 out.write(msgspec.json.encode(cells) + b"\n")
 
     def _lines(self) -> Iterator[bytes | None]:

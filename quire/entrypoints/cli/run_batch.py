@@ -89,7 +89,7 @@ def _answer_lines(
     counts = Counts()
     with _input(input_file) as lines, _output_errors(output_file):
         if output_file == "-":
-            output = opened_stream(click.open_file("-", "wb"))
+            output = opened_stream(click.get_binary_stream("stdout"))
         else:
             output = opened_output(Path(output_file), overwrite=overwrite, retry_failed=retry_failed)
         with output as (out, earlier):
