@@ -6,17 +6,18 @@ Invariant: outputs are in prompt order; the engine core runs in this process.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, cast
 
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
-from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.formats.scanning import Tools
 from quire.entrypoints.chat.formats.selection import choose
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
-from quire.entrypoints.offline import as_prompts, per_prompt
+from quire.entrypoints.offline import OfflineRequest, as_prompts, each_with, per_prompt
+from quire.entrypoints.offline_chat import Chat, ChatOptions, compose_chat
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
@@ -80,22 +81,42 @@ class LLM(OfflinePooling):
             ConflictError: another thread is generating; use `AsyncLLM` for several callers.
         """
         all_prompts = as_prompts(prompts)
-        all_params = per_prompt(
-            "sampling_params", sampling_params or self.get_default_sampling_params(), all_prompts
-        )
+        all_params = per_prompt("sampling_params", self._params_or_default(sampling_params), all_prompts)
         priorities = per_prompt("priority", priority or 0, all_prompts)
         adapters = per_prompt("lora_request", lora_request, all_prompts)
         with self._one_thread, self._abort_on_error() as requests:
             for prompt, params, urgency, adapter in zip(
                 all_prompts, all_params, priorities, adapters, strict=True
             ):
-                final_only = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-                request_id = self._request_id()
-                self.llm_engine.add_request(
-                    request_id, prompt, final_only, priority=urgency, lora_request=adapter
-                )
-                requests.append(request_id)
+                requests.append(self._add(_request(prompt, params, urgency, adapter)))
             return self._run(requests, use_tqdm)
+
+    def generate_iter(
+        self,
+        prompts: PromptType | Iterable[PromptType],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        priority: int | Iterable[int] = 0,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Complete each prompt; yield (number of the prompt, output) as outputs finish.
+
+        The prompts may come from a generator of any length: twice as many as there are rows (`max_num_seqs`) are read
+        ahead. Outputs are those of `generate`. Until the iterator is exhausted or closed, which aborts what is left,
+        the engine takes no other call.
+
+        Args: as of `generate`; each may be an iterable with a value per prompt.
+
+        Raises:
+            ValidationError: while iterating: a prompt or a parameter is invalid; the prompts in flight are aborted.
+            ConflictError: while iterating: the engine is in use.
+        """
+        rows = each_with("sampling_params", self._params_or_default(sampling_params), _stream_of(prompts))
+        with_adapter = each_with("lora_request", lora_request, rows)
+        return self._run_each(
+            _request(prompt, params, urgency, adapter)
+            for ((prompt, params), adapter), urgency in each_with("priority", priority, with_adapter)
+        )
 
     def chat(
         self,
@@ -118,42 +139,90 @@ class LLM(OfflinePooling):
         Raises:
             ValidationError: the model has no chat template, or a message cannot be rendered.
         """
-        schemas = None if tools is None else tool_schemas(tools)
-        conversations = [list(conversation) for conversation in _as_conversations(messages)]
+        compose = self._chat_composer(
+            ChatOptions(
+                chat_template,
+                add_generation_prompt,
+                continue_final_message,
+                tools,
+                chat_template_kwargs or {},
+            )
+        )
+        conversations = _as_conversations(messages)
         adapters = per_prompt("lora_request", lora_request, conversations)
-        forms = [self._form(adapter, chat_template, schemas) for adapter in adapters]
-        chats = [
-            form.chat_template.compose(
-                conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+        all_params = per_prompt("sampling_params", self._params_or_default(sampling_params), conversations)
+        chats = list(map(compose, conversations, all_params, adapters))
+        outputs = self.generate(
+            [chat.prompt for chat in chats],
+            [chat.params for chat in chats],
+            use_tqdm=use_tqdm,
+            lora_request=adapters,
+        )
+        return [chat.read(output) for chat, output in zip(chats, outputs, strict=True)]
+
+    def chat_iter(
+        self,
+        conversations: Iterable[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Answer each conversation; yield (number of the conversation, output) as outputs finish.
+
+        Memory and errors are as of `generate_iter`, outputs and arguments as of `chat`.
+        """
+        compose = self._chat_composer(
+            ChatOptions(
+                chat_template,
+                add_generation_prompt,
+                continue_final_message,
+                tools,
+                chat_template_kwargs or {},
             )
-            for form, conversation in zip(forms, conversations, strict=True)
-        ]
-        prompts: list[PromptType] = [
-            chat.encode(form.tokenizer) for form, chat in zip(forms, chats, strict=True)
-        ]
-        params = per_prompt("sampling_params", sampling_params or self.get_default_sampling_params(), prompts)
-        ends = [
-            PromptEnd.of(
-                chat.text,
-                one,
-                continues=continue_final_message,
-                may_think=not form.thinking.is_off(chat_template_kwargs or {}),
-            )
-            for form, chat, one in zip(forms, chats, conversations, strict=True)
-        ]
-        formats = [form.answer_format for form in forms]
-        resolved = [
-            one.with_format_options(own, end) for one, own, end in zip(formats, params, ends, strict=True)
-        ]
-        outputs = self.generate(prompts, resolved, use_tqdm=use_tqdm, lora_request=adapters)
-        for output, one, end in zip(outputs, formats, ends, strict=True):
-            for completion in output.outputs:
-                completion.answer = one.read(completion.text, end, schemas, was_cut=completion.was_cut)
-        return outputs
+        )
+        rows = each_with("sampling_params", self._params_or_default(sampling_params), conversations)
+        return self._answer_each(
+            compose(messages, params, adapter)
+            for (messages, params), adapter in each_with("lora_request", lora_request, rows)
+        )
+
+    def _answer_each(self, chats: Iterable[Chat]) -> Iterator[tuple[int, RequestOutput]]:
+        in_flight: dict[int, Chat] = {}
+
+        def requests() -> Iterator[OfflineRequest]:
+            for index, chat in enumerate(chats):
+                in_flight[index] = chat
+                yield _request(chat.prompt, chat.params, 0, chat.adapter)
+
+        with closing(self._run_each(requests())) as outputs:
+            for index, output in outputs:
+                yield index, in_flight.pop(index).read(output)
+
+    def _chat_composer(
+        self, options: ChatOptions
+    ) -> Callable[[Sequence[ChatMessage], SamplingParams, LoRARequest | None], Chat]:
+        """Return a function that renders a conversation.
+
+        Raises:
+            ValidationError: a tool is invalid; from the function: a message cannot be rendered.
+        """
+        schemas = None if options.tools is None else tool_schemas(options.tools)
+
+        def compose(
+            messages: Sequence[ChatMessage], params: SamplingParams, adapter: LoRARequest | None
+        ) -> Chat:
+            form = self._form(adapter, options.template, schemas)
+            return compose_chat(form, list(messages), params, adapter, options, schemas)
+
+        return compose
+
+    def _params_or_default(self, given: Any) -> Any:
+        return given or self.get_default_sampling_params()
 
     def beam_search(
         self,
@@ -244,6 +313,18 @@ def beam_search_output(
             )
         )
     return BeamSearchOutput(sequences)
+
+
+def _request(
+    prompt: PromptType, params: SamplingParams, priority: int, adapter: LoRARequest | None
+) -> OfflineRequest:
+    return OfflineRequest(prompt, params.clone(output_kind=RequestOutputKind.FINAL_ONLY), priority, adapter)
+
+
+def _stream_of(prompts: PromptType | Iterable[PromptType]) -> Iterable[PromptType]:
+    """Return prompts one by one; a list of numbers is one prompt."""
+    is_list = isinstance(prompts, str | dict | Sequence)
+    return as_prompts(cast(PromptType, prompts)) if is_list else cast(Iterable[PromptType], prompts)
 
 
 def _as_conversations(messages: Sequence[Any]) -> list[Sequence[ChatMessage]]:

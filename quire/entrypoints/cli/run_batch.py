@@ -88,10 +88,11 @@ def _answer_lines(
 
     counts = Counts()
     with _input(input_file) as lines, _output_errors(output_file):
-        if output_file == "-":
-            output = opened_stream(click.get_binary_stream("stdout"))
-        else:
-            output = opened_output(Path(output_file), overwrite=overwrite, retry_failed=retry_failed)
+        output = (
+            opened_stream(click.get_binary_stream("stdout"))
+            if output_file == "-"
+            else opened_output(Path(output_file), overwrite=overwrite, retry_failed=retry_failed)
+        )
         with output as (out, earlier):
             counts.num_failed = earlier.num_failed
             reader = LineReader(
@@ -113,7 +114,7 @@ def _answer_rows(
     from quire.batch.rows import opened_run
     from quire.batch.tables import format_of, open_table
 
-    source, out = Path(input_file), Path(output_file).resolve()
+    source, out = Path(input_file), Path(output_file)
     for path in (source, out):
         if str(path) == "-" or (path.exists() and not stat.S_ISREG(os.stat(path).st_mode)):
             raise ConfigError(
@@ -130,7 +131,9 @@ def _answer_rows(
     with _input(input_file), _output_errors(output_file):
         table = opened(source)
         job.check(table)
-        with opened_run(job, table, out, opened, overwrite=overwrite, retry_failed=retry_failed) as run:
+        with opened_run(
+            job, table, out.resolve(), opened, overwrite=overwrite, retry_failed=retry_failed
+        ) as run:
             progress = Progress(run.num_rows, "Batch", "rows", skipped=run.counts.num_skipped)
             try:
                 run_on_engine(config, run.requests(), run.answer, run.writer(progress))

@@ -130,12 +130,12 @@ def test_a_mistake_is_told_before_the_model_loads(
 
 
 def started(tmp_path: Path, *args: str) -> subprocess.Popen[bytes]:
-    """A run of 60 rows of 40 tokens, whose sampling is random."""
+    """A run of 40 rows of 20 tokens, whose sampling is random."""
     table = tmp_path / "in.csv"
-    table.write_text("n\n" + "".join(f"{number}\n" for number in range(60)))
+    table.write_text("n\n" + "".join(f"{number}\n" for number in range(40)))
     command = [
         *(sys.executable, "-m", "quire.entrypoints.cli.main", "run-batch", "-i", str(table)),
-        *("--prompt", "Story {n}:", "--raw", "--max-tokens", "40", "--temperature", "1"),
+        *("--prompt", "Story {n}:", "--raw", "--max-tokens", "20", "--temperature", "1"),
         *("--body", '{"ignore_eos": true}', "--max-num-seqs", "2", *SMALL, *args),
     ]
     with (tmp_path / "log").open("ab") as log:
@@ -159,7 +159,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_file(ending: signal.Signals, t
     os.killpg(ended.pid, ending) if ending == signal.SIGKILL else ended.send_signal(ending)
     assert ended.wait(WITHIN_S) == (-signal.SIGKILL if ending == signal.SIGKILL else 130)
     assert not out.exists()
-    assert (tmp_path / "out.csv.partial").read_bytes().count(b"\n") < 60
+    assert (tmp_path / "out.csv.partial").read_bytes().count(b"\n") < 40
     assert started(tmp_path, "-o", str(out)).wait(WITHIN_S) == 0
     assert out.read_bytes() == whole.read_bytes()
     said = (tmp_path / "log").read_text()
