@@ -3,8 +3,8 @@
     python examples/ray_data.py in.parquet out-folder --prompt "What is the capital of {country}?"
 
 Ray Data streams blocks of rows to actors, each of which holds one engine, and writes the rows with an answer. Memory is
-bounded by the blocks in flight. Needs `ray[data]` and pyarrow. The answers are those of one engine: they do not depend on
-the number of actors or on the block that a row is in.
+bounded by the blocks in flight. Needs `ray[data]` and pyarrow. The answers are those of one engine: they depend neither
+on the number of actors nor on the block that a row is in.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
         compute=ray.data.ActorPoolStrategy(size=options.actors),
     )
     answered.write_parquet(options.output)
-    print(f"{answered.count()} rows answered in {options.output}")
+    print(f"The rows with their answers are in {options.output}.")
 
 
 if __name__ == "__main__":
