@@ -8,6 +8,7 @@ on the number of actors nor on the block that a row is in.
 """
 
 import argparse
+import os
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ class Answerer:
         return {**batch, "answer": np.array(answers, dtype=object)}
 
 
+def place(path: str) -> str:
+    """Return a path that means the same on every host: an address, or from the root of a file system that they share."""
+    return path if "://" in path else os.path.abspath(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Answer the rows of a Parquet table on a Ray cluster.")
     parser.add_argument("source", help="Parquet file or folder; also s3:// and the like")
@@ -47,7 +53,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="rows that an actor gets at a time")
     options = parser.parse_args()
 
-    rows = ray.data.read_parquet(options.source)
+    rows = ray.data.read_parquet(place(options.source))
     answered = rows.map_batches(
         Answerer,
         fn_constructor_args=(
@@ -61,7 +67,7 @@ def main() -> None:
         num_gpus=options.gpus,
         compute=ray.data.ActorPoolStrategy(size=options.actors),
     )
-    answered.write_parquet(options.output)
+    answered.write_parquet(place(options.output))
     print(f"The rows with their answers are in {options.output}.")
 
 

@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -20,6 +20,8 @@ from quire.errors import ConfigError, QuireError
 from quire.progress import Progress
 
 if TYPE_CHECKING:
+    from quire.batch.line_file import LineFile
+    from quire.batch.lines import Earlier
     from quire.batch.rows import RowJob
 
 FILE = click.Path(dir_okay=False, allow_dash=True)
@@ -88,7 +90,7 @@ def _answer_lines(
 
     counts = Counts()
     with _input(input_file) as lines, _output_errors(output_file):
-        output = (
+        output: AbstractContextManager[tuple[LineFile, Earlier]] = (
             opened_stream(click.get_binary_stream("stdout"))
             if output_file == "-"
             else opened_output(Path(output_file), overwrite=overwrite, retry_failed=retry_failed)
