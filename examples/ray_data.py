@@ -36,7 +36,7 @@ class Answerer:
 
 
 def place(path: str) -> str:
-    """Return a path that means the same on every host: an address, or from the root of a file system that they share."""
+    """Return a path that means the same on every host: an address, or absolute on a file system that they share."""
     return path if "://" in path else os.path.abspath(path)
 
 

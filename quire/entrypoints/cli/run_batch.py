@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import click
 
@@ -86,16 +86,11 @@ def _answer_lines(
     config: EngineConfig, input_file: str, output_file: str, overwrite: bool, retry_failed: bool
 ) -> Counts:
     from quire.batch.client import run_on_engine
-    from quire.batch.lines import LineReader, LineWriter, answer_line, opened_output, opened_stream
+    from quire.batch.lines import LineReader, LineWriter, answer_line
 
     counts = Counts()
     with _input(input_file) as lines, _output_errors(output_file):
-        output: AbstractContextManager[tuple[LineFile, Earlier]] = (
-            opened_stream(click.get_binary_stream("stdout"))
-            if output_file == "-"
-            else opened_output(Path(output_file), overwrite=overwrite, retry_failed=retry_failed)
-        )
-        with output as (out, earlier):
+        with _output(output_file, overwrite, retry_failed) as (out, earlier):
             counts.num_failed = earlier.num_failed
             reader = LineReader(
                 earlier, counts, seed=config.model.seed, max_bytes=ServerConfig().max_request_bytes
@@ -107,6 +102,16 @@ def _answer_lines(
             finally:
                 progress.close()
     return counts
+
+
+def _output(
+    path: str, overwrite: bool, retry_failed: bool
+) -> AbstractContextManager[tuple[LineFile, Earlier]]:
+    from quire.batch.lines import opened_output, opened_stream
+
+    if path == "-":
+        return opened_stream(cast(BinaryIO, click.open_file("-", "wb")))
+    return opened_output(Path(path), overwrite=overwrite, retry_failed=retry_failed)
 
 
 def _answer_rows(
