@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import huggingface_hub
+import huggingface_hub.constants  # the package loads it lazily
 import pytest
 from huggingface_hub.errors import (
     GatedRepoError,

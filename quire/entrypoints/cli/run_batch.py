@@ -89,18 +89,21 @@ def _answer_lines(
     from quire.batch.lines import LineReader, LineWriter, answer_line
 
     counts = Counts()
-    with _input(input_file) as lines, _output_errors(output_file):
-        with _output(output_file, overwrite, retry_failed) as (out, earlier):
-            counts.num_failed = earlier.num_failed
-            reader = LineReader(
-                earlier, counts, seed=config.model.seed, max_bytes=ServerConfig().max_request_bytes
-            )
-            progress = Progress(_num_lines(lines), "Batch", "lines", skipped=sum(earlier.ids.values()))
-            try:
-                writer = LineWriter(out, counts, progress)
-                run_on_engine(config, reader.read(lines), answer_line, writer.write)
-            finally:
-                progress.close()
+    with (
+        _input(input_file) as lines,
+        _output_errors(output_file),
+        _output(output_file, overwrite, retry_failed) as (out, earlier),
+    ):
+        counts.num_failed = earlier.num_failed
+        reader = LineReader(
+            earlier, counts, seed=config.model.seed, max_bytes=ServerConfig().max_request_bytes
+        )
+        progress = Progress(_num_lines(lines), "Batch", "lines", skipped=sum(earlier.ids.values()))
+        try:
+            writer = LineWriter(out, counts, progress)
+            run_on_engine(config, reader.read(lines), answer_line, writer.write)
+        finally:
+            progress.close()
     return counts
 
 
