@@ -94,7 +94,7 @@ OTHER_ISAS     = $(shell $(BIN)/python -c 'from quire.kernels.cpu import library
 
 # These are too large for what every change is tested with.
 $(VENV)/.more: $(STAMP)
-	@echo 'installing Ray, PEFT and sentence-transformers'; $(PIP) ray peft sentence-transformers
+	@echo 'installing Ray, PEFT and sentence-transformers'; $(PIP) 'ray[data]' peft sentence-transformers
 	@touch $@
 
 test-more: install $(VENV)/.real

@@ -6,6 +6,7 @@ engine uses the same plug-ins: the installed ones, filtered by `QUIRE_PLUGINS`.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import os
@@ -75,7 +76,9 @@ class PluginTable(Generic[T]):
             return cast(T, import_place(found)) if isinstance(found, str) else found
         if name not in plugin_names(self.group):
             known = ", ".join((*self._words, *self.names()))
-            raise ConfigError(f"{self._flag} must be one of {known}, got {name!r}")
+            near = difflib.get_close_matches(name, self.names(), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{self._flag} must be one of {known}, got {name!r}{hint}")
         return self._load(name)
 
     def resolve_all(self) -> list[T]:

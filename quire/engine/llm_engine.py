@@ -284,7 +284,8 @@ class SingleThreadGuard:
     def __enter__(self) -> None:
         if not self._in_use.acquire(blocking=False):
             raise ConflictError(
-                "this engine is in use by another thread; AsyncLLM serves several callers at once"
+                "this engine is in use by another thread, or by an iterator of outputs that is neither exhausted nor "
+                "closed; AsyncLLM serves several callers at once"
             )
 
     def __exit__(self, *_: object) -> None:

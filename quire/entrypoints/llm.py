@@ -6,18 +6,20 @@ Invariant: outputs are in prompt order; the engine core runs in this process.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, cast
 
 from quire.config import DEMO_MODEL, EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
-from quire.entrypoints.chat.formats.model import PromptEnd
 from quire.entrypoints.chat.formats.scanning import Tools
 from quire.entrypoints.chat.formats.selection import choose
-from quire.entrypoints.chat.media import PROMPT_FIELDS, EncodedChat, OfflineMedia, has_data
+from quire.entrypoints.chat.media import PROMPT_FIELDS, OfflineMedia, has_data
+from quire.entrypoints.chat.template import RenderedChat
 from quire.entrypoints.chat.tool_schemas import check_names, tool_schemas
-from quire.entrypoints.offline import as_prompts, per_prompt
+from quire.entrypoints.offline import OfflineRequest, as_prompts, each_with, per_prompt
+from quire.entrypoints.offline_chat import Chat, ChatOptions, compose_chat
 from quire.entrypoints.text_form import FormOptions, TextForm, TextForms
 from quire.errors import EngineError, ValidationError
 from quire.inputs import ChatMessage, PromptType
@@ -86,23 +88,43 @@ class LLM(OfflinePooling):
             ValidationError: a prompt or a parameter is invalid; nothing was generated.
             ConflictError: another thread is generating; use `AsyncLLM` for several callers.
         """
-        all_prompts, _held = self._with_media(as_prompts(prompts))
-        all_params = per_prompt(
-            "sampling_params", sampling_params or self.get_default_sampling_params(), all_prompts
-        )
+        all_prompts = list(map(self._with_media, as_prompts(prompts)))
+        all_params = per_prompt("sampling_params", self._params_or_default(sampling_params), all_prompts)
         priorities = per_prompt("priority", priority or 0, all_prompts)
         adapters = per_prompt("lora_request", lora_request, all_prompts)
         with self._one_thread, self._abort_on_error() as requests:
             for prompt, params, urgency, adapter in zip(
                 all_prompts, all_params, priorities, adapters, strict=True
             ):
-                final_only = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-                request_id = self._request_id()
-                self.llm_engine.add_request(
-                    request_id, prompt, final_only, priority=urgency, lora_request=adapter
-                )
-                requests.append(request_id)
+                requests.append(self._add(_request(prompt, params, urgency, adapter)))
             return self._run(requests, use_tqdm)
+
+    def generate_iter(
+        self,
+        prompts: PromptType | Iterable[PromptType],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        priority: int | Iterable[int] = 0,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Complete each prompt; yield (number of the prompt, output) as outputs finish.
+
+        The prompts may come from a generator of any length: twice as many as there are rows (`max_num_seqs`) are read
+        ahead. Outputs are those of `generate`. Until the iterator is exhausted or closed, which aborts what is left,
+        the engine takes no other call.
+
+        Args: as of `generate`; each may be an iterable with a value per prompt.
+
+        Raises:
+            ValidationError: while iterating: a prompt or a parameter is invalid; the prompts in flight are aborted.
+            ConflictError: while iterating: the engine is in use.
+        """
+        rows = each_with("sampling_params", self._params_or_default(sampling_params), map(self._with_media, _stream_of(prompts)))
+        with_adapter = each_with("lora_request", lora_request, rows)
+        return self._run_each(
+            _request(prompt, params, urgency, adapter)
+            for ((prompt, params), adapter), urgency in each_with("priority", priority, with_adapter)
+        )
 
     def chat(
         self,
@@ -126,60 +148,111 @@ class LLM(OfflinePooling):
         Raises:
             ValidationError: the model has no chat template, or a message cannot be rendered.
         """
-        schemas = None if tools is None else tool_schemas(tools)
-        taken = [self._media.admit(one, mm_processor_kwargs) for one in _as_conversations(messages)]
-        conversations = [list(one.messages) for one in taken]
+        compose = self._chat_composer(
+            ChatOptions(
+                chat_template,
+                add_generation_prompt,
+                continue_final_message,
+                tools,
+                chat_template_kwargs or {},
+                mm_processor_kwargs,
+            )
+        )
+        conversations = _as_conversations(messages)
         adapters = per_prompt("lora_request", lora_request, conversations)
-        forms = [self._form(adapter, chat_template, schemas) for adapter in adapters]
-        chats = [
-            form.chat_template.compose(
-                conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
-            )
-            for form, conversation in zip(forms, conversations, strict=True)
-        ]
-        encoded = [
-            self._media.gate.encode(chat, form.tokenizer, one.admitted)
-            for form, chat, one in zip(forms, chats, taken, strict=True)
-        ]
-        prompts: list[PromptType] = [one.as_prompt() for one in encoded]
-        params = per_prompt("sampling_params", sampling_params or self.get_default_sampling_params(), prompts)
-        ends = [
-            PromptEnd.of(
-                chat.text,
-                one,
-                continues=continue_final_message,
-                may_think=not form.thinking.is_off(chat_template_kwargs or {}),
-            )
-            for form, chat, one in zip(forms, chats, conversations, strict=True)
-        ]
-        formats = [form.answer_format for form in forms]
-        resolved = [
-            one.with_format_options(own, end) for one, own, end in zip(formats, params, ends, strict=True)
-        ]
-        outputs = self.generate(prompts, resolved, use_tqdm=use_tqdm, lora_request=adapters)
-        for output, one, end in zip(outputs, formats, ends, strict=True):
-            for completion in output.outputs:
-                completion.answer = one.read(completion.text, end, schemas, was_cut=completion.was_cut)
-        return outputs
+        all_params = per_prompt("sampling_params", self._params_or_default(sampling_params), conversations)
+        chats = list(map(compose, conversations, all_params, adapters))
+        outputs = self.generate(
+            [chat.prompt for chat in chats],
+            [chat.params for chat in chats],
+            use_tqdm=use_tqdm,
+            lora_request=adapters,
+        )
+        return [chat.read(output) for chat, output in zip(chats, outputs, strict=True)]
 
-    def _with_media(self, prompts: list[PromptType]) -> tuple[list[PromptType], list[EncodedChat]]:
-        """Return the prompts, those with `multi_modal_data` tokenized, and what keeps the files of their media."""
-        held: list[EncodedChat] = []
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, dict) and has_data(prompt):
-                held.append(self._media.prompt(dict(prompt), self.get_tokenizer()))
-                rest: Any = {name: value for name, value in prompt.items() if name not in PROMPT_FIELDS}
-                prompts[index] = {**rest, **held[-1].as_prompt()}
-        return prompts, held
+    def chat_iter(
+        self,
+        conversations: Iterable[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Answer each conversation; yield (number of the conversation, output) as outputs finish.
+
+        Memory and errors are as of `generate_iter`, outputs and arguments as of `chat`.
+        """
+        compose = self._chat_composer(
+            ChatOptions(
+                chat_template,
+                add_generation_prompt,
+                continue_final_message,
+                tools,
+                chat_template_kwargs or {},
+                mm_processor_kwargs,
+            )
+        )
+        rows = each_with("sampling_params", self._params_or_default(sampling_params), conversations)
+        return self._answer_each(
+            compose(messages, params, adapter)
+            for (messages, params), adapter in each_with("lora_request", lora_request, rows)
+        )
+
+    def _answer_each(self, chats: Iterable[Chat]) -> Iterator[tuple[int, RequestOutput]]:
+        in_flight: dict[int, Chat] = {}
+
+        def requests() -> Iterator[OfflineRequest]:
+            for index, chat in enumerate(chats):
+                in_flight[index] = chat
+                yield _request(chat.prompt, chat.params, 0, chat.adapter)
+
+        with closing(self._run_each(requests())) as outputs:
+            for index, output in outputs:
+                yield index, in_flight.pop(index).read(output)
+
+    def _chat_composer(
+        self, options: ChatOptions
+    ) -> Callable[[Sequence[ChatMessage], SamplingParams, LoRARequest | None], Chat]:
+        """Return a function that renders a conversation.
+
+        Raises:
+            ValidationError: a tool is invalid; from the function: a message cannot be rendered.
+        """
+        schemas = None if options.tools is None else tool_schemas(options.tools)
+
+        def compose(
+            messages: Sequence[ChatMessage], params: SamplingParams, adapter: LoRARequest | None
+        ) -> Chat:
+            form = self._form(adapter, options.template, schemas)
+            taken = self._media.admit(messages, options.mm_processor_kwargs)
+
+            def encode(chat: RenderedChat) -> PromptType:
+                return self._media.gate.encode(chat, form.tokenizer, taken.admitted).as_prompt()
+
+            return compose_chat(form, list(taken.messages), params, adapter, options, schemas, encode)
+
+        return compose
+
+    def _with_media(self, prompt: PromptType) -> PromptType:
+        """Return a prompt, tokenized if it has `multi_modal_data`."""
+        if not (isinstance(prompt, dict) and has_data(prompt)):
+            return prompt
+        rest: Any = {name: value for name, value in prompt.items() if name not in PROMPT_FIELDS}
+        encoded: Any = self._media.prompt(dict(prompt), self.get_tokenizer()).as_prompt()
+        return cast(PromptType, {**rest, **encoded})
 
     def shutdown(self) -> None:
         """Release the engine, and the processes and files of media."""
         self._media.close()
         super().shutdown()
+
+    def _params_or_default(self, given: Any) -> Any:
+        return given or self.get_default_sampling_params()
 
     def beam_search(
         self,
@@ -199,7 +272,7 @@ class LLM(OfflinePooling):
             ValidationError: a prompt or a parameter is invalid; nothing was searched.
             EngineError: a search failed.
         """
-        all_prompts, _held = self._with_media(as_prompts(prompts))
+        all_prompts = list(map(self._with_media, as_prompts(prompts)))
         size = concurrency_limit or max(len(all_prompts), 1)
         if size < 0:
             raise ValidationError(
@@ -270,6 +343,18 @@ def beam_search_output(
             )
         )
     return BeamSearchOutput(sequences)
+
+
+def _request(
+    prompt: PromptType, params: SamplingParams, priority: int, adapter: LoRARequest | None
+) -> OfflineRequest:
+    return OfflineRequest(prompt, params.clone(output_kind=RequestOutputKind.FINAL_ONLY), priority, adapter)
+
+
+def _stream_of(prompts: PromptType | Iterable[PromptType]) -> Iterable[PromptType]:
+    """Return prompts one by one; a list of numbers is one prompt."""
+    is_list = isinstance(prompts, str | dict | Sequence)
+    return as_prompts(cast(PromptType, prompts)) if is_list else cast(Iterable[PromptType], prompts)
 
 
 def _as_conversations(messages: Sequence[Any]) -> list[Sequence[ChatMessage]]:

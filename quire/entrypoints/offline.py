@@ -6,9 +6,9 @@ Invariant: one thread at a time; an error leaves no request behind.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from tqdm import tqdm
 
@@ -16,8 +16,21 @@ from quire.engine.llm_engine import LLMEngine, SingleThreadGuard
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.inputs import PromptType
+from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from quire.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+class OfflineRequest(NamedTuple):
+    """Arguments of `LLMEngine.add_request` for one prompt."""
+
+    prompt: PromptType
+    params: SamplingParams
+    priority: int
+    adapter: LoRARequest | None
 
 
 class OfflineEngine:
@@ -98,6 +111,41 @@ class OfflineEngine:
                     speed.add(output)
         return [finished[request_id] for request_id in request_ids]
 
+    def _run_each(self, requests: Iterable[OfflineRequest]) -> Generator[tuple[int, Any], None, None]:
+        """Yield the index and the last output of each request as it finishes, with a bounded number in the engine.
+
+        The engine serves no other call until the iterator is exhausted or closed, which aborts what is left.
+        """
+        config, waiting = self.llm_engine.config, enumerate(requests)
+        window = 2 * config.scheduler.max_num_seqs * config.parallel.num_replicas
+        indices: dict[str, int] = {}
+        with self._one_thread, self._abort_on_error() as unfinished:
+            while True:
+                for index, request in itertools.islice(waiting, window - len(indices)):
+                    indices[self._add(request)] = index
+                    unfinished[:] = indices
+                if not indices:
+                    return
+                for output in self.llm_engine.step():
+                    yield indices.pop(output.request_id), output
+                unfinished[:] = indices
+
+    def _add(self, request: OfflineRequest) -> str:
+        """Queue a request and return its id.
+
+        Raises:
+            ValidationError: the prompt or a parameter is invalid; nothing was queued.
+        """
+        request_id = self._request_id()
+        self.llm_engine.add_request(
+            request_id,
+            request.prompt,
+            request.params,
+            priority=request.priority,
+            lora_request=request.adapter,
+        )
+        return request_id
+
 
 class SpeedMeter:
     """Tokens per second as the postfix of a progress bar."""
@@ -136,3 +184,20 @@ def per_prompt(name: str, value: Any, prompts: Sequence[Any]) -> list[Any]:
     if len(value) != len(prompts):
         raise ValidationError(f"{name} has {len(value)} entries for {len(prompts)} prompts", param=name)
     return list(value)
+
+
+def each_with(name: str, value: Any, prompts: Iterable[T]) -> Iterator[tuple[T, Any]]:
+    """Yield each prompt with its value: the same for all, or the next one of an iterable.
+
+    Raises:
+        ValidationError: the values end before the prompts.
+    """
+    values = iter(value) if isinstance(value, Iterable) else itertools.repeat(value)
+    for index, prompt in enumerate(prompts):
+        try:
+            own = next(values)
+        except StopIteration:
+            raise ValidationError(
+                f"{name} has {index} entries, but there are more prompts", param=name
+            ) from None
+        yield prompt, own

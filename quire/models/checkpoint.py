@@ -6,6 +6,7 @@ they always belong together.
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,14 @@ from quire.models.checkpoint_files import has_file
 from quire.models.gguf.config import read_gguf_config
 from quire.models.gguf.model import gguf_in, is_gguf, part_paths
 from quire.models.hf_config import read_hf_config
-from quire.models.hub import HubModel
+from quire.models.hub import HubModel, cached_ids
 
 
 def resolve_model_dir(model: str, revision: str | None, download_dir: str | None) -> Path:
     """Return the directory of a local path, of a bundled model, or of a Hugging Face id, downloaded if necessary.
 
     A GGUF model is returned as its file, or the first file of a split one, also if a directory contains nothing else,
-    or
-    if the id names it as described in `HubModel`.
+    or if the id names it as described in `HubModel`.
 
     Raises:
         ModelLoadError: there is no such directory, file or id, or it cannot be fetched.
@@ -44,10 +44,22 @@ def resolve_model_dir(model: str, revision: str | None, download_dir: str | None
     if not model or path.is_absolute() or model.startswith(".") or model.partition(":")[0].count("/") > 1:
         raise ModelLoadError(
             f"model {model!r} is no directory, no Hugging Face id (owner/name, of GGUF owner/name:Q4_K_M) "
-            f"and not {' or '.join(BUNDLED_MODELS)}"
+            f"and not {' or '.join(BUNDLED_MODELS)}{_nearest(path, download_dir)}"
         )
     name, _, gguf = model.partition(":")
-    return HubModel(name, gguf or None, revision, download_dir).find()
+    try:
+        return HubModel(name, gguf or None, revision, download_dir).find()
+    except ModelLoadError as error:
+        hint = _nearest(Path(name), download_dir)
+        raise ModelLoadError(f"{error}{hint}") if hint else error from error.__cause__
+
+
+def _nearest(model: Path, download_dir: str | None) -> str:
+    """Return the words that name a model of this machine whose name is close in spelling; nothing if there is none."""
+    siblings = [path for path in model.parent.glob("*") if path.is_dir() or is_gguf(path)]
+    names = [*BUNDLED_MODELS, *cached_ids(download_dir), *map(str, siblings)]
+    near = [] if str(model) in names else difflib.get_close_matches(str(model), names, n=1, cutoff=0.8)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def read_model_config(model_dir: Path, overrides: dict[str, Any], model_impl: str = "auto") -> ModelArch:

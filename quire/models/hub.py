@@ -130,3 +130,12 @@ def _is_quantized_as(name: str, wanted: str) -> bool:
 def _how_many(found: Sequence[str], wanted: str) -> str:
     count = len(found) or "no"
     return f"{count} GGUF models" + (f" {wanted!r}" if wanted else "")
+
+
+def cached_ids(cache_dir: str | None) -> list[str]:
+    """Return the ids of the models in Hugging Face's cache; `cache_dir` as in `HubModel`."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    prefix = "models--"
+    folders = Path(cache_dir or HF_HUB_CACHE).glob(f"{prefix}*")
+    return sorted(folder.name.removeprefix(prefix).replace("--", "/") for folder in folders)

@@ -15,8 +15,8 @@ from quire.layers.linear import Linear
 from quire.layers.step import StepContext
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
+from quire.progress import tracked
 from quire.quantize.inputs import InputStatistics, watched
-from quire.quantize.progress import tracked
 from quire.worker.input_batch import BlockTable
 from quire.worker.inputs import group_metadata
 

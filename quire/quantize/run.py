@@ -21,13 +21,13 @@ from quire.kernels.formats.search import Steps
 from quire.models.gguf.model import is_gguf
 from quire.models.loader import without_weights
 from quire.models.weights import CheckpointWeights, MappedCopy
+from quire.progress import Progress
 from quire.quantize.awq import best_scales
 from quire.quantize.calibration import Calibration
 from quire.quantize.files import CheckpointWriter, new_checkpoint
 from quire.quantize.gptq import gptq
 from quire.quantize.grid import Grid
 from quire.quantize.inputs import InputStatistics
-from quire.quantize.progress import Progress
 from quire.quantize.recipe import Recipe
 from quire.quantize.sites import Site, find_sites, fitted, left_alone, rounds
 from quire.quantize.tensors import EditedTensors

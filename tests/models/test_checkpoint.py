@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import httpx
 import huggingface_hub
+import huggingface_hub.constants  # the package loads it lazily
 import pytest
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -45,6 +47,22 @@ def test_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_neither_directory_nor_id(model: str) -> None:
     with pytest.raises(ModelLoadError, match="is no directory, no Hugging Face id"):
         resolve_model_dir(model, None, None)
+
+
+def test_nearest_name_of_this_machine_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "my-models" / "llama-8b").mkdir(parents=True)
+    (tmp_path / "models--owner--qwen3-8b").mkdir()
+    for typed, meant in (
+        ("quire-dem0", "quire-demo"),
+        (f"{tmp_path}/my-models/lama-8b", f"{tmp_path}/my-models/llama-8b"),
+        ("owner/qwen-8b", "owner/qwen3-8b"),
+    ):
+        with pytest.raises(ModelLoadError, match=f"did you mean '{re.escape(meant)}'"):
+            resolve_model_dir(typed, None, str(tmp_path))
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model_dir("owner/unlike", None, str(tmp_path))
+    assert "did you mean" not in str(caught.value)
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ class EncodedChat:
         prompt = TokensPrompt(prompt_token_ids=self.token_ids)
         if self.media:
             prompt["media"] = self.media
+        if self.admitted is not None:
+            prompt["leases"] = [self.admitted]
         return prompt
 
 

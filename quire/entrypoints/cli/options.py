@@ -220,6 +220,13 @@ class ConfigOption(click.Option):
         self.section = f"{owner.__name__.removesuffix('Config')} options"
 
 
+COMMON = (
+    "model", "served_model_name", "host", "port", "api_key", "max_model_len", "max_num_seqs", "dtype", "quantization",
+    "tensor_parallel_size",
+)  # fmt: skip
+"""Fields whose flags come first in `--help`, in this order."""
+
+
 class EngineCommand(click.Command):
     """Command with `--config FILE` and a flag for each field of the engine's configs and `more_configs`."""
 
@@ -235,12 +242,18 @@ class EngineCommand(click.Command):
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Common options": []}
+        common: dict[str, tuple[str, str]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None and isinstance(param, click.Option):
+            if record is None or not isinstance(param, click.Option):
+                continue
+            if isinstance(param, ConfigOption) and param.name in COMMON:
+                common[param.name] = record
+            else:
                 section = param.section if isinstance(param, ConfigOption) else "Options"
                 sections.setdefault(section, []).append(record)
+        sections["Common options"] = [common[name] for name in COMMON if name in common]
         for section, records in sections.items():
             with formatter.section(section):
                 formatter.write_dl(records)

@@ -24,10 +24,28 @@ def serve(ctx: click.Context, /, model_argument: str | None, **params: Any) -> i
     engine, server = engine_config(params), server_config(params)
     if server.headless:
         return _run_headless(engine)
+    _check_formats(server)
 
     from quire.entrypoints.openai.api_server import run_server
 
     return run_server(engine, server)
+
+
+def _check_formats(config: ServerConfig) -> None:
+    """Check what needs no model, so that a mistake costs no loading of one.
+
+    Raises:
+        ConfigError: a parser is unknown, or the chat template is the name of a file that cannot be read.
+    """
+    from quire.entrypoints.chat.formats.selection import choose
+    from quire.entrypoints.chat.template import read_template
+
+    choose(config.tool_call_parser, config.reasoning_parser, None)
+    template = config.chat_template
+    if template is not None and (
+        "/" in template or "." in template
+    ):  # not a template's name in the checkpoint
+        read_template(template)
 
 
 def _run_headless(config: EngineConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -152,3 +153,44 @@ def test_reader_that_went_away_is_no_traceback() -> None:
     command = f"{sys.executable} -m quire.entrypoints.cli.main serve --help | head -c 10 >/dev/null"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("quire run-b", "plain,run-batch"), ("quire serve --max-model", "plain,--max-model-len")],
+)
+def test_shells_can_complete_commands_and_flags(words: str, found: str) -> None:
+    environment = {
+        "_QUIRE_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "quire.entrypoints.cli.main"],
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [found]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_can_load_the_completion(shell: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "quire.entrypoints.cli.main"],
+        env={**os.environ, "_QUIRE_COMPLETE": f"{shell}_source"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert f"_QUIRE_COMPLETE={shell}_complete" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tool-call-parser", "hermess"], "got 'hermess'; did you mean 'hermes'?"),
+        (["--reasoning-parser", "deepseek_r11"], "did you mean 'deepseek_r1'?"),
+        (["--chat-template", "./none.jinja"], "--chat-template ./none.jinja is neither a readable file"),
+    ],
+)
+def test_serve_checks_formats_before_it_loads(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "/no/such/model", *flags]) == 2
+    assert words in capsys.readouterr().err

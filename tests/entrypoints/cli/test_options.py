@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire.config import EngineConfig, ServerConfig, child_configs, engine_fields
 from quire.config.fields import Config, field_types, flag_of, hashed_key, info_of, plain_type
 from quire.entrypoints.cli.main import cli
-from quire.entrypoints.cli.options import engine_config, server_config
+from quire.entrypoints.cli.options import COMMON, engine_config, server_config
 from quire.entrypoints.cli.serve import serve
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
@@ -118,9 +118,20 @@ def test_help_lists_every_flag_with_its_documentation_by_owner() -> None:
         click.Context(serve, info_name="serve", parent=root, max_content_width=400, terminal_width=400)
     )
     for name, (owner, field) in FIELDS.items():
-        section = text.split(f"{owner.__name__.removesuffix('Config')} options:")[1].split("options:")[0]
+        heading = "Common" if name in COMMON else owner.__name__.removesuffix("Config")
+        section = text.split(f"{heading} options:")[1].split("options:")[0]
         assert re.search(rf"  (-\w+, )?{flag_of(name)} ", section), name
         assert info_of(field).doc in section
+
+
+def test_help_begins_with_ten_common_flags() -> None:
+    text = serve.get_help(click.Context(serve))
+    section = text.split("Common options:")[1].split("options:")[0]
+    assert re.findall(r"^  (?:-\w+, )?(--[\w-]+)", section, flags=re.MULTILINE) == [
+        flag_of(name) for name in COMMON
+    ]
+    assert len(COMMON) == 10
+    assert text.index("Common options:") < text.index("Model options:")
 
 
 def test_default_is_shown_where_there_is_one() -> None:

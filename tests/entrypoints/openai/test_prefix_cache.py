@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,10 +11,10 @@ import httpx
 import msgspec
 import pytest
 
+from quire.batch.client import AppClient
 from quire.config import DEMO_MODEL, EngineConfig, ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.openai.app import build_app, routers
-from quire.entrypoints.openai.batch import Batch
 from quire.entrypoints.openai.openapi.operation import operation_of
 from tests.entrypoints.openai.fake_engine import FakeEngine
 from tests.entrypoints.openai.serving import client_for
@@ -124,21 +123,13 @@ def takes(route: Any) -> bool:
 @pytest.mark.item(22)
 async def test_salts_share_with_themselves_only_in_a_batch(served: httpx.AsyncClient) -> None:
     app = served._app  # type: ignore[attr-defined]
-    lines = [
-        {
-            "custom_id": f"{number}{path}",
-            "method": "POST",
-            "url": path,
-            "body": {**body, "cache_salt": f"{salt}{path}"},
-        }
-        for number, salt in enumerate(("a", "b", "a"))
+    client = AppClient(app)
+    answers = [
+        await client.ask(path, msgspec.json.encode({**body, "cache_salt": f"{salt}{path}"}))
+        for salt in ("a", "b", "a")
         for path, body in BODIES.items()
     ]
-    out = io.BytesIO()
-    batch = Batch(app, ServerConfig())
-    await batch.run(io.BytesIO(b"\n".join(map(msgspec.json.encode, lines))), out, window=1)
-    answers = [msgspec.json.decode(line) for line in out.getvalue().splitlines()]
-    found = [cached_of(answer["response"]["body"]) for answer in answers]
+    found = [cached_of(msgspec.json.decode(answer.body)) for answer in answers]
     assert found[:4] == [0] * 4
     assert min(found[4:]) > 0
 

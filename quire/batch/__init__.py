@@ -1,0 +1,1 @@
+"""Batch jobs: many requests of a file, answered in this process, resumable after any end."""

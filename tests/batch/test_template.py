@@ -1,0 +1,73 @@
+"""Prompts of rows: what braces mean, and how values that are no text are shown."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from typing import Any
+
+import pytest
+
+from quire.batch.template import Template
+from quire.errors import ConfigError, ValidationError
+
+CELLS = {"a": "A{b}", "two words": "W", "{b}": "B", 'q"': "Q", "}": "C"}
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("", ""),
+        ("no column", "no column"),
+        ("{a}", "A{b}"),
+        ("<{a}{two words}>", "<A{b}W>"),
+        ('{"{b}"}{"q\\""}{"}"}{"a"}', "BQCA{b}"),
+        ('{{"x": "{a}"}}', '{"x": "A{b}"}'),
+        ("{{{a}}}", "{A{b}}"),
+        ("{{}}{{{{", "{}{{"),
+        ("☃ {a}\n", "☃ A{b}\n"),
+    ],
+)
+def test_template_inserts_values(text: str, prompt: str) -> None:
+    assert Template(text, "--prompt").render(CELLS) == prompt
+
+
+@pytest.mark.parametrize("text", ["{", "}", "{}", "a {b", "{a}}", "{a{b}}", '{"a}', '{"x": 1}', '{"\\x"}'])
+def test_braces_that_name_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--prompt: the"):
+        Template(text, "--prompt")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, ""),
+        (1, "1"),
+        (2**70, str(2**70)),
+        (1.5, "1.5"),
+        (True, "true"),
+        (["ü", 1], '["ü", 1]'),
+        ({"a": None}, '{"a": null}'),
+        (datetime.date(2020, 1, 2), "2020-01-02"),
+        ([datetime.date(2020, 1, 2)], '["2020-01-02"]'),
+        (decimal.Decimal("1.50"), "1.50"),
+    ],
+)
+def test_values_are_shown_as_json(value: Any, shown: str) -> None:
+    assert Template("{a}", "--prompt").render({"a": value}) == shown
+
+
+@pytest.mark.parametrize("value", [b"bytes", [b"bytes"], {1: object()}])
+def test_values_that_are_no_text_are_refused(value: Any) -> None:
+    with pytest.raises(ValidationError, match="column 'a' holds"):
+        Template("{a}", "--prompt").render({"a": value})
+
+
+def test_columns_are_those_that_are_named() -> None:
+    template = Template('{b} {a} {"b"} {{c}}', "--system")
+    assert template.columns == ("b", "a")
+    template.check(["a", "b"])
+    with pytest.raises(ConfigError, match="--system: there is no column 'a'; there are: 'b', 'c'"):
+        template.check(["b", "c"])
+    with pytest.raises(ValidationError, match="no column 'b'; there are: none"):
+        template.render({})
