@@ -24,7 +24,7 @@ from quire.kv_cache.events import KVCacheEvent
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixLoad
 from quire.kv_cache.spec import KVCacheConfig
-from quire.kv_cache.transfers import Changes, Transfer
+from quire.kv_cache.transfers import CacheWatch, Transfer
 from quire.lora_request import name_in
 from quire.plugins import import_subclass
 from quire.sampling_extras import RepetitionDetectionParams
@@ -326,13 +326,13 @@ class Scheduler:
 
     # Transfers of cache content with a store outside the engine (`quire.kv_store`)
 
-    def watch_cache(self) -> None:
-        """Collect changes of the prefix cache for `pop_cache_changes`."""
-        self._kv.transfers.watch()
+    def watch_cache(self) -> CacheWatch:
+        """Return the changes of the prefix cache from now on."""
+        return self._kv.transfers.watch()
 
-    def pop_cache_changes(self) -> Changes:
-        """Return the changes of the prefix cache since the last call."""
-        return self._kv.transfers.pop_changes()
+    def is_unfinished(self, request_id: str) -> bool:
+        """Return whether a request is waiting or running."""
+        return request_id in self._queues.by_id
 
     def storable_keys(self, request_id: str) -> list[BlockHash]:
         """Return the pool keys of a waiting request's prefix; none if it must not read the cache, or forks another.

@@ -192,7 +192,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "prepare_adapter": lambda rank, plain: rank.worker.adapters.prepare(msgspec.convert(plain, LoRARequest)),
     "drop_adapter": lambda rank, key: rank.worker.adapters.drop(key),
     "open_row_store": lambda rank: msgspec.to_builtins(rank.worker.open_row_store()),
-    "move_rows": lambda rank, action, rows: rank.worker.rows.start(action, rows),
+    "move_rows": lambda rank, action, rows, place: rank.worker.rows.start(action, rows, place),
 }  # Executor calls: plain data to plain data, or to a future of it.
 
 
