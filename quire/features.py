@@ -7,6 +7,7 @@ CORE_FEATURES = {
     "structured_output": "quire.structured_output.holds:GrammarHolds",
     "lora": "quire.lora.holds:AdapterHolds",
     "kv_store": "quire.kv_store.tier:StoreTier",
+    "kv_transfer": "quire.kv_store.transfer_tier:TransferTier",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 

@@ -52,13 +52,13 @@ class KVOffer(msgspec.Struct, frozen=True):
     Args:
         lease: their name as a whole; 36 characters.
         num_tokens: tokens whose blocks are kept, from the start of the prompt; 0: nothing is.
-        num_blocks: these blocks, per group.
+        num_blocks: the blocks that hold them, of all groups.
         expires_at: seconds since the epoch; renewable.
     """
 
     lease: str
     num_tokens: int
-    num_blocks: list[int]
+    num_blocks: int
     expires_at: float
     host: str
     port: int
@@ -71,7 +71,7 @@ class KVOffer(msgspec.Struct, frozen=True):
         return {
             "do_remote_prefill": self.num_tokens > 0,
             "do_remote_decode": False,
-            "remote_block_ids": [list(range(number)) for number in self.num_blocks],
+            "remote_block_ids": [list(range(self.num_blocks))],
             "remote_engine_id": self.engine_id,
             "remote_request_id": self.lease,
             "remote_host": self.host,

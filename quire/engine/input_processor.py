@@ -27,6 +27,7 @@ from quire.engine.tokenizer_cache import (
 )
 from quire.errors import ValidationError
 from quire.inputs import PromptType
+from quire.kv_transfer_params import FIELD, read_transfer
 from quire.lora_request import LoRARequest
 from quire.plugins import plugin_names
 from quire.pooling.inputs import DEFAULT_TEXT_OPTIONS, PoolingInputs, TextOptions
@@ -90,6 +91,8 @@ class InputProcessor:
         """
         parts, tokenizer_context = parts_of(prompt), self.tokenizers.of(adapter)
         if self.pooling is not None:
+            if parts.kv_transfer_params is not None:
+                raise ValidationError("'kv_transfer_params' is for models that generate", param="prompt")
             return self.pooling.tokenize(parts, options)
         if parts.second_text is not None or parts.second_text_start is not None:
             raise ValidationError(
@@ -105,7 +108,13 @@ class InputProcessor:
             if token_ids is None
             else list(token_ids)
         )
-        return TokenizedPrompt(token_ids, parts.text, parts.cache_salt, tokenizer_context=tokenizer_context)
+        return TokenizedPrompt(
+            token_ids,
+            parts.text,
+            parts.cache_salt,
+            tokenizer_context=tokenizer_context,
+            kv_transfer_params=parts.kv_transfer_params,
+        )
 
     def _encode(self, text: str, tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
@@ -174,6 +183,7 @@ class InputProcessor:
             cache_salt=prompt.cache_salt,
             tenant=tenant,
             lora_request=lora_request,
+            kv_transfer=read_transfer(prompt.kv_transfer_params, self.config.kv_store.transfer),
         )
         forks = [
             Fork(f"{request_id}.{index}", _completion_seed(params, index)) for index in range(1, params.n)
@@ -202,6 +212,8 @@ class InputProcessor:
             raise ValidationError(
                 f"logprobs is {params.logprobs}, the limit is {limit} (--max-logprobs)", param="logprobs"
             )
+        if prompt.kv_transfer_params is not None:
+            raise ValidationError("a beam search cannot be transferred", param=FIELD)
         plain = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
         (first,) = self.process(
             request_id, prompt, plain, priority=priority, tenant=tenant, lora_request=lora_request

@@ -25,11 +25,12 @@ class TokenizedPrompt:
     second_text_start: int | None = None
     instruction_length: int | None = None
     tokenizer_context: TokenizerContext | None = None  # Context it was tokenized with; None: the model's.
+    kv_transfer_params: Any = None  # As the caller gave them, unchecked.
 
     def as_prompt(self) -> TokensPrompt:
         """Return the prompt in the callers' form."""
         prompt = TokensPrompt(prompt_token_ids=self.token_ids)
-        for name in ("cache_salt", "second_text_start", "instruction_length"):
+        for name in ("cache_salt", "second_text_start", "instruction_length", "kv_transfer_params"):
             if (value := getattr(self, name)) is not None:
                 prompt[name] = value
         if self.text is not None:
@@ -47,6 +48,7 @@ class PromptParts:
     second_text: str | None = None
     second_text_start: int | None = None
     instruction_length: int | None = None
+    kv_transfer_params: Any = None
 
 
 def parts_of(prompt: PromptType) -> PromptParts:
@@ -68,7 +70,7 @@ def parts_of(prompt: PromptType) -> PromptParts:
 
 def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
     salt, start = prompt.pop("cache_salt", None), prompt.pop("second_text_start", None)
-    instruction = prompt.pop("instruction_length", None)
+    instruction, transfer = prompt.pop("instruction_length", None), prompt.pop("kv_transfer_params", None)
     token_ids = prompt.pop("prompt_token_ids", None)
     text, second = prompt.pop("prompt", None), prompt.pop("second_prompt", None)
     if prompt:
@@ -90,7 +92,7 @@ def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
                 f"{name!r} must be the index of one of 'prompt_token_ids', and not of the first",
                 param="prompt",
             )
-    return PromptParts(text, token_ids, salt, second, start, instruction)
+    return PromptParts(text, token_ids, salt, second, start, instruction, transfer)
 
 
 def check_cut_text(config: EngineConfig, text: str, name: str = "prompt") -> None:

@@ -22,7 +22,7 @@ from quire.metrics.catalog import (
     make_family,
 )
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats, StatLogger
-from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats, StoreStats
+from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats, StoreStats, TransferStats
 
 GAUGES = {
     "num_requests_running": "num_running",
@@ -44,6 +44,14 @@ STORE_TOTALS = {
     "kv_store_evicted_blocks": "num_evicted",
     "kv_store_timeouts": "num_timeouts",
 }  # Metric -> field of StoreStats.
+TRANSFER_TOTALS = {
+    "kv_transfer_offers": "num_offers",
+    "kv_transfer_offered_blocks": "num_offered",
+    "kv_transfer_unoffered_blocks": "num_unoffered",
+    "kv_transfer_pulls": "num_pulls",
+    "kv_transfer_failed_pulls": "num_failed_pulls",
+    "kv_transfer_pulled_blocks": "num_pulled",
+}  # Metric -> field of TransferStats.
 TOTALS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_swaps")
 
 
@@ -184,6 +192,10 @@ class CoreMetrics:
                 self._inc(name, increment)
         if stats.store is not None and stats.store != last.store:
             self._record_store(stats.store, last.store or StoreStats())
+        if stats.transfer is not None and stats.transfer != last.transfer:
+            before = last.transfer or TransferStats()
+            for name, field in TRANSFER_TOTALS.items():
+                self._inc(name, getattr(stats.transfer, field) - getattr(before, field))
         if stats.spec_decoding is not None and stats.spec_decoding != last.spec_decoding:
             self._record_drafts(stats.spec_decoding, last.spec_decoding or SpecDecodingStats())
 

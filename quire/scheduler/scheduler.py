@@ -372,6 +372,10 @@ class Scheduler:
         """Estimate the seconds that computing the content of pool keys takes."""
         return num_keys * self._kv.tokens_per_key / self._computed_tokens_per_s
 
+    def tokens_of(self, num_keys: int) -> int:
+        """Return the tokens at the start of a sequence that its first pool keys hold."""
+        return int(num_keys * self._kv.tokens_per_key)
+
     @property
     def has_moves(self) -> bool:
         """True if the next plan must copy blocks."""
