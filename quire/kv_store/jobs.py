@@ -65,8 +65,8 @@ class RowJobs:
 
     @property
     def has_work(self) -> bool:
-        """True if a job can start or has ended."""
-        return any(is_done(job.future) or (job.future is None and self._is_due(job)) for job in self._jobs)
+        """True if a job can start, waits for a step, or has ended."""
+        return any(job.future is None or job.future.done() for job in self._jobs)
 
     def is_right(self, key: BlockHash) -> bool:
         """Return whether content has not become wrong while jobs were on their way."""

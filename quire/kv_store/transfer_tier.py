@@ -11,6 +11,7 @@ itself.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import uuid
@@ -73,6 +74,7 @@ class Offer:
     jobs: set[Job] = field(default_factory=set)
     last: RequestUpdate | None = None
     until: float = 0.0
+    retry_at: float = 0.0
 
 
 @dataclass
@@ -116,7 +118,7 @@ class TransferTier(CoreFeature):
             self._arriving is not None
             or self._jobs.has_work
             or any(pull.until <= now or is_done(pull.lookup) for pull in self._pulls)
-            or any(offer.until <= now for offer in self._ending)
+            or any(offer.until <= now or (offer.retry_at <= now and not offer.jobs) for offer in self._ending)
         )
 
     @property
@@ -160,9 +162,9 @@ class TransferTier(CoreFeature):
             if offer is not None and self._is_withheld(offer, update):
                 updates.remove(update)
         self._drop_aborted()
+        self._end_jobs()
         for offer in [*self._offers.values(), *self._ending]:
             self._begin_saves(offer)
-        self._end_jobs()
         self._jobs.start_due()
 
     def add_stats(self, stats: SchedulerStats) -> None:
@@ -286,25 +288,31 @@ class TransferTier(CoreFeature):
         return True
 
     def _begin_saves(self, offer: Offer) -> None:
-        """Have the next plan copy blocks to the host, head first, as far as they are computed and there is room."""
-        free = self._scheduler.num_free_host_blocks
-        room = min(tier.BATCH_ROWS, max(free // 2, min(free, 1)))
-        keys = offer.todo[:room]
-        if offer.last is None:
-            cached = [self._scheduler.is_cached(key) for key in keys]
-            keys = keys[: cached.index(False)] if False in cached else keys
-        if not keys:
-            return
-        transfers = self._scheduler.begin_saves([key for key in keys if self._jobs.is_right(key)])
+        """Have the next plan copy blocks to the host, head first, as far as they are computed and there is room.
+
+        What another transfer has in hand is tried again.
+        """
+        keys = self._savable(offer)
+        transfers = self._scheduler.begin_saves(keys) if keys else []
         begun = {transfer.key for transfer in transfers}
-        # What another transfer has in hand is tried again.
-        later = [key for key in keys if key not in begun and self._scheduler.is_cached(key)]
-        offer.todo[: len(keys)] = [key for key in later if self._jobs.is_right(key)]
+        offer.todo = [key for key in offer.todo if key not in begun]
+        offer.retry_at = self._clock() + tier.POLL_S
         if transfers:
             lease = offer.lease.encode()
             job = Job("save", transfers, self._scheduler.num_steps + 1, OFFERS, lease)
             self._jobs.add(job)
             offer.jobs.add(job)
+
+    def _savable(self, offer: Offer) -> list[BlockHash]:
+        """Return the next keys to save: computed ones, for half of the free host blocks at most."""
+        free = self._scheduler.num_free_host_blocks
+        room = min(tier.BATCH_ROWS, max(free // 2, min(free, 1)))
+        if offer.last is None:
+            return list(itertools.takewhile(self._scheduler.is_cached, offer.todo[:room]))
+        offer.todo = [
+            key for key in offer.todo if self._scheduler.is_cached(key) and self._jobs.is_right(key)
+        ]
+        return offer.todo[:room]
 
     def _pop_offered(self) -> Iterator[RequestUpdate]:
         """Yield withheld updates whose blocks are all copied, or whose time is over."""
