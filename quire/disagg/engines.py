@@ -106,7 +106,7 @@ class Engine:
         except (OSError, EOFError, TimeoutError, EngineError, ValueError) as error:
             if isinstance(error, LostEngineError):
                 raise
-            raise LostEngineError(f"{self.url}: {error or 'it is too slow'}") from error
+            raise LostEngineError(f"{self.url}: {str(error) or 'it is too slow'}") from error
         finally:
             self.num_in_flight -= 1
             if writer is not None:
@@ -166,7 +166,7 @@ class Reply:
         try:
             yield
         except (OSError, EOFError, TimeoutError, EngineError, ValueError) as error:
-            raise LostEngineError(f"{self.engine.url}: {error or 'it is too slow'}") from error
+            raise LostEngineError(f"{self.engine.url}: {str(error) or 'it is too slow'}") from error
 
 
 def in_order(engines: Sequence[Engine]) -> list[Engine]:

@@ -52,11 +52,16 @@ class FakeEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            await self._exchange(reader, writer)
-        writer.close()
+        try:
+            with contextlib.suppress(OSError, EOFError):
+                await self._exchange(reader, writer)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.breaks == "accept":
@@ -75,7 +80,7 @@ class FakeEngine:
                 await asyncio.sleep(0.005)
         if self.breaks == "head":
             return
-        await (self._stream if body.get("stream") else self._whole)(writer, body)
+        await (self._stream if body.get("stream") and self.status == 200 else self._whole)(writer, body)
         await writer.drain()
 
     async def _whole(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
