@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 from quire.disagg.engines import Engine
 from quire.disagg.proxy import ASKED, DisaggProxy
 from tests.disagg.fakes import served
-from tests.end_to_end.server import Server, free_port
+from tests.end_to_end.server import Server, free_port, has_ended, wait_until
 
 PATH = "/v1/completions"
 WITHIN_S = 300.0
@@ -174,7 +172,8 @@ def test_a_killed_decode_server_ends_its_stream_in_one_error(
     engines: tuple[Server, Server], tmp_path: Path
 ) -> None:
     prefill, decode = engines
-    lost = serve(tmp_path / "lost.log", config("kv_both", free_port())).wait_ready()
+    port = free_port()
+    lost = serve(tmp_path / "lost.log", config("kv_both", port, peers=[f"127.0.0.1:{port}"])).wait_ready()
     long = TEXT | {"stream": True, "max_tokens": 400}
     with served(DisaggProxy([Engine(lost.url)], [Engine(lost.url)], probe_s=3600.0)) as url:
         with httpx.stream("POST", f"{url}{PATH}", json=long, timeout=WITHIN_S) as reply:
@@ -191,8 +190,9 @@ def test_a_killed_decode_server_ends_its_stream_in_one_error(
 
 
 def kill(server: Server) -> None:
-    """Kill a server and its core."""
-    for pid in (server.core_pid(), server.process.pid):
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
+    """Kill a server; its core notices and ends."""
+    core = server.core_pid()
+    server.process.kill()
     server.process.wait(60)
+    if core is not None:
+        wait_until(lambda: has_ended(core), WITHIN_S, "the core of a killed server runs on")
