@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import click
 
 
@@ -47,6 +49,7 @@ def disagg_proxy(
     from quire.logging_setup import configure_logging
 
     configure_logging()
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, and raises the signal again at its end
     proxy = DisaggProxy(
         [Engine(url) for url in prefill],
         [Engine(url) for url in decode],
