@@ -8,6 +8,7 @@ CORE_FEATURES = {
     "lora": "quire.lora.holds:AdapterHolds",
     "multimodal": "quire.multimodal.holds:MediaHolds",
     "kv_store": "quire.kv_store.tier:StoreTier",
+    "kv_transfer": "quire.kv_store.transfer_tier:TransferTier",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 

@@ -9,10 +9,14 @@ from quire.media import MediaItem
 
 
 class TextPrompt(TypedDict):
-    """Text prompt; `cache_salt` separates its prefix-cache entries from other salts' entries."""
+    """Text prompt; `cache_salt` separates its prefix-cache entries from other salts' entries.
+
+    `kv_transfer_params` are vLLM's (see kv_store.md).
+    """
 
     prompt: str
     cache_salt: NotRequired[str]
+    kv_transfer_params: NotRequired[dict[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -27,6 +31,7 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    kv_transfer_params: NotRequired[dict[str, Any]]
     second_text_start: NotRequired[int]
     instruction_length: NotRequired[int]
     media: NotRequired[Sequence[MediaItem]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any, overload
 
 
 @dataclass(slots=True)
@@ -194,7 +194,8 @@ class BeamSearchOutput:
 class RequestOutput:
     """State of one request: its prompt and one `CompletionOutput` for each of its `n` completions.
 
-    Of its `num_cached_tokens` prompt tokens, `num_stored_tokens` were loaded from --kv-store.
+    Of its `num_cached_tokens` prompt tokens, `num_stored_tokens` were loaded from --kv-store or from another engine.
+    `kv_transfer_params` are for the engine that continues the request.
     """
 
     request_id: str
@@ -206,6 +207,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
     num_stored_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
     def add(self, other: RequestOutput) -> None:
         """Append a later delta of the same request to this one."""
@@ -214,6 +216,7 @@ class RequestOutput:
         self.num_cached_tokens = max(self.num_cached_tokens, other.num_cached_tokens)
         self.num_stored_tokens = max(self.num_stored_tokens, other.num_stored_tokens)
         self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
+        self.kv_transfer_params = self.kv_transfer_params or other.kv_transfer_params
         mine = {out.index: out for out in self.outputs}
         for new in other.outputs:
             if new.index in mine:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.config.cache import CacheConfig
 from quire.config.device import ParallelConfig
 from quire.config.fields import Config, option
+from quire.config.kv_transfer import FLAG, KVTransferSettings, parse_transfer_config
 from quire.errors import ConfigError
 
 GIB = 2**30
@@ -50,6 +52,25 @@ class KVStoreConfig(Config):
         metavar="FILE",
     )
 
+    kv_transfer_config: dict[str, Any] = option(
+        {},
+        'JSON object such as {"kv_connector": "RowServerConnector", "kv_role": "kv_both"}; see kv_store.md.',
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_transfer_config(self.kv_transfer_config)
+
+    @property
+    def transfer(self) -> KVTransferSettings | None:
+        """Parsed `--kv-transfer-config`; None without one."""
+        return parse_transfer_config(self.kv_transfer_config)
+
+    @property
+    def moves_rows(self) -> bool:
+        """True if blocks leave the engine, and so pass through the host tier."""
+        return self.kv_store is not None or bool(self.kv_transfer_config)
+
     @property
     def max_bytes(self) -> int:
         """Limit of the directory, in bytes."""
@@ -74,14 +95,33 @@ class KVStoreConfig(Config):
         Raises:
             ConfigError: names the options.
         """
-        if self.kv_store is None:
-            if self.kv_store_key_file is not None:
-                raise ConfigError("--kv-store-key-file needs --kv-store")
+        if self.kv_store is None and self.kv_store_key_file is not None:
+            raise ConfigError("--kv-store-key-file needs --kv-store")
+        if not self.moves_rows:
             return
+        option_name = FLAG if self.kv_store is None else "--kv-store"
         if not cache.enable_prefix_caching:
-            raise ConfigError("--kv-store keeps cached prefixes, which --no-enable-prefix-caching turns off")
+            raise ConfigError(
+                f"{option_name} keeps cached prefixes, which --no-enable-prefix-caching turns off"
+            )
         if parallel.plans_on_each_rank:
             raise ConfigError(
-                "--kv-store: with external_launcher each rank plans by itself, and the times of loads would part them; "
-                "give --distributed-executor-backend mp"
+                f"{option_name}: with external_launcher each rank plans by itself, and the times of loads would part "
+                "them; give --distributed-executor-backend mp"
+            )
+        self._check_ports(parallel)
+
+    def _check_ports(self, parallel: ParallelConfig) -> None:
+        """Check that each rank and replica has a port for its offers."""
+        transfer = self.transfer
+        if transfer is None or not transfer.offers:
+            return
+        num_ports = parallel.num_ranks * parallel.data_parallel_size
+        if transfer.kv_port == 0 and num_ports > 1:
+            raise ConfigError(
+                f"{FLAG}: kv_port 0 is for one rank, and there are {num_ports}; give the first port"
+            )
+        if transfer.kv_port + num_ports > 65536:
+            raise ConfigError(
+                f"{FLAG}: {num_ports} ranks take the ports from kv_port on; {transfer.kv_port} leaves no room for them"
             )

@@ -28,6 +28,7 @@ from quire.engine.tokenizer_cache import (
 from quire.errors import ValidationError
 from quire.features import PROMPT_EMBEDS
 from quire.inputs import PromptType
+from quire.kv_transfer_params import FIELD, read_transfer
 from quire.lora_request import LoRARequest
 from quire.plugins import import_place, plugin_names
 from quire.pooling.inputs import DEFAULT_TEXT_OPTIONS, PoolingInputs, TextOptions
@@ -95,6 +96,8 @@ class InputProcessor:
             prompt = self._embedded(dict(prompt))
         parts, tokenizer_context = parts_of(prompt), self.tokenizers.of(adapter)
         if self.pooling is not None:
+            if parts.kv_transfer_params is not None:
+                raise ValidationError("'kv_transfer_params' is for models that generate", param="prompt")
             return self.pooling.tokenize(parts, options)
         if parts.second_text is not None or parts.second_text_start is not None:
             raise ValidationError(
@@ -117,6 +120,7 @@ class InputProcessor:
             tokenizer_context=tokenizer_context,
             media=parts.media,
             leases=parts.leases,
+            kv_transfer_params=parts.kv_transfer_params,
         )
 
     def _embedded(self, prompt: dict[str, Any]) -> PromptType:
@@ -201,6 +205,7 @@ class InputProcessor:
             tenant=tenant,
             lora_request=lora_request,
             media=list(prompt.media),
+            kv_transfer=read_transfer(prompt.kv_transfer_params, self.config.kv_store.transfer),
         )
         forks = [
             Fork(f"{request_id}.{index}", _completion_seed(params, index)) for index in range(1, params.n)
@@ -229,6 +234,8 @@ class InputProcessor:
             raise ValidationError(
                 f"logprobs is {params.logprobs}, the limit is {limit} (--max-logprobs)", param="logprobs"
             )
+        if prompt.kv_transfer_params is not None:
+            raise ValidationError("a beam search cannot be transferred", param=FIELD)
         plain = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
         (first,) = self.process(
             request_id, prompt, plain, priority=priority, tenant=tenant, lora_request=lora_request

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quire.kv_transfer_params import KVTransfer
 from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
@@ -19,7 +20,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduler.output import RequestUpdate, SchedulerStats
 from quire.scheduler.request import Request
 
-WIRE_VERSION = 13
+WIRE_VERSION = 14
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -32,7 +33,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     `AbortRequests` releases a retained request. With `pooling_params` nothing is generated, whatever `sampling_params`
     say: the one update has the pooled output. At `second_text_start` the second of two texts begins, in a model with
     token types. Pooling covers the tokens after the first `instruction_length`.
-    `media` are in order of position, without overlaps.
+    `media` are in order of position, without overlaps. `kv_transfer` is for the core's features alone.
     """
 
     request_id: str
@@ -52,6 +53,11 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, frozen=True):
     instruction_length: int | None = None
     lora_request: LoRARequest | None = None
     media: list[MediaItem] = []
+    kv_transfer: KVTransfer | None = None
+
+
+REQUEST_FIELDS = tuple(name for name in EngineCoreRequest.__struct_fields__ if name != "kv_transfer")
+"""Fields of the scheduler's request."""
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
@@ -86,6 +92,7 @@ def forked(first: EngineCoreRequest, fork: Fork, index: int) -> EngineCoreReques
         fork_of=fork.fork_of or first.request_id,
         output_token_ids=fork.output_token_ids,
         beam=index if first.num_beams else 0,
+        kv_transfer=None,
     )
 
 
@@ -105,12 +112,12 @@ def _fork(one: EngineCoreRequest, first: EngineCoreRequest) -> Fork:
 
 def request_of(message: EngineCoreRequest) -> Request:
     """Build the scheduler's request from a message."""
-    return Request(**msgspec.structs.asdict(message))
+    return Request(**{name: getattr(message, name) for name in REQUEST_FIELDS})
 
 
 def message_of(request: Request) -> EngineCoreRequest:
     """Return the message for a request that has not run yet."""
-    return EngineCoreRequest(**{name: getattr(request, name) for name in EngineCoreRequest.__struct_fields__})
+    return EngineCoreRequest(**{name: getattr(request, name) for name in REQUEST_FIELDS})
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):

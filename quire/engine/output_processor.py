@@ -55,6 +55,7 @@ class SequenceState:
         self.finished = False
         self.num_cached_tokens = 0
         self.num_stored_tokens = 0
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.prompt_logprobs: PromptPositions | None = None
         self.pooled: Pooled | None = None
         self.stats = RequestStateStats(arrival_time=core_request.arrival_time)
@@ -233,6 +234,8 @@ class SequenceState:
             mine.queued_ts, mine.scheduled_ts = update.queued_ts, update.scheduled_ts
             self.num_cached_tokens = update.num_cached_tokens
             self.num_stored_tokens = update.num_stored_tokens
+        if update.kv_offer is not None:
+            self.kv_transfer_params = update.kv_offer.as_params()
         if update.num_preemptions > mine.num_preemptions:
             mine.num_preemptions = update.num_preemptions
         mine.num_draft_tokens += update.num_draft_tokens
@@ -398,6 +401,7 @@ class RequestGroup:
             num_cached_tokens=first.num_cached_tokens,
             metrics=joined_stats([one.stats for one in self.sequences]) if finished else first.stats,
             num_stored_tokens=first.num_stored_tokens,
+            kv_transfer_params=first.kv_transfer_params,
         )
 
 

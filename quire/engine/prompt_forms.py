@@ -29,11 +29,12 @@ class TokenizedPrompt:
     tokenizer_context: TokenizerContext | None = None  # Context it was tokenized with; None: the model's.
     media: tuple[MediaItem, ...] = ()
     leases: tuple[object, ...] = ()  # Keep the files of the media until the request has ended.
+    kv_transfer_params: Any = None  # As the caller gave them, unchecked.
 
     def as_prompt(self) -> TokensPrompt:
         """Return the prompt in the callers' form."""
         prompt = TokensPrompt(prompt_token_ids=self.token_ids)
-        for name in ("cache_salt", "second_text_start", "instruction_length"):
+        for name in ("cache_salt", "second_text_start", "instruction_length", "kv_transfer_params"):
             if (value := getattr(self, name)) is not None:
                 prompt[name] = value
         if self.text is not None:
@@ -55,6 +56,7 @@ class PromptParts:
     instruction_length: int | None = None
     media: tuple[MediaItem, ...] = ()
     leases: tuple[object, ...] = ()
+    kv_transfer_params: Any = None
 
 
 def parts_of(prompt: PromptType) -> PromptParts:
@@ -76,7 +78,7 @@ def parts_of(prompt: PromptType) -> PromptParts:
 
 def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
     salt, start = prompt.pop("cache_salt", None), prompt.pop("second_text_start", None)
-    instruction = prompt.pop("instruction_length", None)
+    instruction, transfer = prompt.pop("instruction_length", None), prompt.pop("kv_transfer_params", None)
     token_ids = prompt.pop("prompt_token_ids", None)
     text, second = prompt.pop("prompt", None), prompt.pop("second_prompt", None)
     media, leases = _items(prompt.pop("media", ())), tuple(prompt.pop("leases", ()))
@@ -101,7 +103,7 @@ def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
             )
     if media and token_ids is None:
         raise ValidationError("'media' needs 'prompt_token_ids', whose positions it fills", param="media")
-    return PromptParts(text, token_ids, salt, second, start, instruction, media, leases)
+    return PromptParts(text, token_ids, salt, second, start, instruction, media, leases, transfer)
 
 
 def _items(media: Any) -> tuple[MediaItem, ...]:

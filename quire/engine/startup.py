@@ -16,6 +16,7 @@ from typing import Any, Literal
 from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
 from quire.config.kv_store import PEER_SCHEMES
+from quire.config.kv_transfer import with_absolute_key_file
 from quire.engine.file_states import states_of, tokenizer_dir
 from quire.engine.packed_weights import default_packed_weights_cache
 from quire.engine.rank_checks import check_experts, check_hosts, check_ranks
@@ -152,7 +153,10 @@ def with_absolute_paths(config: EngineConfig) -> EngineConfig:
         given = getattr(config.kv_store, field)
         if given is not None and not given.startswith(PEER_SCHEMES):
             config = config.evolve(**{field: str(here / Path(given).expanduser())})
-    return config.evolve(kv_events_config=config.kv_events.with_absolute_paths(here))
+    transfer = with_absolute_key_file(config.kv_store.kv_transfer_config, here)
+    return config.evolve(
+        kv_events_config=config.kv_events.with_absolute_paths(here), kv_transfer_config=transfer
+    )
 
 
 def working_directory() -> Path:

@@ -119,7 +119,11 @@ class LLM(OfflinePooling):
             ValidationError: while iterating: a prompt or a parameter is invalid; the prompts in flight are aborted.
             ConflictError: while iterating: the engine is in use.
         """
-        rows = each_with("sampling_params", self._params_or_default(sampling_params), map(self._with_media, _stream_of(prompts)))
+        rows = each_with(
+            "sampling_params",
+            self._params_or_default(sampling_params),
+            map(self._with_media, _stream_of(prompts)),
+        )
         with_adapter = each_with("lora_request", lora_request, rows)
         return self._run_each(
             _request(prompt, params, urgency, adapter)

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo
+from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem
@@ -133,18 +133,25 @@ class Executor(ABC):
         return None
 
     def open_row_store(self) -> RowStoreInfo:
-        """Open the configured store of KV cache rows, once the cache is allocated.
+        """Open the configured store of KV cache rows, and what other engines need, once the cache is allocated.
+
+        Further calls return the same.
 
         Raises:
             ConfigError: this executor has none, or the store cannot be opened.
         """
         raise ConfigError("--kv-store: this executor cannot move KV cache blocks to a store and back")
 
-    def move_rows(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
-        """Start an action of the row store on rows of a sequence, (name, host block), head first.
+    def move_rows(
+        self, action: RowAction, rows: Sequence[tuple[bytes, int]], place: str = STORE
+    ) -> Future[RowResult]:
+        """Start an action on rows of a sequence, (name, host block), head first.
 
-        Actions run in order, beside steps; a `find` may be done at once. A row is done if all ranks found, loaded or
-        have stored it.
+        Actions at one place run in order, beside steps; a `find` may be done at once. A row is done if all ranks found,
+        loaded or have stored it.
+
+        Args:
+            place: `STORE`, `OFFERS`, or the address of an engine to load from.
         """
         raise NotImplementedError("open_row_store() comes first")
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 from quire.config import EngineConfig
 from quire.errors import ConfigError, StartupError
 from quire.executor.base import Executor
-from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo
+from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.layers.shard import WHOLE, Shard
 from quire.lora_request import LoRARequest
@@ -193,8 +193,10 @@ class UniprocExecutor(Executor):
     def open_row_store(self) -> RowStoreInfo:
         return self._worker.open_row_store()
 
-    def move_rows(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
-        return self._worker.rows.start(action, rows)
+    def move_rows(
+        self, action: RowAction, rows: Sequence[tuple[bytes, int]], place: str = STORE
+    ) -> Future[RowResult]:
+        return self._worker.rows.start(action, rows, place)
 
     def shutdown(self) -> None:
         self._lane.close()

@@ -12,6 +12,10 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 RowAction = Literal["find", "touch", "load", "save", "remove"]
+STORE = ""
+"""Place of `RowMover.start`: the engine's own store."""
+OFFERS = "offers"
+"""Place: rows that are kept for other engines. The first row of each action is a lease and no block."""
 
 
 class RowStoreStats(msgspec.Struct):
@@ -46,12 +50,15 @@ class RowStoreInfo(msgspec.Struct, frozen=True):
         row_bytes: bytes of a block on all ranks.
         is_writable: false if rows can only be read.
         num_rows: rows at the start.
+        host, port: where the first rank offers rows to other engines; port 0: nowhere.
     """
 
     medium: str
     row_bytes: int
     is_writable: bool
     num_rows: int
+    host: str = ""
+    port: int = 0
 
 
 def all_done(results: list[RowResult]) -> RowResult:
@@ -62,10 +69,10 @@ def all_done(results: list[RowResult]) -> RowResult:
 
 
 class RowMover(Protocol):
-    """Moves rows between a worker's host blocks and a store, in order, on a thread of its own.
+    """Moves rows between a worker's host blocks and stores, in order, on a thread for each place.
 
     Attributes:
-        info: of the open store, and of this worker's rows.
+        info: of the engine's own store, and of this worker's rows.
     """
 
     info: RowStoreInfo
@@ -73,7 +80,9 @@ class RowMover(Protocol):
     def use(self, host: Sequence[Any]) -> None:
         """Use these tensors [blocks, bytes] uint8 of the host tier from now on; no action is running."""
 
-    def start(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
+    def start(
+        self, action: RowAction, rows: Sequence[tuple[bytes, int]], place: str = STORE
+    ) -> Future[RowResult]:
         """Start an action; see `Executor.move_rows`."""
 
     def close(self) -> None:

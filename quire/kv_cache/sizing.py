@@ -65,8 +65,8 @@ def size_kv_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec], memory
 
 
 def _buffer_blocks(config: EngineConfig, groups: Groups, block_bytes: int) -> int:
-    """Return the host blocks that transfers with --kv-store go through: twice the longest prefix, in bounds."""
-    if config.kv_store.kv_store is None:
+    """Return the host blocks that transfers to other places go through: twice the longest prefix, in bounds."""
+    if not config.kv_store.moves_rows:
         return 0
     longest = blocks_per_request(groups, config.model.max_model_len, config.scheduler.max_num_batched_tokens)
     return max(min(2 * longest, BUFFER_BYTES // block_bytes), MIN_BUFFER_BLOCKS)

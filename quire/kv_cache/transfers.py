@@ -28,6 +28,28 @@ class Changes(NamedTuple):
     forgotten: list[BlockHash]
 
 
+class CacheWatch:
+    """Changes of the prefix cache for one reader; `pop` must be called after each step."""
+
+    def __init__(self) -> None:
+        self._cached: dict[BlockHash, None] = {}
+        self._forgotten: list[BlockHash] = []
+
+    def note_cached(self, keys: Sequence[BlockHash]) -> None:
+        self._cached.update(dict.fromkeys(keys))
+
+    def forget(self, keys: Sequence[BlockHash]) -> None:
+        for key in keys:
+            self._cached.pop(key, None)
+        self._forgotten += keys
+
+    def pop(self) -> Changes:
+        """Return the changes since the last call."""
+        changes = Changes(list(self._cached), self._forgotten)
+        self._cached, self._forgotten = {}, []
+        return changes
+
+
 class HostTransfers:
     """Loads into, and saves from, blocks of the host tier."""
 
@@ -35,9 +57,7 @@ class HostTransfers:
         self._pool = pool
         self._host = pool.host.pool
         self._loads: dict[int, BlockHash] = {}
-        self._cached: dict[BlockHash, None] = {}
-        self._forgotten: list[BlockHash] = []
-        self._is_watching = False
+        self._watches: list[CacheWatch] = []
 
     @property
     def loading(self) -> Collection[BlockHash]:
@@ -49,28 +69,22 @@ class HostTransfers:
         """Host blocks that transfers can get now."""
         return self._host.num_free_blocks
 
-    def watch(self) -> None:
-        """Collect changes of the prefix cache for `pop_changes`, which must then be called after each step."""
-        self._is_watching = True
+    def watch(self) -> CacheWatch:
+        """Return the changes of the prefix cache from now on."""
+        self._watches.append(CacheWatch())
+        return self._watches[-1]
 
     def note_cached(self, keys: Sequence[BlockHash]) -> None:
         """Note that blocks of a sequence, known or new, have become reusable."""
-        if self._is_watching:
-            self._cached.update(dict.fromkeys(keys))
+        for watch in self._watches:
+            watch.note_cached(keys)
 
     def forget(self, keys: Sequence[BlockHash]) -> None:
         """Note that content is wrong; loads of it will not be found."""
         wrong = set(keys)
         self._loads = {block_id: key for block_id, key in self._loads.items() if key not in wrong}
-        if self._is_watching:
-            self._cached = dict.fromkeys(key for key in self._cached if key not in wrong)
-            self._forgotten += keys
-
-    def pop_changes(self) -> Changes:
-        """Return the changes since the last call."""
-        changes = Changes(list(self._cached), self._forgotten)
-        self._cached, self._forgotten = {}, []
-        return changes
+        for watch in self._watches:
+            watch.forget(keys)
 
     def begin_loads(self, keys: Sequence[BlockHash]) -> list[Transfer]:
         """Borrow an empty host block for each key; that many must be free."""

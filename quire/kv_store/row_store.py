@@ -27,6 +27,10 @@ class RowStoreError(QuireError):
     """The store as a whole does not work now: disk error, peer gone. One damaged row raises nothing."""
 
 
+class OtherNamespaceError(ConfigError):
+    """Rows depend on other values than these; names them, which a peer may read."""
+
+
 class Namespace(msgspec.Struct, frozen=True):
     """Everything but its name that the bytes of a row depend on.
 
@@ -48,7 +52,7 @@ class Namespace(msgspec.Struct, frozen=True):
         """Check that rows of another namespace can be read as rows of this one.
 
         Raises:
-            ConfigError: a value differs; names all that do, with both values.
+            OtherNamespaceError: a value differs; names all that do, with both values.
         """
         mine = {**self.values, "row_bytes": str(self.row_bytes)}
         theirs = {**stored.values, "row_bytes": str(stored.row_bytes)}
@@ -59,7 +63,7 @@ class Namespace(msgspec.Struct, frozen=True):
             listed = "; ".join(
                 f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in differing
             )
-            raise ConfigError(f"the KV cache rows of {where} do not fit this engine: {listed}")
+            raise OtherNamespaceError(f"the KV cache rows of {where} do not fit this engine: {listed}")
 
 
 class RowStore(Protocol):

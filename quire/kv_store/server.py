@@ -26,7 +26,7 @@ from typing import NoReturn
 from quire.errors import QuireError, StartupError
 from quire.kv_store import protocol
 from quire.kv_store.protocol import HEADER, MAX_NAMES, Address, Link, ProtocolError, Reply, Request
-from quire.kv_store.row_store import Namespace, RowStore, RowStoreError
+from quire.kv_store.row_store import Namespace, OtherNamespaceError, RowStore, RowStoreError
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +173,8 @@ class RowServer:
             )
         try:
             opened = self._stores.acquire(protocol.sent_namespace(namespace))
+        except OtherNamespaceError as error:
+            self._refuse(link, str(error))
         except (QuireError, OSError):
             logger.exception("no store for the namespace %s can be opened", namespace.digest)
             self._refuse(link, "its store cannot be opened; see the log of the row server")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -25,8 +25,8 @@ from quire.engine.core_feature import CoreFeature
 from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
 from quire.kv_cache.hashing import BlockHash
-from quire.kv_cache.rows import RowAction, RowResult
-from quire.kv_cache.transfers import Transfer
+from quire.kv_cache.rows import RowResult
+from quire.kv_store.jobs import Job, RowJobs, is_done
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import RequestUpdate, SchedulerStats, StoreStats
@@ -55,21 +55,6 @@ MEASURED_BYTES = 2**20
 
 
 @dataclass(eq=False)
-class Job:
-    """Rows on their way; `due` is the step that must have returned before they move."""
-
-    action: RowAction
-    transfers: list[Transfer]
-    due: int
-    future: Future[RowResult] | None = None
-    started_at: float = 0.0
-
-    @property
-    def keys(self) -> list[BlockHash]:
-        return [transfer.key for transfer in self.transfers]
-
-
-@dataclass(eq=False)
 class Waiting:
     """Held request, until its lookup and then its `jobs` have ended, or until `until`."""
 
@@ -87,16 +72,15 @@ class StoreTier(CoreFeature):
     def __init__(self, config: EngineConfig, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
         super().__init__(config, executor, scheduler, clock)
         self._info = executor.open_row_store()
-        scheduler.watch_cache()
+        self._watch = scheduler.watch_cache()
         self._stats = StoreStats(medium=self._info.medium, num_rows=self._info.num_rows)
         self._bytes_per_s = EXPECTED_BYTES_PER_S
         self._waiting: list[Waiting] = []
-        self._jobs: list[Job] = []
+        self._jobs = RowJobs(executor, scheduler, clock)
         self._to_save: OrderedDict[BlockHash, None] = OrderedDict()
         self._unsaved: tuple[list[BlockHash], Future[RowResult]] | None = (
             None  # being looked up before a save
         )
-        self._wrong: set[BlockHash] = set()  # keys that became wrong while jobs were on their way
         self._ranges: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request -> tokens loaded for it
         self._num_holds = 0
         self._rest_s = REST_S
@@ -110,8 +94,8 @@ class StoreTier(CoreFeature):
     def has_work(self) -> bool:
         now = self._clock()
         return (
-            any(waiting.until <= now or _is_done(waiting.lookup) for waiting in self._waiting)
-            or any(_is_done(job.future) or (job.future is None and self._is_due(job)) for job in self._jobs)
+            any(waiting.until <= now or is_done(waiting.lookup) for waiting in self._waiting)
+            or self._jobs.has_work
             or (self._unsaved is not None and self._unsaved[1].done())
             or self._can_save
         )
@@ -137,17 +121,17 @@ class StoreTier(CoreFeature):
         if self._is_held(waiting):
             self._scheduler.hold(request_id, Hold(waiting.hold, Cause.NOT_READY, DETAIL), self._clock())
             self._waiting.append(waiting)
-            self._start_due()
+            self._jobs.start_due()
 
     def advance(self) -> list[RequestUpdate]:
         self._end_jobs()
-        self._start_due()
+        self._jobs.start_due()
         self._release_ready()
         self._plan_saves()
         return []
 
     def stepped(self, updates: list[RequestUpdate]) -> None:
-        changes = self._scheduler.pop_cache_changes()
+        changes = self._watch.pop()
         if changes.forgotten:
             self._forget(changes.forgotten)
         if self._info.is_writable:
@@ -157,7 +141,7 @@ class StoreTier(CoreFeature):
         for update in updates:
             self._add_range(update)
         self._end_jobs()
-        self._start_due()
+        self._jobs.start_due()
         self._plan_saves()
 
     def add_stats(self, stats: SchedulerStats) -> None:
@@ -176,11 +160,8 @@ class StoreTier(CoreFeature):
             self._settle_part(run_step)
 
     def _settle_part(self, run_step: Callable[[], object]) -> None:
-        """Take one part of the way to having no job: run a step that copies blocks, or wait for rows."""
-        if self._scheduler.has_moves or any(not self._is_due(job) for job in self._jobs):
-            run_step()
-        else:
-            time.sleep(POLL_S)
+        """Take one part of the way to having no job."""
+        self._jobs.wait(run_step, lambda: time.sleep(POLL_S))
         self.advance()
 
     # Loads
@@ -196,7 +177,7 @@ class StoreTier(CoreFeature):
         """Begin to load what the store has of a request's prefix, if that is faster than computing it."""
         self._note_health(found)
         stored = [key for key, is_there in zip(waiting.keys, found.done, strict=True) if is_there]
-        stored = [key for key in stored if key not in self._wrong]
+        stored = [key for key in stored if self._jobs.is_right(key)]
         computing_s = self._scheduler.computing_s(len(stored))
         if len(stored) * self._info.row_bytes / self._bytes_per_s > computing_s:
             return
@@ -207,7 +188,7 @@ class StoreTier(CoreFeature):
         waiting.jobs = {job for job in self._jobs if job.action == "load" and not shared.isdisjoint(job.keys)}
         if load.transfers:
             job = Job("load", load.transfers, self._scheduler.num_steps)
-            self._jobs.append(job)
+            self._jobs.add(job)
             waiting.jobs.add(job)
         waiting.until = self._clock() + min(max(computing_s, LEAST_WAIT_S), MOST_WAIT_S)
         self._ranges[waiting.request_id] = (load.start, load.end)
@@ -266,51 +247,31 @@ class StoreTier(CoreFeature):
     def _begin_save(self, keys: Sequence[BlockHash], found: RowResult) -> None:
         self._note_health(found)
         new = [key for key, is_there in zip(keys, found.done, strict=True) if not is_there]
-        transfers = self._scheduler.begin_saves([key for key in new if key not in self._wrong]) if new else []
+        transfers = (
+            self._scheduler.begin_saves([key for key in new if self._jobs.is_right(key)]) if new else []
+        )
         self._stats.num_unsaved += len(new) - len(transfers)
         if transfers:
-            self._jobs.append(Job("save", transfers, self._scheduler.num_steps + 1))
+            self._jobs.add(Job("save", transfers, self._scheduler.num_steps + 1))
 
     def _forget(self, keys: list[BlockHash]) -> None:
         """Remove content that proved wrong, also where it is on its way."""
         for key in keys:
             self._to_save.pop(key, None)
-        self._wrong.update(keys)
+        self._jobs.forget(keys)
         self._executor.move_rows("remove", [(key, 0) for key in keys])
 
     # Jobs
 
-    def _is_due(self, job: Job) -> bool:
-        return self._scheduler.num_steps_done >= job.due
-
-    def _start_due(self) -> None:
-        """Start the jobs whose blocks no plan will touch any more."""
-        for job in self._jobs:
-            if job.future is None and self._is_due(job):
-                right = [transfer for transfer in job.transfers if transfer.key not in self._wrong]
-                self._end(transfer for transfer in job.transfers if transfer.key in self._wrong)
-                job.transfers = right
-                job.started_at = self._clock()
-                job.future = self._executor.move_rows(job.action, right)
-
     def _end_jobs(self) -> None:
-        """Give back the blocks of rows that have moved, and of those that could not."""
-        ended = [job for job in self._jobs if _is_done(job.future)]
-        for job in ended:
-            assert job.future is not None
-            result = job.future.result()
-            self._note_health(result)
-            self._note_moved(job, sum(result.done))
-            moved = zip(job.transfers, result.done, strict=True)
-            self._scheduler.end_transfers([(transfer.block_id, done) for transfer, done in moved])
-            self._jobs.remove(job)
+        """Note the jobs that have ended, and let their requests go on."""
+        for ended in self._jobs.pop_ended():
+            self._note_health(ended.result)
+            self._note_moved(ended.job, sum(ended.moved))
             for waiting in self._waiting:
-                waiting.jobs.discard(job)
-        if not self._jobs and self._unsaved is None:
-            self._wrong.clear()
-
-    def _end(self, transfers: Iterable[Transfer]) -> None:
-        self._scheduler.end_transfers([(transfer.block_id, False) for transfer in transfers])
+                waiting.jobs.discard(ended.job)
+        if self._unsaved is None:
+            self._jobs.forgive()
 
     def _note_moved(self, job: Job, num_rows: int) -> None:
         if job.action == "save":
@@ -347,7 +308,3 @@ class StoreTier(CoreFeature):
             self._rest_until = self._clock() + self._rest_s
             self._rest_s = min(2 * self._rest_s, MOST_REST_S)
             self._stats.num_rests += 1
-
-
-def _is_done(future: Future[RowResult] | None) -> bool:
-    return future is not None and future.done()

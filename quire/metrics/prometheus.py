@@ -28,6 +28,7 @@ from quire.scheduler.output import (
     SchedulerStats,
     SpecDecodingStats,
     StoreStats,
+    TransferStats,
 )
 
 GAUGES = {
@@ -57,6 +58,14 @@ ENCODER_TOTALS = {
     "encoder_seconds": "encode_s",
     "encoder_failures": "num_failed",
 }  # Metric -> field of EncoderStats.
+TRANSFER_TOTALS = {
+    "kv_transfer_offers": "num_offers",
+    "kv_transfer_offered_blocks": "num_offered",
+    "kv_transfer_unoffered_blocks": "num_unoffered",
+    "kv_transfer_pulls": "num_pulls",
+    "kv_transfer_failed_pulls": "num_failed_pulls",
+    "kv_transfer_pulled_blocks": "num_pulled",
+}  # Metric -> field of TransferStats.
 TOTALS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_swaps")
 
 
@@ -199,6 +208,10 @@ class CoreMetrics:
             self._record_store(stats.store, last.store or StoreStats())
         if stats.encoder is not None and stats.encoder != last.encoder:
             self._record_encoder(stats.encoder, last.encoder or EncoderStats())
+        if stats.transfer is not None and stats.transfer != last.transfer:
+            before = last.transfer or TransferStats()
+            for name, field in TRANSFER_TOTALS.items():
+                self._inc(name, getattr(stats.transfer, field) - getattr(before, field))
         if stats.spec_decoding is not None and stats.spec_decoding != last.spec_decoding:
             self._record_drafts(stats.spec_decoding, last.spec_decoding or SpecDecodingStats())
 

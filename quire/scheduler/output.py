@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quire.kv_transfer_params import KVOffer
 from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
@@ -226,6 +227,7 @@ class RequestUpdate(msgspec.Struct, omit_defaults=True, gc=False):
     num_draft_tokens: int = 0  # Draft tokens that the step verified.
     num_accepted_tokens: int = 0  # Accepted draft tokens among the new tokens.
     num_stored_tokens: int = 0  # Cached tokens that were loaded from a store; comes with `num_cached_tokens`.
+    kv_offer: KVOffer | None = None  # Blocks kept for another engine; in the last update.
 
 
 class AdapterStats(msgspec.Struct, frozen=True):
@@ -234,6 +236,24 @@ class AdapterStats(msgspec.Struct, frozen=True):
     running: list[str]
     waiting: list[str]
     max_loras: int
+
+
+class TransferStats(msgspec.Struct, omit_defaults=True):
+    """Transfers of one engine with others; counters are totals since start.
+
+    Args:
+        num_offers: finished requests whose blocks were offered.
+        num_offered, num_unoffered: blocks of these that were kept, and those that were not.
+        num_pulls: requests that were to be pulled; of them `num_failed_pulls` came in part or not at all.
+        num_pulled: blocks that were loaded.
+    """
+
+    num_offers: int = 0
+    num_offered: int = 0
+    num_unoffered: int = 0
+    num_pulls: int = 0
+    num_failed_pulls: int = 0
+    num_pulled: int = 0
 
 
 class StoreStats(msgspec.Struct, omit_defaults=True):
@@ -301,3 +321,4 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     adapters: AdapterStats | None = None  # None: LoRA is disabled.
     store: StoreStats | None = None  # None: there is no --kv-store.
     encoder: EncoderStats | None = None  # None: no request had an image.
+    transfer: TransferStats | None = None  # None: there is no --kv-transfer-config.

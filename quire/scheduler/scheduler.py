@@ -24,7 +24,7 @@ from quire.kv_cache.events import KVCacheEvent
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixLoad
 from quire.kv_cache.spec import KVCacheConfig
-from quire.kv_cache.transfers import Changes, Transfer
+from quire.kv_cache.transfers import CacheWatch, Transfer
 from quire.lora_request import name_in
 from quire.media import check_media
 from quire.plugins import import_subclass
@@ -330,13 +330,13 @@ class Scheduler:
 
     # Transfers of cache content with a store outside the engine (`quire.kv_store`)
 
-    def watch_cache(self) -> None:
-        """Collect changes of the prefix cache for `pop_cache_changes`."""
-        self._kv.transfers.watch()
+    def watch_cache(self) -> CacheWatch:
+        """Return the changes of the prefix cache from now on."""
+        return self._kv.transfers.watch()
 
-    def pop_cache_changes(self) -> Changes:
-        """Return the changes of the prefix cache since the last call."""
-        return self._kv.transfers.pop_changes()
+    def is_unfinished(self, request_id: str) -> bool:
+        """Return whether a request is waiting or running."""
+        return request_id in self._queues.by_id
 
     def storable_keys(self, request_id: str) -> list[BlockHash]:
         """Return the pool keys of a waiting request's prefix; none if it must not read the cache, or forks another.
@@ -375,6 +375,10 @@ class Scheduler:
     def computing_s(self, num_keys: int) -> float:
         """Estimate the seconds that computing the content of pool keys takes."""
         return num_keys * self._kv.tokens_per_key / self._computed_tokens_per_s
+
+    def tokens_of(self, num_keys: int) -> int:
+        """Return the tokens at the start of a sequence that its first pool keys hold."""
+        return int(num_keys * self._kv.tokens_per_key)
 
     @property
     def has_moves(self) -> bool:

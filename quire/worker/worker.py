@@ -180,13 +180,16 @@ class Worker:
     def open_row_store(self) -> RowStoreInfo:
         """Open the configured store of KV cache rows, between which and the host tier rows can move from now on.
 
+        Further calls return the same.
+
         Raises:
             ConfigError: it cannot be opened, or holds rows of another model or configuration.
         """
         assert self._copier is not None, "open_row_store before initialize_kv_cache"
         assert self._kv_config is not None
-        self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)
-        self.rows.use(self._copier.host)
+        if self._rows is None:
+            self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)
+            self.rows.use(self._copier.host)
         return self.rows.info
 
     def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:

@@ -39,7 +39,20 @@ SPECULATIVE_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "num_speculative_tokens": st.integers(1, 64),
     "adaptive": st.booleans(),
 }
+KV_TRANSFER_KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "kv_port": st.integers(1, 60000),
+    "kv_rank": st.integers(0, 3),
+    "kv_load_failure_policy": st.just("recompute"),
+}
+REQUIRED: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "speculative_config": {"method": st.text(min_size=1)},
+    "kv_transfer_config": {
+        "kv_connector": st.just("RowServerConnector"),
+        "kv_role": st.sampled_from(["kv_producer", "kv_both"]),
+    },
+}
 KEYS = {
+    "kv_transfer_config": KV_TRANSFER_KEYS,
     "quantization_config": QUANTIZATION_KEYS,
     "kv_events_config": KV_EVENTS_KEYS,
     "structured_outputs_config": STRUCTURED_OUTPUTS_KEYS,
@@ -50,8 +63,7 @@ KEYS = {
 def values_of(name: str) -> st.SearchStrategy[Any]:
     """Valid values of one engine field."""
     if name in KEYS:
-        required = {"method": st.text(min_size=1)} if name == "speculative_config" else {}
-        return st.fixed_dictionaries(required, optional=KEYS[name])
+        return st.fixed_dictionaries(REQUIRED.get(name, {}), optional=KEYS[name])
     if name in ("cudagraph_capture_sizes", "prefill_graph_sizes"):
         return st.lists(st.integers(1)).map(tuple)
     owner = engine_fields()[name][1]

@@ -10,6 +10,8 @@ import shlex
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quire.entrypoints.cli.main import main
-from tests.end_to_end.server import Server
+from tests.end_to_end.server import Server, free_port
 from tests.fixtures.draft_heads import HEADS
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +50,7 @@ SMALLER = (
 )
 """The same command with less work, or about something that the model in the box knows."""
 ROW_SERVER = "tcp://192.0.2.7:7070"
-SERVERS = ("quire serve", "quire kv-store serve")
+SERVERS = ("quire serve", "quire kv-store serve", "quire disagg-proxy")
 CLIENTS = ("quire chat", "quire complete", "quire bench serve")
 
 
@@ -185,6 +187,35 @@ def test_serve_command(command: str, adapt: Callable[[str], str], tmp_path: Path
     arguments = shlex.split(re.sub(r"--port \d+", "", adapt(command)))[2:]
     server = Server(*arguments, log=tmp_path / "log").wait_ready()
     assert server.stop() == 0, server.log.read_text()
+
+
+def test_proxy_command(tmp_path: Path) -> None:
+    (command,) = [command for command in console_commands() if command.startswith("quire disagg-proxy")]
+    port, log = free_port(), tmp_path / "log"
+    arguments = [*shlex.split(command)[1:], "--port", str(port)]
+    with log.open("w") as file:
+        proxy = subprocess.Popen(
+            [sys.executable, "-m", "quire.entrypoints.cli.main", *arguments], stderr=file
+        )
+    try:
+        while (found := _health_of(port)) is None:
+            assert proxy.poll() is None, log.read_text()
+            time.sleep(0.05)
+        assert set(found) == {"prefill", "decode", "num_requests", "counts"}
+    finally:
+        proxy.terminate()
+    assert proxy.wait(60) == 0, log.read_text()
+
+
+def _health_of(port: int) -> dict[str, object] | None:
+    """The proxy's account of its engines, which do not run here; None while nothing listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as reply:
+            return dict(json.load(reply))
+    except urllib.error.HTTPError as error:
+        return dict(json.load(error))
+    except OSError:
+        return None
 
 
 @pytest.mark.more

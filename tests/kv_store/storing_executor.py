@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor.null import NullExecutor
-from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo
+from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheSpec
 
 Content = dict[int, int]
@@ -60,7 +60,9 @@ class StoringExecutor(NullExecutor):
     def open_row_store(self) -> RowStoreInfo:
         return RowStoreInfo("DISK", 64, self.disk.is_writable, len(self.disk.rows))
 
-    def move_rows(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
+    def move_rows(
+        self, action: RowAction, rows: Sequence[tuple[bytes, int]], place: str = STORE
+    ) -> Future[RowResult]:
         if action == "load":
             for _, block_id in rows:
                 self._cache.host.fill(block_id, GARBAGE)

@@ -106,8 +106,8 @@ class ServerClient:
                 try:
                     writer.write(self._head_and_body(method, path, request))
                     await writer.drain()
-                    status, headers = await _read_head(reader)
-                    async with aclosing(_read_body(reader, headers)) as body:
+                    status, headers = await read_head(reader)
+                    async with aclosing(read_body(reader, headers)) as body:
                         if status != 200:
                             raise _refusal(status, await _joined(body))
                         yield body
@@ -159,7 +159,12 @@ async def event_data(body: AsyncIterator[bytes]) -> AsyncIterator[str]:
                 yield line.removeprefix(b"data:").strip().decode()
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Return the status and the headers, by name in lower case, of a response.
+
+    Raises:
+        EngineError: it is no HTTP/1.x.
+    """
     status_line = (await reader.readline()).split(maxsplit=2)
     if len(status_line) < 2 or not status_line[0].startswith(b"HTTP/1.") or not status_line[1].isdigit():
         raise EngineError("the server's response is not HTTP/1.x")
@@ -170,7 +175,12 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
     return int(status_line[1]), headers
 
 
-async def _read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncGenerator[bytes]:
+async def read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncGenerator[bytes]:
+    """Yield the pieces of a response's body.
+
+    Raises:
+        asyncio.IncompleteReadError: the connection ended before the body. EngineError: it is malformed.
+    """
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while size := _chunk_size(await reader.readline()):
             yield await reader.readexactly(size)

@@ -29,6 +29,7 @@ COMMANDS = {
     "quantize": "quire.entrypoints.cli.quantize",
     "trace": "quire.entrypoints.cli.trace",
     "kv-store": "quire.entrypoints.cli.kv_store",
+    "disagg-proxy": "quire.entrypoints.cli.disagg_proxy",
     "doctor": "quire.entrypoints.cli.doctor",
     "collect-env": "quire.entrypoints.cli.collect_env",
 }  # Command -> module that holds it under the same name, with _ for -.

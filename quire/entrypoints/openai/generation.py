@@ -234,8 +234,10 @@ class UsageMeter:
 
     def closing(self, notes: Notes) -> dict[str, Any]:
         """Return the fields that only the last object of a reply has."""
+        params = [one.kv_transfer_params for one in self._latest.values()]
         return {
             "usage": self.usage(),
+            "kv_transfer_params": params[0] or UNSET if len(params) == 1 else UNSET,
             "timings": self.timings(),
             "ignored": notes.ignored or UNSET,
             "adjusted": notes.adjusted or UNSET,

@@ -103,7 +103,9 @@ REFUSED: Mapping[str, RejectedField] = {
     "guided_regex": reject_unless(),
     "include_reasoning": reject_unless(True),
     "json_schema": reject_unless(),
-    "kv_transfer_params": reject_unless(),
+    "kv_transfer_params": RejectedField(
+        ({},), "needs an engine with --kv-transfer-config, and a request for text"
+    ),
     "length_penalty": reject_unless(1.0),
     "logits_processors": reject_unless([]),
     "logprob_token_ids": reject_unless(),

@@ -50,6 +50,11 @@ async def completion_prompts(
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     num_chars = sum(map(len, texts))
     await beside_loop(num_chars, _check_texts, server, form, texts, request)
+    if request.kv_transfer_params and len(prompts) > 1:
+        raise ValidationError(
+            f"kv_transfer_params is for one prompt, and there are {len(prompts)}; send a request for each",
+            param="kv_transfer_params",
+        )
     if request.suffix:
         _check_suffix(server, form, request, prompts)
         num_chars += len(request.suffix) * len(prompts)
@@ -150,7 +155,7 @@ def _check_texts(server: ServerState, form: TextForm, texts: list[str], request:
 
 
 def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensPrompt:
-    """Apply truncation from the left, and the prefix-cache salt."""
+    """Apply truncation from the left, the prefix-cache salt and the part in a KV transfer."""
     limit = request.truncate_prompt_tokens
     if limit is not None and prompt.get("media"):
         raise ValidationError(
@@ -161,6 +166,8 @@ def with_options(prompt: TokensPrompt, request: GenerationRequest) -> TokensProm
         prompt = TokensPrompt(prompt_token_ids=prompt["prompt_token_ids"][-limit:])
     if request.cache_salt is not None:
         prompt["cache_salt"] = request.cache_salt
+    if request.kv_transfer_params is not None:
+        prompt["kv_transfer_params"] = request.kv_transfer_params
     return prompt
 
 

@@ -276,9 +276,15 @@ class ServerState:
 
     @functools.cached_property
     def idle_fields(self) -> frozenset[str]:
-        """Fields without meaning in this configuration: `user` is a tenant only for a fair scheduler without keys."""
-        shares = self.engine.config.scheduler.scheduling_policy == "fair" and not self.keys
-        return frozenset() if shares else frozenset({"user"})
+        """Fields without meaning in this configuration.
+
+        `user` is a tenant only for a fair scheduler without keys, and blocks move only with --kv-transfer-config.
+        """
+        config = self.engine.config
+        shares = config.scheduler.scheduling_policy == "fair" and not self.keys
+        transfers = config.kv_store.transfer is not None
+        used = {"user": shares, "kv_transfer_params": transfers}
+        return frozenset(name for name, is_used in used.items() if not is_used)
 
     async def answer(self, query: str, *args: Any) -> Any:
         """Return this process's answer."""

@@ -23,7 +23,7 @@ from quire.executor.rank_placement import rank_processors
 from quire.executor.ranks.gate import RankHello, join
 from quire.executor.ranks.handles import CallFuture, Ranks
 from quire.executor.ranks.rank_processes import HostStarter, RankProcesses, RankStarter
-from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo, all_done
+from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo, all_done
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, decode_specs, encode_kv_config
 from quire.lora_request import LoRARequest
 from quire.media import EncodeProgress, MediaItem, all_encoded
@@ -185,8 +185,10 @@ class MultiprocExecutor(Executor):
             is_writable=all(info.is_writable for info in infos),
         )
 
-    def move_rows(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
-        return RowsFuture(self._ranks.call("move_rows", action, list(rows)))
+    def move_rows(
+        self, action: RowAction, rows: Sequence[tuple[bytes, int]], place: str = STORE
+    ) -> Future[RowResult]:
+        return RowsFuture(self._ranks.call("move_rows", action, list(rows), place))
 
     def shutdown(self) -> None:
         if self._background is not None:

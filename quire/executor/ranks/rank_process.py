@@ -197,7 +197,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     ),
     "drop_media": lambda rank, digests: rank.worker.drop_media(digests),
     "open_row_store": lambda rank: msgspec.to_builtins(rank.worker.open_row_store()),
-    "move_rows": lambda rank, action, rows: rank.worker.rows.start(action, rows),
+    "move_rows": lambda rank, action, rows, place: rank.worker.rows.start(action, rows, place),
 }  # Executor calls: plain data to plain data, or to a future of it.
 
 

@@ -179,6 +179,7 @@ class GenerationRequest(EngineRequest, SamplerFields, ConstraintFields):
     repetition_detection: RepetitionDetection | None = None
     stream_interval: int | None = None
     vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     use_beam_search: bool = False
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None

@@ -5,7 +5,7 @@ The last object of a reply also has `timings`, and `ignored` and `adjusted` unle
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType, field
@@ -100,6 +100,7 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str = FINGERPRINT
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
     adjusted: dict[str, int | str | bool] | UnsetType = UNSET
@@ -188,6 +189,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str = FINGERPRINT
     prompt_logprobs: list[PromptPosition | None] | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
     adjusted: dict[str, int | str | bool] | UnsetType = UNSET
@@ -220,6 +222,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str = FINGERPRINT
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
     adjusted: dict[str, int | str | bool] | UnsetType = UNSET

@@ -1,0 +1,1 @@
+"""Proxy in front of prefill engines and decode engines (see kv_store.md)."""

@@ -1,0 +1,198 @@
+"""Two real servers behind the proxy: the bits of one, also when either is killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.disagg.engines import Engine
+from quire.disagg.proxy import ASKED, DisaggProxy
+from tests.disagg.fakes import served
+from tests.end_to_end.server import Server, free_port, has_ended, wait_until
+
+PATH = "/v1/completions"
+WITHIN_S = 300.0
+PROMPT = "A prompt that is long enough for a good number of blocks of four tokens each, and a little more."
+CHAT = {
+    "messages": [{"role": "user", "content": PROMPT}],
+    "max_tokens": 8,
+    "temperature": 0,
+    "logprobs": True,
+}
+TEXT = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+
+
+def serve(log: Path, transfer: dict[str, Any] | None) -> Server:
+    options = ["--block-size", "4", "--cpu-threads", "1", "--max-num-seqs", "4"]
+    if transfer is not None:
+        options += ["--kv-transfer-config", json.dumps(transfer)]
+    return Server(*options, log=log)
+
+
+def config(role: str, port: int, **extra: Any) -> dict[str, Any]:
+    waits = {"pull_timeout_s": WITHIN_S, "lease_s": WITHIN_S}
+    settings = {"kv_connector": "RowServerConnector", "kv_role": role, "kv_port": port}
+    return settings | {"kv_connector_extra_config": waits | extra}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """A prefill server and a decode server."""
+    folder, port = tmp_path_factory.mktemp("disagg"), free_port()
+    prefill = serve(folder / "prefill.log", config("kv_producer", port))
+    decode = serve(folder / "decode.log", config("kv_consumer", port, peers=[f"127.0.0.1:{port}"]))
+    yield prefill.wait_ready(), decode.wait_ready()
+    for server in (prefill, decode):
+        server.stop()
+
+
+def post(url: str, body: dict[str, Any], path: str = PATH) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json=body, timeout=WITHIN_S)
+
+
+def answer_of(reply: httpx.Response) -> Any:
+    """Return text and logprobs of a reply."""
+    assert reply.status_code == 200, reply.text
+    return [{name: one[name] for name in one if name != "index"} for one in reply.json()["choices"]]
+
+
+def metrics_of(server: Server) -> dict[str, float]:
+    lines = httpx.get(f"{server.url}/metrics", timeout=WITHIN_S).text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("quire:kv_transfer"))
+    return {name.partition("{")[0].removeprefix("quire:kv_transfer_"): float(value) for name, value in pairs}
+
+
+def salted(body: dict[str, Any], salt: str) -> dict[str, Any]:
+    """Return a request whose blocks no other test has computed."""
+    return body | {"cache_salt": salt}
+
+
+@pytest.mark.parametrize(("path", "body"), [(PATH, TEXT), ("/v1/chat/completions", CHAT)])
+def test_the_proxy_has_the_bits_of_one_server(
+    path: str, body: dict[str, Any], engines: tuple[Server, Server]
+) -> None:
+    prefill, decode = engines
+    asked = salted(body, f"bits of {path}")
+    expected = answer_of(post(prefill.url, asked | {"cache_salt": "alone"}, path))
+    with served(DisaggProxy([Engine(prefill.url)], [Engine(decode.url)])) as url:
+        reply = post(url, asked, path)
+        assert answer_of(reply) == expected
+        assert reply.json()["usage"]["prompt_tokens_details"]["stored_tokens"] > 20
+        streamed = post(url, asked | {"stream": True}, path).text
+    assert streamed.endswith("data: [DONE]\n\n")
+    metrics = metrics_of(decode)
+    assert metrics["pulls_total"] >= 1
+    assert metrics["failed_pulls_total"] == 0
+    assert metrics_of(prefill)["offered_blocks_total"] >= metrics["pulled_blocks_total"] > 0
+
+
+def test_vllms_protocol_over_plain_http(engines: tuple[Server, Server]) -> None:
+    """The requests that vLLM's example proxy and llm-d's side-car send, with nothing of ours between."""
+    prefill, decode = engines
+    asked = salted(TEXT, "plain")
+    first = post(
+        prefill.url,
+        asked | {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "kv_transfer_params": ASKED},
+    )
+    params = first.json()["kv_transfer_params"]
+    assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
+    assert params["remote_block_ids"][0]
+    assert all(
+        params[name] for name in ("remote_engine_id", "remote_host", "remote_port", "remote_request_id")
+    )
+    second = post(decode.url, asked | {"kv_transfer_params": params})
+    assert answer_of(second) == answer_of(post(decode.url, salted(TEXT, "alone")))
+    assert second.json()["usage"]["prompt_tokens_details"]["stored_tokens"] == params["remote_num_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ("x", "kv_transfer_params"),
+        ({"do_remote_prefill": "yes"}, "true or false"),
+        ({"do_remote_decode": True}, "whose kv_role is kv_consumer"),
+        (
+            {
+                "do_remote_prefill": True, "remote_host": "169.254.169.254", "remote_port": 80,
+                "remote_request_id": "r" * 36,
+            },
+            "not among the peers",
+        ),
+        ({"do_remote_prefill": True, "remote_block_ids": [0] * 200_000}, "131072 are allowed"),
+    ],
+)  # fmt: skip
+def test_hostile_params_are_refused_in_words(params: Any, words: str, engines: tuple[Server, Server]) -> None:
+    for path, body in ((PATH, TEXT), ("/v1/chat/completions", CHAT)):
+        reply = post(engines[1].url, body | {"kv_transfer_params": params}, path)
+        assert reply.status_code == 400
+        assert words in reply.json()["error"]["message"]
+    many = TEXT | {"prompt": ["a", "b"], "kv_transfer_params": {"do_remote_prefill": True}}
+    assert "for one prompt" in post(engines[1].url, many).json()["error"]["message"]
+
+
+def test_servers_without_transfers_refuse_params(tmp_path: Path) -> None:
+    server = serve(tmp_path / "log", None).wait_ready()
+    reply = post(server.url, TEXT | {"kv_transfer_params": ASKED})
+    assert reply.status_code == 400
+    assert "--kv-transfer-config" in reply.json()["error"]["message"]
+    assert post(server.url, TEXT | {"kv_transfer_params": None}).status_code == 200
+    server.stop()
+
+
+@pytest.mark.parametrize("stage", ["before", "between"])
+def test_a_killed_prefill_server_costs_no_request(
+    stage: str, engines: tuple[Server, Server], tmp_path: Path
+) -> None:
+    port = free_port()
+    prefill = serve(tmp_path / "prefill.log", config("kv_producer", port)).wait_ready()
+    decode = serve(
+        tmp_path / "decode.log", config("kv_consumer", port, peers=[f"127.0.0.1:{port}"])
+    ).wait_ready()
+    asked, expected = salted(TEXT, stage), answer_of(post(engines[0].url, salted(TEXT, "alone")))
+    if stage == "before":
+        kill(prefill)
+        with served(DisaggProxy([Engine(f"http://127.0.0.1:{prefill.port}")], [Engine(decode.url)])) as url:
+            assert answer_of(post(url, asked)) == expected
+    else:
+        params = post(prefill.url, asked | {"max_tokens": 1, "kv_transfer_params": ASKED}).json()[
+            "kv_transfer_params"
+        ]
+        kill(prefill)
+        assert answer_of(post(decode.url, asked | {"kv_transfer_params": params})) == expected
+        assert metrics_of(decode)["failed_pulls_total"] == 1
+    decode.stop()
+
+
+def test_a_killed_decode_server_ends_its_stream_in_one_error(
+    engines: tuple[Server, Server], tmp_path: Path
+) -> None:
+    prefill, decode = engines
+    port = free_port()
+    lost = serve(tmp_path / "lost.log", config("kv_both", port, peers=[f"127.0.0.1:{port}"])).wait_ready()
+    long = TEXT | {"stream": True, "max_tokens": 400}
+    with served(DisaggProxy([Engine(lost.url)], [Engine(lost.url)], probe_s=3600.0)) as url:
+        with httpx.stream("POST", f"{url}{PATH}", json=long, timeout=WITHIN_S) as reply:
+            pieces = reply.iter_text()
+            begun = next(pieces)
+            kill(lost)
+            events = (begun + "".join(pieces)).split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        assert sum('"error"' in event for event in events) == 1
+    other = [Engine(f"http://127.0.0.1:{lost.port}"), Engine(decode.url)]
+    with served(DisaggProxy([Engine(prefill.url)], other, probe_s=3600.0)) as url:
+        reply_text = post(url, salted(TEXT, "after")).text
+        assert json.loads(reply_text)["usage"]["prompt_tokens_details"]["stored_tokens"] > 20
+
+
+def kill(server: Server) -> None:
+    """Kill a server; its core notices and ends."""
+    core = server.core_pid()
+    server.process.kill()
+    server.process.wait(60)
+    if core is not None:
+        wait_until(lambda: has_ended(core), WITHIN_S, "the core of a killed server runs on")
