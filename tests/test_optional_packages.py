@@ -30,7 +30,10 @@ from quire import LLM
 
 assert len(LLM("quire-demo-embed", device="cpu").embed("Hello")[0].outputs.embedding)
 """
-SERVES = "import quire.entrypoints.cli.main, quire.entrypoints.openai.api_server, quire.entrypoints.cli.run_batch, quire.batch.rows"
+SERVES = (
+    "import quire.entrypoints.cli.main, quire.entrypoints.openai.api_server, "
+    "quire.entrypoints.cli.run_batch, quire.batch.rows"
+)
 RANKS = "import quire.engine.core_process, quire.executor.ranks.multiproc, quire.executor.ranks.rank_process"
 
 

@@ -98,7 +98,7 @@ LINES = st.lists(st.sampled_from(["a", "b", "c", None, "nonsense"]), max_size=8)
 async def test_batch_resumed_anywhere_has_the_answers_of_one_run(
     kinds: list[str | None], num_kept: int, cut: int
 ) -> None:
-    """Of a run that was ended at any byte."""
+    """A batch run interrupted at any byte and resumed gives the answers of one run."""
     lines = [b"{" if kind == "nonsense" else line(kind, prompt="hi", max_tokens=2) for kind in kinds]
     text = b"\n".join(lines)
     with tempfile.TemporaryDirectory() as folder:

@@ -212,7 +212,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.disturbed.add(name)
 
     def _add_too_much(self, prompt: list[int], media: Media) -> None:
-        """What a request needs at once must fit the encoder cache."""
+        """Check that a request whose embeddings exceed the encoder cache is refused."""
         with pytest.raises(ValidationError, match="encoder cache"):
             self.engine.add("too much", prompt, SamplingParams(), media)
 

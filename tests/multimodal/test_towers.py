@@ -21,7 +21,7 @@ def _family(request: Any, tmp_path_factory: Any) -> tuple[str, Any, Path]:
 
 @torch.inference_mode()
 def features_of(model: Any, picture: Picture) -> Embeddings:
-    """What transformers' model puts in the stream."""
+    """Return the embeddings that transformers puts in the stream."""
     inputs = {name: torch.from_numpy(array) for name, array in picture.arrays.items()}
     found = model.model.get_image_features(**inputs, return_dict=True)
     values = found.pooler_output

@@ -41,7 +41,7 @@ from quire.worker.media_rows import Embeddings
 
 @dataclass(frozen=True)
 class ViTOptions:
-    """What distinguishes vision transformers; names are those of checkpoints, within the tower."""
+    """Options in which vision transformers differ; names are those of checkpoints, within the tower."""
 
     sizes: tuple[int, int, int, int, int, int]
     """Usual hidden size, intermediate size, layers, heads, image size and patch size, for files that omit them."""

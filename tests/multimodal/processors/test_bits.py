@@ -53,7 +53,7 @@ def oracle(case: Case) -> Any:
 
 
 def expected(oracle: Any, case: Case, image: Image.Image) -> dict[str, np.ndarray]:
-    """What transformers returns, as arrays."""
+    """Return the result of transformers as arrays."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = oracle(image, return_tensors="np", **case.call)
@@ -97,7 +97,7 @@ TOKENS = {
 
 
 def pixtral_rows(rows: int, columns: int) -> str:
-    """What transformers' processor writes; its module needs torchvision."""
+    """Return the text of transformers' processor, whose module needs torchvision."""
     return ("[IMG]" * columns + "[IMG_BREAK]") * (rows - 1) + "[IMG]" * columns + "[IMG_END]"
 
 

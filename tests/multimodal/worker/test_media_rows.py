@@ -181,7 +181,7 @@ def test_media_that_do_not_fit_cost_their_request(media: list[MediaItem], reason
     assert reason in str(rows.why_unusable(request(8, media, prompt=8)))
 
 
-def test_embeddings_of_another_shape_or_position_cost_their_request() -> None:
+def test_embeddings_of_wrong_shape_cost_their_request() -> None:
     media = [item(1, (1, 4))]
     store = Store([item(1, (1, 5))])
     rows = MediaBatch(store, 1, hidden_size=H, max_position=64)
