@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +22,9 @@ from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig, SupervisionConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.plugins import place_of
+from quire.vllm_names.option_values import translated_values
+from quire.vllm_names.options import OPTIONS
+from quire.vllm_names.row import suggestion, translated
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,10 @@ class EngineConfig:
         """Build a config from flat names, as `LLM(...)` and the command line give them; None means the default.
 
         Raises:
-            TypeError: a name is no config field; the message suggests the nearest one.
-            ConfigError: a value is out of range.
+            TypeError: a name is neither a config field nor one of vLLM's options.
+            ConfigError: a value is out of range, or vLLM's option is not supported.
         """
+        args = translated_values(translated(args, OPTIONS, engine_fields()))
         by_child: dict[str, dict[str, Any]] = {}
         for name, value in args.items():
             if name not in engine_fields():
@@ -181,20 +184,8 @@ def _coerced(value: Any, owner: type[Config], name: str) -> Any:
     return value
 
 
-_CALLED_HERE = {
-    "data_parallel_master_ip": "data_parallel_address",
-    "data_parallel_master_port": "data_parallel_rpc_port",
-}  # vLLM's names of options with other names here: replicas meet at the server's address.
-
-
 def _unknown_field(name: str) -> str:
-    near = (
-        [_CALLED_HERE[name]]
-        if name in _CALLED_HERE
-        else difflib.get_close_matches(name, engine_fields(), n=1)
-    )
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown engine argument {name!r}{hint}"
+    return f"unknown engine argument {name!r}{suggestion(name, engine_fields())}"
 
 
 class EngineArgs:
