@@ -11,7 +11,7 @@ import enum
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,6 +28,7 @@ from quire.sampling_extras import (
     checked_repetition_detection,
 )
 from quire.structured_output.params import StructuredOutputsParams, checked_structured_outputs
+from quire.vllm_names.imports import attributes_of
 
 __all__ = [
     "BeamSearchParams",
@@ -529,3 +530,7 @@ def _checked_logit_bias(bias: object) -> dict[int, float]:
             raise ValidationError(f"logit_bias keys must be token ids, got {token_id!r}", param="logit_bias")
         checked[token_id] = _checked_float("logit_bias", value, -100.0, 100.0)
     return checked
+
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(__name__)  # vLLM's names that are elsewhere

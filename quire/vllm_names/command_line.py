@@ -156,7 +156,8 @@ def _list_of(option: str, value: str) -> list[str]:
         if not isinstance(module.get("name"), str) or not isinstance(module.get("path"), str):
             raise ConfigError(f'--lora-modules needs "name" and "path" (or NAME=DIRECTORY), got {value}')
         return [f"{module['name']}={module['path']}"]
-    return _scalar(value) if value.startswith('["') and isinstance(_scalar(value), list) else [value]
+    entries = _scalar(value) if value.startswith('["') else None
+    return list(map(str, entries)) if isinstance(entries, list) else [value]
 
 
 def _json(flag: str, value: str) -> Any:
@@ -232,5 +233,5 @@ _AS_TEXT: Mapping[type, Callable[[str, Any], list[str]]] = {
 
 
 def _as_flags(option: str, value: Any) -> list[str]:
-    write = _AS_TEXT.get(type(value), lambda flag, value: [flag, str(value)])
-    return write(flag_of(option), value)
+    write = _AS_TEXT.get(type(value))
+    return [flag_of(option), str(value)] if write is None else write(flag_of(option), value)
