@@ -105,4 +105,4 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute or name)
 
 
-sys.meta_path.append(VllmFinder)
+sys.meta_path.append(VllmFinder())

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from quire.config import DEMO_MODEL, EngineConfig
+from quire.config import DEMO_MODEL, EngineArgs, EngineConfig, engine_fields
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.formats.model import PromptEnd
@@ -54,10 +54,17 @@ class LLM(OfflinePooling):
     ) -> None:
         choose(tool_call_parser, reasoning_parser, None)  # report an unknown name before the model is loaded
         super().__init__(LLMEngine(EngineConfig.from_args(model=model, **engine_args)))
+        if engine_args.get("disable_log_stats") is False:
+            self.count_metrics()
         self._form_options = FormOptions(
             chat_template, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
         )
         self._forms: dict[str | None, TextForms] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """Build from flat arguments; raises as the constructor does."""
+        return cls(**{name: getattr(engine_args, name) for name in engine_fields()})
 
     def generate(
         self,

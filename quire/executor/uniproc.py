@@ -189,6 +189,9 @@ class UniprocExecutor(Executor):
     def move_rows(self, action: RowAction, rows: Sequence[tuple[bytes, int]]) -> Future[RowResult]:
         return self._worker.rows.start(action, rows)
 
+    def run_on_worker(self, function: Callable[[Worker], None]) -> None:
+        self._lane.start(partial(function, self._worker))()
+
     def shutdown(self) -> None:
         self._lane.close()
         self._worker.shutdown()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import types
 from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -124,8 +125,8 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
         "destroy_model_parallel": _SHUTDOWN,
         "destroy_distributed_environment": _SHUTDOWN,
         "init_distributed_environment": "the executor does this (docs/parallelism.md)",
-        "get_tensor_model_parallel_rank": "a layer is given its Shard (quire.distributed.group)",
-        "get_tensor_model_parallel_world_size": "a layer is given its Shard (quire.distributed.group)",
+        "get_tensor_model_parallel_rank": "a layer is given its Shard (quire.layers.shard)",
+        "get_tensor_model_parallel_world_size": "a layer is given its Shard (quire.layers.shard)",
     },
     "quire.distributed.parallel_state": {ALL: _SHUTDOWN},
     "quire.distributed.kv_events": {ALL: "subscribe as docs/kv_events.md shows; messages are vLLM's"},
@@ -214,23 +215,17 @@ def attributes_of(module: str) -> Callable[[str], Any]:
     return attribute
 
 
-class VllmFinder:
+class VllmFinder(MetaPathFinder, Loader):
     """Finder and loader of modules that only vLLM has; the last entry of `sys.meta_path`."""
 
-    @staticmethod
     def find_spec(
-        fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a module of the tables, or of one below a module that is absent as a whole."""
         if fullname in _MODULES or reason_of(fullname, ALL) is not None:
-            return ModuleSpec(fullname, VllmFinder, is_package=True)
+            return ModuleSpec(fullname, self, is_package=True)
         return None
 
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> types.ModuleType | None:
-        """Return None: an ordinary module."""
-
-    @staticmethod
-    def exec_module(module: types.ModuleType) -> None:
+    def exec_module(self, module: types.ModuleType) -> None:
         """Give the module its names."""
         vars(module)["__getattr__"] = attributes_of(module.__name__)

@@ -292,6 +292,11 @@ class Worker:
         num_rows = self._config.scheduler.max_num_seqs
         return RowAdapters(self.adapters, self._slots, self._config.lora.max_loras, num_rows)
 
+    @property
+    def model(self) -> CausalLM:
+        """Loaded model."""
+        return self._loaded()
+
     def _loaded(self) -> CausalLM:
         assert self._model is not None, "load() comes first"
         return self._model

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from quire.config import EngineConfig, ServerConfig, child_configs, engine_fields
-from quire.config.fields import Config, OptionInfo, field_types, flag_of, info_of, plain_type
+from quire.config.fields import (
+    Config,
+    OptionInfo,
+    default_of,
+    field_types,
+    flag_of,
+    info_of,
+    parse_integer,
+    plain_type,
+)
 from quire.errors import ConfigError
 from quire.logging_setup import configure_logging
 from quire.vllm_names.command_line import FLAGS, OwnFlag, translated_arguments
@@ -27,10 +34,6 @@ from quire.vllm_names.option_values import translated_values
 from quire.vllm_names.row import Takes, nearest, suggestion, translated
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-_INTEGER = re.compile(r"([+-]?\d+(?:\.\d+)?)([kKmMgGtT]?)")
-_UNITS = {unit: 1000 ** (power + 1) for power, unit in enumerate("kmgt")}
-_UNITS |= {unit: 1024 ** (power + 1) for power, unit in enumerate("KMGT")}
-_UNITS[""] = 1
 
 
 def config_file_option() -> click.Option:
@@ -158,13 +161,10 @@ class HumanInt(click.ParamType[int]):
             return value
         if value in self.words:
             return self.words[value]
-        match = _INTEGER.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is not an integer (1k is 1000, 1K is 1024)", param, ctx)
-        exact = Fraction(match[1]) * _UNITS[match[2]]
-        if exact.denominator != 1:
-            self.fail(f"{value!r} is not a whole number", param, ctx)
-        return int(exact)
+        try:
+            return parse_integer(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class JsonObject(click.ParamType[dict[str, Any]]):
@@ -314,13 +314,6 @@ def default_note(field: dataclasses.Field[Any]) -> str:
         return ""
     shown = json.dumps(default) if isinstance(default, bool) else default
     return f"[default: {shown}]"
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Return the default value of a field."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _click_type(info: OptionInfo, kind: type) -> click.ParamType[Any] | None:
