@@ -52,7 +52,7 @@ class LiveServer:
         self.app = build_app(engine, config)  # type: ignore[arg-type]
         self.lifecycle = Lifecycle(
             self.app.state.server,
-            HttpServer(http_config(self.app, config)),
+            HttpServer(http_config(self.app, config), config),
             self.listener,
             needs_key=needs_key,
         )
