@@ -45,11 +45,11 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "model_config": "the configuration is llm_engine.config.model",
         "get_world_size": "the ranks are llm_engine.config.parallel.num_ranks",
         "vllm_config": "the configuration is llm_engine.config",
+        "get_vllm_config": "the configuration is llm_engine.config",
     },
     "LLMEngine": {
         **_COMMON,
         "do_log_stats": "add_stat_logger(LoggingStatLogger()) of quire.metrics.logging logs",
-        "get_vllm_config": "the configuration is config",
         "get_tokenizer": "the tokenizer is tokenizer",
         "collective_rpc": "call LLM.collective_rpc",
     },

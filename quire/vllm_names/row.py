@@ -125,8 +125,9 @@ def log_once(name: str, message: str) -> None:
 
 
 def flag_of(name: str) -> str:
-    """Return a name as a command-line flag."""
-    return "--" + name.replace("_", "-")
+    """Return a name as a command-line flag; a key behind a dot keeps its spelling."""
+    option, dot, key = name.partition(".")
+    return "--" + option.replace("_", "-") + dot + key
 
 
 def translated(
