@@ -22,8 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser, owner: type[Config]) -> None:
     for field in dataclasses.fields(owner):
         info, expected = info_of(field), field_types(owner)[field.name]
         names = [flag_of(field.name), *([info.short] if info.short else [])]
-        if "_" in field.name:
-            names.append("--" + field.name)
         group.add_argument(*names, dest=field.name, default=None, help=_help(info), **_kind(expected, info))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from quire.config.argparse_flags import parse_object
 from quire.errors import ConfigError
@@ -25,6 +26,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         except ConfigError as error:
             self.error(str(error))
         return super().parse_known_args(given, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with one sentence; the usage, which has all options, is left to `--help`."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
     def _flags(self) -> dict[str, OwnFlag]:
         return {

@@ -211,7 +211,20 @@ def _added(parsed: _Parsed, own: Mapping[str, OwnFlag]) -> list[str]:
     for option in {row.to.partition(".")[0] for name in given if (row := FLAGS.get(name)) and "." in row.to}:
         given[option] = {**_pop_json(option, parsed.kept), **given.get(option, {})}
     result = translated(given, FLAGS, own, flag_of)
-    return [part for option, value in result.items() for part in _as_flags(option, value)]
+    added = {option: _as_flags(option, value) for option, value in result.items()}
+    for flags in added.values():
+        _check_conflict(flags, parsed.kept)
+    return [part for flags in added.values() for part in flags]
+
+
+def _check_conflict(flags: list[str], kept: list[str]) -> None:
+    """Refuse another value of a flag that one of vLLM's stands for."""
+    if flags and flags[0] in kept:
+        given = kept[kept.index(flags[0]) :][: len(flags)]
+        if given != flags:
+            raise ConfigError(
+                f"{' '.join(flags)} is what a flag of vLLM's means, but {' '.join(given)} is given; drop one"
+            )
 
 
 def _pop_json(option: str, kept: list[str]) -> dict[str, Any]:
@@ -221,8 +234,10 @@ def _pop_json(option: str, kept: list[str]) -> dict[str, Any]:
         return {}
     place = kept.index(flag)
     value = _json(flag, kept[place + 1])
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} must be a JSON object, got {value!r}")
     del kept[place : place + 2]
-    return dict(value)
+    return value
 
 
 _AS_TEXT: Mapping[type, Callable[[str, Any], list[str]]] = {
