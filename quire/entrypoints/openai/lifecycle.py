@@ -141,7 +141,8 @@ class HttpServer(uvicorn.Server):
         self.is_open = asyncio.Event()
         self._server_config = server_config
         self._arriving: set[asyncio.Task[Any]] = set()
-        self._renewal: asyncio.Task[None] | None = None
+        self.renewal: CertificateRenewal | None = None  # Once the server has opened, if it is asked for.
+        self._renewing: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -150,14 +151,13 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._server_config.enable_ssl_refresh and self.config.ssl is not None:
-            self._renewal = asyncio.create_task(
-                CertificateRenewal(self._server_config, self.config.ssl).run()
-            )
+            self.renewal = CertificateRenewal(self._server_config, self.config.ssl)
+            self._renewing = asyncio.create_task(self.renewal.run())
         self.is_open.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._renewal is not None:
-            self._renewal.cancel()
+        if self._renewing is not None:
+            self._renewing.cancel()
         await super().shutdown(sockets)
 
     def admit(self, connection: socket.socket) -> None:

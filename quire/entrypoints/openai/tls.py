@@ -32,7 +32,9 @@ def checked_tls(config: ServerConfig) -> ServerConfig:
     if not config.ssl_certfile:
         return config
     given = {field: getattr(config, field) for field in FIELDS}
-    paths = {field: str(Path(path).expanduser().absolute()) for field, path in given.items() if path}
+    paths: dict[str, Any] = {
+        field: str(Path(path).expanduser().absolute()) for field, path in given.items() if path
+    }
     config = replace(config, **paths)
     flags = " and ".join(f"--{field.replace('_', '-')} {path}" for field, path in given.items() if path)
     try:
