@@ -155,7 +155,6 @@ class ServerConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_tls()
         # The only way to replace a given value in a frozen dataclass.
         object.__setattr__(self, "api_key", tuple(map(hashed_key, self.api_key)))
         if self.admin_api_key:
@@ -166,7 +165,12 @@ class ServerConfig(Config):
         """Scheme of the server's URL."""
         return "https" if self.ssl_certfile else "http"
 
-    def _check_tls(self) -> None:
+    def check_tls(self) -> None:
+        """Reject TLS options without the one that they need.
+
+        Raises:
+            ConfigError: names both.
+        """
         needs = (
             ("--ssl-keyfile", self.ssl_keyfile),
             ("--ssl-ca-certs", self.ssl_ca_certs),

@@ -138,7 +138,7 @@ def test_a_prompt_without_text_is_refused_where_a_text_would_lose_its_first_spac
 
 def test_a_backend_that_nobody_offers_is_refused_at_start(null_model_dir: Path) -> None:
     config = EngineConfig.from_args(
-        model=str(null_model_dir), structured_outputs_config={"backend": "outlines"}
+        model=str(null_model_dir), structured_outputs_config={"backend": "nothing"}
     )
     with pytest.raises(ConfigError, match="must be one of auto, guidance"):
         prepare(config, "offline")

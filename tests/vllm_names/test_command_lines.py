@@ -192,8 +192,6 @@ REFUSED = {
     "m --hf-token abc": "HF_TOKEN",
     "m --enable-prompt-adapter": "LoRA",
     "m --profiler-config.profiler torch": "py-spy",
-    "m --ssl-keyfile k.pem": "--ssl-certfile",
-    "m --ssl-certfile c --ssl-cert-reqs 2": "--ssl-ca-certs",
     "m --hf-overrides 3 --rope-theta 1": "--hf-overrides",
     'm --lora-modules \'{"name": "a"}\'': "path",
     "m --speculative-config.method ngram --spec-method suffix": "another value",

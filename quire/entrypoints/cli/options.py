@@ -243,7 +243,8 @@ class EngineCommand(click.Command):
             if isinstance(param, click.Option)
             for flag in (*param.opts, *param.secondary_opts)
         }
-        needs_none = not any(isinstance(param, click.Argument) and param.required for param in self.params)
+        arguments = [param.name for param in self.params if isinstance(param, click.Argument)]
+        needs_none = set(arguments) <= {"model_argument"}
         try:
             args = translated_arguments(args, own, has_argument=needs_none and "--model" in args)
         except ConfigError as error:

@@ -209,4 +209,9 @@ def test_unusable_files_end_the_start(
 )
 def test_tls_options_need_a_certificate(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="needs --ssl-certfile"):
-        ServerConfig(**given)
+        checked_tls(ServerConfig(**given))
+
+
+def test_certificates_of_clients_need_roots(pairs: list[tuple[str, str]]) -> None:
+    with pytest.raises(ConfigError, match="--ssl-cert-reqs needs --ssl-ca-certs"):
+        checked_tls(ServerConfig(ssl_certfile=pairs[0][0], ssl_keyfile=pairs[0][1], ssl_cert_reqs=2))
