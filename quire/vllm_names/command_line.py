@@ -46,18 +46,18 @@ class _Parsed:
     kept: list[str] = field(default_factory=list)
     theirs: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
-    has_argument: bool = False
+    has_argument: bool | None = False
 
 
 def translated_arguments(
-    arguments: Sequence[str], own: Mapping[str, OwnFlag], *, has_argument: bool = False
+    arguments: Sequence[str], own: Mapping[str, OwnFlag], *, has_argument: bool | None = False
 ) -> list[str]:
     """Return a command line in quire's flags.
 
     Args:
         own: flag -> the command's option, with all spellings such as `--no-x` and `-tp`.
         has_argument: arguments behind a list are its values, since the command expects no other one. Without it, they
-            are behind the first argument only.
+            are behind the first argument only; None: never, so that each value needs its flag.
 
     Raises:
         ConfigError: a flag or a value is not supported; the message says what to do.
@@ -73,7 +73,7 @@ def translated_arguments(
             _take_flag(argument, rest, parsed, own)
         else:
             parsed.kept.append(argument)
-            parsed.has_argument = True
+            parsed.has_argument = None if parsed.has_argument is None else True
     added = _added(parsed, {flag.option: flag for flag in own.values()})
     return [*added, *parsed.kept]
 

@@ -236,7 +236,8 @@ def test_unknown_flag_suggests_close_spelling_only(flag: str) -> None:
 
 def test_keys_of_own_flags_keep_their_meaning() -> None:
     assert parsed(run, "hello --stop a --stop '[b]'")["stop"] == ("a", "[b]")
-    assert parsed(run, "--model m --stop a hello")["prompt"] == "hello"
+    assert parsed(run, "--model m --stop a hello")["words"] == ("hello",)
+    assert parsed(run, "quire-demo --stop a hello")["words"] == ("quire-demo", "hello")
     assert parsed(serve, "-- m")["model_argument"] == "m"
     assert parsed(serve, "--chat-template -x m")["chat_template"] == "-x"
 

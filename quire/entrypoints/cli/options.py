@@ -244,9 +244,9 @@ class EngineCommand(click.Command):
             for flag in (*param.opts, *param.secondary_opts)
         }
         arguments = [param.name for param in self.params if isinstance(param, click.Argument)]
-        needs_none = set(arguments) <= {"model_argument"}
+        has_argument = "--model" in args if set(arguments) <= {"model_argument"} else None
         try:
-            args = translated_arguments(args, own, has_argument=needs_none and "--model" in args)
+            args = translated_arguments(args, own, has_argument=has_argument)
         except ConfigError as error:
             raise click.UsageError(str(error), ctx) from None
         try:
