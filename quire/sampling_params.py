@@ -29,7 +29,7 @@ from quire.sampling_extras import (
 )
 from quire.structured_output.params import StructuredOutputsParams, checked_structured_outputs
 from quire.vllm_names.imports import attributes_of
-from quire.vllm_names.sampling import KeywordCheck
+from quire.vllm_names.parameters import KeywordCheck
 
 __all__ = [
     "BeamSearchParams",

@@ -98,7 +98,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         config = _settled(config, choice)
     choices = [
         *_choose_runner(config, pooling),
-        _choose_quantization(config),
+        choose_quantization(config),
         _choose_dtype(config),
         _choose_max_model_len(config, pooling.max_seq_length),
         *_choose_batch(config, usage),
@@ -235,7 +235,7 @@ def _choose_runner(config: EngineConfig, found: ResolvedPooling) -> list[Choice]
     return choices
 
 
-def _choose_quantization(config: EngineConfig) -> Choice | None:
+def choose_quantization(config: EngineConfig) -> Choice | None:
     """Drop the name of the checkpoint's own format, which needs no option.
 
     Raises:

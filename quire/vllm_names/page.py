@@ -15,8 +15,8 @@ from quire.vllm_names.imports import ABSENT, ALL, PRESENT
 from quire.vllm_names.members import MEMBERS
 from quire.vllm_names.option_values import OPTION_VALUES
 from quire.vllm_names.options import OPTIONS
+from quire.vllm_names.parameters import PARAMETERS
 from quire.vllm_names.row import Fate, Row, Table, flag_of
-from quire.vllm_names.sampling import SAMPLING
 from quire.vllm_names.server_options import SERVER_OPTIONS
 
 PAGE = Path("docs/coming_from_vllm.md")
@@ -78,15 +78,21 @@ def vllm_page() -> str:
             _values(),
             "\n## Flags of the server\n\nThey have no keyword.\n\n",
             _table("flag", SERVER_OPTIONS, _as_flag),
-            "\n## Sampling parameters\n\n",
-            _table("parameter", SAMPLING, _quoted),
-            "\n## Environment variables\n\n",
+            "\n## Parameters of requests\n\n",
+            *_parameters(),
+            "## Environment variables\n\n",
             "quire's own are in [configuration.md](configuration.md#environment-variables).\n\n",
             _table("variable", ENVIRONMENT, _quoted),
             _imports(),
             _members(),
         )
     )
+
+
+def _parameters() -> Iterator[str]:
+    for kind, table in PARAMETERS.items():
+        if table:
+            yield f"Keywords of `{kind}`:\n\n{_table('keyword', table, _quoted)}\n"
 
 
 def _table(title: str, table: Table, spelled: Callable[[str], str]) -> str:

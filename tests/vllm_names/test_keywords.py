@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from quire import EngineArgs, SamplingParams
+from quire import EngineArgs, LoRARequest, PoolingParams, SamplingParams
 from quire.config import EngineConfig, ServerConfig, engine_fields
+from quire.config.encoding import CheckpointQuantization
 from quire.config.engine import child_configs
+from quire.engine.startup import choose_quantization, prepare
 from quire.errors import ConfigError, ValidationError
 from quire.sampling_params import BeamSearchParams
 from quire.vllm_names import row as rows
@@ -148,6 +150,16 @@ def test_unsupported_sampling_keyword_says_what_to_do(given: dict[str, Any], mes
         SamplingParams(**given)
 
 
+def test_keywords_of_adapters_and_pooling_are_read() -> None:
+    assert LoRARequest("a", 1, lora_local_path="p") == LoRARequest("a", 1, "p")  # type: ignore[call-arg]
+    assert LoRARequest("a", 1, "p", base_model_name="m") == LoRARequest("a", 1, "p")  # type: ignore[call-arg]
+    with pytest.raises(ValidationError, match="another lora_int_id"):
+        LoRARequest("a", 1, "p", load_inplace=True)  # type: ignore[call-arg]
+    assert PoolingParams(normalize=False) == PoolingParams(use_activation=False)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="PoolingParams has no field 'wibble'"):
+        PoolingParams(wibble=1)  # type: ignore[call-arg]
+
+
 def test_unknown_sampling_keyword_is_a_type_error() -> None:
     with pytest.raises(
         TypeError, match="SamplingParams has no field 'tempreature'; did you mean 'temperature'"
@@ -270,3 +282,44 @@ def test_nearest_ignores_common_prefixes() -> None:
     ):
         assert nearest(name, own) is None
     assert nearest("max_model_length", own) == "max_model_len"
+
+
+# Format of the checkpoint
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "chosen"),
+    [
+        ("awq", "awq", None),
+        ("awq_marlin", "awq", None),
+        ("fp8", "fp8", None),
+        ("fp8", "fbgemm_fp8", None),
+        ("int8", "awq", "int8"),
+        ("int8", None, "int8"),
+        (None, "awq", None),
+    ],
+)
+def test_format_of_the_checkpoint_needs_no_option(
+    asked: str | None, found: str | None, chosen: str | None
+) -> None:
+    assert quantized(asked, found) == chosen
+
+
+@pytest.mark.parametrize(("asked", "found", "is_in"), [("awq", "gptq", "gptq"), ("gptq", None, "floats")])
+def test_other_format_of_the_checkpoint_is_refused(asked: str, found: str | None, is_in: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--quantization is {asked}, but the checkpoint is in {is_in}; drop it"
+    ):
+        quantized(asked, found)
+
+
+def quantized(asked: str | None, found: str | None) -> str | None:
+    """The option that start-up leaves, for a checkpoint of this method."""
+    config = prepare(EngineConfig.from_args(cpu_threads=1), "offline")
+    encoding = None if found is None else CheckpointQuantization(found, ())
+    arch = dataclasses.replace(config.arch, quantization=encoding)
+    config = dataclasses.replace(config, model_arch=arch).evolve(
+        quantization=EngineConfig.from_args(quantization=asked).quantization.quantization
+    )
+    choice = choose_quantization(config)
+    return config.quantization.quantization if choice is None else choice.value

@@ -27,7 +27,8 @@ def checked_tls(config: ServerConfig) -> ServerConfig:
     """Return the config with absolute paths, since other processes have another working directory.
 
     Raises:
-        ConfigError: an option needs another one, a file cannot be read, is no certificate or key, or key and certificate do not fit together.
+        ConfigError: an option needs another one, a file cannot be read, is no certificate or key, or key and
+            certificate do not fit together.
     """
     config.check_tls()
     if not config.ssl_certfile:

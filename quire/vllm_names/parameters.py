@@ -1,13 +1,14 @@
-"""vLLM's sampling parameters, and the handling of keywords of `SamplingParams` and `BeamSearchParams`."""
+"""vLLM's keywords of `SamplingParams` and of the other parameters of a request."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from quire.errors import ConfigError, ValidationError
-from quire.vllm_names.row import accepted, refused, renamed, suggestion, table_of, translated
+from quire.vllm_names.row import Table, accepted, refused, renamed, suggestion, table_of, translated
 
 SAMPLING = table_of(
     renamed("guided_decoding", "structured_outputs"),
@@ -31,7 +32,24 @@ SAMPLING = table_of(
     refused("routed_experts_prompt_start", "experts of tokens are not reported", harmless=(0,)),
     accepted("skip_clone output_text_buffer_length", "it follows from the other parameters"),
 )
-"""Rows by vLLM's name."""
+POOLING = table_of(
+    renamed("normalize", "use_activation"),
+    renamed("softmax", "use_activation"),
+    renamed("activation", "use_activation"),
+    refused("truncate_prompt_tokens", "give tokenization_kwargs to LLM.embed, classify, encode or score"),
+)
+LORA = table_of(
+    renamed("lora_local_path", "lora_path"),
+    accepted("base_model_name long_lora_max_len is_3d_lora_weight", "the adapter's files say it"),
+    refused("load_inplace", "give weights that changed another lora_int_id", harmless=(False,)),
+)
+PARAMETERS: Mapping[str, Table] = {
+    "SamplingParams": SAMPLING,
+    "BeamSearchParams": {},
+    "PoolingParams": POOLING,
+    "LoRARequest": LORA,
+}
+"""Rows by class, and by vLLM's name."""
 
 
 class KeywordCheck(type(msgspec.Struct)):  # type: ignore[misc]
@@ -55,7 +73,7 @@ class KeywordCheck(type(msgspec.Struct)):  # type: ignore[misc]
 
 def _translated(kind: str, fields: dict[str, Any], own: tuple[str, ...]) -> dict[str, Any]:
     try:
-        result = translated(fields, SAMPLING, own)
+        result = translated(fields, PARAMETERS[kind], own)
     except ConfigError as error:
         raise ValidationError(str(error)) from None
     for name in result.keys() - set(own):
