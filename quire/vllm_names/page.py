@@ -39,7 +39,9 @@ from quire.engine.arg_utils import EngineArgs
 
 llm = LLM(**asdict(EngineArgs(model="quire-demo", trust_remote_code=True, max_model_len=256)))
 prompt = llm.get_tokenizer().apply_chat_template(
-    [{"role": "user", "content": "What is the capital of France?"}], tokenize=False, add_generation_prompt=True
+    [{"role": "user", "content": "What is the capital of France?"}],
+    tokenize=False,
+    add_generation_prompt=True,
 )
 print(llm.generate(prompt, SamplingParams(temperature=0, max_tokens=20))[0].outputs[0].text)
 ```
