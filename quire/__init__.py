@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from quire.version import __version__
+from quire.vllm_names.imports import VllmFinder, attributes_of
 
 if TYPE_CHECKING:
     from quire.config import EngineArgs, EngineConfig
@@ -98,6 +100,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import public names on first use, so that `import quire` is cheap."""
     if name not in _LAZY:
-        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+        return attributes_of(__name__)(name)
     module, _, attribute = _LAZY[name].partition(":")
     return getattr(importlib.import_module(module), attribute or name)
+
+
+sys.meta_path.append(VllmFinder())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+from quire.vllm_names.imports import attributes_of
 
 from quire.media import MediaItem
 
@@ -65,6 +67,8 @@ class DataPrompt(TypedDict):
     data: Any
 
 
+__path__: list[str] = []  # vLLM has a package of this name: `quire.inputs.data`.
+
 # One prompt: text, token ids, or a dict with either and options.
 PromptType = str | list[int] | TextPrompt | TokensPrompt | PairPrompt | EmbedsPrompt
 
@@ -72,3 +76,6 @@ PromptType = str | list[int] | TextPrompt | TokensPrompt | PairPrompt | EmbedsPr
 ChatMessage = dict[str, Any]
 
 Conversation = Sequence[ChatMessage]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(__name__)  # vLLM's names that are elsewhere

@@ -9,11 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from quire.errors import ValidationError
+from quire.vllm_names.parameters import KeywordCheck
 
 MAX_NAME_CHARS = 256
 
 
-class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LoRARequest(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forbid_unknown_fields=True):
     """LoRA adapter; names and order of the fields are vLLM's.
 
     Args:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
+
+from quire.vllm_names.imports import attributes_of
 
 
 @dataclass(slots=True)
@@ -236,3 +238,7 @@ def _extend(mine: CompletionOutput, new: CompletionOutput) -> None:
     if new.logprobs is not None:
         mine.logprobs = new.logprobs if mine.logprobs is None else _joined(mine.logprobs, new.logprobs)
     mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
+
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(__name__)  # vLLM's names that are elsewhere

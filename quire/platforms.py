@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from quire.vllm_names.imports import attributes_of
 
 
 class Platform(NamedTuple):
@@ -277,3 +279,7 @@ def _parts(items: Sequence[T], count: int) -> list[list[T]]:
     """Split into `count` parts of nearly equal size, in order."""
     ends = [len(items) * place // count for place in range(count + 1)]
     return [list(items[start:end]) for start, end in pairwise(ends)]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(__name__)  # vLLM's names that are elsewhere

@@ -9,13 +9,16 @@ from __future__ import annotations
 import msgspec
 
 from quire.errors import ValidationError
+from quire.vllm_names.parameters import KeywordCheck
 
 EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY = "embed", "classify", "token_embed", "token_classify"
 # Numbers per text (vector; classes, score, reward) or per token.
 POOLING_TASKS = (EMBED, CLASSIFY, TOKEN_EMBED, TOKEN_CLASSIFY)
 
 
-class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
+class PoolingParams(
+    msgspec.Struct, metaclass=KeywordCheck, omit_defaults=True, forbid_unknown_fields=True, frozen=True
+):
     """Pooling parameters of one request; names and defaults are vLLM's.
 
     Args:

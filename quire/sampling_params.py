@@ -11,7 +11,7 @@ import enum
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,6 +28,8 @@ from quire.sampling_extras import (
     checked_repetition_detection,
 )
 from quire.structured_output.params import StructuredOutputsParams, checked_structured_outputs
+from quire.vllm_names.imports import attributes_of
+from quire.vllm_names.parameters import KeywordCheck
 
 __all__ = [
     "BeamSearchParams",
@@ -44,7 +46,7 @@ MAX_BEAM_WIDTH = 64
 MAX_BEAM_LOGPROBS = 1024
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BeamSearchParams(msgspec.Struct, metaclass=KeywordCheck, frozen=True, forbid_unknown_fields=True):
     """Beam search for the sequences of the highest score: the sum of their logprobs / length ** `length_penalty`.
 
     Names and defaults are vLLM's; the stopping rule, and the length (of generated tokens alone), are those of
@@ -133,7 +135,9 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2  # One output, at the end.
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
+class SamplingParams(
+    msgspec.Struct, metaclass=KeywordCheck, omit_defaults=True, forbid_unknown_fields=True, frozen=True
+):
     """Sampling parameters of one request; names, order and defaults are vLLM's. `clone` makes a modified copy.
 
     Args:
@@ -529,3 +533,15 @@ def _checked_logit_bias(bias: object) -> dict[int, float]:
             raise ValidationError(f"logit_bias keys must be token ids, got {token_id!r}", param="logit_bias")
         checked[token_id] = _checked_float("logit_bias", value, -100.0, 100.0)
     return checked
+
+
+def _refuse_assignment(params: SamplingParams, name: str, value: object) -> None:
+    raise AttributeError(f"SamplingParams are immutable; clone({name}={value!r}) returns a changed copy")
+
+
+# After the class was made: msgspec replaces the method of a frozen class.
+SamplingParams.__setattr__ = _refuse_assignment  # type: ignore[assignment]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(__name__)  # vLLM's names that are elsewhere

@@ -1,5 +1,7 @@
 """Configuration: one frozen, validated dataclass per owner, bundled in `EngineConfig`."""
 
+from typing import TYPE_CHECKING
+
 from quire.config.arch import ModelArch, RopeScaling
 from quire.config.cache import CacheConfig, KVEventsConfig
 from quire.config.device import DeviceConfig, KernelConfig, ParallelConfig
@@ -17,6 +19,7 @@ from quire.config.observability import ObservabilityConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
+from quire.vllm_names.imports import attributes_of
 
 __all__ = [
     "ASSETS",
@@ -42,3 +45,6 @@ __all__ = [
     "child_configs",
     "engine_fields",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(__name__)  # vLLM's names that are elsewhere

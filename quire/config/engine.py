@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import difflib
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.config.arch import ModelArch
+from quire.config.argparse_flags import Parser, add_arguments
 from quire.config.cache import CacheConfig, KVEventsConfig
 from quire.config.device import DeviceConfig, HostShare, KernelConfig, ParallelConfig
-from quire.config.fields import Config, field_types, flag_of, info_named, plain_type
+from quire.config.fields import Config, default_of, field_types, flag_of, info_named, plain_type
 from quire.config.kv_store import KVStoreConfig
 from quire.config.model import LoadConfig, LoRAConfig, ModelConfig, StructuredOutputsConfig
 from quire.config.multimodal import MultimodalConfig
@@ -23,6 +24,9 @@ from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig, SupervisionConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.plugins import place_of
+from quire.vllm_names.option_values import translated_values
+from quire.vllm_names.options import OPTIONS
+from quire.vllm_names.row import suggestion, translated
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,10 @@ class EngineConfig:
         """Build a config from flat names, as `LLM(...)` and the command line give them; None means the default.
 
         Raises:
-            TypeError: a name is no config field; the message suggests the nearest one.
-            ConfigError: a value is out of range.
+            TypeError: a name is neither a config field nor one of vLLM's options.
+            ConfigError: a value is out of range, or vLLM's option is not supported.
         """
+        args = translated_values(translated(args, OPTIONS, engine_fields()))
         by_child: dict[str, dict[str, Any]] = {}
         for name, value in args.items():
             if name not in engine_fields():
@@ -189,24 +194,22 @@ def _coerced(value: Any, owner: type[Config], name: str) -> Any:
     return value
 
 
-_CALLED_HERE = {
-    "data_parallel_master_ip": "data_parallel_address",
-    "data_parallel_master_port": "data_parallel_rpc_port",
-}  # vLLM's names of options with other names here: replicas meet at the server's address.
-
-
 def _unknown_field(name: str) -> str:
-    near = (
-        [_CALLED_HERE[name]]
-        if name in _CALLED_HERE
-        else difflib.get_close_matches(name, engine_fields(), n=1)
-    )
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown engine argument {name!r}{hint}"
+    return f"unknown engine argument {name!r}{suggestion(name, engine_fields())}"
 
 
+def _with_fields(cls: type[EngineArgs]) -> type[EngineArgs]:
+    """Make a dataclass of all engine options with their defaults."""
+    for name, (_, owner) in engine_fields().items():
+        config_field = next(one for one in dataclasses.fields(owner) if one.name == name)
+        cls.__annotations__[name] = field_types(owner)[name]
+        setattr(cls, name, field(default_factory=functools.partial(default_of, config_field)))
+    return dataclass(init=False)(cls)
+
+
+@_with_fields
 class EngineArgs:
-    """Configuration by flat names, checked at once.
+    """Configuration by flat names; a dataclass with a field for each engine option, which may be assigned.
 
     Raises:
         TypeError: a name is no engine option.
@@ -214,8 +217,31 @@ class EngineArgs:
     """
 
     def __init__(self, model: str | None = None, **args: Any) -> None:
-        self._config = EngineConfig.from_args(model=model, **args)
+        config = EngineConfig.from_args(model=model, **args)
+        for name, (child, _) in engine_fields().items():
+            setattr(self, name, getattr(getattr(config, child), name))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def create_engine_config(self) -> EngineConfig:
-        """Return the configuration for these arguments."""
-        return self._config
+        """Return the configuration for these arguments; raises ConfigError as the constructor does."""
+        return EngineConfig.from_args(**{name: getattr(self, name) for name in engine_fields()})
+
+    @staticmethod
+    def add_cli_args(parser: Parser) -> Parser:
+        """Add a flag for each option to an argparse parser, and return it."""
+        for owner in child_configs().values():
+            add_arguments(parser, owner)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """Return the arguments of parsed flags; other entries of the namespace are ignored.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        given = {name: value for name, value in vars(args).items() if name in engine_fields()}
+        return cls(**given)

@@ -10,9 +10,11 @@ import dataclasses
 import functools
 import hashlib
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from quire.errors import ConfigError
@@ -116,6 +118,30 @@ def field_types(owner: type) -> dict[str, Any]:
 @functools.cache
 def _resolved_types(owner: type) -> dict[str, Any]:
     return typing.get_type_hints(owner)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default value of a field."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+_INTEGER = re.compile(r"([+-]?\d+(?:\.\d+)?)([kKmMgGtT]?)")
+_UNITS = {unit: 1000 ** (power + 1) for power, unit in enumerate("kmgt")}
+_UNITS |= {unit: 1024 ** (power + 1) for power, unit in enumerate("KMGT")}
+_UNITS[""] = 1
+
+
+def parse_integer(text: str) -> int:
+    """Return the integer of a text, in which k is 1000 and K is 1024; raises ValueError with a message for the user."""
+    match = _INTEGER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not an integer (1k is 1000, 1K is 1024)")
+    exact = Fraction(match[1]) * _UNITS[match[2]]
+    if exact.denominator != 1:
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(exact)
 
 
 def flag_of(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.config.fields import Config, option
 from quire.errors import ConfigError
+from quire.vllm_names.option_values import CHECKPOINT_METHODS
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class QuantizationConfig(Config):
 
     quantization: str | None = option(
         None,
-        "Quantize weights while loading; default: not at all. fp8 needs a GPU.",
-        choices=tuple(METHODS),
+        "Quantize weights while loading; default: not at all. fp8 needs a GPU. The format of a quantized checkpoint "
+        "is only compared.",
+        choices=(*METHODS, *CHECKPOINT_METHODS),
     )
     quantization_config: dict[str, Any] = option(
         {},

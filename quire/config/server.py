@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config.fields import Config, hashed_key, option
+from quire.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,22 @@ class ServerConfig(Config):
         "vllm: metrics that vLLM has, too, are called vllm: instead of quire:, so that its dashboards fit.",
         choices=("none", "vllm"),
     )
+    ssl_certfile: str | None = option(
+        None, "PEM file with the server's TLS certificate and those that lead to its root.", metavar="FILE"
+    )
+    ssl_keyfile: str | None = option(
+        None, "PEM file with the key of --ssl-certfile; default: it is in that file.", metavar="FILE"
+    )
+    ssl_ca_certs: str | None = option(
+        None, "PEM file with the roots of clients' certificates (--ssl-cert-reqs).", metavar="FILE"
+    )
+    ssl_cert_reqs: int = option(
+        0, "Certificate of clients: 0: none is asked for, 1: it may be given, 2: it is required.", ge=0, le=2
+    )
+    ssl_ciphers: str | None = option(
+        None, "Ciphers below TLS 1.3, as OpenSSL lists them; default: OpenSSL's."
+    )
+    enable_ssl_refresh: bool = option(False, "Use a renewed certificate and key without a restart.")
     root_path: str = option("", "Path prefix under which a proxy offers the server.")
     allowed_origins: tuple[str, ...] = option((), "Origins that browsers may call from (CORS).")
     allowed_hosts: tuple[str, ...] = option(
@@ -142,3 +159,27 @@ class ServerConfig(Config):
         object.__setattr__(self, "api_key", tuple(map(hashed_key, self.api_key)))
         if self.admin_api_key:
             object.__setattr__(self, "admin_api_key", hashed_key(self.admin_api_key, "--admin-api-key"))
+
+    @property
+    def scheme(self) -> str:
+        """Scheme of the server's URL."""
+        return "https" if self.ssl_certfile else "http"
+
+    def check_tls(self) -> None:
+        """Reject TLS options without the one that they need.
+
+        Raises:
+            ConfigError: names both.
+        """
+        needs = (
+            ("--ssl-keyfile", self.ssl_keyfile),
+            ("--ssl-ca-certs", self.ssl_ca_certs),
+            ("--ssl-cert-reqs", self.ssl_cert_reqs),
+            ("--ssl-ciphers", self.ssl_ciphers),
+            ("--enable-ssl-refresh", self.enable_ssl_refresh),
+        )
+        for flag, value in needs:
+            if value and not self.ssl_certfile:
+                raise ConfigError(f"{flag} needs --ssl-certfile, the server's certificate")
+        if self.ssl_cert_reqs and not self.ssl_ca_certs:
+            raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs, the roots of clients' certificates")

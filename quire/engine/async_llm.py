@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Collection,
+    Coroutine,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.config import EngineArgs, EngineConfig
+from quire.config import EngineArgs, EngineConfig, ModelConfig
 from quire.engine.admission import Admission
 from quire.engine.client import closed_on_error
 from quire.engine.cores import Cores, CoreWatcher, OwnCores
@@ -25,9 +34,9 @@ from quire.engine.output_stream import CoreReceivers, Offer, OutputStream
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.queue_limits import QueueReservation, SharedWaiting
 from quire.engine.startup import prepare
-from quire.engine.tokenizer import INLINE_CHARS, beside_loop
+from quire.engine.tokenizer import INLINE_CHARS, Tokenizer, beside_loop
 from quire.engine.tokenizer_cache import TokenizerContext
-from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError
+from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError, ValidationError
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import StatLogger
@@ -43,6 +52,7 @@ from quire.scheduler.output import SchedulerStats
 from quire.sleep.controller import OtherFrontEnds, SleepController
 from quire.sleep.modes import EngineSleepState
 from quire.structured_output.request_constraints import ConstraintChecks
+from quire.vllm_names.members import missing_member
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +95,7 @@ class AsyncLLM:
         self._restarts: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.Event()
+        self._closing: Awaitable[None] | None = None
         self._checks = ConstraintChecks(self.input_processor.constraints)
         self._bedtime = SleepController(self._front_end, self._send)
 
@@ -448,20 +459,49 @@ class AsyncLLM:
         """Return the number of sequences in flight."""
         return self._front_end.num_unfinished
 
-    async def shutdown(self) -> None:
-        """Stop the cores; requests in flight fail with EngineDeadError. May be called twice."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        self._cores.stop()
-        self._die(EngineDeadError("the engine was shut down"))
-        self._set_timer()
+    def shutdown(self) -> Awaitable[None]:
+        """Stop the cores; requests in flight fail with EngineDeadError. May be called twice.
+
+        The result may be awaited until everything is released, which happens without that as well. Without a running
+        event loop everything is released on return.
+        """
+        if not self._closed.is_set():
+            self._closed.set()
+            self._cores.stop()
+            self._die(EngineDeadError("the engine was shut down"))
+            if self._timer is not None:
+                self._timer.cancel()
+        if self._closing is None:
+            self._closing = _closing_of(self._release())
+        return self._closing
+
+    async def _release(self) -> None:
         await asyncio.gather(*self._restarts)
-        for client in self._clients:
-            await asyncio.to_thread(client.close)
+        try:
+            for client in self._clients:
+                await asyncio.to_thread(client.close)
+        except asyncio.CancelledError:  # the loop ends
+            for client in self._clients:
+                client.close()
+            raise
         await self._receivers.join()
         await asyncio.to_thread(self._front_end.stat_loggers.close)
         self.input_processor.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer.
+
+        Raises:
+            ValidationError: the engine was started without one.
+        """
+        if self.tokenizer is None:
+            raise ValidationError("this engine works on token ids only (skip_tokenizer_init)")
+        return self.tokenizer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Configuration of the model."""
+        return self.config.model
 
     async def _tokenize(
         self, prompt: PromptType, adapter: LoRARequest | None, options: TextOptions = DEFAULT_TEXT_OPTIONS
@@ -549,3 +589,22 @@ class AsyncLLM:
     def _die(self, error: QuireError) -> None:
         self._front_end.die(error)
         self._all_ready.set()
+
+    if not TYPE_CHECKING:
+        __getattr__ = missing_member("AsyncLLM")
+
+
+def _closing_of(release: Coroutine[Any, Any, None]) -> Awaitable[None]:
+    """Run a coroutine in the background of the running loop, or to its end if there is no loop."""
+    try:
+        return asyncio.get_running_loop().create_task(release)
+    except RuntimeError:
+        asyncio.run(release)
+        return _Done()
+
+
+class _Done:
+    """Awaitable of what is done."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()

@@ -115,6 +115,7 @@ class EngineCore:
             "explain": self.explain,
             "sleep": self._sleep,
             "wake_up": self._sleeper.wake_up,
+            "run_on_worker": self.executor.run_on_worker,
         }
         for feature in self._features:
             self.utilities.update(feature.utilities)

@@ -7,9 +7,9 @@ between two methods of the engine, never within one, so no core message is lost.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -27,6 +27,9 @@ from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.scheduler.explain import Explanation
 from quire.sleep.modes import check_level, check_mode, check_tags
+from quire.vllm_names.members import missing_member
+
+T = TypeVar("T")
 
 
 class LLMEngine:
@@ -233,6 +236,25 @@ class LLMEngine:
         self._front_end.stat_loggers.close()
         self.input_processor.close()
 
+    def run_on_worker(self, function: Callable[[Any], T]) -> T:
+        """Call `function(worker)` between steps and return its result; an exception of it is raised here.
+
+        Raises:
+            ValidationError: the worker is in another process.
+        """
+        if self.config.parallel.num_replicas > 1:
+            raise ValidationError("replicas run in other processes, where no function can be called")
+        done: Future[T] = Future()
+
+        def run(worker: Any) -> None:
+            try:
+                done.set_result(function(worker))
+            except Exception as error:  # raised to the caller
+                done.set_exception(error)
+
+        self.call_core("run_on_worker", run)
+        return done.result()
+
     def _call(self, core: int, method: str, *args: Any) -> Any:
         with self._one_thread, HeldInterrupts():
             answer, messages = self._front_end.call(core, method, *args)
@@ -269,6 +291,9 @@ class LLMEngine:
         """Store an output; the error that ended the engine is raised by `step`."""
         if not isinstance(output, Exception):
             self._outputs.append(output)
+
+    if not TYPE_CHECKING:
+        __getattr__ = missing_member("LLMEngine")
 
 
 class SingleThreadGuard:

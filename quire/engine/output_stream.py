@@ -14,6 +14,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from quire.engine.client import CoreClient
 from quire.engine.messages import CoreMessage
@@ -65,12 +66,24 @@ class CoreReceivers:
         """Thread body: receive from the core, hand messages to the loop, and at last its death."""
         try:
             while messages := client.receive():
-                loop.call_soon_threadsafe(self._take_in, core, messages)
+                if not _hand_over(loop, self._take_in, core, messages):
+                    return
         except QuireError as error:
-            loop.call_soon_threadsafe(self._lose, core, error)
+            _hand_over(loop, self._lose, core, error)
         except Exception:  # bug of an in-process core: the thread must not end silently
             logger.exception("the engine core failed")
-            loop.call_soon_threadsafe(self._lose, core, EngineDeadError("the engine core has failed"))
+            _hand_over(loop, self._lose, core, EngineDeadError("the engine core has failed"))
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> bool:
+    """Call a function on the loop; False if the loop is closed, where no one waits any more."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        return False
+    return True
 
 
 # Accepts an output at once, in the event loop's thread, or returns False.

@@ -17,6 +17,7 @@ from quire.config import EngineConfig, ModelArch
 from quire.config.engine import engine_fields
 from quire.config.kv_store import PEER_SCHEMES
 from quire.config.kv_transfer import with_absolute_key_file
+from quire.config.quantization import METHODS
 from quire.engine.file_states import states_of, tokenizer_dir
 from quire.engine.packed_weights import default_packed_weights_cache
 from quire.engine.rank_checks import check_experts, check_hosts, check_ranks
@@ -98,6 +99,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         config = _settled(config, choice)
     choices = [
         *_choose_runner(config, pooling),
+        choose_quantization(config),
         _choose_dtype(config),
         _choose_max_model_len(config, pooling.max_seq_length),
         *_choose_batch(config, usage),
@@ -235,6 +237,24 @@ def _choose_runner(config: EngineConfig, found: ResolvedPooling) -> list[Choice]
         reason = f"pooling {found.spec.pooling!r} needs every token of a prompt to be computed"
         choices.append(Choice("enable_prefix_caching", False, reason))
     return choices
+
+
+def choose_quantization(config: EngineConfig) -> Choice | None:
+    """Drop the name of the checkpoint's own format, which needs no option.
+
+    Raises:
+        ConfigError: the checkpoint has another format.
+    """
+    asked, found = config.quantization.quantization, config.arch.quantization
+    if asked is None or (asked in METHODS and (found is None or asked not in found.method)):
+        return None
+    method = "gguf" if is_gguf(Path(config.model_dir)) else found.method if found else "floats"
+    if asked not in method:
+        raise ConfigError(
+            f"--quantization is {asked}, but the checkpoint is in {method}; drop it, or use one of "
+            f"{', '.join(METHODS)}"
+        )
+    return Choice("quantization", None, f"the checkpoint is in {method}")
 
 
 def _choose_dtype(config: EngineConfig) -> Choice | None:

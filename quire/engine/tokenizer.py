@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import tokenizers
 
@@ -46,6 +46,8 @@ from quire.errors import ValidationError
 from quire.models.checkpoint_files import has_file
 from quire.models.gguf.model import is_gguf
 from quire.models.gguf.tokenizer import read_tokenizer
+from quire.plugins import import_place
+from quire.vllm_names.members import missing_member
 
 MAX_COMPOSED = 4  # Most characters that Unicode composes into one.
 BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
@@ -163,6 +165,47 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """Model's default template."""
         return self.chat_templates.get(DEFAULT_TEMPLATE)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Return a conversation as its prompt: token ids, or with `tokenize=False` text; a list of these for several.
+
+        Names and defaults are those of transformers; other options are variables of the template.
+
+        Raises:
+            ValidationError: there is no template, or it refuses the conversation or an option.
+        """
+        if conversation and not isinstance(conversation[0], Mapping):
+            one_by_one = functools.partial(
+                self.apply_chat_template,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=tokenize,
+                **options,
+            )
+            return list(map(one_by_one, conversation))
+        # By name: templates belong to the entry points, which import this module.
+        make = import_place("quire.entrypoints.chat.template:ChatTemplate.from_tokenizer")
+        template = self.cached("chat_template", make) if chat_template is None else make(self, chat_template)
+        chat = template.compose(
+            conversation,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **options,
+        )
+        return chat.encode(self) if tokenize else chat.text
 
     @property
     def bos_token(self) -> str | None:
@@ -324,3 +367,6 @@ class Tokenizer:
         plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
         plain.encode_special_tokens = True
         return plain
+
+    if not TYPE_CHECKING:
+        __getattr__ = missing_member("Tokenizer")

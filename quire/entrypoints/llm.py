@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, cast
 
-from quire.config import DEMO_MODEL, EngineConfig
+from quire.config import DEMO_MODEL, EngineArgs, EngineConfig, engine_fields
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
 from quire.entrypoints.chat.formats.scanning import Tools
@@ -58,6 +58,8 @@ class LLM(OfflinePooling):
         choose(tool_call_parser, reasoning_parser, None)  # report an unknown name before the model is loaded
         super().__init__(LLMEngine(EngineConfig.from_args(model=model, **engine_args)))
         self._media = OfflineMedia(self.llm_engine.config)
+        if engine_args.get("disable_log_stats") is False:
+            self.count_metrics()
         self._form_options = FormOptions(
             chat_template,
             tool_call_parser=tool_call_parser,
@@ -65,6 +67,11 @@ class LLM(OfflinePooling):
             media=self._media.gate.texts,
         )
         self._forms: dict[str | None, TextForms] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """Build from flat arguments; raises as the constructor does."""
+        return cls(**{name: getattr(engine_args, name) for name in engine_fields()})
 
     def generate(
         self,

@@ -6,9 +6,10 @@ Invariant: one thread at a time; an error leaves no request behind.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from tqdm import tqdm
 
@@ -20,6 +21,12 @@ from quire.lora_request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.sampling_params import SamplingParams
+from quire.vllm_names.members import missing_member
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from quire.metrics.reader import Metric
 
 T = TypeVar("T")
 
@@ -40,6 +47,7 @@ class OfflineEngine:
         self.llm_engine = llm_engine
         self._request_numbers = itertools.count()
         self._one_thread = SingleThreadGuard()
+        self._registry: CollectorRegistry | None = None
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer.
@@ -50,6 +58,64 @@ class OfflineEngine:
         if self.llm_engine.tokenizer is None:
             raise ValidationError("this engine works on token ids only (skip_tokenizer_init)")
         return self.llm_engine.tokenizer
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker by name, or a function with the worker as its first argument.
+
+        Returns a list of one result, since the worker must be in this process. `timeout` must be None: the call runs
+        in this thread.
+
+        Raises:
+            ValidationError: the workers are in other processes, or there is a timeout.
+            Exception: as the method or function raises.
+        """
+        if timeout is not None:
+            raise ValidationError("collective_rpc runs in this thread and takes no timeout", param="timeout")
+
+        def call(worker: Any) -> Any:
+            function = getattr(worker, method) if isinstance(method, str) else partial(method, worker)
+            return function(*args, **(kwargs or {}))
+
+        return [self.llm_engine.run_on_worker(call)]
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with the model, a torch module; return a list of one result.
+
+        Raises:
+            ValidationError: as `collective_rpc`.
+            Exception: as the function raises.
+        """
+        return [self.llm_engine.run_on_worker(lambda worker: function(worker.model))]
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's metrics since its start, under vLLM's names.
+
+        Raises:
+            ValidationError: the engine was started without `disable_log_stats=False`.
+        """
+        if self._registry is None:
+            raise ValidationError("LLM counts nothing unless it is made with disable_log_stats=False")
+        from quire.metrics.reader import read_metrics
+
+        return read_metrics(self._registry)
+
+    def count_metrics(self) -> None:
+        """Count from now on, for `get_metrics`."""
+        from prometheus_client import CollectorRegistry
+
+        from quire.metrics.prometheus import PrometheusStatLogger
+
+        config = self.llm_engine.config
+        self._registry = CollectorRegistry()
+        name = next(iter(config.model.served_model_name), config.model.model)
+        counters = PrometheusStatLogger(name, config.model.max_model_len, registry=self._registry)
+        self.llm_engine.add_stat_logger(counters)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; return False, without effect, while requests are running."""
@@ -145,6 +211,9 @@ class OfflineEngine:
             lora_request=request.adapter,
         )
         return request_id
+
+    if not TYPE_CHECKING:
+        __getattr__ = missing_member("LLM")
 
 
 class SpeedMeter:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ValidationError
 from quire.kv_cache.rows import STORE, RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.lora_request import LoRARequest
@@ -154,6 +155,16 @@ class Executor(ABC):
             place: `STORE`, `OFFERS`, or the address of an engine to load from.
         """
         raise NotImplementedError("open_row_store() comes first")
+
+    def run_on_worker(self, function: Callable[[Any], None]) -> None:
+        """Call a function of the caller's with the worker, between steps.
+
+        Raises:
+            ValidationError: the workers are in other processes.
+        """
+        raise ValidationError(
+            "a function can be called on the worker only if it is in this process (one rank)"
+        )
 
     def shutdown(self) -> None:
         """Release all resources; may be called twice."""

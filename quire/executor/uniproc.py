@@ -198,6 +198,9 @@ class UniprocExecutor(Executor):
     ) -> Future[RowResult]:
         return self._worker.rows.start(action, rows, place)
 
+    def run_on_worker(self, function: Callable[[Worker], None]) -> None:
+        self._lane.start(partial(function, self._worker))()
+
     def shutdown(self) -> None:
         self._lane.close()
         self._worker.shutdown()

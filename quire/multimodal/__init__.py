@@ -1,1 +1,8 @@
 """Images, videos and embeddings as inputs: processors, encoders, and their part in the engine core."""
+
+from typing import TYPE_CHECKING
+
+from quire.vllm_names.imports import attributes_of
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes_of(__name__)  # vLLM's names that are elsewhere

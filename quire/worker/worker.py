@@ -328,6 +328,11 @@ class Worker:
             tokens_per_second=1.0 if whole is None else whole.tokens_per_second,
         )
 
+    @property
+    def model(self) -> CausalLM:
+        """Loaded model."""
+        return self._loaded()
+
     def _loaded(self) -> CausalLM:
         assert self._model is not None, "load() comes first"
         return self._model

@@ -154,8 +154,6 @@ def test_spellings_of_python_callers() -> None:
 def test_unknown_argument_is_a_type_error_with_the_nearest_name() -> None:
     with pytest.raises(TypeError, match="'max_num_seq'; did you mean 'max_num_seqs'"):
         EngineConfig.from_args(max_num_seq=3)
-    with pytest.raises(TypeError, match="'data_parallel_master_ip'; did you mean 'data_parallel_address'"):
-        EngineConfig.from_args(data_parallel_master_ip="10.0.0.1")
     with pytest.raises(TypeError, match=r"'zzz'$"):
         EngineConfig.from_args(zzz=3)
 

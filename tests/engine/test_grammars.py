@@ -136,7 +136,7 @@ def test_prompt_without_text_is_refused_if_a_space_would_be_lost(name: str, tmp_
 
 def test_unknown_backend_is_refused_at_start(null_model_dir: Path) -> None:
     config = EngineConfig.from_args(
-        model=str(null_model_dir), structured_outputs_config={"backend": "outlines"}
+        model=str(null_model_dir), structured_outputs_config={"backend": "nothing"}
     )
     with pytest.raises(ConfigError, match="must be one of auto, guidance"):
         prepare(config, "offline")

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import ServerConfig, child_configs
-from quire.config.fields import Config, field_types, flag_of, info_of, plain_type
-from quire.entrypoints.cli.options import default_of
+from quire.config.fields import Config, default_of, field_types, flag_of, info_of, plain_type
 from quire.logging_setup import LEVELS
 
 PAGE = Path("docs/configuration.md")

@@ -6,7 +6,6 @@ when it runs, so help and usage errors are immediate. A usage error ends in one 
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,9 +14,11 @@ from typing import Any
 
 import click
 
+from quire.entrypoints.cli.options import without_far_suggestions
 from quire.errors import ClientError, ConfigError, QuireError
 from quire.logging_setup import configure_logging, say_error
 from quire.version import __version__
+from quire.vllm_names.row import nearest
 
 COMMANDS = {
     "serve": "quire.entrypoints.cli.serve",
@@ -47,8 +48,8 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in COMMANDS:
-            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-            ctx.fail(f"No such command {cmd_name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+            near = nearest(cmd_name, COMMANDS)
+            ctx.fail(f"No such command {cmd_name!r}." + (f" Did you mean {near!r}?" if near else ""))
         command = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result: Any = cli.main(args=argv, prog_name="quire", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        error.show()
+        (without_far_suggestions(error) if isinstance(error, click.NoSuchOption) else error).show()
         return error.exit_code
     except click.Abort:
         return EXIT_INTERRUPTED

@@ -8,26 +8,32 @@ each key is a flag. Value types accept their own results, since values of a conf
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-import re
-from collections.abc import Callable, Mapping
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from quire.config import EngineConfig, ServerConfig, child_configs, engine_fields
-from quire.config.fields import Config, OptionInfo, field_types, flag_of, info_of, plain_type
+from quire.config.fields import (
+    Config,
+    OptionInfo,
+    default_of,
+    field_types,
+    flag_of,
+    info_of,
+    parse_integer,
+    plain_type,
+)
 from quire.errors import ConfigError
 from quire.logging_setup import configure_logging
+from quire.vllm_names.command_line import FLAGS, OwnFlag, translated_arguments
+from quire.vllm_names.environment import adopt_environment
+from quire.vllm_names.option_values import translated_values
+from quire.vllm_names.row import Takes, nearest, suggestion, translated
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-_INTEGER = re.compile(r"([+-]?\d+(?:\.\d+)?)([kKmMgGtT]?)")
-_UNITS = {unit: 1000 ** (power + 1) for power, unit in enumerate("kmgt")}
-_UNITS |= {unit: 1024 ** (power + 1) for power, unit in enumerate("KMGT")}
-_UNITS[""] = 1
 
 
 def config_file_option() -> click.Option:
@@ -51,13 +57,17 @@ def read_config_file(path: str, options: dict[str, click.Option]) -> dict[str, A
     values: dict[str, Any] = {}
     for key, value in _load_mapping(path).items():
         name = str(key).replace("-", "_")
-        if name not in options:
+        if name not in options and name not in FLAGS:
             raise ConfigError(f"{path}: unknown key {key!r}{_suggestion(name, options)}")
         if name in values:
             raise ConfigError(f"{path}: key {key!r} is given twice, once with - and once with _")
-        if value is not None:
-            values[name] = [value] if options[name].multiple and not isinstance(value, list) else value
-    return values
+        values[name] = value
+    values = translated_values(translated(values, FLAGS, options, lambda name: f"{path}: {name}"))
+    return {
+        name: [value] if options[name].multiple and not isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def _read_defaults(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
@@ -88,8 +98,7 @@ def _load_mapping(path: str) -> dict[Any, Any]:
 
 
 def _suggestion(name: str, options: dict[str, click.Option]) -> str:
-    near = difflib.get_close_matches(name, options, n=1)
-    return f"; did you mean {near[0]!r}?" if near else "; `--help` lists the flags"
+    return suggestion(name, options) or "; `--help` lists the flags"
 
 
 def constraint_options(command: Command) -> Command:
@@ -152,13 +161,10 @@ class HumanInt(click.ParamType[int]):
             return value
         if value in self.words:
             return self.words[value]
-        match = _INTEGER.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is not an integer (1k is 1000, 1K is 1024)", param, ctx)
-        exact = Fraction(match[1]) * _UNITS[match[2]]
-        if exact.denominator != 1:
-            self.fail(f"{value!r} is not a whole number", param, ctx)
-        return int(exact)
+        try:
+            return parse_integer(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class JsonObject(click.ParamType[dict[str, Any]]):
@@ -236,8 +242,28 @@ class EngineCommand(click.Command):
         for owner in (*child_configs().values(), *more_configs):
             self.params.extend(options_of(owner))
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse flags, those of vLLM included."""
+        own = {
+            flag: _own_flag(param)
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option)
+            for flag in (*param.opts, *param.secondary_opts)
+        }
+        arguments = [param.name for param in self.params if isinstance(param, click.Argument)]
+        has_argument = "--model" in args if set(arguments) <= {"model_argument"} else None
+        try:
+            args = translated_arguments(args, own, has_argument=has_argument)
+        except ConfigError as error:
+            raise click.UsageError(str(error), ctx) from None
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise without_far_suggestions(error, own) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         """Configure logging by the command's flags, and run it."""
+        adopt_environment()
         configure_logging(ctx.params["log_level"], ctx.params["log_format"])
         return super().invoke(ctx)
 
@@ -257,6 +283,23 @@ class EngineCommand(click.Command):
         for section, records in sections.items():
             with formatter.section(section):
                 formatter.write_dl(records)
+
+
+def _own_flag(option: click.Option) -> OwnFlag:
+    takes = Takes.NOTHING if option.is_flag else Takes.MANY if option.multiple else Takes.ONE
+    return OwnFlag(str(option.name), takes, is_json=isinstance(option.type, JsonObject))
+
+
+def without_far_suggestions(
+    error: click.NoSuchOption, flags: Iterable[str] | None = None
+) -> click.NoSuchOption:
+    """Return the error with the flag that is close in spelling, if there is one.
+
+    Args:
+        flags: candidates; None: click's suggestions, which only share some letters.
+    """
+    near = nearest(error.option_name, error.possibilities or () if flags is None else flags)
+    return click.NoSuchOption(error.option_name, possibilities=[near] if near else None, ctx=error.ctx)
 
 
 def options_of(owner: type[Config]) -> list[ConfigOption]:
@@ -285,13 +328,6 @@ def default_note(field: dataclasses.Field[Any]) -> str:
         return ""
     shown = json.dumps(default) if isinstance(default, bool) else default
     return f"[default: {shown}]"
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Return the default value of a field."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _click_type(info: OptionInfo, kind: type) -> click.ParamType[Any] | None:

@@ -1,4 +1,4 @@
-"""`quire run`: answer one prompt in this process; also the local Python tools of `quire chat`.
+"""`quire run`: answer a prompt, or chat, in this process; also the local Python tools of `quire chat`.
 
 `tool_of` makes a tool's schema from a function's signature and docstring. Invariant: every error of the model or the
 function becomes the text of a result, which the model reads.
@@ -7,6 +7,7 @@ function becomes the text of a result, which the model reads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import importlib
 import importlib.util
@@ -18,18 +19,13 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
-from quire.entrypoints.chat.formats.examples import examples_of
-from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
-from quire.entrypoints.chat.formats.scanning import Event, Reasoning
-from quire.entrypoints.chat.formats.selection import PlainReader, choose
-from quire.entrypoints.cli.client import AnswerPrinter
+from quire.config import BUNDLED_MODELS
 from quire.entrypoints.cli.options import (
     EngineCommand,
     HumanInt,
@@ -37,13 +33,8 @@ from quire.entrypoints.cli.options import (
     engine_config,
     structured_outputs,
 )
+from quire.entrypoints.cli.run_chat import AnswerPrinting, Asked, Chat, user_message
 from quire.errors import ConfigError, ValidationError
-from quire.inputs import PromptType
-from quire.sampling_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from quire.engine.llm_engine import LLMEngine
-    from quire.entrypoints.chat.media import EncodedChat, OfflineMedia
 
 SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 SECTION = re.compile(
@@ -54,7 +45,9 @@ Schema = dict[str, Any]
 
 Function = Callable[..., Any]
 DENIED = "The user does not want this to be run."
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos", "structured_outputs")
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
+PROMPT_TOKENS, CHAT_TOKENS = 256, 2048  # Most tokens of an answer, unless given.
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 
 
 def tool_of(function: Callable[..., Any]) -> Schema:
@@ -253,12 +246,19 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-@click.command(cls=EngineCommand)
-@click.argument("prompt")
+class RunCommand(EngineCommand):
+    """Command whose output is the answer: it logs warnings only, unless the log is asked for."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if ctx.params["log_level"] is None and "QUIRE_LOG_LEVEL" not in os.environ:
+            ctx.params["log_level"] = "warning"
+        return super().invoke(ctx)
+
+
+@click.command(cls=RunCommand)
+@click.argument("words", nargs=-1, metavar="[MODEL] [PROMPT]")
 @constraint_options
-@click.option(
-    "--max-tokens", type=HumanInt(), default=256, show_default=True, help="Most tokens to generate."
-)
+@click.option("--max-tokens", type=HumanInt(), help="Most tokens to generate; default: 256, in a chat 2048.")
 @click.option("--temperature", type=click.FLOAT, help="Randomness; 0: always the most likely token.")
 @click.option("--top-p", type=click.FLOAT, help="Draw from the likeliest tokens with this total probability.")
 @click.option("--top-k", type=HumanInt(), help="Draw from this many of the likeliest tokens; 0: all.")
@@ -273,19 +273,29 @@ def _from_file(path: Path) -> ModuleType:
     help="Image to show to the model, before the prompt's text; may be given several times.",
 )
 @click.option("--raw", is_flag=True, help="Continue the prompt verbatim, without the chat template.")
-def run(prompt: str, system_prompt: str | None, raw: bool, images: tuple[str, ...], **params: Any) -> None:
-    """Answer PROMPT (`-`: standard input) and end.
+def run(
+    words: tuple[str, ...], system_prompt: str | None, raw: bool, images: tuple[str, ...], **params: Any
+) -> None:
+    """Answer PROMPT with MODEL and end; without PROMPT, chat on a terminal, or answer standard input.
 
-    A model with a chat template gets the prompt as a user's message. Sampling flags that are not given follow
-    the model's generation config; `--seed` makes the draw reproducible.
+    MODEL is a directory, a GGUF file or a Hugging Face id, and may be given by --model as well. One word that names a
+    model is no prompt. A PROMPT of `-` is standard input. A model with a chat template gets the prompt as a user's
+    message. Sampling flags that are not given follow the model's generation config; `--seed` makes the draw
+    reproducible.
     """
     if raw and system_prompt:
         raise click.UsageError("--system-prompt needs a chat template; drop --raw")
     if raw and images:
         raise click.UsageError("--image needs a chat template; drop --raw")
     form = structured_outputs(params)
+    params["model"], prompt = model_and_prompt(words, params["model"])
+    is_chat = prompt is None and sys.stdin.isatty()
+    if is_chat and raw:
+        raise click.UsageError("--raw needs a PROMPT")
+    text = sys.stdin.read() if prompt in (None, "-") and not is_chat else prompt or ""
+    if params["max_tokens"] is None:
+        params["max_tokens"] = CHAT_TOKENS if is_chat else PROMPT_TOKENS
     config = engine_config(params)
-    text = sys.stdin.read() if prompt == "-" else prompt
 
     from quire.engine.llm_engine import LLMEngine
     from quire.entrypoints.chat.media import OfflineMedia
@@ -293,76 +303,57 @@ def run(prompt: str, system_prompt: str | None, raw: bool, images: tuple[str, ..
     engine = LLMEngine(config)
     media = OfflineMedia(engine.config)
     try:
-        asked = _rendered(engine, media, text, system_prompt, raw, images)
-        _stream(engine, asked, _sampling_params(engine, {**params, "structured_outputs": form}, asked))
+        given = {name: params[name] for name in SAMPLING if params.get(name) is not None}
+        given |= {} if form is None else {"structured_outputs": form}
+        if engine.tokenizer is None:
+            raise ValidationError("quire run needs a tokenizer; drop --skip-tokenizer-init")
+        printing = AnswerPrinting(engine, media)
+        if is_chat:
+            _chat(printing, system_prompt, images, given)
+        else:
+            printing.answer(_asked(printing, text, system_prompt, raw, images), given)
     finally:
         media.close()
         engine.shutdown()
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A prompt with its answer formats; None: plain text. `held` keeps the files of its images."""
+def model_and_prompt(words: Sequence[str], model: str | None) -> tuple[str | None, str | None]:
+    """Return the model and the prompt of the arguments; `model` is that of --model.
 
-    prompt: PromptType
-    formats: ModelFormat | None = None
-    end: PromptEnd = field(default_factory=PromptEnd)
-    held: EncodedChat | None = None
+    Raises:
+        UsageError: there are too many.
+    """
+    if len(words) > 2 or (len(words) == 2 and model is not None):
+        raise click.UsageError("give a model and a prompt at most; put the prompt in quotes")
+    if len(words) == 2:
+        return words[0], words[1]
+    if len(words) == 1 and (model is not None or not names_model(words[0])):
+        return model, words[0]
+    return (words[0] if words else model), None
 
 
-def _rendered(
-    engine: LLMEngine,
-    media: OfflineMedia,
-    text: str,
-    system_prompt: str | None,
-    raw: bool,
-    images: Sequence[str],
+def names_model(word: str) -> bool:
+    """Return whether an argument names a model rather than being a prompt."""
+    path = Path(word)
+    is_file = path.suffix == ".gguf" or (path / "config.json").is_file()
+    return word in BUNDLED_MODELS or is_file or HUB_ID.fullmatch(word) is not None
+
+
+def _asked(
+    printing: AnswerPrinting, text: str, system_prompt: str | None, raw: bool, images: Sequence[str]
 ) -> Asked:
-    if engine.tokenizer is None:
-        raise ValidationError("quire run needs a tokenizer; drop --skip-tokenizer-init")
-    if raw or (engine.tokenizer.chat_template is None and not system_prompt and not images):
+    if raw or not (printing.has_chat or system_prompt or images):
         return Asked(text)
-
-    from quire.entrypoints.chat.template import ChatTemplate, ThinkingSwitch
-
-    messages: list[Any] = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    shown = [{"type": "image_url", "image_url": image} for image in images]
-    messages.append({"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text})
-    admitted = media.admit(messages, None)
-    messages = list(admitted.messages)
-    template = ChatTemplate.from_tokenizer(engine.tokenizer, media=media.gate.texts)
-    chat = template.compose(messages)
-    chosen = choose("none", "auto", template.all_sources, examples_of(template))
-    formats = ModelFormat(chosen, engine.tokenizer)
-    is_off = ThinkingSwitch(template, chosen.reasoning).is_off({})
-    end = PromptEnd.of(chat.text, messages, continues=False, may_think=not is_off)
-    encoded = media.gate.encode(chat, engine.tokenizer, admitted.admitted)
-    return Asked(encoded.as_prompt(), formats, end, encoded)
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return printing.ask([*messages, user_message(text, images)])
 
 
-def _sampling_params(engine: LLMEngine, params: dict[str, Any], asked: Asked) -> SamplingParams:
-    given = {name: params[name] for name in SAMPLING if params[name] is not None}
-    defaults = engine.input_processor.default_sampling_params
-    sampling = SamplingParams(**{**defaults, **given, "output_kind": RequestOutputKind.DELTA})
-    return sampling if asked.formats is None else asked.formats.with_format_options(sampling, asked.end)
-
-
-def _stream(engine: LLMEngine, asked: Asked, sampling_params: SamplingParams) -> None:
-    reader = asked.formats.reader(asked.end, None) if asked.formats is not None else PlainReader()
-    printer = AnswerPrinter()
-    engine.add_request("0", asked.prompt, sampling_params)
-    was_cut = False
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            _show(reader.feed("".join(completion.text for completion in output.outputs)), printer)
-            was_cut = any(completion.was_cut for completion in output.outputs)
-    _show(reader.finish(was_cut=was_cut), printer)
-    printer.end()
-
-
-def _show(found: list[Event], printer: AnswerPrinter) -> None:
-    for event in found:
-        if isinstance(event, Reasoning):
-            printer.thought(event.text)
-        elif isinstance(event, str):
-            printer.said(event)
+def _chat(
+    printing: AnswerPrinting, system_prompt: str | None, images: Sequence[str], given: dict[str, Any]
+) -> None:
+    if not printing.has_chat:
+        raise ValidationError("the model has no chat template; give a PROMPT to continue")
+    with contextlib.suppress(ImportError):  # without it, lines have no history and no editing
+        import readline  # noqa: F401
+    click.echo("Type a message; /help lists the commands, Ctrl-D ends.", err=True)
+    Chat(printing, system_prompt, given, images).run()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
 from quire.entrypoints.openai.start_signals import StartSignals
+from quire.entrypoints.openai.tls import checked_tls
 from quire.errors import ConfigError, StartupError
 from quire.logging_setup import say_error
 from quire.processes import freeze_garbage
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal or until the engine stops; return the process's exit code."""
     try:
+        server_config = checked_tls(server_config)
         with (
             StartSignals() as signals,
             bind(server_config.host, server_config.port) as listener,
@@ -85,7 +87,7 @@ async def _serve(
         from quire.entrypoints.openai.lifecycle import HttpServer, Lifecycle
 
         app = build_app(engine, server_config)
-        http = HttpServer(http_config(app, server_config))
+        http = HttpServer(http_config(app, server_config), server_config)
         needs_key = bool(app.state.server.keys)
         freeze_garbage()
         signals.check()

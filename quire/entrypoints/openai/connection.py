@@ -31,6 +31,7 @@ from quire.config import ServerConfig
 from quire.entrypoints.openai.connection_count import ConnectionCount
 from quire.entrypoints.openai.errors import error_body, id_headers, response_of, shaped_error
 from quire.entrypoints.openai.lifecycle import AllowedHosts
+from quire.entrypoints.openai.tls import tls_options
 from quire.errors import (
     ClientError,
     ForbiddenError,
@@ -444,4 +445,5 @@ def http_config(
         log_level=config.uvicorn_log_level,
         access_log=not config.disable_uvicorn_access_log,
         server_header=False,
+        **tls_options(config),
     )

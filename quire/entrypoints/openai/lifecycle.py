@@ -29,6 +29,7 @@ from quire.config import ServerConfig
 from quire.config.pooling import CLASS_TASKS, PoolingSpec
 from quire.entrypoints.openai.start_signals import drain_signals
 from quire.entrypoints.openai.state import ServerState
+from quire.entrypoints.openai.tls import CertificateRenewal
 from quire.errors import EngineDeadError, QuireError
 from quire.logging_setup import say, say_error
 from quire.metrics.logging import LoggingStatLogger
@@ -92,10 +93,10 @@ def reaches_others(host: str) -> bool:
         return False
 
 
-def base_url(host: str, port: int, root_path: str = "") -> str:
+def base_url(host: str, port: int, root_path: str = "", scheme: str = "http") -> str:
     """Return the server's URL as seen from this machine."""
     host = EVERYWHERE.get(host, host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}{root_path}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{root_path}"
 
 
 def curl_example(url: str, model: str, greeting: Greeting, *, needs_key: bool) -> str:
@@ -135,10 +136,13 @@ def ready_text(url: str, model: str, greeting: Greeting, *, needs_key: bool) -> 
 class HttpServer(uvicorn.Server):
     """uvicorn server without its signal handlers; signals drain here (`Lifecycle`)."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, server_config: ServerConfig) -> None:
         super().__init__(config)
         self.is_open = asyncio.Event()
+        self._server_config = server_config
         self._arriving: set[asyncio.Task[Any]] = set()
+        self.renewal: CertificateRenewal | None = None  # Once the server has opened, if it is asked for.
+        self._renewing: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -146,16 +150,30 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._server_config.enable_ssl_refresh and self.config.ssl is not None:
+            self.renewal = CertificateRenewal(self._server_config, self.config.ssl)
+            self._renewing = asyncio.create_task(self.renewal.run())
         self.is_open.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+        await super().shutdown(sockets)
 
     def admit(self, connection: socket.socket) -> None:
         """Serve a connection accepted others; call after the server has opened."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        accepted = asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
-        task = asyncio.create_task(accepted)
+        task = asyncio.create_task(self._accept(connection))
         self._arriving.add(task)
         task.add_done_callback(self._arriving.discard)
+
+    async def _accept(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(self._make_protocol, connection, ssl=self.config.ssl)
+        except OSError as error:  # the TLS handshake failed, and its client knows
+            logger.debug("a connection was not accepted: %s", error)
 
     def _make_protocol(self) -> asyncio.Protocol:
         state = self.lifespan.state
@@ -305,7 +323,7 @@ class Lifecycle:
 
     def _ready_text(self) -> str:
         config = self._state.config
-        url = base_url(config.host, self._listener.getsockname()[1], config.root_path)
+        url = base_url(config.host, self._listener.getsockname()[1], config.root_path, config.scheme)
         greeting = greeting_of(self._state.engine.config.pooling, has_chat=self._state.form.has_chat)
         return ready_text(url, self._state.model_names[0], greeting, needs_key=self._needs_key)
 

@@ -50,12 +50,8 @@ class LiveServer:
         self.listener = bind(config.host, config.port)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.app = build_app(engine, config)  # type: ignore[arg-type]
-        self.lifecycle = Lifecycle(
-            self.app.state.server,
-            HttpServer(http_config(self.app, config)),
-            self.listener,
-            needs_key=needs_key,
-        )
+        self.http = HttpServer(http_config(self.app, config), config)
+        self.lifecycle = Lifecycle(self.app.state.server, self.http, self.listener, needs_key=needs_key)
         self.task = asyncio.create_task(self.lifecycle.run())
 
     async def code(self) -> int:

@@ -385,7 +385,7 @@ async def serve_supervisor(engine: AsyncLLM, config: ServerConfig, listener: soc
     engine.share(slot)
     app = build_app(engine, config, keys=keys, slot=slot)
     http = HttpServer(
-        http_config(app, config, SharedConnectionCount(slot, whole=bool(config.max_connections)))
+        http_config(app, config, SharedConnectionCount(slot, whole=bool(config.max_connections))), config
     )
     state: ServerState = app.state.server
     hello = WorkerHello(

@@ -140,7 +140,7 @@ class ApiWorker:
         app = build_app(self._engine, hello.server, keys=Keyring(hello.tenants), slot=slot)
         self.state: ServerState = app.state.server
         self.state.siblings = SupervisorProxy(channel)
-        self._http = HttpServer(http_config(app, hello.server, connection_count))
+        self._http = HttpServer(http_config(app, hello.server, connection_count), hello.server)
         self._receiver = _receiver(connections, self._http, connection_count)
         self.lifecycle = WorkerLifecycle(self.state, self._http, cores)
 

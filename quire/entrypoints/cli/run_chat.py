@@ -1,0 +1,273 @@
+"""Answers of an engine in this process, printed as they are generated; and the chat of `quire run`.
+
+Invariant: Ctrl-C ends an answer, never the chat; what was generated stays in the conversation. An answer that fails
+leaves the conversation as it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quire.config.fields import parse_integer
+from quire.entrypoints.chat.formats.examples import examples_of
+from quire.entrypoints.chat.formats.model import ModelFormat, PromptEnd
+from quire.entrypoints.chat.formats.scanning import Event, Reasoning
+from quire.entrypoints.chat.formats.selection import PlainReader, choose
+from quire.entrypoints.cli.client import AnswerPrinter
+from quire.errors import QuireError, ValidationError
+from quire.inputs import ChatMessage, PromptType
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.vllm_names.row import suggestion
+
+if TYPE_CHECKING:
+    from quire.engine.llm_engine import LLMEngine
+    from quire.entrypoints.chat.media import OfflineMedia
+
+FENCE = '"""'  # Opens and closes a message of several lines.
+HELP = f"""\
+/set NAME VALUE   set a sampling parameter, or `system` for the system prompt; /set alone shows all
+/unset NAME       return to the model's own value
+/clear            forget the conversation
+/help             show this
+/bye              leave, as Ctrl-D does
+{FENCE}               opens and closes a message of several lines
+Ctrl-C            ends the answer
+"""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt with its answer formats; None: plain text."""
+
+    prompt: PromptType
+    formats: ModelFormat | None = None
+    end: PromptEnd = field(default_factory=PromptEnd)
+
+
+class AnswerPrinting:
+    """Generates answers on an engine and prints them.
+
+    Args:
+        engine: with no other requests.
+        media: images of its conversations.
+    """
+
+    def __init__(self, engine: LLMEngine, media: OfflineMedia) -> None:
+        self._engine = engine
+        self._media = media
+        self._ids = map(str, itertools.count())
+
+    @property
+    def has_chat(self) -> bool:
+        """True if the model has a chat template."""
+        return self._engine.tokenizer is not None and self._engine.tokenizer.chat_template is not None
+
+    def ask(self, messages: list[ChatMessage]) -> Asked:
+        """Return the prompt of a conversation.
+
+        Raises:
+            ValidationError: there is no chat template, it refuses the conversation, or an image cannot be used.
+        """
+        from quire.entrypoints.chat.template import ChatTemplate, ThinkingSwitch
+
+        tokenizer = self._engine.tokenizer
+        assert tokenizer is not None, "checked at start"
+        taken = self._media.admit(messages, None)
+        messages = list(taken.messages)
+        template = tokenizer.cached(
+            "run", lambda own: ChatTemplate.from_tokenizer(own, media=self._media.gate.texts)
+        )
+        chat = template.compose(messages)
+        chosen = choose("none", "auto", template.all_sources, examples_of(template))
+        formats = ModelFormat(chosen, tokenizer)
+        is_off = ThinkingSwitch(template, chosen.reasoning).is_off({})
+        end = PromptEnd.of(chat.text, messages, continues=False, may_think=not is_off)
+        prompt = self._media.gate.encode(chat, tokenizer, taken.admitted).as_prompt()
+        return Asked(prompt, formats, end)
+
+    def answer(self, asked: Asked, given: Mapping[str, Any]) -> str:
+        """Print the answer, and return what it says, without its reasoning; Ctrl-C cuts it.
+
+        Args:
+            given: sampling parameters over the model's own.
+
+        Raises:
+            ValidationError: a parameter is out of range.
+        """
+        request_id = next(self._ids)
+        reader = asked.formats.reader(asked.end, None) if asked.formats is not None else PlainReader()
+        shown = _Shown(AnswerPrinter())
+        self._engine.add_request(request_id, asked.prompt, self._sampling_params(asked, given))
+        was_cut = False
+        try:
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    shown.add(reader.feed("".join(completion.text for completion in output.outputs)))
+                    was_cut = any(completion.was_cut for completion in output.outputs)
+        except KeyboardInterrupt:
+            was_cut = True
+            self._engine.abort_request(request_id)
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+        shown.add(reader.finish(was_cut=was_cut))
+        shown.printer.end()
+        return shown.text
+
+    def _sampling_params(self, asked: Asked, given: Mapping[str, Any]) -> SamplingParams:
+        defaults = self._engine.input_processor.default_sampling_params
+        sampling = SamplingParams(**{**defaults, **given, "output_kind": RequestOutputKind.DELTA})
+        return sampling if asked.formats is None else asked.formats.with_format_options(sampling, asked.end)
+
+
+@dataclass
+class _Shown:
+    """What was printed."""
+
+    printer: AnswerPrinter
+    text: str = ""
+
+    def add(self, found: list[Event]) -> None:
+        for event in found:
+            if isinstance(event, Reasoning):
+                self.printer.thought(event.text)
+            elif isinstance(event, str):
+                self.text += event
+                self.printer.said(event)
+
+
+def user_message(text: str, images: Sequence[str]) -> ChatMessage:
+    """Return a user's message with images, given by their paths, before the text."""
+    shown = [{"type": "image_url", "image_url": path} for path in images]
+    return {"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text}
+
+
+def _texts(value: str) -> tuple[str, ...]:
+    return (value,)
+
+
+SETTABLE: Mapping[str, Callable[[str], Any]] = {
+    "system": str,
+    "temperature": float,
+    "top_p": float,
+    "top_k": parse_integer,
+    "min_p": float,
+    "max_tokens": parse_integer,
+    "repetition_penalty": float,
+    "seed": parse_integer,
+    "stop": _texts,
+}
+"""Names of `/set`, with the reader of their values."""
+
+
+class Chat:
+    """Conversation with a model in this process, and its commands.
+
+    Args:
+        given: sampling parameters over the model's own.
+        images: paths of images for the first message.
+    """
+
+    def __init__(
+        self,
+        printing: AnswerPrinting,
+        system_prompt: str | None,
+        given: Mapping[str, Any],
+        images: Sequence[str] = (),
+    ) -> None:
+        self._printing = printing
+        self._images = images
+        self._system_prompt = system_prompt
+        self._given = dict(given)
+        self.messages: list[ChatMessage] = []
+
+    def run(self, read: Callable[[str], str] | None = None) -> None:
+        """Answer messages until the input ends, or /bye; `read` replaces `input`."""
+        while True:
+            try:
+                text = read_message(read or input).strip()
+            except EOFError:
+                click.echo()
+                return
+            except KeyboardInterrupt:
+                click.echo("\nCtrl-D ends the chat", err=True)
+                continue
+            if text == "/bye":
+                return
+            if text:
+                self._handle(text)
+
+    def _handle(self, text: str) -> None:
+        try:
+            if text.startswith("/"):
+                self._command(text)
+            else:
+                self.turn(text)
+        except QuireError as error:
+            click.echo(f"error: {error}", err=True)
+
+    def turn(self, text: str) -> None:
+        """Answer a message, and keep both."""
+        messages = [*self.messages, user_message(text, () if self.messages else self._images)]
+        system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
+        said = self._printing.answer(self._printing.ask([*system, *messages]), self._given)
+        self.messages = [*messages, {"role": "assistant", "content": said}]
+
+    def _command(self, text: str) -> None:
+        name, _, rest = text.partition(" ")
+        commands = {"/set": self._set, "/unset": self._unset, "/clear": self._clear, "/help": self._help}
+        if name not in commands:
+            known = suggestion(name, commands) or f"; there are {', '.join((*commands, '/bye'))}"
+            raise ValidationError(f"no command {name!r}{known}")
+        commands[name](rest.strip())
+
+    def _set(self, rest: str) -> None:
+        if not rest:
+            shown = {"system": self._system_prompt, **self._given}
+            click.echo(
+                "".join(f"{name} {value}\n" for name, value in shown.items() if value not in (None, ())),
+                nl=False,
+                err=True,
+            )
+            return
+        name, _, value = rest.partition(" ")
+        read = SETTABLE.get(name)
+        if read is None:
+            raise ValidationError(f"/set has no {name!r}; there are {', '.join(SETTABLE)}")
+        if name == "system":
+            self._system_prompt = value
+            return
+        try:
+            given = {**self._given, name: read(value)}
+        except ValueError:
+            raise ValidationError(f"/set {name} needs a number, got {value!r}") from None
+        SamplingParams(**given)  # refuses what is out of range
+        self._given = given
+
+    def _unset(self, name: str) -> None:
+        if name == "system":
+            self._system_prompt = None
+        elif self._given.pop(name, None) is None:
+            raise ValidationError(f"{name!r} is not set")
+
+    def _clear(self, _: str) -> None:
+        self.messages = []
+
+    def _help(self, _: str) -> None:
+        click.echo(HELP, nl=False, err=True)
+
+
+def read_message(read: Callable[[str], str]) -> str:
+    """Return the next message, of one line, or of several between fences."""
+    line = read(">>> ")
+    if not line.startswith(FENCE):
+        return line
+    lines = [line.removeprefix(FENCE)]
+    while not lines[-1].rstrip().endswith(FENCE):
+        lines.append(read("... "))
+    lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
+    return "\n".join(lines).strip("\n")

@@ -1,0 +1,231 @@
+"""Import paths of vLLM under `quire.`, so that a script needs `vllm` replaced by `quire` only.
+
+`PRESENT` are names that quire has elsewhere, `ABSENT` those that it does not have. `VllmFinder` makes modules of the
+paths that do not exist; modules that exist take missing names from `attributes_of`. Invariant: the finder is asked
+last, so a real module is never hidden, and nothing is imported before its name is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from quire.vllm_names.row import suggestion
+
+_ARGS = {"EngineArgs": "quire.config:EngineArgs", "AsyncEngineArgs": "quire.config:EngineArgs"}
+_ASYNC = "quire.engine.async_llm:AsyncLLM"
+_PARSER = "quire.vllm_names.argument_parser:FlexibleArgumentParser"
+_LOGPROBS = {
+    "Logprob": "quire.outputs:Logprob",
+    "FlatLogprobs": "quire.outputs:FlatLogprobs",
+    "PromptLogprobs": "quire.outputs:PositionLogprobs",
+    "SampleLogprobs": "quire.outputs:PositionLogprobs",
+}
+_INPUTS = {
+    name: f"quire.inputs:{name}" for name in ("PromptType", "TextPrompt", "TokensPrompt", "DataPrompt")
+}
+_REQUESTS = "quire.entrypoints.openai.protocol.requests"
+_RESPONSES = "quire.entrypoints.openai.protocol.responses"
+_PROTOCOL = {
+    "ChatCompletionRequest": f"{_REQUESTS}:ChatCompletionRequest",
+    "CompletionRequest": f"{_REQUESTS}:CompletionRequest",
+    "StreamOptions": f"{_REQUESTS}:StreamOptions",
+    "ChatCompletionResponse": f"{_RESPONSES}:ChatCompletion",
+    "ChatCompletionStreamResponse": f"{_RESPONSES}:ChatChunk",
+    "CompletionResponse": f"{_RESPONSES}:Completion",
+    "ChatMessage": f"{_RESPONSES}:ChatMessage",
+    "DeltaMessage": f"{_RESPONSES}:ChatDelta",
+    "UsageInfo": f"{_RESPONSES}:Usage",
+    "ModelCard": f"{_RESPONSES}:ModelCard",
+    "ModelList": f"{_RESPONSES}:ModelList",
+}
+_POOLED = {
+    name: f"quire.pooling.outputs:{name}"
+    for name in (
+        "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "ClassificationOutput",
+        "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput",
+    )
+}  # fmt: skip
+_TOKENIZER = {
+    "get_tokenizer": "quire.vllm_names.functions:get_tokenizer",
+    "AnyTokenizer": "quire.engine.tokenizer:Tokenizer",
+    "TokenizerLike": "quire.engine.tokenizer:Tokenizer",
+}
+_METRICS = {
+    name: f"quire.metrics.reader:{name}" for name in ("Metric", "Counter", "Gauge", "Histogram", "Vector")
+}
+
+PRESENT: Mapping[str, Mapping[str, str]] = {
+    "quire": {"BeamSearchParams": "quire.sampling_params:BeamSearchParams"},
+    "quire.config": {
+        "VllmConfig": "quire.config:EngineConfig",
+        "SpeculativeConfig": "quire.config.speculative:SpeculativeConfig",
+    },
+    "quire.engine.arg_utils": _ARGS,
+    "quire.engine.async_llm_engine": {"AsyncLLMEngine": _ASYNC, "AsyncEngineDeadError": "quire.errors:EngineDeadError"},
+    "quire.engine.protocol": {"EngineClient": _ASYNC},
+    "quire.v1.engine.async_llm": {"AsyncLLM": _ASYNC},
+    "quire.v1.engine.llm_engine": {"LLMEngine": "quire.engine.llm_engine:LLMEngine"},
+    "quire.v1.engine.exceptions": {
+        "EngineDeadError": "quire.errors:EngineDeadError",
+        "EngineGenerateError": "quire.errors:EngineError",
+    },
+    "quire.v1.metrics.reader": _METRICS,
+    "quire.v1.metrics.loggers": {"StatLoggerBase": "quire.metrics.stats:StatLogger"},
+    "quire.entrypoints.openai.protocol": _PROTOCOL,
+    "quire.entrypoints.openai.chat_completion.protocol": _PROTOCOL,
+    "quire.entrypoints.openai.completion.protocol": _PROTOCOL,
+    "quire.entrypoints.openai.engine.protocol": _PROTOCOL,
+    "quire.inputs": {"SingletonPrompt": "quire.inputs:PromptType"},
+    "quire.inputs.data": _INPUTS,
+    "quire.logger": {"init_logger": "logging:getLogger"},
+    "quire.logprobs": _LOGPROBS,
+    "quire.lora.request": {"LoRARequest": "quire.lora_request:LoRARequest"},
+    "quire.lora.resolver": {"LoRAResolver": "quire.lora_resolvers:LoRAResolver"},
+    "quire.model_executor.models": {"ModelRegistry": "quire.models.registry:ModelRegistry"},
+    "quire.model_executor.models.registry": {"ModelRegistry": "quire.models.registry:ModelRegistry"},
+    "quire.outputs": _POOLED,
+    "quire.sampling_params": {"GuidedDecodingParams": "quire.structured_output.params:StructuredOutputsParams"},
+    "quire.sequence": _LOGPROBS,
+    "quire.tokenizers": _TOKENIZER,
+    "quire.transformers_utils.tokenizer": _TOKENIZER,
+    "quire.utils": {"random_uuid": "quire.vllm_names.functions:random_uuid", "FlexibleArgumentParser": _PARSER},
+    "quire.utils.argparse_utils": {"FlexibleArgumentParser": _PARSER},
+}  # fmt: skip
+"""Module -> name -> place of the object ("module:Name")."""
+
+ALL = "*"
+_SHUTDOWN = "call LLM.shutdown(), which releases everything"
+_NO_PAIRS = "models with an encoder and a decoder are not supported"
+_DICT = "give the option as a dict"
+_TOOLS = "a format is an entry point of the group quire.tool_formats (docs/plugins.md)"
+_REASONING = "a format is an entry point of the group quire.reasoning_formats (docs/plugins.md)"
+_SERVER = "start the server with `quire serve`, or call quire.entrypoints.openai.api_server.run_server"
+_LAYERS = "a model is written on quire.layers (CONTRIBUTING.md), a plug-in of quire.models"
+_MEDIA = "give pictures and sounds as they are, in multi_modal_data or in messages"
+
+ABSENT: Mapping[str, Mapping[str, str]] = {
+    "quire": {"initialize_ray_cluster": "set distributed_executor_backend='ray', which joins or starts a cluster"},
+    "quire.config": {
+        "CompilationConfig": "leave compilation_config out: nothing is compiled (docs/coming_from_vllm.md)",
+        "CUDAGraphMode": "set enforce_eager or cudagraph_capture_sizes",
+        "PoolerConfig": _DICT,
+        "KVTransferConfig": "use kv_store (docs/kv_store.md)",
+        "ProfilerConfig": "start the program under py-spy or perf",
+        "AttentionConfig": "set attention_backend",
+        "set_current_vllm_config": "a configuration is an argument, never ambient",
+        "get_current_vllm_config": "a configuration is an argument, never ambient",
+    },
+    "quire.distributed": {
+        "cleanup_dist_env_and_memory": _SHUTDOWN,
+        "destroy_model_parallel": _SHUTDOWN,
+        "destroy_distributed_environment": _SHUTDOWN,
+        "init_distributed_environment": "the executor does this (docs/parallelism.md)",
+        "get_tensor_model_parallel_rank": "a layer is given its Shard (quire.layers.shard)",
+        "get_tensor_model_parallel_world_size": "a layer is given its Shard (quire.layers.shard)",
+    },
+    "quire.distributed.parallel_state": {ALL: _SHUTDOWN},
+    "quire.distributed.kv_events": {ALL: "subscribe as docs/kv_events.md shows; messages are vLLM's"},
+    "quire.distributed.kv_transfer": {ALL: "use --kv-store (docs/kv_store.md)"},
+    "quire.entrypoints.api_server": {ALL: _SERVER},
+    "quire.entrypoints.chat_utils": {ALL: "call LLM.chat, or get_tokenizer().apply_chat_template"},
+    "quire.entrypoints.launcher": {ALL: _SERVER},
+    "quire.entrypoints.launchers": {ALL: _SERVER},
+    "quire.entrypoints.utils": {ALL: _SERVER},
+    "quire.entrypoints.serve": {ALL: _SERVER},
+    "quire.entrypoints.openai.cli_args": {ALL: "flags are fields of quire.config.ServerConfig and EngineArgs"},
+    "quire.entrypoints.openai.serving_chat": {ALL: _SERVER},
+    "quire.entrypoints.openai.serving_completion": {ALL: _SERVER},
+    "quire.entrypoints.openai.serving_models": {ALL: _SERVER},
+    "quire.entrypoints.openai.tool_parsers": {ALL: _TOOLS},
+    "quire.tool_parsers": {ALL: _TOOLS},
+    "quire.reasoning": {ALL: _REASONING},
+    "quire.envs": {ALL: "variables of quire begin with QUIRE_ (docs/configuration.md)"},
+    "quire.forward_context": {ALL: _LAYERS},
+    "quire.inputs": {
+        "ExplicitEncoderDecoderPrompt": _NO_PAIRS,
+        "zip_enc_dec_prompts": _NO_PAIRS,
+        "to_enc_dec_tuple_list": _NO_PAIRS,
+    },
+    "quire.inputs.parse": {ALL: "prompts are the types of quire.inputs"},
+    "quire.model_executor": {ALL: _LAYERS},
+    "quire.attention": {ALL: "a backend is a plug-in of quire.attention_backends (docs/plugins.md)"},
+    "quire.multimodal": {"MULTIMODAL_REGISTRY": _MEDIA},
+    "quire.multimodal.utils": {ALL: _MEDIA},
+    "quire.assets.image": {ALL: _MEDIA},
+    "quire.assets.audio": {ALL: _MEDIA},
+    "quire.assets.video": {ALL: _MEDIA},
+    "quire.platforms": {"current_platform": "call quire.platforms.choose_device"},
+    "quire.triton_utils": {ALL: "import triton itself"},
+    "quire.compilation": {ALL: "nothing is compiled by torch.compile"},
+    "quire.transformers_utils.config": {ALL: "call quire.models.checkpoint.read_model_config"},
+    "quire.usage.usage_lib": {ALL: "quire sends no usage statistics, so leave usage_context out"},
+    "quire.benchmarks": {ALL: "run `quire bench`"},
+    "quire.v1": {ALL: "quire has one engine: import from quire.engine, quire.scheduler, quire.worker"},
+    "quire.v1.sample.logits_processor": {
+        ALL: "subclass quire.logits_processors.LogitsProcessor, which sees one request at a time (docs/sampling.md)"
+    },
+    "quire.worker.worker_base": {ALL: "another device is a plug-in of quire.devices (docs/plugins.md)"},
+    "quire.scalar_type": {ALL: "kernels are ops of quire.kernels.ops"},
+    "quire._custom_ops": {ALL: "kernels are ops of quire.kernels.ops"},
+    "quire.utils": {ALL: "quire.utils has random_uuid and FlexibleArgumentParser only"},
+}  # fmt: skip
+"""Module -> name -> reason, and what to do; `ALL` is every name, in submodules as well."""
+
+
+def _packages() -> set[str]:
+    parents = {name.rpartition(".")[0] for name in (*PRESENT, *ABSENT)}
+    return parents | {name.rpartition(".")[0] for name in parents}
+
+
+_MODULES = frozenset({*PRESENT, *ABSENT} | _packages())
+
+
+def reason_of(module: str, name: str) -> str | None:
+    """Return why a name is absent, by the module or a package that contains it; None: it is unknown."""
+    reason = ABSENT.get(module, {}).get(name)
+    while reason is None and module:
+        reason = ABSENT.get(module, {}).get(ALL)
+        module = module.rpartition(".")[0]
+    return reason
+
+
+def attributes_of(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module, for vLLM's names that are elsewhere or absent.
+
+    It raises ImportError for an absent name, since `from module import name` would replace another error's message.
+    """
+
+    def attribute(name: str) -> Any:
+        place = PRESENT.get(module, {}).get(name)
+        if place is not None:
+            source, _, attribute = place.partition(":")
+            return getattr(importlib.import_module(source), attribute)
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if (reason := reason_of(module, name)) is not None:
+            raise ImportError(f"{module}.{name} is not in quire: {reason}", name=module)
+        hint = suggestion(name, PRESENT.get(module, {}))
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+
+    return attribute
+
+
+class VllmFinder(MetaPathFinder, Loader):
+    """Finder and loader of modules that only vLLM has; the last entry of `sys.meta_path`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of the tables, or of one below a module that is absent as a whole."""
+        if fullname in _MODULES or reason_of(fullname, ALL) is not None:
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Give the module its names."""
+        vars(module)["__getattr__"] = attributes_of(module.__name__)
