@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from quire.vllm_names.imports import attributes_of
-
 from quire.media import MediaItem
+from quire.vllm_names.imports import attributes_of
 
 
 class TextPrompt(TypedDict):

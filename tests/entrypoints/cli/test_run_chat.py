@@ -49,7 +49,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def chat(engine: LLMEngine) -> Chat:
-    return Chat(AnswerPrinting(engine), None, GREEDY)
+    return Chat(AnswerPrinting(engine, OfflineMedia(engine.config)), None, GREEDY)
 
 
 def answered(llm: LLM, messages: list[dict[str, Any]]) -> str:
