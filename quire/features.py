@@ -10,5 +10,8 @@ CORE_FEATURES = {
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 
+MEDIA_ENCODER = "quire.multimodal.worker.encoders:open_encoder"
+"""Factory of what computes and stores embeddings of images and other media (`quire.worker.worker`)."""
+
 ROW_MOVER = "quire.kv_store.mover:open_row_mover"
 """Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""

@@ -30,6 +30,7 @@ struct Features {
     int64_t ahead;        // keys behind its own position that a query sees; 0 in causal attention
     const float* biases;  // of each query head, one for each distance from -center to center; null: none
     int64_t center;
+    const int32_t* last_seen = nullptr;  // of each row of the batch, the last position that it sees; null: its own
 
     int64_t first_key(int64_t position) const {
         if (!window) return 0;
@@ -69,8 +70,10 @@ struct Item {
     int64_t rows(const Call& call) const { return queries * call.group; }
     const int32_t* table(const Call& call) const { return call.batch.tables + request * call.batch.table_width; }
     int64_t last() const { return position + queries - 1; }
-    // Behind the last key that a query at some position sees.
-    int64_t end_key(const Features& f, int64_t at) const { return smaller_of(f.end_key(at), length); }
+    // Behind the last key that the query at some position, one of the item's, sees.
+    int64_t end_key(const Features& f, int64_t at) const {
+        return smaller_of(f.last_seen ? f.last_seen[token + at - position] + 1 : f.end_key(at), length);
+    }
     int64_t end_tile(const Features& f) const { return ceil_div(larger_of(end_key(f, last()), 0), kKeyTile); }
     // First key that any query sees.
     int64_t first_key(const Features& f) const { return f.first_key(larger_of(position, 0)); }

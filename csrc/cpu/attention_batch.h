@@ -8,6 +8,15 @@
 
 namespace quire { namespace QUIRE_ISA { namespace {
 
+// Whether the queries from `position` on to the last of `length` tokens see at least themselves, what exists at most, and
+// no less than the query before.
+inline bool is_ascending(const int32_t* last_seen, int64_t position, int64_t length) {
+    int64_t before = 0;
+    for (int64_t at = position; at < length; before = *last_seen++, ++at)
+        if (at >= 0 && (*last_seen < larger_of(at, before) || *last_seen >= length)) return false;
+    return true;
+}
+
 // 1 + the first request whose description points outside the batch or the cache; 0 if none does.
 inline int64_t find_bad_request(const Call& call) {
     const Batch& batch = call.batch;
@@ -21,6 +30,8 @@ inline int64_t find_bad_request(const Call& call) {
         const int32_t* table = all.table(call);
         for (int64_t i = all.first_key(call.features) / size; i * size < length; ++i)
             if (table[i] < 0 || table[i] >= call.shape.num_blocks) return r + 1;
+        if (call.features.last_seen && !is_ascending(call.features.last_seen + batch.starts[r], length - count, length))
+            return r + 1;
     }
     return 0;
 }

@@ -68,10 +68,12 @@ public:
     bool serve(const Call& call) {
         const PlanKey key{call.batch.tokens, call.batch.requests, call.shape.heads, call.group, call.shape.head_size,
                           call.value_size, call.features.window, call.features.chunked, call.features.ahead, team_threads()};
-        if (is_of(key, call.batch)) return true;
+        const bool is_reused = !call.features.last_seen;  // which rows see how far is not part of the key
+        if (is_reused && is_of(key, call.batch)) return true;
         is_made_ = false;
-        is_made_ = remember(key, call.batch) && make(call);
-        return is_made_;
+        if (!remember(key, call.batch) || !make(call)) return false;
+        is_made_ = is_reused;
+        return true;
     }
 
     // In multiply-adds: those of a row with a tile's keys, and with its values.

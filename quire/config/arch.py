@@ -68,7 +68,7 @@ class CheckpointNames:
 
 @dataclass(frozen=True)
 class Multimodal:
-    """Multimodal model that contains this language model; only the latter is served."""
+    """Multimodal model that contains this language model, and what its other parts ask of the latter."""
 
     architecture: str
     # Prefix of its tensors -> prefix in a checkpoint of the language model alone; the first match counts.
@@ -76,6 +76,12 @@ class Multimodal:
     unused: tuple[str, ...]  # Patterns of the tensors of its other parts.
     # Tokens that the whole model replaces by an image, a video or a sound.
     placeholder_ids: frozenset[int] = frozenset()
+    config: str = ""  # config.json of the whole model, as JSON, for the readers of its other parts.
+    # Angles of a head that frames, rows and columns rotate; empty: a token has one position.
+    rope_sections: tuple[int, ...] = ()
+    rope_interleaved: bool = False  # The sections take turns; otherwise one follows the other.
+    tokens_per_second: float = 1.0  # Positions per second of a video.
+    deepstack_layers: int = 0  # First layers to whose outputs features of an image are added.
 
     def name_alone(self, name: str) -> str:
         """Return the name of a tensor or module in a checkpoint of the language model alone."""

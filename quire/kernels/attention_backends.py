@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels import ops
-from quire.kernels.attention_metadata import AttentionMetadata, check_features
+from quire.kernels.attention_metadata import AttentionMetadata, check_features, check_last_seen
 from quire.kernels.reference import gather_blocks, seen_keys
 from quire.plugins import PluginTable, instance_of
 
@@ -45,6 +45,7 @@ def paged_attention(
         NotImplementedError: with a soft cap or sinks, which torch's attention does not have.
     """
     check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
+    check_last_seen(metadata, len(q), attention_chunk)
     if soft_cap is not None:
         raise NotImplementedError("scaled_dot_product_attention has no soft cap")
     if sinks is not None:
@@ -59,7 +60,8 @@ def paged_attention(
             continue
         keys, values = gather_blocks(k_cache, v_cache, metadata.block_tables[request : request + 1], seq_len)
         distance = _distance(rows.stop - rows.start, seq_len, q.device)
-        seen = seen_keys(distance, seq_len, sliding_window, attention_chunk)
+        last_seen = None if metadata.last_seen is None else metadata.last_seen[rows]
+        seen = seen_keys(distance, seq_len, sliding_window, attention_chunk, last_seen)
         # Unwritten slots can hold NaN, which a weight of 0 would not cancel.
         unseen = ~seen.any(0)[:, None]
         mixed = F.scaled_dot_product_attention(
@@ -82,7 +84,7 @@ def _distance(query_len: int, seq_len: int, device: torch.device) -> Tensor:
 
 def _bias(seen: Tensor, distance: Tensor, slopes: Tensor) -> Tensor:
     """Return the bias added to scores: float32 [Hq, query_len, seq_len]."""
-    return (-slopes.float()[:, None, None] * distance).masked_fill(~seen, -torch.inf)
+    return (-slopes.float()[:, None, None] * distance.abs()).masked_fill(~seen, -torch.inf)
 
 
 PagedAttention = Callable[..., Tensor]

@@ -63,6 +63,10 @@ class AttentionMetadata(GroupMetadata):
 
     slot_mapping: Tensor
     """[T] int64: destination slot (block_id * block_size + offset) of each row's key and value; negative = none."""
+    last_seen: Tensor | None = None
+    """[T] int32: last position that each row attends to, at least its own and at most the request's last; ascending
+    within a request, or equal. None: its own.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,22 @@ def check_features(
     for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if numbers is not None:
             _check_of_heads(q, name, numbers)
+
+
+def check_last_seen(metadata: AttentionMetadata, num_rows: int, attention_chunk: int | None) -> None:
+    """Check the shape and dtype of `last_seen`, for `num_rows` queries.
+
+    Raises:
+        ValueError: it is not [num_rows] int32, or there is an attention chunk.
+    """
+    last_seen = metadata.last_seen
+    if last_seen is None:
+        return
+    if attention_chunk is not None:
+        raise ValueError("paged_attention: there may be a last_seen or an attention_chunk, not both")
+    if last_seen.dtype is not torch.int32 or last_seen.shape != (num_rows,):
+        found = f"{last_seen.dtype} {list(last_seen.shape)}"
+        raise ValueError(f"paged_attention: last_seen must be int32 [{num_rows}]; it is {found}")
 
 
 def check_bidirectional(

@@ -481,7 +481,8 @@ def paged_attention(
     `sliding_window` w, only i - w < j <= i is visible; with `attention_chunk` c, only j <= i with i // c = j // c. With
     `sinks` [Hq], every softmax has one more score, its head's, without a value (G. Xiao et al., 2023,
     arXiv:2309.17453).
-    Padding rows are 0. A required block id outside the cache is an IndexError.
+    With `metadata.last_seen` l, j <= l_i replaces j <= i, and a bias is by the distance's magnitude.
+    Padding rows are 0. A required block id outside the cache, or an l out of bounds, is an IndexError.
     """
     return reference.paged_attention(
         q,

@@ -22,6 +22,7 @@ from quire.kernels.attention_metadata import (
     GroupMetadata,
     check_bidirectional,
     check_features,
+    check_last_seen,
 )
 from quire.kernels.experts import SUM_DTYPE, TokenReduction
 from quire.kernels.formats import FP8_MAX, format_of, whole_chunks
@@ -364,6 +365,7 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
+    check_last_seen(metadata, len(q), attention_chunk)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for rows, requests, query_len, seq_len in _groups(metadata, k_cache):
         keys, values = gather_blocks(k_cache, v_cache, metadata.block_tables[requests], seq_len)
@@ -371,8 +373,9 @@ def paged_attention(
         scores = _scores(queries, keys, scale, soft_cap)
         distance = _distance(metadata.seq_lens[requests], query_len, seq_len)
         if alibi_slopes is not None:
-            scores = scores - alibi_slopes.float()[:, None, None] * distance
-        hidden = ~seen_keys(distance, seq_len, sliding_window, attention_chunk)
+            scores = scores - alibi_slopes.float()[:, None, None] * distance.abs()
+        last_seen = None if metadata.last_seen is None else metadata.last_seen[rows].view(distance.shape[:-1])
+        hidden = ~seen_keys(distance, seq_len, sliding_window, attention_chunk, last_seen)
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
@@ -442,16 +445,22 @@ def _distance(seq_lens: Tensor, query_len: int, padded_len: int) -> Tensor:
 
 
 def seen_keys(
-    distance: Tensor, padded_len: int, sliding_window: int | None, attention_chunk: int | None
+    distance: Tensor,
+    padded_len: int,
+    sliding_window: int | None,
+    attention_chunk: int | None,
+    last_seen: Tensor | None = None,
 ) -> Tensor:
     """Return which keys are visible at distances [..., query_len, padded_len] from the queries; keys are at 0, 1, 2
     ...
+
+    `last_seen` [..., query_len] is the last visible position of each query; None: its own.
     """
-    seen = distance >= 0
+    keys = torch.arange(padded_len, device=distance.device)
+    seen = distance >= 0 if last_seen is None else keys <= last_seen.unsqueeze(-1)
     if sliding_window is not None:
         seen &= distance < sliding_window
     if attention_chunk is not None:
-        keys = torch.arange(padded_len, device=distance.device)
         seen &= (distance + keys) // attention_chunk == keys // attention_chunk
     return seen
 

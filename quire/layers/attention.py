@@ -223,7 +223,7 @@ class Attention(Module):
         With a rotary embedding, q and k are normed and rotated in place, and positions are [T].
         """
         slots = step.metadata(self.group_id, AttentionMetadata).slot_mapping
-        self._write(q, k, v, slots, positions)
+        self._write(q, k, v, slots, positions, step)
         return self.attend(q, step)
 
     def attend(self, q: Tensor, step: StepContext) -> Tensor:
@@ -243,15 +243,18 @@ class Attention(Module):
         )
         return (out if self.cache_scales is None else self.cache_scales.of_outputs(out)).flatten(1)
 
-    def _write(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def _write(
+        self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, step: StepContext
+    ) -> None:
         if self.cache_scales is not None:
-            self._turn(q, k, positions)
+            self._turn(q, k, positions, step)
             k, v = self.cache_scales.stored(k, v)
         if self.cache_scales is not None or self.rotary is None:
             ops.write_kv(k, v, self.k_cache, self.v_cache, slots, **self._given_scales())
             return
         assert positions.dim() == 1, f"this rotary embedding takes positions [T], not {[*positions.shape]}"
-        args = (positions, q, k, v, self.rotary.cos_sin_cache, self.k_cache, self.v_cache, slots)
+        places, table = self.rotary.angles(positions, step)
+        args = (places, q, k, v, table, self.k_cache, self.v_cache, slots)
         interleaved = self.rotary.interleaved
         if self.qk_norm is None:
             ops.rotary_and_write_kv(*args, interleaved, **self._given_scales())
@@ -263,13 +266,13 @@ class Attention(Module):
     def _given_scales(self) -> dict[str, Any]:
         return {} if self.int8_scales is None else {"scales": self.int8_scales}
 
-    def _turn(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
+    def _turn(self, q: Tensor, k: Tensor, positions: Tensor, step: StepContext) -> None:
         """Norm and rotate q and k in place, as the kernel that also writes them does."""
         if self.qk_norm is not None:
             for heads, norm in zip((q, k), self.qk_norm, strict=True):
                 heads.copy_(norm(heads))
         if self.rotary is not None:
-            ops.rotary_embedding(positions, q, k, self.rotary.cos_sin_cache, self.rotary.interleaved)
+            self.rotary(positions, q, k, step)
 
     def bind(self, group_id: int, spec: KVCacheSpec, tensor: Tensor) -> None:
         """See `CacheUser`; the first plane of a block holds keys, the second values."""

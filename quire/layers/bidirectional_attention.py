@@ -134,7 +134,7 @@ class BidirectionalAttention(Module):
             q_norm, k_norm = self.qk_norm
             q, k = q_norm(q), k_norm(k)
         if self.rotary is not None:
-            q, k = self.rotary(positions, q, k)
+            q, k = self.rotary(positions, q, k, step)
         out = ops.bidirectional_attention(
             q,
             k,

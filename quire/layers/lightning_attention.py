@@ -192,6 +192,6 @@ class RotatedLightningAttention(Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            q, k = self.rotary(positions, q, k)
+            q, k = self.rotary(positions, q, k, step)
         out = self.g_norm(self.scan(q.flatten(1), k.flatten(1), v.flatten(1), step))
         return self.o_proj(out * self.g_proj(x, step), step)

@@ -17,30 +17,48 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig, RopeScaling
+from quire.errors import UnsupportedModelError
 from quire.kernels import ops
 from quire.layers.base import Module
+from quire.layers.step import StepContext
 
 
 class RotaryEmbedding(Module):
     """Rotation of q and k by position; one instance serves all layers that share a formula."""
 
     cos_sin_cache: Tensor
+    axes: Tensor | None
+    """[R] int64: which of a token's three positions turns each column; None: a token has one position."""
 
     def __init__(self, *, config: EngineConfig, rope: RopeScaling) -> None:
         super().__init__()
         # The table is computed at once, on the host, even while parameters are created on the meta device.
         with torch.device("cpu"):
             cache = cos_sin_table(config, rope)
+            axes = axes_of_angles(config, cache.shape[1] // 2)
         self.register_buffer("cos_sin_cache", cache, persistent=False)
+        self.register_buffer("axes", axes, persistent=False)
         self.interleaved = rope.interleaved
 
-    def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, q: Tensor, k: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
         """positions [T], q [T, Hq, D], k [T, Hkv, D], rotated in place."""
-        return ops.rotary_embedding(positions, q, k, self.cos_sin_cache, self.interleaved)
+        places, table = self.angles(positions, step)
+        return ops.rotary_embedding(places, q, k, table, self.interleaved)
 
-    def queries(self, positions: Tensor, q: Tensor) -> Tensor:
+    def queries(self, positions: Tensor, q: Tensor, step: StepContext) -> Tensor:
         """positions [T], q [T, Hq, D], rotated in place."""
-        return self(positions, q, q[:, :0])[0]
+        return self(positions, q, q[:, :0], step)[0]
+
+    def angles(self, positions: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+        """Return what kernels take: [T] rows, of a table like `cos_sin_cache`, for positions [T].
+
+        With three positions per token, the table has a row for each token of the step. A token whose positions are
+        equal has the row of that position, bit for bit.
+        """
+        if step.rope_positions is None or self.axes is None:
+            return positions, self.cos_sin_cache
+        table = self.cos_sin_cache.gather(0, step.rope_positions.index_select(0, self.axes).t())
+        return torch.arange(len(table), device=table.device), table
 
     def places(self, positions: Tensor) -> Tensor:
         """Return the table rows for positions [T], which kernels take."""
@@ -68,6 +86,33 @@ class _Shape:
     rot_dim: int
     max_position: int
     max_len: int
+
+
+def axes_of_angles(config: EngineConfig, num_angles: int) -> Tensor | None:
+    """Return [2 * num_angles] int64: for cosines and then sines, which of a token's three positions counts; None if the
+    model has one position per token (M-RoPE; Wang et al., 2024, arXiv:2409.12191).
+
+    Sections of angles belong to frames, rows and columns, in this order; interleaved ones take turns from the first
+    angle on, and frames have what is left.
+
+    Raises:
+        UnsupportedModelError: the sections are not as many as the angles.
+    """
+    whole = config.arch.part_of
+    if whole is None or not whole.rope_sections:
+        return None
+    sections = whole.rope_sections
+    if not whole.rope_interleaved:
+        if sum(sections) != num_angles:
+            raise UnsupportedModelError(
+                f"mrope_section {list(sections)} must have {num_angles} angles together, half of those rotated"
+            )
+        axes = torch.arange(3).repeat_interleave(torch.tensor(sections))
+    else:
+        axes = torch.zeros(num_angles, dtype=torch.int64)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
+    return axes.repeat(2)
 
 
 def cos_sin_table(config: EngineConfig, rope: RopeScaling) -> Tensor:

@@ -258,7 +258,7 @@ class SharedKVAttention(Module):
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.rotary is not None:
-            q = self.rotary.queries(positions, q)
+            q = self.rotary.queries(positions, q, step)
         return self.o_proj(source.attend(q, step), step)
 
 
@@ -339,7 +339,7 @@ class SelfAttention(Module):
         """x [T, H] -> [T, H]."""
         q, k, v, *gate = self.qkv_proj.heads(x, step)
         if self.rotary_first is not None:
-            q, k = self.rotary_first(positions, q, k)
+            q, k = self.rotary_first(positions, q, k, step)
         if self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.v_norm is not None:

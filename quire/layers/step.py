@@ -6,13 +6,24 @@ Invariant: the runner creates it once per step, layers only read it, and a layer
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from quire.kernels.attention_metadata import GroupMetadata
 
 Kind = TypeVar("Kind", bound=GroupMetadata)
+
+
+class MediaRows(NamedTuple):
+    """Rows of a step that take embeddings of images and other media in place of token embeddings: M of the T rows."""
+
+    rows: Tensor
+    """[M] int64, ascending."""
+    values: Tensor
+    """[M, H] of the embeddings' dtype."""
+    deepstack: tuple[Tensor, ...] = ()
+    """[M, H] each: added to the stream behind the first layers, one for each of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,10 @@ class StepContext:
     """Intermediate tensors of the previous pipeline stage by name, one row per token."""
     wanted: Tensor | None = None
     """[N] int64: rows whose hidden states are read, perhaps none; a model may leave the others 0. None: all."""
+    media: MediaRows | None = None
+    """Embeddings of media, if rows of the step take some."""
+    rope_positions: Tensor | None = None
+    """[3, T] int64: frame, row and column by which each row is rotated. None: `positions` count for all three."""
 
     def metadata(self, group_id: int, kind: type[Kind]) -> Kind:
         """Return the metadata of a group, which must be of the given kind."""

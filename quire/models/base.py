@@ -80,6 +80,12 @@ class CausalLM(Module):
         """Return the layer stack that pipeline stages split; None: not supported."""
         return None
 
+    @property
+    def takes_media(self) -> bool:
+        """True if rows can take embeddings of media in place of token embeddings."""
+        stack = self.stack()
+        return stack is not None and stack.takes_media
+
     def modules_after_layers(self) -> list[nn.Module]:
         """Return the last pipeline stage's modules after the stack."""
         return [] if self.lm_head is None else [self.lm_head]

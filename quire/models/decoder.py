@@ -6,7 +6,7 @@ Shapes: T tokens of the step, H hidden size, N rows of logits, V vocabulary rows
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -69,6 +69,8 @@ class Decoder(Stack):
     layers where skips start.
     """
 
+    takes_media = True
+
     def __init__(self, *, config: EngineConfig, prefix: str) -> None:
         super().__init__(config=config)
         arch = config.arch
@@ -104,6 +106,11 @@ class Decoder(Stack):
         self._crossing = crossing_layers(arch)
         self._skipped_from = tuple(sorted({skip.start for skip in arch.skips}))
         self._halved = self._halved_layer(config)
+        self._deepened = 0 if arch.part_of is None else arch.part_of.deepstack_layers
+
+    def joined(self) -> Collection[int]:
+        """Return the layers behind those whose output takes features of an image: they are in the first stage."""
+        return range(1, min(self._deepened, len(self.layers)))
 
     def _halved_layer(self, config: EngineConfig) -> int | None:
         """Return the last layer's number if its second half can skip rows that are not read."""
@@ -122,9 +129,11 @@ class Decoder(Stack):
                 x, residual = self._skipping(number, x, residual, streams)
             if number in self.kept_layers:
                 kept[number] = x if residual is None else x + residual
-            if step.wanted is not None and number == self._halved:
+            if step.wanted is not None and number == self._halved and number >= self._deepened:
                 return self._of_wanted(step.wanted, x, residual, positions, step)
             x, residual = layer(x, residual, positions, step)
+            if step.media is not None and number < len(step.media.deepstack):
+                x = x.index_add(0, step.media.rows, step.media.deepstack[number].to(x.dtype))
         if self.norm is None:  # in a later stage
             return self._handed_on(x if residual is None else x + residual, kept, streams)
         if len(self.layers) in self.kept_layers:
@@ -189,6 +198,8 @@ class Decoder(Stack):
 
     def _embedded(self, inputs: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         x: Tensor = self.embed_tokens(inputs, step.adapter_rows)
+        if step.media is not None:
+            x = x.index_copy(0, step.media.rows, step.media.values.to(x.dtype))
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         return x if self.embed_norm is None else self.embed_norm(x)

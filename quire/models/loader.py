@@ -76,6 +76,19 @@ def load_model(
 
 
 @torch.no_grad()
+def load_part(model: CausalLM) -> None:
+    """Load a part of a checkpoint beside the language model, made on the meta device; its config says which files.
+
+    Raises:
+        ModelLoadError: the checkpoint does not fit the config, is corrupt, or does not fit into memory.
+    """
+    for (_, layer), method in zip(model.checkpoint_layers(), quant_methods(model, model.config), strict=True):
+        layer.create_weights(method)
+    _fill(model, _weights(model, model.config))
+    model.eval()
+
+
+@torch.no_grad()
 def with_any_weights(config: EngineConfig, shard: Shard, stage: Stage) -> CausalLM:
     """Return the model with arbitrary weights, available at once, for timing only."""
     model = without_weights(config, shard, stage)

@@ -1,4 +1,4 @@
-"""Multimodal checkpoints, of which only the language model is served.
+"""Multimodal checkpoints: their language model as if it were alone, and what the other parts ask of it.
 
 Invariant: torch-free. config.json has the language model's config as a nested object; the reader of the language
 model's own family reads that object, so nothing else handles multimodality.
@@ -6,6 +6,7 @@ model's own family reads that object, so nothing else handles multimodality.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from quire.config.arch import Multimodal
 from quire.models.config_overrides import TEXT, with_overrides
 from quire.models.json_object import JsonObject
-from quire.models.rope_config import with_kind_renamed
+from quire.models.rope_config import layer_rope, with_kind_renamed
 from quire.models.tied_head import TIE
 
 _FOR_ALL_PARTS = (
@@ -28,12 +29,14 @@ _FOR_ALL_PARTS = (
 _INSIDE = {
     **dict.fromkeys(("model.language_model.model.", "language_model.model.model."), "model."),
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.": "",
 }
 """Prefixes of the language model's tensors, in transformers' layouts (two of them mistakes), and of a model without
 head.
 """
+_AXES = ("frames", "rows", "columns")
 _MEDIA = ("image", "video", "audio")  # keys such as image_token_id, or image_token_index in older files
 _SIZES = (
     "vocab_size",
@@ -52,6 +55,8 @@ class WrappedLanguageModel:
 
     architecture: str
     usual_sizes: tuple[int, ...] = ()
+    interleaved: bool = False
+    """Sections of rotary angles, if there are some, take turns."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,9 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "qwen2_5_vl": _QWEN2,
     "qwen2_5_vl_text": _QWEN2,
     "qwen3": _QWEN3,
-    "qwen3_vl_text": _QWEN3,
-    "qwen3_5_text": WrappedLanguageModel("Qwen3_5ForCausalLM"),
-    "qwen3_5_moe_text": WrappedLanguageModel("Qwen3_5MoeForCausalLM"),
+    "qwen3_vl_text": WrappedLanguageModel("Qwen3ForCausalLM", interleaved=True),
+    "qwen3_5_text": WrappedLanguageModel("Qwen3_5ForCausalLM", interleaved=True),
+    "qwen3_5_moe_text": WrappedLanguageModel("Qwen3_5MoeForCausalLM", interleaved=True),
 }
 """Language models by `model_type`. In text, the three position ids of Qwen's vision models are equal."""
 
@@ -99,6 +104,8 @@ WRAPPERS: dict[str, Wrapper] = {
             "Gemma 4, by transformers' code",
             ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
         ),
+        Wrapper("Idefics3ForConditionalGeneration", "Idefics 3 8B", ("vision_model", "connector")),
+        Wrapper("InternVLForConditionalGeneration", "InternVL 3 and 3.5 in the form of transformers"),
         Wrapper(
             "Llama4ForConditionalGeneration",
             "Llama 4 Scout and Maverick",
@@ -111,6 +118,11 @@ WRAPPERS: dict[str, Wrapper] = {
         Wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5", ("visual",)),
         Wrapper("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 with experts", ("visual",)),
         Wrapper("Qwen3VLForConditionalGeneration", "Qwen 3 VL 2B to 32B", ("visual",)),
+        Wrapper(
+            "SmolVLMForConditionalGeneration",
+            "SmolVLM, SmolVLM 2 256M to 2.2B",
+            ("vision_model", "connector"),
+        ),
     )
 }
 """Wrappers by architecture, in alphabetical order."""
@@ -142,8 +154,30 @@ def language_model_of(
     alone = JsonObject(text.where, values, refused=config.refused)
     others = "|".join(wrapper.others)
     unused = (rf"^(model\.)*({others})(\.|$)",)
-    part_of = Multimodal(architecture, _INSIDE, unused, _placeholder_ids(config) | _placeholder_ids(text))
+    eyes = config.child("vision_config")
+    part_of = Multimodal(
+        architecture,
+        _INSIDE,
+        unused,
+        _placeholder_ids(config) | _placeholder_ids(text),
+        json.dumps(dict(config.values)),
+        _sections(text),
+        LANGUAGE_MODELS[kind].interleaved,
+        eyes.number("tokens_per_second", 1.0),
+        len(eyes.get("deepstack_visual_indexes") or ()),
+    )
     return with_kind_renamed(alone, {"mrope": "default"}), part_of
+
+
+def _sections(text: JsonObject) -> tuple[int, ...]:
+    """Return the angles that frames, rows and columns rotate; empty if a token has one position."""
+    rope = layer_rope(text)
+    if "mrope_section" not in rope:
+        return ()
+    sections = tuple(map(int, rope.numbers("mrope_section")))
+    if len(sections) != len(_AXES):
+        raise rope.wrong("mrope_section", f"a list of {len(_AXES)} numbers, for {', '.join(_AXES)}")
+    return sections
 
 
 def _placeholder_ids(config: JsonObject) -> frozenset[int]:

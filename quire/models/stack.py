@@ -30,6 +30,8 @@ class Stack(Module):
     """Modules of the first stage only; a tied embedding is in the last stage, too."""
     leaving: tuple[str, ...] = ("norm",)
     """Modules of the last stage only."""
+    takes_media = False
+    """True if rows of the first stage can take embeddings of media (`StepContext.media`)."""
     layers: nn.ModuleList
 
     def __init__(self, *, config: EngineConfig) -> None:

@@ -24,29 +24,46 @@ class Family:
 
 
 _PROCESSORS = "quire.multimodal.processors"
+_TOWERS = "quire.multimodal.towers"
 _QWEN = f"{_PROCESSORS}.qwen_vl:QwenVLProcessor"
 _QWEN_IMAGES = "one run of rows x columns / 4 patches, between vision markers"
 _TILES = "tiles with markers of row and column, the whole image last"
 
 FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family(
-        f"{_PROCESSORS}.gemma3:Gemma3Processor", images="one run of fixed length, seen both ways"
+        f"{_PROCESSORS}.gemma3:Gemma3Processor",
+        f"{_TOWERS}.vit:Gemma3Tower",
+        images="one run of fixed length, seen both ways",
     ),
-    "Idefics3ForConditionalGeneration": Family(f"{_PROCESSORS}.idefics3:Idefics3Processor", images=_TILES),
+    "Idefics3ForConditionalGeneration": Family(
+        f"{_PROCESSORS}.idefics3:Idefics3Processor", f"{_TOWERS}.vit:Idefics3Tower", images=_TILES
+    ),
     "InternVLForConditionalGeneration": Family(
-        f"{_PROCESSORS}.internvl:InternVLProcessor", images="one run over up to 12 tiles and a thumbnail"
+        f"{_PROCESSORS}.internvl:InternVLProcessor",
+        f"{_TOWERS}.vit:InternVLTower",
+        images="one run over up to 12 tiles and a thumbnail",
     ),
     "LlavaForConditionalGeneration": Family(
-        f"{_PROCESSORS}.llava:LlavaProcessor", images="one run of fixed length; rows with breaks for Pixtral"
+        f"{_PROCESSORS}.llava:LlavaProcessor",
+        f"{_TOWERS}.vit:LlavaTower",
+        images="one run of fixed length; rows with breaks for Pixtral",
     ),
     "Mistral3ForConditionalGeneration": Family(
-        f"{_PROCESSORS}.pixtral:PixtralProcessor", images="rows of patches, each ended by a break token"
+        f"{_PROCESSORS}.pixtral:PixtralProcessor",
+        f"{_TOWERS}.pixtral:Mistral3Tower",
+        images="rows of patches, each ended by a break token",
     ),
-    "Qwen2VLForConditionalGeneration": Family(_QWEN, images=_QWEN_IMAGES),
-    "Qwen2_5_VLForConditionalGeneration": Family(_QWEN, images=_QWEN_IMAGES),
-    "Qwen3VLForConditionalGeneration": Family(_QWEN, images=_QWEN_IMAGES),
-    "Qwen3_5ForConditionalGeneration": Family(_QWEN, images=_QWEN_IMAGES),
-    "Qwen3_5MoeForConditionalGeneration": Family(_QWEN, images=_QWEN_IMAGES),
-    "SmolVLMForConditionalGeneration": Family(f"{_PROCESSORS}.idefics3:Idefics3Processor", images=_TILES),
+    "Qwen2VLForConditionalGeneration": Family(_QWEN, f"{_TOWERS}.qwen_vl:QwenVLTower", images=_QWEN_IMAGES),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        _QWEN, f"{_TOWERS}.qwen_vl:Qwen25VLTower", images=_QWEN_IMAGES
+    ),
+    "Qwen3VLForConditionalGeneration": Family(_QWEN, f"{_TOWERS}.qwen_vl:Qwen3VLTower", images=_QWEN_IMAGES),
+    "Qwen3_5ForConditionalGeneration": Family(_QWEN, f"{_TOWERS}.qwen_vl:Qwen3VLTower", images=_QWEN_IMAGES),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        _QWEN, f"{_TOWERS}.qwen_vl:Qwen3VLTower", images=_QWEN_IMAGES
+    ),
+    "SmolVLMForConditionalGeneration": Family(
+        f"{_PROCESSORS}.idefics3:Idefics3Processor", f"{_TOWERS}.vit:Idefics3Tower", images=_TILES
+    ),
 }
 """Architecture -> family, in alphabetical order."""

@@ -36,6 +36,7 @@ from quire.worker.inputs import (
     StepInputs,
     StepLayout,
     gather_adapter_slots,
+    gather_media,
     gather_token_types,
     group_metadata,
     has_token_types,
@@ -169,6 +170,7 @@ class DeviceBatch:
                 target, self._step.numbers, first_segment, len(segments.rows), segments.longest
             )
         self._prepare(num_padded, layout.max_query_len, layout.max_seq_len)
+        self._add_deltas(layout)
         self._set_kept_lengths(layout, num_padded)
         first = 3 * num_requests + 1 + num_sampling
         logits_indices = self._step.numbers[first : first + num_sampling]
@@ -182,6 +184,9 @@ class DeviceBatch:
         types = gather_token_types(self._batch, layout)
         token_types = None if types is None else self._transfers.upload(types)
         step = self._context(*shapes, adapts=adapts, token_types=token_types)
+        media = gather_media(self._batch, layout)
+        if media is not None:
+            step = media.moved(self._transfers.upload).added_to(step)
         return StepInputs(layout, ids, positions, logits_indices, step)
 
     def fixed_inputs(self, shape: GraphShape, *, adapts: bool = False) -> tuple[Tensor, Tensor, StepContext]:
@@ -203,9 +208,10 @@ class DeviceBatch:
         self._adapter_rows[: shape.num_tokens].fill_(-1)
         self._make_padding(0, shape.num_tokens)
 
-    def has_token_types(self, layout: StepLayout) -> bool:
-        """Return whether a step has token types, which no graph reads."""
-        return has_token_types(self._batch, layout)
+    def is_unlike_graphs(self, layout: StepLayout) -> bool:
+        """Return whether a step has token types or media, which no graph reads."""
+        media = self._batch.media
+        return has_token_types(self._batch, layout) or (media is not None and media.are_in(layout))
 
     def has_adapters(self, layout: StepLayout) -> bool:
         """Return whether a token of the step has an adapter."""
@@ -214,6 +220,14 @@ class DeviceBatch:
     def keep(self, codes: Tensor) -> None:
         """Write the samples of the last step to the rows, for the next step."""
         kernels.keep_sampled(self._tokens, codes, self._step)
+
+    def _add_deltas(self, layout: StepLayout) -> None:
+        """Add to positions what separates them from those in the cache, for requests with media."""
+        media = self._batch.media
+        if media is None or not media.deltas[layout.rows].any():
+            return
+        deltas = media.deltas[layout.rows].repeat(layout.ends - layout.starts)
+        self._positions[: len(deltas)].add_(self._transfers.upload(torch.from_numpy(deltas)))
 
     def _set_kept_lengths(self, layout: StepLayout, num_padded: int) -> None:
         """Exclude drafts from what state layers keep."""
@@ -394,7 +408,7 @@ class DevicePipeline:
 
     def _captured_shape(self, layout: StepLayout) -> GraphShape | None:
         """Return the shape of the step's graph, captured now if needed; None: the step runs eagerly."""
-        if self._graphs is None or self._is_rehearsal or self._rows.has_token_types(layout):
+        if self._graphs is None or self._is_rehearsal or self._rows.is_unlike_graphs(layout):
             return None
         shape = self._table.fitting(len(layout.rows), layout.num_tokens, layout.max_query_len)
         if shape is not None:

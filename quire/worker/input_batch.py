@@ -17,6 +17,7 @@ from quire.errors import EngineError
 from quire.kv_cache.spec import NULL_BLOCK_ID, KVCacheSpec, RecurrentStateSpec
 from quire.lora.row_adapters import RowAdapters
 from quire.scheduler.output import NewRequestData, ScheduledRequest
+from quire.worker.media_rows import MediaBatch
 
 
 class BlockTable:
@@ -135,6 +136,7 @@ class InputBatch:
         max_model_len: most tokens of a request.
         block_tables: one per KV cache group.
         adapters: LoRA adapters of the rows, if adapters are served.
+        media: media of the rows, if the model takes some.
         rolls_back: whether accepted drafts count as computed (`KVCacheConfig.rolls_back`).
     """
 
@@ -146,6 +148,7 @@ class InputBatch:
         *,
         rolls_back: bool = True,
         adapters: RowAdapters | None = None,
+        media: MediaBatch | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -162,6 +165,7 @@ class InputBatch:
         self.device_tokens: Tensor | None = None
         """Device copy of `token_ids`, if there is one; it has all tokens before a sample in time."""
         self.adapters = adapters
+        self.media = media
         self.rolls_back = rolls_back
         self._num_added = 0
         self._row_of: dict[str, int] = {}
@@ -195,6 +199,8 @@ class InputBatch:
         self._append_blocks(row, request.block_ids, request.num_computed_tokens)
         if self.adapters is not None:
             self.adapters.add_request(row, request.lora_request)
+        if self.media is not None:
+            self.media.add_request(row, request)
         return row
 
     def _set_second_text(self, row: int, second_text_start: int | None) -> None:
@@ -233,6 +239,8 @@ class InputBatch:
             table.clear(row)
         if self.adapters is not None:
             self.adapters.remove_request(row)
+        if self.media is not None:
+            self.media.remove_request(row)
         self._free_rows.append(row)
         return row
 

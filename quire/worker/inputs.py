@@ -20,6 +20,7 @@ from quire.layers.step import StepContext
 from quire.scheduler.output import ScheduledRequest
 from quire.worker.graphs import GraphShape
 from quire.worker.input_batch import BlockTable, InputBatch, Samples
+from quire.worker.media_rows import StepMedia
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class StepInputs:
     input_ids: Tensor
     """[T] int64."""
     positions: Tensor
-    """[T] int64."""
+    """[T] int64: positions by which rows are rotated, those in the cache plus `InputBatch.media`'s deltas."""
     logits_indices: Tensor
     """[N] int32 or int64: those of the layout."""
     step: StepContext
@@ -153,17 +154,27 @@ def first_tokens(num_tokens: int) -> StepLayout:
 def gather_inputs(batch: InputBatch, layout: StepLayout) -> StepInputs:
     """Gather the inputs of a layout on the host."""
     token_rows, positions = _places(layout)
+    media = gather_media(batch, layout)
+    last_seen = None if media is None else media.last_seen
+    rotated = positions if batch.media is None else positions + batch.media.deltas[token_rows]
     return StepInputs(
         layout=layout,
         input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)),
-        positions=torch.from_numpy(positions),
+        positions=torch.from_numpy(rotated),
         logits_indices=torch.from_numpy(layout.logits_indices),
         step=StepContext(
-            _metadata(batch, layout, (token_rows, positions)),
+            _metadata(batch, layout, (token_rows, positions), last_seen),
             _adapter_rows(batch, layout),
             token_types=gather_token_types(batch, layout),
+            media=None if media is None else media.rows,
+            rope_positions=None if media is None else media.rope_positions,
         ),
     )
+
+
+def gather_media(batch: InputBatch, layout: StepLayout) -> StepMedia | None:
+    """Return what media add to a step, on the host; None: nothing."""
+    return None if batch.media is None else batch.media.gather(layout)
 
 
 def _adapter_rows(batch: InputBatch, layout: StepLayout) -> Tensor | None:
@@ -213,20 +224,24 @@ def group_metadata(
     max_query_len: int,
     max_seq_len: int,
     kept_lens: Tensor | None = None,
+    last_seen: Tensor | None = None,
 ) -> GroupMetadata:
     """Return the metadata of a table's group, as attention or as state layers read it."""
     shared = (query_start_loc, seq_lens, block_tables, max_query_len, max_seq_len)
     if table.has_states:
         return StateMetadata(*shared, table.block_size, kept_lens)
-    return AttentionMetadata(*shared, slots)
+    return AttentionMetadata(*shared, slots, last_seen)
 
 
 def _metadata(
     batch: InputBatch,
     layout: StepLayout,
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]],
+    last_seen: Tensor | None,
 ) -> tuple[GroupMetadata, ...]:
-    """Return the metadata of all groups; `tokens` are the row and position of each token."""
+    """Return the metadata of all groups; `tokens` are the row and position of each token, `last_seen` as in
+    `AttentionMetadata`.
+    """
     starts = torch.from_numpy(layout.query_start_loc.astype(np.int32))
     seq_lens = torch.from_numpy(layout.ends.astype(np.int32))
     max_query_len, longest = layout.max_query_len, layout.max_seq_len
@@ -243,6 +258,7 @@ def _metadata(
             max_query_len=max_query_len,
             max_seq_len=longest,
             kept_lens=kept_lens,
+            last_seen=last_seen,
         )
         for table in batch.block_tables
     )

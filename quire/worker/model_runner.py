@@ -46,6 +46,7 @@ from quire.worker.devices import Device
 from quire.worker.graphs import most_samples
 from quire.worker.input_batch import BlockTable, InputBatch, TokenPlaces
 from quire.worker.inputs import StepInputs, lay_out
+from quire.worker.media_rows import MediaBatch
 from quire.worker.pipeline import LanguageModel
 from quire.worker.sampler import NON_FINITE, Sampler, SamplerOutput
 from quire.worker.sampler.logprobs import LogprobsMode
@@ -322,6 +323,7 @@ class ModelRunner:
         device: where the model and its cache are.
         grammars: compiles structured-output constraints; None: the runner makes its own.
         adapters: LoRA adapters of the rows, if adapters are served.
+        media: media of the rows, if the model takes some.
         draft: draft model or draft heads, KV cache bound.
         stage: pipeline stage of the model; the last one samples and sends the tokens to the others.
         speculation: proposes draft tokens; None: as configured.
@@ -338,6 +340,7 @@ class ModelRunner:
         *,
         grammars: GrammarStore | None = None,
         adapters: RowAdapters | None = None,
+        media: MediaBatch | None = None,
         draft: LanguageModel | None = None,
         stage: Stage = ALL,
         speculation: Speculation | None = None,
@@ -361,7 +364,12 @@ class ModelRunner:
         self._vocab_size = config.arch.vocab_size
         self._slice_size = max(1, device.logits_elements // (self._vocab_size + config.max_added_tokens))
         self.batch = InputBatch(
-            max_num_seqs, max_model_len, tables, rolls_back=kv_config.rolls_back, adapters=adapters
+            max_num_seqs,
+            max_model_len,
+            tables,
+            rolls_back=kv_config.rolls_back,
+            adapters=adapters,
+            media=media,
         )
         self._pipeline = pipeline_of(stage, model, self.batch, config, device, is_rehearsal=is_rehearsal)
         mode = LogprobsMode(config.model.logprobs_mode)
@@ -576,6 +584,7 @@ class ModelRunner:
             self._remove(request_id)
         for request in plan.new_requests:
             reason = why_unusable(request, self._num_tokens(request), self._max_model_len, self._pooling)
+            reason = reason or self._why_media(request)
             if reason is None:
                 self._add(request)
             else:
@@ -587,6 +596,13 @@ class ModelRunner:
             elif scheduled.num_samples > 1 or scheduled.draft_token_ids or any(scheduled.new_block_ids):
                 self._grow(scheduled)
         return unusable
+
+    def _why_media(self, request: NewRequestData) -> str | None:
+        """Return why the request's media are unusable, or None."""
+        if not request.media:
+            return None
+        media = self.batch.media
+        return "the model takes no media" if media is None else media.why_unusable(request)
 
     def _add(self, request: NewRequestData) -> None:
         row = self.batch.add(request)

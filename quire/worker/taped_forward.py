@@ -63,8 +63,8 @@ class TapedForward:
         return self.player(inputs)()
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Return whether steps of this size are recorded."""
-        return _size_of(inputs).tokens <= self._max_taped
+        """Return whether steps like this one are recorded: those of its size, without media."""
+        return _size_of(inputs).tokens <= self._max_taped and not has_media(inputs.step)
 
     def player(self, inputs: StepInputs) -> Callable[[], Tensor]:
         """Return a function that computes a step like this one from the contents of `places`."""
@@ -76,7 +76,7 @@ class TapedForward:
     def record(self, inputs: StepInputs) -> None:
         """Record steps like this one, of several tokens, unless they are recorded; nothing is computed."""
         traits = _traits_of(inputs)
-        if 1 < _size_of(inputs).tokens <= self._max_taped and traits not in self._of_more:
+        if _size_of(inputs).tokens > 1 and self.takes(inputs) and traits not in self._of_more:
             self._record_open(inputs, traits)
 
     def _play(self, inputs: StepInputs, size: StepSize, traits: _Traits) -> Tensor:
@@ -119,6 +119,12 @@ class TapedForward:
         if not was_played:
             self._eager(self.places.of(inputs, _size_of(inputs)))  # raises the kernel's own error
             raise EngineError("a kernel refused a recorded step and took the same step afterwards")
+
+
+def has_media(step: StepContext) -> bool:
+    """Return whether images or other media determine something of the step that no graph reads."""
+    sees_ahead = any(isinstance(own, AttentionMetadata) and own.last_seen is not None for own in step.groups)
+    return step.media is not None or step.rope_positions is not None or sees_ahead
 
 
 def _size_of(inputs: StepInputs) -> StepSize:

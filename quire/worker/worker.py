@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.features import ROW_MOVER
+from quire.features import MEDIA_ENCODER, ROW_MOVER
 from quire.kernels import ops
 from quire.kv_cache.rows import RowMover, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, SwapCosts, fit_states
@@ -29,6 +29,7 @@ from quire.layers.shard import WHOLE, Shard
 from quire.lora.row_adapters import RowAdapters
 from quire.lora.store import AdapterSlots, AdapterStore
 from quire.lora.targets import Targets
+from quire.media import EncodeProgress, MediaItem
 from quire.models.base import CausalLM
 from quire.models.loader import load_model
 from quire.models.stages import ALL, Stage
@@ -50,6 +51,7 @@ from quire.worker.calibration import (
     shapes_of,
 )
 from quire.worker.devices import Device
+from quire.worker.media_rows import MediaBatch, MediaEncoder
 from quire.worker.model_runner import LaunchedStep, ModelRunner
 from quire.worker.stage_sizes import resolve_stage_sizes
 
@@ -99,6 +101,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._copier: BlockCopier | None = None
         self._rows: RowMover | None = None
+        self._encoder: MediaEncoder | None = None
         self._tokens_per_s = 0.0
         self._kv_config: KVCacheConfig | None = None
         self._parked: ParkedWeights | None = None
@@ -164,6 +167,7 @@ class Worker:
             self._device,
             grammars=self.grammars,
             adapters=self._row_adapters(),
+            media=self._media_batch(),
             draft=self._draft,
             stage=self._stage,
             clocks=make_clocks(self._config, self._shard.group),
@@ -184,6 +188,22 @@ class Worker:
         self._rows = import_place(ROW_MOVER)(self._config, self._kv_config, self._shard, self._stage)
         self.rows.use(self._copier.host)
         return self.rows.info
+
+    def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
+        """Compute embeddings of items for about `budget_s` seconds; see `MediaEncoder.encode`.
+
+        A stage after the first needs none, and has them all at once.
+        """
+        if not self._stage.is_first:
+            return EncodeProgress([item.digest for item in items], {}, {})
+        if self._encoder is None:
+            return EncodeProgress([], {item.digest: "the model takes no media" for item in items}, {})
+        return self._encoder.encode(items, budget_s)
+
+    def drop_media(self, digests: Sequence[bytes]) -> None:
+        """Drop embeddings that no request needs."""
+        if self._encoder is not None:
+            self._encoder.drop(digests)
 
     @property
     def rows(self) -> RowMover:
@@ -260,7 +280,7 @@ class Worker:
     def shutdown(self) -> None:
         if self._rows is not None:
             self._rows.close()
-        self._model = self._draft = self._runner = self._copier = None
+        self._model = self._draft = self._runner = self._copier = self._encoder = None
         self.grammars.close()
         self.adapters.close()
 
@@ -271,6 +291,8 @@ class Worker:
             self._draft = load_model(self._config.draft, prefix=DRAFT_PREFIX)
             if isinstance(self._draft, AutoregressiveHead):
                 self._draft.share(self._model)
+        if self._model.takes_media and self._stage.is_first and self._encoder is None:
+            self._encoder = import_place(MEDIA_ENCODER)(self._config)
         lora = self._config.lora
         if lora.enable_lora:
             targets, transfers = Targets(self._model), self._device.transfers
@@ -291,6 +313,22 @@ class Worker:
             return None
         num_rows = self._config.scheduler.max_num_seqs
         return RowAdapters(self.adapters, self._slots, self._config.lora.max_loras, num_rows)
+
+    def _media_batch(self) -> MediaBatch | None:
+        """Return the media of the runner's rows, if the model takes some."""
+        arch = self._config.arch
+        if not self._loaded().takes_media:
+            return None
+        whole = arch.part_of
+        return MediaBatch(
+            self._encoder,
+            self._config.scheduler.max_num_seqs,
+            hidden_size=arch.hidden_size,
+            num_deepstack=0 if whole is None else whole.deepstack_layers,
+            has_axes=whole is not None and bool(whole.rope_sections),
+            max_position=self._config.model.max_model_len,
+            tokens_per_second=1.0 if whole is None else whole.tokens_per_second,
+        )
 
     def _loaded(self) -> CausalLM:
         assert self._model is not None, "load() comes first"

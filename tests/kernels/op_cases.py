@@ -239,6 +239,16 @@ BATCHES = [[], [(1, 1)], [(1, 9), (1, 33), (1, 16)], [(5, 5), (1, 20), (17, 40)]
 """Each of (query length, sequence length)."""
 
 
+def last_seen(batch: list[tuple[int, int]], size: int) -> Tensor:
+    """Every row of a batch sees the whole run of `size` positions that it stands in, as far as there are tokens."""
+    ends = [
+        min(position // size * size + size, length) - 1
+        for count, length in batch
+        for position in range(length - count, length)
+    ]
+    return torch.tensor(ends, dtype=torch.int32)
+
+
 @cases
 def paged_attention(dtype: torch.dtype) -> Iterator[Arguments]:
     features = [
@@ -254,6 +264,9 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Arguments]:
             caches = randn_caches(16, 2, 8, 24, dtype)
             tokens = sum(query_len for query_len, _ in batch)
             yield (randn(tokens, 4, 24, dtype=dtype), *caches, metadata, 24**-0.5), feature
+            if "attention_chunk" not in feature:
+                seeing = replace(metadata, last_seen=last_seen(batch, 6))
+                yield (randn(tokens, 4, 24, dtype=dtype), *caches, seeing, 24**-0.5), feature
 
 
 @cases

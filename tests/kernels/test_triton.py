@@ -18,7 +18,7 @@ from quire.kernels import ops, reference
 from quire.kernels.attention_metadata import AttentionMetadata
 from quire.kernels.triton import attention, bidirectional, copies, elementwise, rotary
 from tests.fixtures.quick import quick
-from tests.kernels.op_cases import compare, make_metadata, randn, randn_caches
+from tests.kernels.op_cases import compare, last_seen, make_metadata, randn, randn_caches
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are meant
 DTYPES = [torch.float32, torch.float16]
@@ -139,6 +139,27 @@ def test_attention(shape: str, feature: str, dtype: torch.dtype) -> None:
             reference.paged_attention(*args, **FEATURES[feature]),
         )
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "feature", quick([name for name in FEATURES if "chunk" not in name], ("plain", "all"))
+)
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_attention_of_rows_that_see_ahead(shape: str, feature: str) -> None:
+    torch.manual_seed(0)
+    for batch in BATCHES.values():
+        for size in (1, 6, 16):
+            metadata = replace(
+                make_metadata(batch, block_size=8, num_blocks=16), last_seen=last_seen(batch, size)
+            )
+            q = randn(int(metadata.query_start_loc[-1]), 4, 24)
+            args = (q, *randn_caches(16, 2, 8, 24, torch.float32), metadata, 24**-0.5)
+            got = attend(shape)(*args, **FEATURES[feature])
+            want = reference.paged_attention(*args, **FEATURES[feature])
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
+            if size == 1:
+                plain = (*args[:3], replace(metadata, last_seen=None), args[4])
+                assert torch.equal(got, attend(shape)(*plain, **FEATURES[feature]))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.config import EngineConfig, ModelArch
 from quire.layers.rotary import RotaryEmbedding, cos_sin_table
+from quire.layers.step import StepContext
 from quire.models.json_object import JsonObject
 from quire.models.rope_config import read_rope
 
@@ -116,7 +117,7 @@ def test_partial_rotation_leaves_the_rest_of_each_head() -> None:
     rotary = RotaryEmbedding(config=config, rope=config.arch.rope)
     assert rotary.cos_sin_cache.shape == (MAX_POSITION, HEAD_DIM // 2)
     q, k = torch.randn(3, 2, HEAD_DIM), torch.randn(3, 1, HEAD_DIM)
-    rotated_q, rotated_k = rotary(torch.tensor([5, 1, 9]), q.clone(), k.clone())
+    rotated_q, rotated_k = rotary(torch.tensor([5, 1, 9]), q.clone(), k.clone(), StepContext(()))
     assert torch.equal(rotated_q[..., 8:], q[..., 8:])
     assert torch.equal(rotated_k[..., 8:], k[..., 8:])
     assert not torch.equal(rotated_q[..., :8], q[..., :8])

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from quire.kernels.attention_metadata import AttentionMetadata, GroupMetadata
 from quire.kv_cache.spec import FullAttentionSpec, RecurrentStateSpec, SlidingWindowSpec
+from quire.media import MediaItem
 from quire.sampling_params import SamplingParams
 from quire.scheduler.output import NewRequestData, ScheduledRequest
 from quire.worker.gpu import DeviceBatch
 from quire.worker.graphs import GraphShape
 from quire.worker.input_batch import BlockTable, InputBatch
 from quire.worker.inputs import StepLayout, gather_inputs, lay_out
+from quire.worker.media_rows import Embeddings, MediaBatch
 from tests.worker.fake_gpu import FakeGpu
 from tests.worker.harness import scheduled
 
@@ -199,3 +201,49 @@ def test_addresses_stay(graph: GraphShape | None) -> None:
     rows.add("a")
     rows.step(["a"], [1], graph)
     assert [tensor.data_ptr() for tensor in rows.device.fixed_inputs(GraphShape.decode(4))[:2]] == before
+
+
+class Numbers:
+    """Embeddings of one item."""
+
+    def embeddings(self, digest: bytes) -> Embeddings | None:
+        return Embeddings(torch.arange(12.0).view(4, 3), (torch.ones(4, 3),))
+
+
+def test_gather_of_media_is_the_hosts() -> None:
+    """A step inside an item, one with a request behind its item, and a graph's step with its delta."""
+    media = MediaBatch(
+        Numbers(), MAX_SEQS, hidden_size=3, num_deepstack=1, has_axes=True, max_position=MAX_LEN
+    )
+    tables = tuple(BlockTable(MAX_SEQS, MAX_LEN, spec, POOL) for spec in SPECS)
+    batch = InputBatch(MAX_SEQS, MAX_LEN, tables, media=media)
+    device = DeviceBatch(batch, WIDE.num_tokens, FakeGpu())
+    item = MediaItem(b"i", "image", 2, 6, [(2, 6)], "", (1, 2, 2), both_ways=True)
+    for name, items, done in (("seen", [item], 9), ("seeing", [item], 0), ("text", [], 3)):
+        blocks = [list(range(1, 1 + spec.num_blocks(10))) for spec in SPECS]
+        batch.add(NewRequestData(name, [*range(10)], 10, SamplingParams(), blocks, done, media=items))
+    for counts, graph in (
+        ({"seen": 1, "text": 3}, None),
+        ({"seen": 1, "text": 1}, GraphShape(4, 4, 1)),
+        ({"text": 2, "seeing": 7, "seen": 1}, None),
+    ):
+        want = gather_inputs(batch, lay_out(batch, scheduled(batch, counts)))
+        assert device.is_unlike_graphs(want.layout) == ("seeing" in counts)
+        got = device.gather(want.layout, graph)
+        padding = 0 if graph is None else graph.num_tokens - want.layout.num_tokens
+        assert torch.equal(got.positions, padded(want.positions, padding, 0))
+        assert (got.step.media is None) == (want.step.media is None)
+        if want.step.media is None or got.step.media is None:
+            continue
+        assert torch.equal(got.step.media.rows, want.step.media.rows)
+        assert torch.equal(got.step.media.values, want.step.media.values)
+        assert torch.equal(got.step.media.deepstack[0], want.step.media.deepstack[0])
+        assert got.step.rope_positions is not None
+        assert want.step.rope_positions is not None
+        assert torch.equal(got.step.rope_positions, want.step.rope_positions)
+        for one, other in zip(got.step.groups[:2], want.step.groups[:2], strict=True):
+            assert isinstance(one, AttentionMetadata)
+            assert isinstance(other, AttentionMetadata)
+            assert one.last_seen is not None
+            assert other.last_seen is not None
+            assert torch.equal(one.last_seen, other.last_seen)

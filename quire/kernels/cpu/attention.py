@@ -13,6 +13,7 @@ from quire.kernels.attention_metadata import (
     GroupMetadata,
     check_bidirectional,
     check_features,
+    check_last_seen,
 )
 from quire.kernels.cpu.calls import (
     NOTHING,
@@ -177,11 +178,15 @@ def paged_attention(
             f"{op}: q is {describe(q)}; its heads must be a multiple of the cache's {heads}, its head size of 8"
         )
     check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
+    check_last_seen(metadata, len(q), attention_chunk)
     starts, lengths, tables = metadata.query_start_loc, metadata.seq_lens, metadata.block_tables
     slopes, sink_scores = (of_heads(numbers) for numbers in (alibi_slopes, sinks))
     requests, width = check_batch(op, starts, lengths, tables)
     out = empty(q, tokens, q_heads, size)
-    tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes, sink_scores)
+    last_seen = NOTHING if metadata.last_seen is None else metadata.last_seen
+    if metadata.last_seen is not None:
+        check_array(op, "last_seen", last_seen, torch.int32, (tokens,))
+    tensors = (out, q, k_cache, v_cache, starts, lengths, tables, slopes, sink_scores, last_seen)
     sizes = (tokens, requests, width, q_heads, *strides, cache.blocks, heads, cache.block_size, size)
     window = (attention_chunk or sliding_window or 0, int(attention_chunk is not None))
     refused = call(op, tensors, *sizes, *window, scale, soft_cap or 0.0, code, cache.code)
@@ -214,7 +219,7 @@ def bad_request(op: str, metadata: AttentionMetadata, request: int, num_blocks: 
     row = metadata.block_tables[request].tolist()
     return (
         f"{op}: request {request} with rows [{starts[request]}, {starts[request + 1]}), {lengths[request]} "
-        f"tokens and blocks {row} does not fit q or the cache of {num_blocks} blocks"
+        f"tokens and blocks {row} does not fit q, the cache of {num_blocks} blocks or last_seen"
     )
 
 

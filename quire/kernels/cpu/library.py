@@ -81,7 +81,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
         "qqqqqqqqqqqqqqqdqqq",
     ),
     "paged_attention": (
-        "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes sinks",
+        "out q k_cache v_cache query_start_loc seq_lens block_tables alibi_slopes sinks last_seen",
         "qqqqqqqqqqqqddqq",
     ),
     "bidirectional_attention": (

@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.attention_metadata import AttentionMetadata, check_features
+from quire.kernels.attention_metadata import AttentionMetadata, check_features, check_last_seen
 from quire.kernels.triton import attention_kernels, launch
 from quire.kernels.triton.attention_kernels import FEW_PARTS
 from quire.kernels.triton.launch import next_power_of_2
@@ -171,6 +171,7 @@ def attend(
     need.
     """
     check_features(q, sliding_window, attention_chunk, soft_cap, alibi_slopes, sinks)
+    check_last_seen(metadata, len(q), attention_chunk)
     only_decodes, num_requests = is_decode(q, metadata), len(metadata.seq_lens)
     # Padding rows are not written, unless each row has a request.
     out = (torch.empty if only_decodes else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
@@ -226,15 +227,18 @@ def _launch(call: _Call, out: Tensor, shape: Shape, fewest_queries: int) -> None
     num_programs = min(max(most_at_once, MIN_PROGRAMS_OF_A_REQUEST), max(num_parts, 1))
     head_tile = max(16, next_power_of_2(head_size))
     starts, lengths = metadata.query_start_loc, metadata.seq_lens
+    # The only query of a request is at its last position, and sees nothing behind it.
+    last_seen = None if shape.one_query else metadata.last_seen
     attention_kernels.attend[(kv_heads, blocks, num_programs)](
-        out, parts, q, k_cache, v_cache, starts, lengths, metadata.block_tables, slopes, sinks,
+        out, parts, q, k_cache, v_cache, starts, lengths, metadata.block_tables, slopes, sinks, last_seen,
         num_requests, fewest_queries, scale, soft_cap or 0.0, window, shape.part_tokens, shape.most_parts, num_parts,
         q.stride(0), q.stride(1), metadata.block_tables.stride(0), *k_cache.stride(), *v_cache.stride(),
         HEAD=head_size, HEAD_TILE=head_tile, GROUP=group, PAGE=page,
         BLOCK_M=shape.block_m, BLOCK_Q=block_q, BLOCK_N=shape.block_n, ONE_QUERY=shape.one_query,
         PARTS=shape.part_tokens > 0, EVEN=shape.most_parts > 0,
         HAS_CAP=soft_cap is not None, HAS_SLOPES=slopes is not None, HAS_SINKS=sinks is not None,
-        HAS_WINDOW=window > 0, CHUNKED=is_chunked, num_warps=shape.num_warps, num_stages=shape.num_stages,
+        HAS_WINDOW=window > 0, CHUNKED=is_chunked, HAS_LAST=last_seen is not None,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if is_split:
         attention_kernels.join_parts[(heads, num_requests)](

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+NEVER = tl.constexpr(-(1 << 30))
+"""Distance of a key that does not exist, farther ahead than any query sees."""
 FEW_PARTS = tl.constexpr(4)
 """Number of parts of a short sequence, so that it does not depend on one program alone."""
 
@@ -99,12 +101,25 @@ def _plain(
 
 @triton.jit
 def _seen(
-    history, first_query, num_queries, window,
+    history, start, first_query, num_queries, window, last_seen,
     BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    HAS_LAST: tl.constexpr,
 ):  # fmt: skip
     """Return the keys visible to any query of a tile, starting at a tile boundary."""
-    end = history + tl.minimum(first_query + BLOCK_Q, num_queries)
+    end_query = tl.minimum(first_query + BLOCK_Q, num_queries)
+    end = history + end_query
+    if HAS_LAST:
+        end = tl.load(last_seen + start + end_query - 1) + 1
     return _first_key(history + first_query, window, HAS_WINDOW, CHUNKED) // BLOCK_N * BLOCK_N, end
+
+
+@triton.jit
+def _ahead(last_seen, token, used, position, HAS_LAST: tl.constexpr):
+    """Return the number of positions behind its own that each query sees."""
+    if HAS_LAST:
+        return tl.load(last_seen + token, mask=used, other=0) - position
+    else:
+        return position * 0
 
 
 @triton.jit
@@ -118,10 +133,12 @@ def load_where(pointer, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _scores(
-    query, key, distance, reach, slope, unit, scale, soft_cap,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    query, key, distance, ahead, reach, slope, unit, scale, soft_cap,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_LAST: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return scores, -inf for invisible keys: in the future, or farther than the query's reach [M].
+    """Return scores, -inf for invisible keys: more than `ahead` [M] in the future, or farther than the query's reach
+    [M].
 
     query [M, D], key [D, N], distance [M, N]. Times the unit they are exponents of 2; with slopes they are not scaled.
     """
@@ -129,9 +146,10 @@ def _scores(
     if HAS_CAP:
         score = 2.0 / (1.0 + tl.exp(-2.0 * (score * scale) / soft_cap)) - 1.0
     if HAS_SLOPES:
-        score = tl.fma(-(slope * LOG2_E)[:, None], distance.to(tl.float32), score * unit)
+        away = tl.abs(distance) if HAS_LAST else distance
+        score = tl.fma(-(slope * LOG2_E)[:, None], away.to(tl.float32), score * unit)
     if MASKED:
-        seen = distance >= 0
+        seen = distance >= (-ahead[:, None] if HAS_LAST else 0)
         if HAS_WINDOW:
             seen &= distance <= reach[:, None]
         score = tl.where(seen, score, float("-inf"))
@@ -140,10 +158,11 @@ def _scores(
 
 @triton.jit
 def _add_tile(
-    largest, total, mixed, tile, end, query, position, reach, slope, scale, soft_cap, table,
+    largest, total, mixed, tile, end, query, position, ahead, reach, slope, scale, soft_cap, table,
     k_head, v_head, kc_block, kc_dim, kc_slot, vc_block, vc_slot, vc_dim,
     HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_LAST: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add one more tile of keys by online softmax; not MASKED if all of them exist and are visible to every query."""
     PADDED: tl.constexpr = MASKED or HEAD != HEAD_TILE
@@ -157,11 +176,12 @@ def _add_tile(
     value = load_where(v_head + value_place, known[:, None] & inside[None, :], PADDED).to(query.dtype)
     distance = position[:, None] - key_position[None, :]
     if MASKED:
-        distance = tl.where(known[None, :], distance, -1)
+        distance = tl.where(known[None, :], distance, NEVER if HAS_LAST else -1)
     unit = (soft_cap if HAS_CAP else scale) * LOG2_E
     score = _scores(
-        query, key, distance, reach, slope, unit, scale, soft_cap, HAS_CAP, HAS_SLOPES, HAS_WINDOW, MASKED
-    )
+        query, key, distance, ahead, reach, slope, unit, scale, soft_cap,
+        HAS_CAP, HAS_SLOPES, HAS_WINDOW, HAS_LAST, MASKED,
+    )  # fmt: skip
     if HAS_SLOPES:
         unit = 1.0
     new_largest = tl.maximum(largest, tl.max(score, 1) * unit)
@@ -217,14 +237,14 @@ def _result(largest, total, mixed, sinks, head, used, HAS_SINKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_requests", "fewest_queries", "most_parts", "parts_width"])
 def attend(
-    out, parts, q, k_cache, v_cache, starts, lengths, tables, slopes, sinks,
+    out, parts, q, k_cache, v_cache, starts, lengths, tables, slopes, sinks, last_seen,
     num_requests, fewest_queries, scale, soft_cap, window, part_tokens, most_parts, parts_width,
     q_token, q_head, table_width, kc_block, kc_head, kc_dim, kc_slot, vc_block, vc_head, vc_slot, vc_dim,
     HEAD: tl.constexpr, HEAD_TILE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, ONE_QUERY: tl.constexpr,
     PARTS: tl.constexpr, EVEN: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_LAST: tl.constexpr,
 ):  # fmt: skip
     """Attend a tile of queries. With ONE_QUERY, PARTS are written to `parts`; with more they are joined at once.
 
@@ -254,10 +274,14 @@ def attend(
     if HAS_SLOPES:
         slope = tl.load(slopes + head, mask=row_used, other=0.0).to(tl.float32)
     reach = position - _first_key(position, window, HAS_WINDOW, CHUNKED)
+    ahead = _ahead(last_seen, token, row_used, position, HAS_LAST)
     table = tables + request.to(tl.int64) * table_width
     k_head, v_head = k_cache + kv_head * kc_head, v_cache + kv_head * vc_head
 
-    begin, end = _seen(history, first_query, num_queries, window, BLOCK_Q, BLOCK_N, HAS_WINDOW, CHUNKED)
+    begin, end = _seen(
+        history, start, first_query, num_queries, window, last_seen,
+        BLOCK_Q, BLOCK_N, HAS_WINDOW, CHUNKED, HAS_LAST,
+    )  # fmt: skip
     first, first_part, num_parts, step = begin, 0, 1, 1
     if SPLIT:
         first, part_tokens, num_parts = _parts(
@@ -289,9 +313,9 @@ def attend(
                 stage_begin, stage_end = plain_end, part_end
             for tile in range(stage_begin, stage_end, BLOCK_N):
                 largest, total, mixed = _add_tile(
-                    largest, total, mixed, tile, end, query, position, reach, slope, scale, soft_cap, table,
-                    k_head, v_head, kc_block, kc_dim, kc_slot, vc_block, vc_slot, vc_dim,
-                    HEAD, HEAD_TILE, PAGE, BLOCK_N, HAS_CAP, HAS_SLOPES, HAS_WINDOW, stage != 1,
+                    largest, total, mixed, tile, end, query, position, ahead, reach, slope, scale, soft_cap,
+                    table, k_head, v_head, kc_block, kc_dim, kc_slot, vc_block, vc_slot, vc_dim,
+                    HEAD, HEAD_TILE, PAGE, BLOCK_N, HAS_CAP, HAS_SLOPES, HAS_WINDOW, HAS_LAST, stage != 1,
                 )  # fmt: skip
         if SPLIT:
             # parts [R, Hq, parts_width, HEAD + 2]: the sum, its mass and its largest score.

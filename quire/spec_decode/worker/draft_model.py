@@ -23,7 +23,13 @@ from quire.config import EngineConfig
 from quire.models.base import CausalLM
 from quire.scheduler.output import NewRequestData
 from quire.spec_decode.drafter import MODEL_KEYS
-from quire.spec_decode.worker.proposer import ModelProposer, Rows, last_of_each, layout_of
+from quire.spec_decode.worker.proposer import (
+    ModelProposer,
+    Rows,
+    last_of_each,
+    layout_of,
+    without_media,
+)
 from quire.worker.inputs import StepInputs
 
 
@@ -98,7 +104,7 @@ class DraftModel(ModelProposer):
         `ids` [T] replace the rows' tokens, for drafts.
         """
         layout = layout_of(rows, starts, ends, self._batch.num_prompt_tokens[rows])
-        inputs = self._pipeline.gather(layout)
+        inputs = without_media(self._pipeline.gather(layout))
         if ids is not None:
             inputs = replace(inputs, input_ids=ids)
         if not self._has_all:  # in place: a graph reads the ids at their address

@@ -174,5 +174,5 @@ class HeadChain(ModelProposer):
         `states` [T, H] are at these positions, `ids` [T] one position further.
         """
         inputs = self._pipeline.gather(layout_of(rows, starts, ends, self._batch.num_prompt_tokens[rows]))
-        step = replace(inputs.step, intermediate={STATES: states})
+        step = replace(inputs.step, intermediate={STATES: states}, media=None)
         return last_of_each(self._pipeline.forward(replace(inputs, input_ids=ids, step=step)), inputs)

@@ -14,6 +14,7 @@ Shapes: H hidden size, W size of the target's states that heads read per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -111,6 +112,12 @@ class StateRing:
     def _places(self, rows: Rows, positions: Rows) -> Rows:
         places: Rows = rows * self._room + positions % self._room
         return places
+
+
+def without_media(inputs: StepInputs) -> StepInputs:
+    """Return inputs without embeddings of media, which are the target's: drafts after an image are from text alone."""
+    step = inputs.step
+    return inputs if step.media is None else replace(inputs, step=replace(step, media=None))
 
 
 def positions_of(starts: Rows, counts: Rows) -> Rows:

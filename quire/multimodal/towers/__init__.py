@@ -1,0 +1,1 @@
+"""Towers: image encoders with their projections into the language model's stream."""

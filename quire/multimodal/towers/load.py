@@ -1,0 +1,55 @@
+"""Loading of a checkpoint's tower."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quire.config import EngineConfig
+from quire.models.json_object import JsonObject
+from quire.models.loader import load_part
+from quire.multimodal.families import FAMILIES
+from quire.multimodal.towers.base import Tower, TowerNames
+from quire.plugins import import_place
+
+
+def has_tower(config: EngineConfig) -> bool:
+    """Return whether the checkpoint has a tower that quire computes and that is not switched off."""
+    whole = config.arch.part_of
+    if whole is None or config.multimodal.language_model_only:
+        return False
+    family = FAMILIES.get(whole.architecture)
+    return family is not None and bool(family.tower)
+
+
+def load_tower(config: EngineConfig) -> Tower:
+    """Return the tower of a prepared config's checkpoint, with weights in the model's dtype.
+
+    Raises:
+        ModelLoadError: the checkpoint's tensors or its config do not fit.
+        UnsupportedModelError: the tower has an option that quire does not compute.
+    """
+    arch = config.arch
+    assert arch.part_of is not None, "has_tower() says so"
+    values: Mapping[str, Any] = json.loads(arch.part_of.config)
+    whole = JsonObject(f"{config.model_dir}/config.json", dict(values))
+    names = TowerNames(arch.part_of.architecture, {}, ())
+    own = replace(
+        config, model_arch=replace(arch, part_of=names, quantization=None, tie_word_embeddings=False)
+    )
+    kind = import_place(place_of(arch.part_of.architecture, whole))
+    with torch.device("meta"):
+        tower: Tower = kind(config=own, whole=whole)
+    load_part(tower)
+    return tower
+
+
+def place_of(architecture: str, whole: JsonObject) -> str:
+    """Return the tower's class; LLaVA's is chosen by the encoder inside."""
+    if whole.child("vision_config").get("model_type") == "pixtral" and architecture.startswith("Llava"):
+        return "quire.multimodal.towers.pixtral:PixtralTower"
+    return FAMILIES[architecture].tower
