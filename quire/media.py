@@ -62,6 +62,16 @@ class EncodeProgress(msgspec.Struct, frozen=True):
     num_bytes: dict[bytes, int]
 
 
+def all_encoded(results: Sequence[EncodeProgress]) -> EncodeProgress:
+    """Return the common progress of ranks, each of which encodes all items: done where all are."""
+    first, *others = results
+    failed = {digest: reason for result in reversed(results) for digest, reason in result.failed.items()}
+    common = set(first.done).intersection(*(other.done for other in others)) - failed.keys()
+    done = [digest for digest in first.done if digest in common]
+    num_bytes = {digest: max(result.num_bytes.get(digest, 0) for result in results) for digest in done}
+    return EncodeProgress(done, failed, num_bytes)
+
+
 def num_embeddings(media: Sequence[MediaItem]) -> int:
     """Return the number of embeddings of all items; the same content counts once."""
     return sum({item.digest: item.num_embeddings for item in media}.values())
@@ -102,15 +112,15 @@ def check_media(media: Sequence[MediaItem], num_prompt_tokens: int, max_num_batc
             raise ValidationError(f"item {number} of the prompt's media {problem}", param="media")
         if item.both_ways and item.end - item.start > max_num_batched_tokens:
             raise ValidationError(
-                f"{item.kind} {number} of the prompt takes {item.end - item.start} tokens, which this model computes in "
-                f"one step, and a step takes {max_num_batched_tokens}: use a smaller one, or start with a larger "
+                f"{item.kind} {number} of the prompt takes {item.end - item.start} tokens, which this model computes "
+                f"in one step, and a step takes {max_num_batched_tokens}: use a smaller one, or start with a larger "
                 "--max-num-batched-tokens",
                 param="media",
             )
         if counts.setdefault(item.digest, item.num_embeddings) != item.num_embeddings:
             raise ValidationError(
-                f"item {number} of the prompt's media takes {item.num_embeddings} embeddings, and the same content before "
-                f"takes {counts[item.digest]}",
+                f"item {number} of the prompt's media takes {item.num_embeddings} embeddings, and the same content "
+                f"before takes {counts[item.digest]}",
                 param="media",
             )
         position = item.end

@@ -12,12 +12,6 @@ from quire.media import MediaItem, check_media, num_embeddings
 
 MOST_ITEMS = 999
 """Most items of a kind in a prompt if --limit-mm-per-prompt does not name it."""
-FLOAT_BYTES = 4
-
-
-def embedding_bytes(config: EngineConfig) -> int:
-    """Return the most bytes of one embedding, as far as the config tells: one float32 per unit of the stream."""
-    return FLOAT_BYTES * config.arch.hidden_size
 
 
 def check_prompt_media(config: EngineConfig, ids: Sequence[int], media: Sequence[MediaItem]) -> None:
@@ -66,11 +60,11 @@ def _check_counts(config: EngineConfig, media: Sequence[MediaItem]) -> None:
 
 def _check_room(config: EngineConfig, media: Sequence[MediaItem]) -> None:
     """Check that the embeddings of a request fit into the encoder cache, which must hold all of them at once."""
-    needed, limit = num_embeddings(media) * embedding_bytes(config), config.multimodal.encoder_cache_bytes
+    needed, limit = num_embeddings(media) * config.embedding_bytes, config.multimodal.encoder_cache_bytes
     if needed > limit:
         raise ValidationError(
-            f"the embeddings of the prompt's media take {needed} bytes, and the encoder cache has {limit}: send fewer or "
-            "smaller ones, or start with a larger --encoder-cache-gb",
+            f"the embeddings of the prompt's media take {needed} bytes, and the encoder cache has {limit}: send fewer "
+            "or smaller ones, or start with a larger --encoder-cache-gb",
             param="media",
         )
 
@@ -80,8 +74,8 @@ def _check_placeholders(ids: Sequence[int], media: Sequence[MediaItem], part_of:
         found = part_of.placeholder_ids.intersection(part)
         if found:
             raise ValidationError(
-                f"the prompt has the token {min(found)}, in whose place {part_of.architecture} puts an image, a video or "
-                "a sound, and none is sent for that place: send it as such, or text without the token",
+                f"the prompt has the token {min(found)}, in whose place {part_of.architecture} puts an image, a video "
+                "or a sound, and none is sent for that place: send it as such, or text without the token",
                 param="prompt",
             )
 

@@ -28,6 +28,7 @@ class TokenizedPrompt:
     instruction_length: int | None = None
     tokenizer_context: TokenizerContext | None = None  # Context it was tokenized with; None: the model's.
     media: tuple[MediaItem, ...] = ()
+    leases: tuple[object, ...] = ()  # Keep the files of the media until the request has ended.
 
     def as_prompt(self) -> TokensPrompt:
         """Return the prompt in the callers' form."""
@@ -38,7 +39,7 @@ class TokenizedPrompt:
         if self.text is not None:
             prompt["prompt"] = self.text
         if self.media:
-            prompt["media"] = self.media
+            prompt["media"], prompt["leases"] = self.media, self.leases
         return prompt
 
 
@@ -53,6 +54,7 @@ class PromptParts:
     second_text_start: int | None = None
     instruction_length: int | None = None
     media: tuple[MediaItem, ...] = ()
+    leases: tuple[object, ...] = ()
 
 
 def parts_of(prompt: PromptType) -> PromptParts:
@@ -77,7 +79,7 @@ def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
     instruction = prompt.pop("instruction_length", None)
     token_ids = prompt.pop("prompt_token_ids", None)
     text, second = prompt.pop("prompt", None), prompt.pop("second_prompt", None)
-    media = _items(prompt.pop("media", ()))
+    media, leases = _items(prompt.pop("media", ())), tuple(prompt.pop("leases", ()))
     if prompt:
         raise ValidationError(f"unknown prompt field {next(iter(prompt))!r}", param="prompt")
     for name, value in (("prompt", text), ("second_prompt", second)):
@@ -99,7 +101,7 @@ def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
             )
     if media and token_ids is None:
         raise ValidationError("'media' needs 'prompt_token_ids', whose positions it fills", param="media")
-    return PromptParts(text, token_ids, salt, second, start, instruction, media)
+    return PromptParts(text, token_ids, salt, second, start, instruction, media, leases)
 
 
 def _items(media: Any) -> tuple[MediaItem, ...]:

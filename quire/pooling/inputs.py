@@ -355,6 +355,7 @@ class PoolingInputs:
                 parts.second_text_start,
                 parts.instruction_length,
                 media=parts.media,
+                leases=parts.leases,
             )
         if parts.instruction_length is not None:
             raise ValidationError(
