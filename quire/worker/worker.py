@@ -193,7 +193,12 @@ class Worker:
         return self.rows.info
 
     def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
-        """Compute embeddings of items for about `budget_s` seconds; see `MediaEncoder.encode`."""
+        """Compute embeddings of items for about `budget_s` seconds; see `MediaEncoder.encode`.
+
+        A stage after the first needs none, and has them all at once.
+        """
+        if not self._stage.is_first:
+            return EncodeProgress([item.digest for item in items], {}, {})
         if self._encoder is None:
             return EncodeProgress([], {item.digest: "the model takes no media" for item in items}, {})
         return self._encoder.encode(items, budget_s)

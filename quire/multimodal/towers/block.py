@@ -156,4 +156,8 @@ class TowerBlock(Module):
         return x + self._scaled(self.down(inner, NO_STEP), 1)
 
     def _scaled(self, x: Tensor, which: int) -> Tensor:
-        return x if self.scales is None else x * self.scales[which].weight
+        if self.scales is None:
+            return x
+        scale = self.scales[which]
+        assert isinstance(scale, Table)
+        return x * scale.weight

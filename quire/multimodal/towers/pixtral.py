@@ -100,7 +100,8 @@ class PixtralTower(Tower):
 
     def project(self, x: Tensor, rows: int, columns: int) -> Tensor:
         """Hidden states [rows * columns, C] -> embeddings [m, H]."""
-        return self.projection(x)
+        out: Tensor = self.projection(x)
+        return out
 
     def slices(self, arrays: Arrays) -> Slices:
         height, width = (int(size) for size in arrays["image_sizes"].reshape(-1)[:2])
@@ -151,4 +152,5 @@ class Mistral3Tower(PixtralTower):
 
     def project(self, x: Tensor, rows: int, columns: int) -> Tensor:
         squares = merged_squares(self.norm(x), rows, columns, self.square, channels_first=True)
-        return self.projection(self.merger(squares, NO_STEP))
+        out: Tensor = self.projection(self.merger(squares, NO_STEP))
+        return out

@@ -168,7 +168,7 @@ class VisionTransformer(nn.Module):
             for number in range(self.depth)
         )
         unread = "|".join(str(number) for number in range(self.depth, depth))
-        self.unused = (rf"^{at}\.{options.layers}\.({unread})\.",) if unread else ()
+        self.unused: tuple[str, ...] = (rf"^{at}\.{options.layers}\.({unread})\.",) if unread else ()
         ends = "head" if self.post_norm is not None else "head|post_layernorm"
         self.unused += (rf"^{at}\.({ends})\.", r"\.(position_ids|mask_token)$")
 
@@ -196,11 +196,15 @@ class VisionTransformer(nn.Module):
         if height % size or width % size:
             raise ValidationError(f"an image of {height} x {width} pixels has no whole patches of {size}")
         patches = pixels.view(tiles, colours, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
-        x = self.patch(patches.reshape(tiles * rows * columns, -1), NO_STEP).view(tiles, rows * columns, -1)
+        found: Tensor = self.patch(patches.reshape(tiles * rows * columns, -1), NO_STEP)
+        x = found.view(tiles, rows * columns, -1)
         if self.class_token is not None:
             x = torch.cat((self.class_token.weight.expand(tiles, 1, -1), x), 1)
         x = x + self._positions(rows, columns)
-        return x if self.pre_norm is None else self.pre_norm(x.flatten(0, 1)).view(x.shape)
+        if self.pre_norm is None:
+            return x
+        normed: Tensor = self.pre_norm(x.flatten(0, 1))
+        return normed.view_as(x)
 
     def _positions(self, rows: int, columns: int) -> Tensor:
         table = self.positions.weight
@@ -285,7 +289,8 @@ class LlavaTower(ViTTower):
 
     def project(self, x: Tensor) -> Tensor:
         patches = x[:, 1:] if self.drops_first else x
-        return self.projection(patches.flatten(0, 1).contiguous())
+        out: Tensor = self.projection(patches.flatten(0, 1).contiguous())
+        return out
 
 
 class InternVLTower(ViTTower):
@@ -319,7 +324,8 @@ class InternVLTower(ViTTower):
         patches = x[:, 1:] if self.drops_first else x
         side = self.vision.side
         squares = [merged_squares(tile.contiguous(), side, side, self.square) for tile in patches]
-        return self.projection(torch.cat(squares))
+        out: Tensor = self.projection(torch.cat(squares))
+        return out
 
 
 class Idefics3Tower(ViTTower):
@@ -343,7 +349,8 @@ class Idefics3Tower(ViTTower):
     def project(self, x: Tensor) -> Tensor:
         side = self.vision.side
         squares = torch.cat([merged_squares(tile, side, side, self.square) for tile in x])
-        return self.projection(squares, NO_STEP)
+        out: Tensor = self.projection(squares, NO_STEP)
+        return out
 
 
 class StoredProjection(Linear):
@@ -385,4 +392,5 @@ class Gemma3Tower(ViTTower):
         pictures = x.transpose(1, 2).reshape(len(x), -1, side, side)
         averages = F.avg_pool2d(pictures, self.square).flatten(2).transpose(1, 2)
         rows = averages.flatten(0, 1).contiguous()
-        return self.projection(self.norm(rows), NO_STEP)
+        out: Tensor = self.projection(self.norm(rows), NO_STEP)
+        return out

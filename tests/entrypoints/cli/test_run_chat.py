@@ -10,6 +10,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
+from quire.entrypoints.chat.media import OfflineMedia
 from quire.entrypoints.cli.main import main
 from quire.entrypoints.cli.run import model_and_prompt, names_model
 from quire.entrypoints.cli.run_chat import AnswerPrinting, Chat, read_message

@@ -1,0 +1,29 @@
+"""Generator of the table of families in docs/multimodal.md: `python -m quire.multimodal.page`.
+
+Invariant: the part of the page between two comments is a function of the table of families; a test compares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.multimodal.families import FAMILIES
+
+PAGE = Path("docs/multimodal.md")
+BEGIN, END = "<!-- families: python -m quire.multimodal.page -->", "<!-- end of families -->"
+
+
+def table() -> str:
+    """Return the table in Markdown."""
+    rows = [f"| `{name}` | {family.images} |" for name, family in FAMILIES.items()]
+    return "\n".join([BEGIN, "", "| architecture | placeholders of an image |", "|---|---|", *rows, "", END])
+
+
+def with_table(page: str) -> str:
+    """Return a page with the table in its place."""
+    before, _, rest = page.partition(BEGIN)
+    return before + table() + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
