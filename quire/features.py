@@ -6,12 +6,16 @@ A row is all that the core knows of a feature's class.
 CORE_FEATURES = {
     "structured_output": "quire.structured_output.holds:GrammarHolds",
     "lora": "quire.lora.holds:AdapterHolds",
+    "multimodal": "quire.multimodal.holds:MediaHolds",
     "kv_store": "quire.kv_store.tier:StoreTier",
 }
 """Feature -> `quire.engine.core_feature:CoreFeature`, in the order in which they are asked."""
 
 MEDIA_ENCODER = "quire.multimodal.worker.encoders:open_encoder"
 """Factory of what computes and stores embeddings of images and other media (`quire.worker.worker`)."""
+
+PROMPT_EMBEDS = "quire.multimodal.prompt_embeds:PromptEmbeds"
+"""Reader of prompts that are embeddings (`quire.engine.input_processor`)."""
 
 ROW_MOVER = "quire.kv_store.mover:open_row_mover"
 """Factory of what moves rows between a worker's host blocks and a store (`quire.worker.worker`)."""

@@ -10,6 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quire.errors import ValidationError
+
+KINDS = ("image", "video", "embeds")
+DIGEST_BYTES = 32
+
 
 class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """One input of a prompt whose placeholder tokens take embeddings in place of the token embedding.
@@ -57,13 +62,89 @@ class EncodeProgress(msgspec.Struct, frozen=True):
     num_bytes: dict[bytes, int]
 
 
+def all_encoded(results: Sequence[EncodeProgress]) -> EncodeProgress:
+    """Return the common progress of ranks, each of which encodes all items: done where all are."""
+    first, *others = results
+    failed = {digest: reason for result in reversed(results) for digest, reason in result.failed.items()}
+    common = set(first.done).intersection(*(other.done for other in others)) - failed.keys()
+    done = [digest for digest in first.done if digest in common]
+    num_bytes = {digest: max(result.num_bytes.get(digest, 0) for result in results) for digest in done}
+    return EncodeProgress(done, failed, num_bytes)
+
+
+def num_embeddings(media: Sequence[MediaItem]) -> int:
+    """Return the number of embeddings of all items; the same content counts once."""
+    return sum({item.digest: item.num_embeddings for item in media}.values())
+
+
 def chunk_end(media: Sequence[MediaItem], start: int, end: int) -> int:
     """Return the last position at most `end` where a chunk that starts at `start` may end; `start` if there is none.
 
-    A chunk never ends inside an item that attends both ways, unless it also starts inside it: positions before `start`
-    were computed with the whole item in view.
+    A chunk never ends inside an item that attends both ways, since its last positions see all of the item. It may start
+    inside: positions before `start` were computed with the whole item in view.
     """
     for item in media:
-        if item.both_ways and start <= item.start < end < item.end:
-            return item.start
+        if item.both_ways and item.start < end < item.end:
+            return max(item.start, start)
     return end
+
+
+def least_chunk(media: Sequence[MediaItem], start: int) -> int:
+    """Return the least number of tokens in a chunk that starts at `start`."""
+    for item in media:
+        if item.both_ways and item.start <= start < item.end:
+            return item.end - start
+    return 1
+
+
+def check_media(media: Sequence[MediaItem], num_prompt_tokens: int, max_num_batched_tokens: int) -> None:
+    """Check the items of a prompt.
+
+    Raises:
+        ValidationError: an item has an unknown kind or no digest, is out of order or out of the prompt, has runs that
+            are out of order or out of the item, or attends both ways and exceeds a step's token budget.
+    """
+    position = 0
+    counts: dict[bytes, int] = {}
+    for number, item in enumerate(media):
+        problem = _problem(item, position, num_prompt_tokens)
+        if problem is not None:
+            raise ValidationError(f"item {number} of the prompt's media {problem}", param="media")
+        if item.both_ways and item.end - item.start > max_num_batched_tokens:
+            raise ValidationError(
+                f"{item.kind} {number} of the prompt takes {item.end - item.start} tokens, which this model computes "
+                f"in one step, and a step takes {max_num_batched_tokens}: use a smaller one, or start with a larger "
+                "--max-num-batched-tokens",
+                param="media",
+            )
+        if counts.setdefault(item.digest, item.num_embeddings) != item.num_embeddings:
+            raise ValidationError(
+                f"item {number} of the prompt's media takes {item.num_embeddings} embeddings, and the same content "
+                f"before takes {counts[item.digest]}",
+                param="media",
+            )
+        position = item.end
+
+
+def _problem(item: MediaItem, position: int, num_prompt_tokens: int) -> str | None:
+    """Return a malformed item's problem; `position` is the end of the item before."""
+    if item.kind not in KINDS:
+        return f"is of kind {item.kind!r}; kinds are {', '.join(KINDS)}"
+    if len(item.digest) != DIGEST_BYTES:
+        return f"has a digest of {len(item.digest)} bytes, which must be of {DIGEST_BYTES}"
+    if not position <= item.start < item.end <= num_prompt_tokens:
+        return (
+            f"fills positions {item.start} to {item.end}, which must follow one another within the range of {position} "
+            f"to {num_prompt_tokens}: items stand in order, without overlaps, inside the prompt"
+        )
+    if not item.runs:
+        return "has no positions that take embeddings"
+    last_end = item.start
+    for first, last in item.runs:
+        if not last_end <= first < last <= item.end:
+            return (
+                f"has a run of embeddings at {first} to {last}; runs are ascending, without overlaps, within "
+                f"{item.start} to {item.end}"
+            )
+        last_end = last
+    return None

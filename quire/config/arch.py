@@ -83,6 +83,11 @@ class Multimodal:
     tokens_per_second: float = 1.0  # Positions per second of a video.
     deepstack_layers: int = 0  # First layers to whose outputs features of an image are added.
 
+    @property
+    def vectors_per_embedding(self) -> int:
+        """Vectors of the stream's size per embedding: one, and one for each layer that adds features of its own."""
+        return 1 + self.deepstack_layers
+
     def name_alone(self, name: str) -> str:
         """Return the name of a tensor or module in a checkpoint of the language model alone."""
         for beginning, alone in self.inside.items():

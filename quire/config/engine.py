@@ -70,6 +70,14 @@ class EngineConfig:
         assert self.model_arch is not None, "EngineConfig was used before prepare()"
         return self.model_arch
 
+    @property
+    def embedding_bytes(self) -> int:
+        """Most bytes of one embedding of an image, which are float32; without a model, of 8 values."""
+        if self.model_arch is None:
+            return 32
+        part_of = self.model_arch.part_of
+        return 4 * self.model_arch.hidden_size * (1 if part_of is None else part_of.vectors_per_embedding)
+
     def on_torch_device(self, name: str) -> EngineConfig:
         """Return a copy, and of the draft model's configuration one in it, whose device torch calls by this name."""
         draft = self.draft and self.draft.on_torch_device(name)

@@ -31,6 +31,9 @@ class MultimodalConfig(Config):
     allowed_media_domains: tuple[str, ...] = option(
         (), "Hosts from which http(s) URLs of media are fetched. Default: none.", metavar="HOST"
     )
+    mm_processor_cache_gb: float = option(
+        1.0, "GiB of processed images kept in the temporary folder for later requests.", ge=0.0, metavar="GIB"
+    )
     enable_mm_embeds: bool = option(False, "Accept embeddings of images in place of the images.")
     enable_prompt_embeds: bool = option(False, "Accept prompts that are embeddings.")
     encoder_cache_gb: float = option(
@@ -39,6 +42,11 @@ class MultimodalConfig(Config):
     max_encoder_slice_ms: float = option(
         30.0, "Most milliseconds that an image encoder computes between two steps.", gt=0.0, metavar="MS"
     )
+
+    @property
+    def processor_cache_bytes(self) -> int:
+        """Limit of the processed images, in bytes."""
+        return int(self.mm_processor_cache_gb * GIB)
 
     @property
     def encoder_cache_bytes(self) -> int:

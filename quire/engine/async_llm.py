@@ -25,7 +25,7 @@ from quire.engine.output_stream import CoreReceivers, Offer, OutputStream
 from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.queue_limits import QueueReservation, SharedWaiting
 from quire.engine.startup import prepare
-from quire.engine.tokenizer import beside_loop
+from quire.engine.tokenizer import INLINE_CHARS, beside_loop
 from quire.engine.tokenizer_cache import TokenizerContext
 from quire.errors import EngineDeadError, EngineError, QuireError, UnavailableError
 from quire.inputs import PromptType
@@ -292,6 +292,10 @@ class AsyncLLM:
         """Clear the prefix cache; False, and nothing done, on a core that is running requests."""
         return all(await self._call_each("reset_prefix_cache"))
 
+    async def reset_encoder_cache(self) -> bool:
+        """Drop the embeddings of media that no request uses; False if some are in use and stay."""
+        return all(await self._call_each("reset_encoder_cache"))
+
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter in advance, beside the steps; true when every core has it.
 
@@ -457,7 +461,7 @@ class AsyncLLM:
             await asyncio.to_thread(client.close)
         await self._receivers.join()
         await asyncio.to_thread(self._front_end.stat_loggers.close)
-        self.input_processor.constraints.close()
+        self.input_processor.close()
 
     async def _tokenize(
         self, prompt: PromptType, adapter: LoRARequest | None, options: TextOptions = DEFAULT_TEXT_OPTIONS
@@ -465,6 +469,8 @@ class AsyncLLM:
         await self.get_tokenizer_context(adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         num_chars = len(text) if isinstance(text, str) else 0
+        if isinstance(prompt, dict) and "prompt_embeds" in prompt:  # hashed and written
+            num_chars = INLINE_CHARS + 1
         return await beside_loop(num_chars, self.input_processor.tokenize, prompt, options, adapter=adapter)
 
     async def _call(self, core: int, method: str, *args: Any) -> Any:

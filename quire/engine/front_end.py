@@ -53,7 +53,7 @@ from quire.errors import (
     UnavailableError,
     ValidationError,
 )
-from quire.kv_cache.hashing import ExtraKeys
+from quire.kv_cache.hashing import extra_keys
 from quire.lora_request import LoRARequest
 from quire.metrics.stats import STAT_LOGGERS, StatLoggerGroup
 from quire.metrics.tracing import make_tracers
@@ -496,7 +496,8 @@ class FrontEnd:
             requests = self._checked(name, prompt, params, terms)
             self.output_processor.add_request(label, prompt, requests, tracked_sink, trace_headers)
             core_ids, messages = [one.request_id for one in requests], [add_message(requests)]
-        keys = ExtraKeys(prompt.cache_salt, None if lora_request is None else lora_request.key)
+        adapter = None if lora_request is None else lora_request.key
+        keys = extra_keys(prompt.cache_salt, adapter, prompt.media)
         routed = RoutedRequest(prompt.token_ids, len(core_ids), keys)
         core = self.router.route(name, routed, core_ids[0], cores)
         came = self.clock() if arrived is None else arrived

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from quire.config import EngineConfig
-from quire.config.arch import Multimodal
+from quire.engine.media_checks import check_prompt_media
 from quire.engine.messages import AddRequest, EngineCoreRequest, Fork
 from quire.engine.prompt_forms import TokenizedPrompt, check_cut_text, check_length, parts_of
 from quire.engine.tokenizer import Tokenizer
@@ -26,14 +26,16 @@ from quire.engine.tokenizer_cache import (
     indexed_ids,
 )
 from quire.errors import ValidationError
+from quire.features import PROMPT_EMBEDS
 from quire.inputs import PromptType
 from quire.lora_request import LoRARequest
-from quire.plugins import plugin_names
+from quire.plugins import import_place, plugin_names
 from quire.pooling.inputs import DEFAULT_TEXT_OPTIONS, PoolingInputs, TextOptions
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.structured_output.request_constraints import Constraints
 
+PARAM_EMBEDS = "prompt_embeds"
 MAX_SALT_CHARS = 128
 MAX_TENANT_CHARS = 256
 # Token ids that all sequences of a request may list; each sequence has a table of them.
@@ -69,6 +71,7 @@ class InputProcessor:
         self._clock = clock
         self._seeds = random.Random(config.model.seed)
         self.constraints = Constraints(config, tokenizer, self.tokenizers.model.end_ids)
+        self._embeds = import_place(PROMPT_EMBEDS)() if config.multimodal.enable_prompt_embeds else None
         self.pooling = None if config.pooling is None else PoolingInputs(config, config.pooling, tokenizer)
 
     def tokenize(
@@ -88,6 +91,8 @@ class InputProcessor:
             ValidationError: the prompt has no valid form, is empty, is text without a tokenizer, or text that is
                 too long however it is tokenized, or the adapter's tokenizer cannot be used.
         """
+        if isinstance(prompt, dict) and PARAM_EMBEDS in prompt:
+            prompt = self._embedded(dict(prompt))
         parts, tokenizer_context = parts_of(prompt), self.tokenizers.of(adapter)
         if self.pooling is not None:
             return self.pooling.tokenize(parts, options)
@@ -105,7 +110,23 @@ class InputProcessor:
             if token_ids is None
             else list(token_ids)
         )
-        return TokenizedPrompt(token_ids, parts.text, parts.cache_salt, tokenizer_context=tokenizer_context)
+        return TokenizedPrompt(
+            token_ids,
+            parts.text,
+            parts.cache_salt,
+            tokenizer_context=tokenizer_context,
+            media=parts.media,
+            leases=parts.leases,
+        )
+
+    def _embedded(self, prompt: dict[str, Any]) -> PromptType:
+        """Return a prompt of embeddings as token ids and an item."""
+        if self._embeds is None:
+            raise ValidationError(
+                "prompt_embeds are not accepted here (--enable-prompt-embeds)", param=PARAM_EMBEDS
+            )
+        found: PromptType = self._embeds.tokens_prompt(self.config, prompt)
+        return found
 
     def _encode(self, text: str, tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
@@ -161,6 +182,11 @@ class InputProcessor:
         self.check_terms(priority, tenant, lora_request)
         params = self._resolve_params(params, len(prompt.token_ids), tokenizer_context)
         self._check_params(params, tokenizer_context)
+        if params.prompt_logprobs is not None and any(item.kind == "embeds" for item in prompt.media):
+            raise ValidationError(
+                "prompt_logprobs are of tokens, and the prompt has embeddings in place of some",
+                param="prompt_logprobs",
+            )
         if params.structured_outputs is not None:
             self._check_constrained(tokenizer_context)
             self.constraints.check_prompt(prompt.token_ids)
@@ -174,6 +200,7 @@ class InputProcessor:
             cache_salt=prompt.cache_salt,
             tenant=tenant,
             lora_request=lora_request,
+            media=list(prompt.media),
         )
         forks = [
             Fork(f"{request_id}.{index}", _completion_seed(params, index)) for index in range(1, params.n)
@@ -248,11 +275,18 @@ class InputProcessor:
             second_text_start=prompt.second_text_start,
             instruction_length=prompt.instruction_length,
             lora_request=lora_request,
+            media=list(prompt.media),
         )
 
     def room(self, num_prompt_tokens: int) -> int:
         """Return the tokens that can follow a prompt of this length, which caps `max_tokens`."""
         return self.config.model.max_model_len - num_prompt_tokens
+
+    def close(self) -> None:
+        """Release threads and files; may be called twice."""
+        self.constraints.close()
+        if self._embeds is not None:
+            self._embeds.close()
 
     def update_config(self, config: EngineConfig) -> None:
         """Adopt the limits that the core has resolved."""
@@ -267,7 +301,7 @@ class InputProcessor:
             raise ValidationError("the prompt must not be empty", param="prompt")
         check_length(self.config, len(ids))
         _check_ids("prompt", ids, vocab_size)
-        _check_placeholders(ids, self.config.arch.part_of)
+        check_prompt_media(self.config, ids, prompt.media)
         salt = prompt.cache_salt
         if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_CHARS):
             raise ValidationError(f"cache_salt must be 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
@@ -407,18 +441,6 @@ def _check_stop_tokens_leave_some(params: SamplingParams, tokenizer_context: Tok
         raise ValidationError(
             "stop_token_ids has every token, and min_tokens forbids these", param="stop_token_ids"
         )
-
-
-def _check_placeholders(ids: Sequence[int], part_of: Multimodal | None) -> None:
-    """Reject placeholder tokens of images and sounds: only the language model is served."""
-    if part_of is None or part_of.placeholder_ids.isdisjoint(ids):
-        return
-    found = min(part_of.placeholder_ids.intersection(ids))
-    raise ValidationError(
-        f"the prompt has the token {found}, in whose place {part_of.architecture} puts an image, a video or a sound; "
-        "only its language model is served: send text",
-        param="prompt",
-    )
 
 
 def _check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:

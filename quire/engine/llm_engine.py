@@ -156,6 +156,10 @@ class LLMEngine:
         """Clear the prefix cache; False, and nothing done, on a core that is running requests."""
         return all(self._call_each("reset_prefix_cache"))
 
+    def reset_encoder_cache(self) -> bool:
+        """Drop the embeddings of media that no request uses; False if some are in use and stay."""
+        return all(self._call_each("reset_encoder_cache"))
+
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter in advance; see `AsyncLLM.add_lora`.
 
@@ -227,7 +231,7 @@ class LLMEngine:
         for client in self._clients:
             client.close()
         self._front_end.stat_loggers.close()
-        self.input_processor.constraints.close()
+        self.input_processor.close()
 
     def _call(self, core: int, method: str, *args: Any) -> Any:
         with self._one_thread, HeldInterrupts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from quire.config import EngineConfig
 from quire.engine.tokenizer_cache import TokenizerContext
 from quire.errors import ContextLengthError, ValidationError
 from quire.inputs import PromptType, TokensPrompt
+from quire.media import MediaItem
 
 # Per token of context, for texts that are truncated or only counted: some sixteen contexts of prose.
 CUT_CHARS_PER_TOKEN = 64
@@ -25,6 +27,8 @@ class TokenizedPrompt:
     second_text_start: int | None = None
     instruction_length: int | None = None
     tokenizer_context: TokenizerContext | None = None  # Context it was tokenized with; None: the model's.
+    media: tuple[MediaItem, ...] = ()
+    leases: tuple[object, ...] = ()  # Keep the files of the media until the request has ended.
 
     def as_prompt(self) -> TokensPrompt:
         """Return the prompt in the callers' form."""
@@ -34,6 +38,8 @@ class TokenizedPrompt:
                 prompt[name] = value
         if self.text is not None:
             prompt["prompt"] = self.text
+        if self.media:
+            prompt["media"], prompt["leases"] = self.media, self.leases
         return prompt
 
 
@@ -47,6 +53,8 @@ class PromptParts:
     second_text: str | None = None
     second_text_start: int | None = None
     instruction_length: int | None = None
+    media: tuple[MediaItem, ...] = ()
+    leases: tuple[object, ...] = ()
 
 
 def parts_of(prompt: PromptType) -> PromptParts:
@@ -71,6 +79,7 @@ def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
     instruction = prompt.pop("instruction_length", None)
     token_ids = prompt.pop("prompt_token_ids", None)
     text, second = prompt.pop("prompt", None), prompt.pop("second_prompt", None)
+    media, leases = _items(prompt.pop("media", ())), tuple(prompt.pop("leases", ()))
     if prompt:
         raise ValidationError(f"unknown prompt field {next(iter(prompt))!r}", param="prompt")
     for name, value in (("prompt", text), ("second_prompt", second)):
@@ -90,7 +99,16 @@ def _parts_of_dict(prompt: dict[str, Any]) -> PromptParts:
                 f"{name!r} must be the index of one of 'prompt_token_ids', and not of the first",
                 param="prompt",
             )
-    return PromptParts(text, token_ids, salt, second, start, instruction)
+    if media and token_ids is None:
+        raise ValidationError("'media' needs 'prompt_token_ids', whose positions it fills", param="media")
+    return PromptParts(text, token_ids, salt, second, start, instruction, media, leases)
+
+
+def _items(media: Any) -> tuple[MediaItem, ...]:
+    is_sequence = isinstance(media, Sequence)
+    if not is_sequence or not all(isinstance(item, MediaItem) for item in media):
+        raise ValidationError("'media' must be a sequence of MediaItem", param="media")
+    return tuple(media)
 
 
 def check_cut_text(config: EngineConfig, text: str, name: str = "prompt") -> None:

@@ -33,6 +33,7 @@ from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.manager import PrefixLoad
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, decode_kv_config, encode_kv_config
 from quire.kv_cache.transfers import Transfer
+from quire.media import MediaItem
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import (
@@ -464,6 +465,10 @@ class ReplayExecutor(NullExecutor):
         self._sampled = {name: iter(ids) for name, ids in output.sampled_token_ids.items()}
         self._decode_steps = max(map(len, output.sampled_token_ids.values()), default=1)
         self.execute_model(plan)
+
+    def has_embeddings(self, item: MediaItem) -> bool:
+        """Return True: encodings are not recorded, only the releases that followed them."""
+        return True
 
     def _num_decode_steps(self, plan: SchedulerOutput) -> int:
         return self._decode_steps

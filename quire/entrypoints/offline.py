@@ -42,6 +42,10 @@ class OfflineEngine:
         """Drop all cached prefixes; return False, without effect, while requests are running."""
         return self.llm_engine.reset_prefix_cache()
 
+    def reset_encoder_cache(self) -> bool:
+        """Drop the embeddings of media that no request uses; return False if some are in use and stay."""
+        return self.llm_engine.reset_encoder_cache()
+
     def sleep(self, level: int = 1) -> None:
         """Release memory until `wake_up`: the KV cache (level 1), also the weights (2), or none (0).
 

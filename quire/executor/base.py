@@ -16,6 +16,7 @@ from quire.errors import ConfigError
 from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.lora_request import LoRARequest
+from quire.media import EncodeProgress, MediaItem
 from quire.plugins import PluginTable, import_subclass, subclass_of
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
@@ -117,6 +118,18 @@ class Executor(ABC):
 
         This includes an unusable one, which some ranks may have.
         """
+        return None
+
+    def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
+        """Compute embeddings in this order, once the submitted steps have run, for about `budget_s` seconds.
+
+        Each call gets on by one slice at least; an item may take several calls. The embeddings are kept by digest until
+        `drop_media`. An item that cannot be encoded costs only itself.
+        """
+        return EncodeProgress([], {item.digest: "this executor has no encoder" for item in items}, {})
+
+    def drop_media(self, digests: Sequence[bytes]) -> None:
+        """Drop embeddings and unfinished encodings, once the submitted steps have run; unknown digests are ignored."""
         return None
 
     def open_row_store(self) -> RowStoreInfo:

@@ -30,6 +30,7 @@ from quire.kv_cache.spec import (
     SlidingWindowSpec,
 )
 from quire.lora_request import LoRARequest
+from quire.media import EncodeProgress, MediaItem, chunk_end
 from quire.scheduler.output import (
     STEP_PROTOCOL_VERSION,
     ModelRunnerOutput,
@@ -144,7 +145,7 @@ def slots_written(
 
 
 class _Row:
-    """Worker row of one request; `fingerprints[i]` covers its adapter and tokens 0 to i."""
+    """Worker row of one request; `fingerprints[i]` covers its adapter, tokens 0 to i and the media in their place."""
 
     def __init__(self, data: NewRequestData) -> None:
         self.request_id = data.request_id
@@ -155,6 +156,8 @@ class _Row:
         self.num_computed_tokens = data.num_computed_tokens
         self.block_ids = [list(ids) for ids in data.block_ids]
         self.adapter = None if data.lora_request is None else data.lora_request.key
+        self.media = data.media
+        self._contents = {position: item for item in data.media for position in range(item.start, item.end)}
         self._root = 0 if data.lora_request is None else data.lora_request.lora_int_id
         self.token_ids: list[int] = []
         self.fingerprints: list[int] = []
@@ -162,9 +165,12 @@ class _Row:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        self.fingerprints.append(
-            fingerprint(self.fingerprints[-1] if self.fingerprints else self._root, token_id)
-        )
+        previous, item = self.fingerprints[-1] if self.fingerprints else self._root, None
+        if self._contents:
+            item = self._contents.get(len(self.token_ids))
+        if item is not None:
+            previous = fingerprint(previous, int.from_bytes(item.digest[:8], "big"))
+        self.fingerprints.append(fingerprint(previous, token_id))
         self.token_ids.append(token_id)
 
     def truncate(self, num_tokens: int) -> None:
@@ -177,7 +183,8 @@ class NullExecutor(Executor):
     It honours `min_tokens`, `allowed_token_ids`, `logprobs` and `prompt_logprobs` (as of a uniform distribution);
     other sampling parameters have no effect. `specs` and `vocab_size` are used if the config has no model. Pooled
     output is a function of the prompt alone. It proposes up to `max_drafts` drafts, the first of which are right; how
-    many is a function of the tokens, too.
+    many is a function of the tokens, too. Encoding an item takes a few slices, a function of its digest, of which a
+    call with a time limit computes one; those of `failing_media` fail with the last.
     """
 
     def __init__(
@@ -196,10 +203,14 @@ class NullExecutor(Executor):
         self._cache = FingerprintCache(0, 0)
         self._rows: dict[str, _Row] = {}
         self._adapters: set[str] = set()
+        self.failing_media: set[bytes] = set()
+        self.embeddings: dict[bytes, int] = {}  # bytes by digest
+        self._slices: dict[bytes, int] = {}  # computed, of items that are not done
         self._holders: Counter[int] = Counter()
         self._last_step_id = 0
         self._asleep: set[str] = set()
-        self._submitted: deque[SchedulerOutput] = deque()
+        self._submitted: deque[tuple[SchedulerOutput, frozenset[bytes]]] = deque()
+        self._encoded: frozenset[bytes] = frozenset()  # when the plan being executed was submitted
 
     def load(self) -> None:
         pass
@@ -239,6 +250,38 @@ class NullExecutor(Executor):
     def drop_adapter(self, key: str) -> None:
         self._adapters.discard(key)
 
+    def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
+        check("weights" not in self._asleep, "encode_media() while the weights are asleep")
+        done, failed, has_budget = dict[bytes, int](), dict[bytes, str](), True
+        for item in items:
+            while has_budget and item.digest not in self.embeddings and item.digest not in failed:
+                has_budget = math.isinf(budget_s)
+                self._encode_slice(item, failed)
+            if item.digest in self.embeddings:
+                done[item.digest] = self.embeddings[item.digest]
+        return EncodeProgress(list(done), failed, done)
+
+    def _encode_slice(self, item: MediaItem, failed: dict[bytes, str]) -> None:
+        count = self._slices[item.digest] = self._slices.get(item.digest, 0) + 1
+        if count <= item.digest[-1] % 3:
+            return
+        del self._slices[item.digest]
+        if item.digest in self.failing_media:
+            failed[item.digest] = "its file is damaged"
+            return
+        self.embeddings[item.digest] = item.num_embeddings * self.config.embedding_bytes
+        used, limit = sum(self.embeddings.values()), self.config.multimodal.encoder_cache_bytes
+        check(used <= limit, f"the embeddings take {used} bytes of {limit}")
+
+    def drop_media(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            self.embeddings.pop(digest, None)
+            self._slices.pop(digest, None)
+
+    def has_embeddings(self, item: MediaItem) -> bool:
+        """Return whether an item was encoded when the plan being executed was submitted."""
+        return item.digest in self._encoded
+
     def trust(self, block_ids: Sequence[int]) -> None:
         """Take the content of host blocks, which came from outside, for what later plans say it is."""
         for block_id in block_ids:
@@ -247,7 +290,7 @@ class NullExecutor(Executor):
     def submit(self, plan: SchedulerOutput) -> None:
         """Keep the plan until its result is requested, the latest time at which a worker may start it."""
         check(not self._asleep, f"step {plan.step_id} came while {self._asleep} are asleep")
-        self._submitted.append(plan)
+        self._submitted.append((plan, frozenset(self.embeddings)))
 
     def collect(self) -> ModelRunnerOutput:
         """Check the plan, then apply it as a worker does, without the model.
@@ -255,7 +298,7 @@ class NullExecutor(Executor):
         Raises:
             AssertionError: the plan is inconsistent with itself, with earlier plans or with the cache.
         """
-        plan = self._submitted.popleft()
+        plan, self._encoded = self._submitted.popleft()
         self._check_header(plan)
         self._last_step_id = plan.step_id
         for request_id in plan.removed_request_ids:
@@ -381,9 +424,14 @@ class NullExecutor(Executor):
         )
         row = self._rows[data.request_id] = _Row(data)
         check(row.adapter is None or row.adapter in self._adapters, f"{data.request_id}: no {row.adapter!r}")
+        self._check_media(row)
         for spec, ids in self._tables(row):
             self._hold(row, spec, ids, ids)
         self._check_reads(row, 0)
+
+    def _check_media(self, row: _Row) -> None:
+        missing = [item.digest.hex() for item in row.media if not self.has_embeddings(item)]
+        check(not missing, f"{row.request_id} is planned without the embeddings of {missing}")
 
     def _drop_unread_blocks(self, request_id: str) -> None:
         """Release blocks that a row reads no more, so that others may use them in this plan."""
@@ -444,6 +492,10 @@ class NullExecutor(Executor):
         check(num_drafts == 0 or num_samples > 0, f"{who}: drafts behind token {end} of {num_known}")
         limit, last = self.config.model.max_model_len - (not row.pools), end + num_drafts
         check(last <= limit, f"{who}: token {last} planned, and only {limit} are ever computed")
+        if row.media:
+            self._check_media(row)
+            good = chunk_end(row.media, scheduled.start, end) == end
+            check(good, f"{scheduled} ends inside an item that attends both ways")
 
     def _compute(self, row: _Row, count: int, scheduled: ScheduledRequest) -> None:
         """Write the fingerprints of the next `count` tokens, and of drafts behind them, to their slots."""

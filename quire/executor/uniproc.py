@@ -24,6 +24,7 @@ from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory
 from quire.layers.shard import WHOLE, Shard
 from quire.lora_request import LoRARequest
+from quire.media import EncodeProgress, MediaItem
 from quire.platforms import GPUS
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
@@ -182,6 +183,12 @@ class UniprocExecutor(Executor):
 
     def drop_adapter(self, key: str) -> None:
         self._lane.start(partial(self._worker.adapters.drop, key))()
+
+    def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
+        return self._lane.start(partial(self._worker.encode_media, items, budget_s))()
+
+    def drop_media(self, digests: Sequence[bytes]) -> None:
+        self._lane.start(partial(self._worker.drop_media, digests))()
 
     def open_row_store(self) -> RowStoreInfo:
         return self._worker.open_row_store()

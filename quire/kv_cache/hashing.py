@@ -7,8 +7,11 @@ same. SHA-256 makes that hold against crafted prompts.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
+
+from quire.media import MediaItem
 
 BlockHash = bytes
 """SHA-256 digest of `HASH_BYTES`; block pool keys append the group id, 4 bytes big-endian."""
@@ -45,6 +48,13 @@ class ExtraKeys(msgspec.Struct, frozen=True, array_like=True):
             return self
         media = tuple(item for item in self.media if item.start < end and start < item.end)
         return ExtraKeys(self.cache_salt, self.adapter, media)
+
+
+def extra_keys(cache_salt: str | None, adapter: str | None, media: Sequence[MediaItem] = ()) -> ExtraKeys:
+    """Return the extra keys of a sequence with these items."""
+    return ExtraKeys(
+        cache_salt, adapter, tuple(MediaKey(item.digest, item.start, item.end) for item in media)
+    )
 
 
 def extend_hashes(

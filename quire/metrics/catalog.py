@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from quire.config.cache import CacheConfig
+from quire.media import KINDS
 
 TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -223,6 +224,23 @@ METRICS = (
     MetricInfo("counter", "kv_store_corrupt_blocks", "Stored blocks that were damaged.", vllm=None),
     MetricInfo("counter", "kv_store_evicted_blocks", "Blocks evicted from the store.", vllm=None),
     MetricInfo("counter", "kv_store_timeouts", "Requests that stopped waiting for the store.", vllm=None),
+    MetricInfo(
+        "gauge", "encoder_cache_usage_perc", "Fraction of --encoder-cache-gb in use, 1 is all.", vllm=None
+    ),
+    MetricInfo(
+        "counter", "encoder_cache_hits", "Images and other media whose embeddings were there.", vllm=None
+    ),
+    MetricInfo("counter", "encoder_cache_misses", "Media that had to be encoded.", vllm=None),
+    MetricInfo("counter", "encoder_seconds", "Seconds of encoding, in slices between steps.", vllm=None),
+    MetricInfo("counter", "encoder_failures", "Media that could not be encoded.", vllm=None),
+    MetricInfo(
+        "counter",
+        "request_media_items",
+        "Media of sequences that came, by kind; the same content twice in a sequence counts once.",
+        (*ENGINE, "kind"),
+        KINDS,
+        vllm=None,
+    ),
     MetricInfo(
         "counter",
         "http_requests",

@@ -22,7 +22,13 @@ from quire.metrics.catalog import (
     make_family,
 )
 from quire.metrics.stats import EndedRequest, FinishedRequestStats, IterationStats, StatLogger
-from quire.scheduler.output import AdapterStats, SchedulerStats, SpecDecodingStats, StoreStats
+from quire.scheduler.output import (
+    AdapterStats,
+    EncoderStats,
+    SchedulerStats,
+    SpecDecodingStats,
+    StoreStats,
+)
 
 GAUGES = {
     "num_requests_running": "num_running",
@@ -44,6 +50,13 @@ STORE_TOTALS = {
     "kv_store_evicted_blocks": "num_evicted",
     "kv_store_timeouts": "num_timeouts",
 }  # Metric -> field of StoreStats.
+ENCODER_USAGE = "encoder_cache_usage_perc"
+ENCODER_TOTALS = {
+    "encoder_cache_hits": "num_hits",
+    "encoder_cache_misses": "num_misses",
+    "encoder_seconds": "encode_s",
+    "encoder_failures": "num_failed",
+}  # Metric -> field of EncoderStats.
 TOTALS = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_swaps")
 
 
@@ -184,6 +197,8 @@ class CoreMetrics:
                 self._inc(name, increment)
         if stats.store is not None and stats.store != last.store:
             self._record_store(stats.store, last.store or StoreStats())
+        if stats.encoder is not None and stats.encoder != last.encoder:
+            self._record_encoder(stats.encoder, last.encoder or EncoderStats())
         if stats.spec_decoding is not None and stats.spec_decoding != last.spec_decoding:
             self._record_drafts(stats.spec_decoding, last.spec_decoding or SpecDecodingStats())
 
@@ -192,6 +207,13 @@ class CoreMetrics:
             self.set(name, getattr(stats, field))
         for name, field in STORE_TOTALS.items():
             self._inc(name, getattr(stats, field) - getattr(last, field))
+
+    def _record_encoder(self, stats: EncoderStats, last: EncoderStats) -> None:
+        self.set(ENCODER_USAGE, stats.num_bytes / stats.most_bytes)
+        for name, field in ENCODER_TOTALS.items():
+            self._inc(name, getattr(stats, field) - getattr(last, field))
+        for kind, count in stats.num_items.items():
+            self._by_value["request_media_items", kind].inc(count - last.num_items.get(kind, 0))
 
     def _record_drafts(self, stats: SpecDecodingStats, last: SpecDecodingStats) -> None:
         for name in DRAFT_TOTALS:
@@ -217,7 +239,7 @@ class CoreMetrics:
         self._inc("engine_core_deaths", 1)
         self._inc("engine_core_resumed_requests", num_resumed)
         self._inc("engine_core_failed_requests", num_failed)
-        for name in ("engine_core_up", *GAUGES, *STORE_GAUGES):
+        for name in ("engine_core_up", *GAUGES, *STORE_GAUGES, ENCODER_USAGE):
             self.set(name, 0)
         self._set_waiting(num_waiting, num_waiting)
 

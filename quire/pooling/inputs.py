@@ -349,7 +349,13 @@ class PoolingInputs:
         """Truncate a prompt of token ids, whose special tokens are unknown."""
         if most is None or len(ids) <= most:
             return TokenizedPrompt(
-                list(ids), parts.text, parts.cache_salt, parts.second_text_start, parts.instruction_length
+                list(ids),
+                parts.text,
+                parts.cache_salt,
+                parts.second_text_start,
+                parts.instruction_length,
+                media=parts.media,
+                leases=parts.leases,
             )
         if parts.instruction_length is not None:
             raise ValidationError(
@@ -358,6 +364,11 @@ class PoolingInputs:
         if parts.second_text_start is not None:
             raise ValidationError(
                 "token ids of two texts cannot be cut; send the texts", param="truncate_prompt_tokens"
+            )
+        if parts.media:
+            raise ValidationError(
+                f"a prompt of {len(ids)} tokens with media cannot be cut to {most}",
+                param="truncate_prompt_tokens",
             )
         return TokenizedPrompt(cut(ids, most, self._side(options)), parts.text, parts.cache_salt)
 

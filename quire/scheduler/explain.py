@@ -21,6 +21,7 @@ class Cause(enum.Enum):
     ADAPTER = "for one of the adapters in use to be done with (--max-loras)"
     SHARED_PROMPT = "for the prompt that it shares to be computed"
     NOT_READY = "for {} to be ready"
+    ENCODER_ROOM = "for room among the embeddings of other requests (--encoder-cache-gb)"
     BEHIND = "behind earlier requests"
     LOWER_PRIORITY = "while more urgent requests went ahead"
     FAIRNESS_DEBT = "while tenants that were given less went ahead"

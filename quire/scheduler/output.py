@@ -263,6 +263,28 @@ class StoreStats(msgspec.Struct, omit_defaults=True):
     num_evicted: int = 0
 
 
+class EncoderStats(msgspec.Struct, omit_defaults=True):
+    """State of the embeddings of images and other media; counters are totals since start.
+
+    Args:
+        num_bytes: of all embeddings, of which requests use `num_used_bytes`; `most_bytes` is the limit of the former.
+        num_hits: items of new requests whose embeddings were there or being computed.
+        num_misses: items of new requests that had to be encoded.
+        num_items: kind -> items of new requests.
+        num_failed: items that could not be encoded.
+        encode_s: seconds that encoding took.
+    """
+
+    num_bytes: int = 0
+    num_used_bytes: int = 0
+    most_bytes: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    num_items: dict[str, int] = {}
+    num_failed: int = 0
+    encode_s: float = 0.0
+
+
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
     """State of the scheduler after a step; counters are totals since start."""
 
@@ -278,3 +300,4 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     spec_decoding: SpecDecodingStats | None = None  # None: there were no drafts.
     adapters: AdapterStats | None = None  # None: LoRA is disabled.
     store: StoreStats | None = None  # None: there is no --kv-store.
+    encoder: EncoderStats | None = None  # None: no request had an image.

@@ -1,6 +1,7 @@
 """`Planner`: choice of the requests of a step, by starting and preempting requests.
 
-Invariant: no state is kept between steps; `RequestQueues` holds the requests.
+Invariant: no state is kept between steps but the request that gets the next one for itself; `RequestQueues` holds the
+requests.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from itertools import islice
 
 from quire.config import SchedulerConfig
 from quire.kv_cache.manager import KVCacheManager, PrefixHit
+from quire.media import chunk_end, least_chunk
 from quire.sampling_params import RequestOutputKind
 from quire.scheduler.explain import Cause
 from quire.scheduler.output import BlockIds
@@ -20,6 +22,8 @@ from quire.scheduler.step import Blocked, StepPlan
 
 LOOK_AHEAD = 256
 """Waiting requests searched for one that may pass those that lack a slot for their adapter."""
+PATIENCE_STEPS = 4
+"""Steps in a row without room for a request's next chunk after which it gets a step of its own."""
 
 
 class Planner:
@@ -44,19 +48,40 @@ class Planner:
         self._max_model_len = max_model_len
         self._kv = kv
         self._queues = queues
+        self._impatient: Request | None = None
 
     def plan(self, step_id: int, now: float) -> StepPlan:
         """Return the next step, as `Scheduler.schedule` describes it."""
         step = StepPlan(step_id, now, self._limits.max_num_batched_tokens, self._prompt_cap())
         step.max_decode_steps = self._num_rounds()
-        self._plan_running(step, now)
-        step.next_running = None
-        self._start_waiting(step, now)
+        if not self._plan_impatient(step, now):
+            self._plan_running(step, now)
+            step.next_running = None
+            self._start_waiting(step, now)
         if len(self._queues.policy) or len(step.chunks) < len(
             self._queues.running
         ):  # a request was preempted
             step.max_decode_steps = 1
         return step
+
+    def _plan_impatient(self, step: StepPlan, now: float) -> bool:
+        """Give the step to the request whose next chunk found no room in many steps; False if none can have it.
+
+        Its chunk is all of an item that attends both ways, and may be as large as a step. All others sit out, so it can
+        lack nothing but blocks; then an ordinary step follows in its place.
+        """
+        request, self._impatient = self._impatient, None
+        if request is None or request.is_finished:
+            return False
+        request.num_short_steps = 0
+        if request.status is RequestStatus.RUNNING:
+            step.num_satisfied = len(self._queues.running) - 1
+            self._plan_one(request, step, now)
+        elif len(self._queues.policy) and self._queues.policy.peek() is request:
+            step.num_satisfied = len(self._queues.running)
+            self._start(request, step, now)
+        step.num_satisfied = 0
+        return bool(step.chunks)
 
     def _num_rounds(self) -> int:
         """Return the number of tokens that each running request may generate in the next step, one after the other.
@@ -94,24 +119,48 @@ class Planner:
                 self._start_waiting(step, now)
             if self._is_full(step) or request.status is not RequestStatus.RUNNING:
                 break
-            num_missing = room = num_new_tokens = self._num_missing(request)
-            if num_missing == 0:  # its remaining tokens, or the token to continue from, are in flight
-                step.num_satisfied += 1
-                continue
-            if num_missing > 1:
-                room = min(num_missing, max(step.budget - self._num_unplanned(step) + 1, 1))
-                num_new_tokens = min(room, step.prompt_cap)
-            new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
-            if new_block_ids is not None:
-                drafts: list[int] = []
-                is_ahead = request.draft_token_ids or self._num_ahead(step)
-                if num_new_tokens == num_missing and is_ahead:
-                    new_block_ids, drafts = self._allocate_drafts(
-                        request, num_new_tokens, new_block_ids, step
-                    )
-                step.add_cached(request, num_new_tokens, new_block_ids, drafts)
-                if num_new_tokens < num_missing:
-                    self._leave_rest(request, step, is_capped=num_new_tokens < room)
+            self._plan_one(request, step, now)
+
+    def _plan_one(self, request: Request, step: StepPlan, now: float) -> None:
+        """Plan missing tokens of one running request, and drafts behind its last one."""
+        num_missing = room = num_new_tokens = self._num_missing(request)
+        if num_missing > 1:
+            room = min(num_missing, max(step.budget - self._num_unplanned(step) + 1, 1))
+            num_new_tokens = self._num_fitting(request, request.num_computed_tokens, room, step)
+        if (
+            num_new_tokens == 0
+        ):  # its remaining tokens, or the token to continue from, are in flight; or no room
+            step.num_satisfied += 1
+            return
+        new_block_ids = self._allocate_or_preempt(request, num_new_tokens, now)
+        if new_block_ids is None:
+            return
+        drafts: list[int] = []
+        is_ahead = request.draft_token_ids or self._num_ahead(step)
+        if num_new_tokens == num_missing and is_ahead:
+            new_block_ids, drafts = self._allocate_drafts(request, num_new_tokens, new_block_ids, step)
+        step.add_cached(request, num_new_tokens, new_block_ids, drafts)
+        if num_new_tokens < num_missing:
+            self._leave_rest(request, step, is_capped=num_new_tokens < room)
+
+    def _num_fitting(self, request: Request, start: int, room: int, step: StepPlan) -> int:
+        """Return the tokens of a prompt from `start` on to compute in `room` tokens; 0 if its next item does not fit.
+
+        The first chunk of a step may use up the step, so that an item as large as a step is computed at all.
+        """
+        num_tokens = min(room, step.prompt_cap)
+        if not request.media:
+            return num_tokens
+        fitting = chunk_end(request.media, start, start + num_tokens) - start
+        if fitting > 0:
+            return fitting
+        least = least_chunk(request.media, start)
+        if least <= (room if step.chunks else step.budget):
+            return least
+        request.num_short_steps += 1
+        if self._impatient is None and request.num_short_steps >= PATIENCE_STEPS:
+            self._impatient = request
+        return 0
 
     def _num_missing(self, request: Request) -> int:
         """Return the tokens to compute next; 0 under disjoint steps while a sampled token is in flight."""
@@ -224,13 +273,12 @@ class Planner:
         if self._num_disjoint > 1 and len(step.chunks) >= self._share(num_others):
             return Blocked(request, Cause.NEXT_STEP)
         hit = self._find_prefix(request, step)
-        if self._first_chunk(request, hit, step) == 0:
+        if self._num_first(request, hit, step) == 0:
             return Blocked(request, Cause.TOKEN_BUDGET)
         hit, blocked = self._find_room(request, hit, step, now)
-        room = self._first_chunk(request, hit, step)
-        if blocked is not None or room == 0:
+        room, num_new_tokens = self._first_chunk(request, hit, step), self._num_first(request, hit, step)
+        if blocked is not None or num_new_tokens == 0:
             return blocked or Blocked(request, Cause.TOKEN_BUDGET)
-        num_new_tokens = min(room, step.prompt_cap)
         self._queues.start(request, hit, now)
         allocated = self._kv.allocate_slots(request, num_new_tokens)
         assert allocated is not None, "the room just found is gone"
@@ -334,7 +382,7 @@ class Planner:
         return step.budget - self._num_unplanned(step)
 
     def _first_chunk(self, request: Request, hit: PrefixHit, step: StepPlan) -> int:
-        """Return the tokens of a waiting request to compute now; 0 to wait for a step with more room.
+        """Return the tokens of a waiting request that have room now; 0 to wait for a step with more.
 
         Without chunked prefill a prompt is computed in one step. Only one that exceeds a whole step is still split: a
         resumed request may have grown past it and must still finish.
@@ -344,6 +392,11 @@ class Planner:
             return num_missing
         may_split = self._limits.enable_chunked_prefill or num_missing > self._limits.max_num_batched_tokens
         return budget if may_split else 0
+
+    def _num_first(self, request: Request, hit: PrefixHit, step: StepPlan) -> int:
+        """Return the tokens of a waiting request to compute now; 0 to wait for a step with more room."""
+        room = self._first_chunk(request, hit, step)
+        return self._num_fitting(request, hit.num_tokens, room, step) if room else 0
 
 
 def _note_overtaken(request: Request, step: StepPlan) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from quire.kv_cache.hashing import BlockHash, ExtraKeys, MediaKey
+from quire.kv_cache.hashing import BlockHash, extra_keys
 from quire.lora_request import LoRARequest
 from quire.media import MediaItem
 from quire.pooling_params import PoolingParams
@@ -59,6 +59,7 @@ class Request:
         parent: request whose computed tokens it shares, while that may save work (`quire.scheduler.scheduler`).
         num_beams, beam: beam index of a beam search; retained when it finishes (`quire.scheduler.queues`).
         num_overtaken: requests with adapters that started while it waited for an adapter slot.
+        num_short_steps: consecutive steps without room for its next chunk, which has a least size (`quire.media`).
         num_prompt_logprobs: prompt positions whose logprobs were reported already.
         queued_ts, scheduled_ts: monotonic seconds; 0.0 until it happened.
         number, rank: the order of arrival, set by the scheduler, and of service, set by its policy.
@@ -90,6 +91,7 @@ class Request:
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_short_steps",
         "num_steps_in_flight",
         "number",
         "parent",
@@ -149,8 +151,8 @@ class Request:
         self.starts_over = False
         self.lora_request = lora_request
         self.media = list(media)
-        keys = tuple(MediaKey(item.digest, item.start, item.end) for item in media)
-        self.extra_keys = ExtraKeys(cache_salt, None if lora_request is None else lora_request.key, keys)
+        adapter = None if lora_request is None else lora_request.key
+        self.extra_keys = extra_keys(cache_salt, adapter, self.media)
         self.block_hashes: list[BlockHash] = []
         self.num_computed_tokens = 0
         self.num_placeholder_tokens = 0
@@ -161,6 +163,7 @@ class Request:
         self.num_prompt_logprobs = 0
         self.num_preemptions = 0
         self.num_overtaken = 0
+        self.num_short_steps = 0
         self.queued_ts = 0.0
         self.scheduled_ts = 0.0
         self.number = 0
@@ -248,6 +251,7 @@ class Request:
         """Plan the next tokens, and drafts after the last one; returns the number of tokens to sample."""
         self.num_computed_tokens += num_tokens
         self.num_steps_in_flight += 1
+        self.num_short_steps = 0
         is_short = self.num_computed_tokens < len(self.token_ids) + self.num_placeholder_tokens
         if is_short or self.pooling_params is not None:
             assert num_drafts == 0, f"drafts for {self!r}, which samples nothing"
@@ -282,7 +286,7 @@ class Request:
     def preempt(self) -> None:
         """Go back to waiting, with all tokens to be computed again."""
         self._move(RequestStatus.PREEMPTED)
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_short_steps = 0
         self.num_preemptions += 1
 
     def finish(self, reason: str) -> bool:

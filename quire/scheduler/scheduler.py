@@ -26,6 +26,7 @@ from quire.kv_cache.manager import IntegrityError, KVCacheManager, PrefixLoad
 from quire.kv_cache.spec import KVCacheConfig
 from quire.kv_cache.transfers import Changes, Transfer
 from quire.lora_request import name_in
+from quire.media import check_media
 from quire.plugins import import_subclass
 from quire.sampling_extras import RepetitionDetectionParams
 from quire.scheduler.explain import Cause, Explanation
@@ -223,6 +224,7 @@ class Scheduler:
         self._queues = RequestQueues(policy, self._kv)
         self._max_adapters = config.lora.max_loras if config.lora.enable_lora else 0
         limits = config.scheduler
+        self._max_num_batched_tokens = limits.max_num_batched_tokens
         self._rounds = RoundLimit(most_rounds(limits.num_scheduler_steps, kv_config), limits.max_multi_step_s)
         self._planner = Planner(
             limits,
@@ -246,11 +248,13 @@ class Scheduler:
         """Queue a new request; with holds, it is ready to start when all of them are released.
 
         Raises:
-            ValidationError: the id is in use, or the request cannot run even alone.
+            ValidationError: the id is in use, or the request cannot run even alone, or its media are malformed.
         """
         if request.request_id in self._queues.by_id or self._queues.retained.get(request.request_id):
             raise ValidationError(f"request id {request.request_id!r} is in use", param="request_id")
         check_admissible(request, self._max_model_len, self._kv)
+        if request.media:
+            check_media(request.media, request.num_prompt_tokens, self._max_num_batched_tokens)
         if self._pooling is not None and request.pooling_params is not None:
             request.starts_over = self._pooling.reads_every_token(request.pooling_params)
         if request.fork_of is not None:
@@ -485,6 +489,15 @@ class Scheduler:
     def request_ids(self) -> list[str]:
         """Return ids of unfinished requests, oldest first."""
         return list(self._queues.by_id)
+
+    def has(self, request_id: str) -> bool:
+        """Return whether a request is unfinished, or retained for forks."""
+        return request_id in self._queues.by_id or self._queues.retained.get(request_id) is not None
+
+    @property
+    def is_paused(self) -> bool:
+        """True between `pause` and `resume`."""
+        return self._is_paused
 
     def adapted(self) -> dict[str, list[str]]:
         """Return adapter -> ids of unfinished requests that use it."""

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from quire.errors import ValidationError
 from quire.kv_cache.spec import SlidingWindowSpec
 from quire.sampling_params import RequestOutputKind, SamplingParams
 from quire.scheduler.output import Pooled, RequestUpdate
@@ -28,15 +29,18 @@ from tests.engine.whole_engine import (
     LETTERS,
     MAX_MODEL_LEN,
     VOCAB_SIZE,
+    Media,
     WholeEngine,
     alone,
     check_result,
     pooled_alone,
 )
+from tests.fixtures.media import Part, bytes_of, digest_of, parts, placed
 
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
 GIB = 2**30
 WINDOW = 6
+EMBEDDING_BYTES = 4 * 16  # of the model of letters
 token_ids = st.integers(0, VOCAB_SIZE - 1)
 tenants = st.sampled_from(["a", "b", "c"])
 KEYS = ["x", "y"]
@@ -122,6 +126,7 @@ class EngineMachine(RuleBasedStateMachine):
         enable_chunked_prefill=st.sampled_from([True, True, False]),
         long_prefill_token_threshold=st.sampled_from([0, 0, 4]),
         max_drafts=st.sampled_from([0, 0, 3, 8]),
+        encoder_bytes=st.sampled_from([EMBEDDING_BYTES * 9, EMBEDDING_BYTES * 15, GIB]),
     )
     def start(
         self,
@@ -131,6 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
         slack: int,
         block_size: int,
         policy: str,
+        encoder_bytes: int,
         **fields: Any,
     ) -> None:
         """`slack` is what the pool has beyond the blocks of one request of the greatest length."""
@@ -147,9 +153,12 @@ class EngineMachine(RuleBasedStateMachine):
             block_bytes = 2 * block_size * 2 * 8 * 4  # keys and values of 2 heads of 8 float32
             fields["swap_space"] = host_tier["host_blocks"] * block_bytes / GIB
             fields["preemption_mode"] = host_tier["preemption_mode"]
-        self.policy = policy
+        fields |= {"encoder_cache_gb": encoder_bytes / GIB, "enable_prompt_embeds": True}
+        self.policy, self.encoder_bytes = policy, encoder_bytes
+        self.max_num_batched_tokens = fields["max_num_batched_tokens"]
         self.engine = WholeEngine(num_gpu_blocks_override=1 + needed + slack, **fields)
         self.requests: dict[str, tuple[list[int], Wanted]] = {}
+        self.media: dict[str, Media] = {}
         self.disturbed: set[str] = set()
 
     @property
@@ -158,12 +167,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         burst=st.lists(
-            st.tuples(prompts(), wanted, st.integers(-1, 1), tenants, needs), min_size=1, max_size=4
+            st.tuples(prompts(), wanted, st.integers(-1, 1), tenants, needs, st.just([]) | parts),
+            min_size=1,
+            max_size=4,
         )
     )
-    def add(self, burst: list[tuple[list[int], Wanted, int, str, list[str]]]) -> None:
-        for request in burst:
-            self._add(*request)
+    def add(self, burst: list[tuple[list[int], Wanted, int, str, list[str], list[Part]]]) -> None:
+        for *request, media in burst:
+            self._add(*request, media=placed(media, len(request[0]), self.max_num_batched_tokens))
 
     @precondition(lambda self: any(self.engine.outputs.values()))
     @rule(data=st.data(), params=wanted)
@@ -171,17 +182,56 @@ class EngineMachine(RuleBasedStateMachine):
         """A prompt that goes on from what another request has got by now, or from a part of it."""
         name = data.draw(st.sampled_from(sorted(name for name, outs in self.engine.outputs.items() if outs)))
         told = self.requests[name][0] + self.engine.outputs[name][-1].outputs[0].token_ids
-        self._add(told[: data.draw(st.integers(1, 24))], params, 0, "next turn", [])
+        told = told[: data.draw(st.integers(1, 24))]
+        media = [one for one in self.media[name] if one.end <= len(told)]
+        self._add(told, params, 0, "next turn", [], media=media)
 
-    def _add(self, prompt: list[int], params: Wanted, priority: int, tenant: str, needs: list[str]) -> None:
+    def _add(
+        self,
+        prompt: list[int],
+        params: Wanted,
+        priority: int,
+        tenant: str,
+        needs: list[str],
+        *,
+        media: Media,
+    ) -> None:
         name = f"r{len(self.requests)}"
         self.engine.holder.expect(name, needs)
         priority = priority if self.policy == "priority" else 0
+        if bytes_of(media, EMBEDDING_BYTES) > self.encoder_bytes:
+            self._add_too_much(prompt, media)
+            media = []
         if params is None:
-            self.engine.pool(name, prompt, priority=priority, tenant=tenant)
+            self.engine.pool(name, prompt, priority=priority, tenant=tenant, media=list(media))
         else:
-            self.engine.add(name, prompt, params, priority=priority, tenant=tenant)
-        self.requests[name] = (prompt, params)
+            self.engine.add(name, prompt, params, media, priority=priority, tenant=tenant)
+        self.requests[name], self.media[name] = (prompt, params), media
+        self.seen["num_media"] += len(media)
+        if any(one.digest in self.engine.executor.failing_media for one in media):
+            self.disturbed.add(name)
+
+    def _add_too_much(self, prompt: list[int], media: Media) -> None:
+        """What a request needs at once must fit the encoder cache."""
+        with pytest.raises(ValidationError, match="encoder cache"):
+            self.engine.add("too much", prompt, SamplingParams(), media)
+
+    @rule(content=st.integers(0, 3), length=st.integers(1, 9))
+    def damage(self, content: int, length: int) -> None:
+        """From now on a content cannot be encoded; requests that have it already go on."""
+        digest = digest_of(100 * content + length)
+        self.engine.executor.failing_media.add(digest)
+        for name, media in self.media.items():
+            if self.engine.is_running(name) and any(one.digest == digest for one in media):
+                self.disturbed.add(name)
+
+    @rule()
+    def mend(self) -> None:
+        self.engine.executor.failing_media.clear()
+
+    @rule()
+    def reset_encoder_cache(self) -> None:
+        self.engine.media.reset()
 
     @rule(key=st.sampled_from(KEYS))
     def provide(self, key: str) -> None:
@@ -222,11 +272,11 @@ class EngineMachine(RuleBasedStateMachine):
             "a token is counted that nobody gets, or none that somebody does"
         )
         for name, (prompt, params) in self.requests.items():
-            disturbed = name in self.disturbed
+            disturbed, media = name in self.disturbed, self.media[name]
             if params is None:
-                self._check_pooled(self.engine.pooled[name], pooled_alone(tuple(prompt)), disturbed=disturbed)
+                self._check_pooled(self.engine.pooled[name], pooled_alone(prompt, media), disturbed=disturbed)
             else:
-                check_result(told[name], alone(prompt, params), disturbed=disturbed)
+                check_result(told[name], alone(prompt, params, media), disturbed=disturbed)
 
     def _check_pooled(self, last: RequestUpdate | None, expected: Pooled, *, disturbed: bool) -> None:
         """The core says nothing to who has aborted a request."""
@@ -239,10 +289,13 @@ class EngineMachine(RuleBasedStateMachine):
             assert last is None or (last.finish_reason, last.pooled) == ("error", None)
 
     def _bound_on_steps(self) -> int:
-        """The first running request advances in every step, or its last result is at most 4 steps away."""
+        """The first running request advances in every step, or its last result is at most 4 steps away.
+
+        Each of its up to 3 items takes up to 3 steps to encode.
+        """
         running = [self.requests[name][1] for name in self.running]
         num_sequences = sum(1 if params is None else params.n for params in running)
-        return num_sequences * (MAX_MODEL_LEN + 4) + 10
+        return num_sequences * (MAX_MODEL_LEN + 4 + 9) + 10
 
 
 class SwappingMachine(EngineMachine):
@@ -269,7 +322,7 @@ def test_every_output_is_that_of_the_request_alone() -> None:
         run_state_machine_as_test(machine, settings=options(12, 30, derandomize=True))
     seen = EngineMachine.seen
     # Hypothesis draws constants from whatever modules are imported, so how many there are of each is not fixed.
-    often = (seen["num_accepted"], seen["num_pooled"], seen["num_held"])
+    often = (seen["num_accepted"], seen["num_pooled"], seen["num_held"], seen["num_media"])
     preempted = (seen["num_swaps"], seen["num_preemptions"] - seen["num_swaps"])
     assert min(often) > 10, seen
     assert min(preempted) > 0, seen

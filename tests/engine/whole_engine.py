@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +18,10 @@ from quire.engine.core import EngineCore
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.messages import AbortRequests, AddRequest, EngineCoreOutputs, EngineCoreRequest
 from quire.executor.null import NullExecutor
+from quire.inputs import TokensPrompt
+from quire.media import MediaItem
 from quire.metrics.stats import IterationStats, StatLogger
+from quire.multimodal.holds import MediaHolds
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import RequestOutputKind, SamplingParams
@@ -29,6 +33,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM"
 VOCAB_SIZE = len(LETTERS) + 1
 EOS_ID = len(LETTERS)
 FAULT = "numbers went bad"
+Media = Sequence[MediaItem]
 _FOLDERS: list[TemporaryDirectory[str]] = []
 """Of checkpoints, which go when this process ends."""
 
@@ -81,6 +86,7 @@ class WholeEngine(StatLogger):
         self.core: EngineCore = self.engine._clients[0]._core  # type: ignore[attr-defined]
         assert isinstance(self.core.executor, NullExecutor)
         self.executor = self.core.executor
+        self.media = next(one for one in self.core._features if isinstance(one, MediaHolds))
         self.holder = Holder(self.core)
         self.executor.max_drafts = max_drafts
         self.outputs: dict[str, list[RequestOutput]] = {}
@@ -96,9 +102,12 @@ class WholeEngine(StatLogger):
         self.executor.collect = self._collect_with_faults  # type: ignore[method-assign]
         self.core.step = self._checked_core_step  # type: ignore[method-assign]
 
-    def add(self, name: str, prompt: list[int], params: SamplingParams, **fields: Any) -> None:
+    def add(
+        self, name: str, prompt: list[int], params: SamplingParams, media: Media = (), **fields: Any
+    ) -> None:
+        whole = TokensPrompt(prompt_token_ids=list(prompt), media=media)
+        self.engine.add_request(name, whole, params.clone(), **fields)
         self.outputs[name], self._kinds[name] = [], params.output_kind
-        self.engine.add_request(name, list(prompt), params.clone(), **fields)
 
     def pool(self, name: str, prompt: list[int], **fields: Any) -> None:
         """Ask the core, which alone knows how, for what is pooled of a prompt."""
@@ -128,6 +137,7 @@ class WholeEngine(StatLogger):
             assert self.is_running(output.request_id), "an output after the last"
             self.outputs[output.request_id].append(output)
         self.core.scheduler.check_integrity()
+        self.media.check_integrity()
 
     def record(self, iteration: IterationStats, scheduler: SchedulerStats | None, core: int) -> None:
         """As a logger of statistics."""
@@ -180,6 +190,9 @@ class WholeEngine(StatLogger):
         assert (stats.kv_cache_usage, stats.host_cache_usage) == (0.0, 0.0)
         assert not self.executor._rows
         assert not +self.executor._holders
+        assert self.media.reset(), "embeddings are used by a request that has ended"
+        assert not self.executor.embeddings
+        assert not self.executor._slices
         assert self.engine.get_num_unfinished_requests() == 0
 
     def result(self, name: str) -> RequestOutput:
@@ -198,40 +211,46 @@ class WholeEngine(StatLogger):
 @functools.cache
 def _oracle() -> WholeEngine:
     """Room for all, a budget for all, one step after the other, nothing shared."""
-    return WholeEngine(max_num_seqs=8, max_num_batched_tokens=1000, enable_prefix_caching=False)
+    return WholeEngine(
+        max_num_seqs=8, max_num_batched_tokens=1000, enable_prefix_caching=False, enable_prompt_embeds=True
+    )
 
 
 _alone: dict[bytes, RequestOutput] = {}
+_pooled_alone: dict[bytes, Pooled] = {}
 
 
-def alone(prompt: list[int], params: SamplingParams) -> RequestOutput:
+def alone(prompt: list[int], params: SamplingParams, media: Media = ()) -> RequestOutput:
     """What a request gives in an engine of its own, one completion after the other."""
-    key = msgspec.msgpack.encode((prompt, params))
+    key = msgspec.msgpack.encode((prompt, params, media))
     if key not in _alone:
-        first, *others = [_completion_alone(prompt, params, index) for index in range(params.n)]
+        first, *others = [_completion_alone(prompt, params, index, media) for index in range(params.n)]
         for other in others:
             first.add(other)
         _alone[key] = first
     return _alone[key]
 
 
-@functools.cache
-def pooled_alone(prompt: tuple[int, ...]) -> Pooled:
+def pooled_alone(prompt: list[int], media: Media = ()) -> Pooled:
     """What is pooled of a prompt in an engine of its own."""
-    oracle = _oracle()
-    name = f"p{len(oracle.pooled)}"
-    oracle.pool(name, list(prompt))
-    oracle.drain(max_steps=100)
-    update = oracle.pooled[name]
-    assert update is not None
-    assert update.pooled is not None
-    return update.pooled
+    key = msgspec.msgpack.encode((prompt, media))
+    if key not in _pooled_alone:
+        oracle = _oracle()
+        name = f"p{len(oracle.pooled)}"
+        oracle.pool(name, prompt, media=list(media))
+        oracle.drain(max_steps=100)
+        update = oracle.pooled[name]
+        assert update is not None
+        assert update.pooled is not None
+        _pooled_alone[key] = update.pooled
+    return _pooled_alone[key]
 
 
-def _completion_alone(prompt: list[int], params: SamplingParams, index: int) -> RequestOutput:
+def _completion_alone(prompt: list[int], params: SamplingParams, index: int, media: Media) -> RequestOutput:
     oracle, seed = _oracle(), None if params.seed is None else params.seed + index
     name = f"{len(oracle.outputs)}"
-    oracle.add(name, prompt, params.clone(n=1, seed=seed, output_kind=RequestOutputKind.FINAL_ONLY))
+    own = params.clone(n=1, seed=seed, output_kind=RequestOutputKind.FINAL_ONLY)
+    oracle.add(name, prompt, own, media)
     oracle.drain(max_steps=100)
     result = oracle.result(name)
     result.outputs[0].index = index

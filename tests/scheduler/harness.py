@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +29,10 @@ from quire.scheduler.scheduler import Scheduler
 VOCAB_SIZE = 40
 REQUEST_FIELDS = (
     "eos_token_ids", "cache_salt", "priority", "tenant", "fork_of", "pooling_params", "output_token_ids", "num_beams",
-    "beam", "second_text_start", "lora_request",
+    "beam", "second_text_start", "lora_request", "media",
 )  # fmt: skip
 
-ALONE_FIELDS = ("eos_token_ids", "cache_salt", "pooling_params", "lora_request")
+ALONE_FIELDS = ("eos_token_ids", "cache_salt", "pooling_params", "lora_request", "media")
 """Those that a request has in an engine of its own, too."""
 
 
@@ -109,6 +110,7 @@ class Engine:
         )
         if request.lora_request is not None:
             self.executor.prepare_adapter(request.lora_request)
+        self.executor.encode_media(request.media, math.inf)
         self.scheduler.add_request(request, self.now, [Hold(key, detail=key) for key in lacks])
         self.requests[request_id], self.updates[request_id] = request, []
         self.lacks[request_id] = set(lacks)
@@ -224,6 +226,7 @@ def run_alone(request: Request, config: EngineConfig) -> RequestUpdate:
     copy = Request(request_id="r", prompt_token_ids=request.prompt_token_ids, sampling_params=params, **own)
     if request.lora_request is not None:
         engine.executor.prepare_adapter(request.lora_request)
+    engine.executor.encode_media(request.media, math.inf)
     engine.requests["r"], engine.updates["r"], engine.lacks["r"] = copy, [], set()
     engine.scheduler.add_request(copy, engine.now)
     engine.drain()

@@ -20,6 +20,7 @@ from quire.errors import ValidationError
 from quire.lora_request import LoRARequest
 from quire.pooling_params import PoolingParams
 from quire.scheduler.request import RequestStatus
+from tests.fixtures.media import parts, placed
 from tests.scheduler.harness import VOCAB_SIZE, Engine, failing, make_config, make_spec, run_alone
 
 STEMS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2] * 16, [3, 1, 4, 1, 2, 7, 1, 8, 2, 8, 1, 8])
@@ -64,6 +65,7 @@ def parameters(draw):
         "tenant": draw(st.sampled_from("ab")),
         "pooling_params": draw(st.sampled_from([None, None, None, PoolingParams()])),
         "lora_request": draw(st.sampled_from([None, None, *ADAPTERS])),
+        "parts": draw(st.just([]) | parts),
         "lacks": draw(st.sampled_from([[], [], [], [], ["x"], ["y", "x"]])),
     }
 
@@ -139,8 +141,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_next_turn(self, data, params):
         """A prompt that goes on from what another request knows by now, or from a part of it."""
         name = data.draw(st.sampled_from(sorted(self.engine.requests)))
-        known = self.engine.requests[name].token_ids
-        self._add(known[: data.draw(st.integers(1, 24))], params)
+        known = self.engine.requests[name].token_ids[: data.draw(st.integers(1, 24))]
+        if data.draw(st.booleans()):
+            params |= {"media": [one for one in self.engine.requests[name].media if one.end <= len(known)]}
+        self._add(known, params)
 
     @precondition(lambda self: self.unfinished)
     @rule(data=st.data(), siblings=st.lists(parameters(), min_size=1, max_size=3))
@@ -150,15 +154,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for params in siblings:
             salt = parent.extra_keys.cache_salt
             same = {"cache_salt": salt, "lora_request": parent.lora_request, "fork_of": parent.request_id}
-            self._add(parent.prompt_token_ids, {**params, **same})
+            self._add(parent.prompt_token_ids, {**params, **same, "media": parent.media})
 
     def _add(self, prompt, params):
+        params = dict(params)
         config = self.engine.config
         name = f"r{len(self.engine.requests)}"
         longest = min(len(prompt) + (params["max_tokens"] or 40), config.model.max_model_len) - 1
         if params["pooling_params"] is not None:
             longest = len(prompt)
         chunk = config.scheduler.max_num_batched_tokens
+        parts = params.pop("parts")
+        params.setdefault("media", placed(parts, len(prompt), chunk))
         needed = sum(spec.max_blocks(longest, chunk) for spec in self.specs)
         if needed <= config.cache.num_gpu_blocks_override - 1:
             self.engine.add(name, prompt, **params)

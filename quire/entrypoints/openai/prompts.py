@@ -5,9 +5,11 @@ Invariant: the number of prompts is checked before any is processed, and text is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from quire.engine.input_processor import check_num_listed_ids
+from quire.engine.prompt_forms import TokenizedPrompt
 from quire.engine.tokenizer import beside_loop
 from quire.entrypoints.fill_in import FillIn
 from quire.entrypoints.openai.protocol.requests import (
@@ -20,7 +22,7 @@ from quire.entrypoints.openai.protocol.shapes import MAX_PROMPTS
 from quire.entrypoints.openai.state import ServerState
 from quire.entrypoints.text_form import TextForm
 from quire.errors import ValidationError
-from quire.inputs import TokensPrompt
+from quire.inputs import EmbedsPrompt, PromptType, TokensPrompt
 
 MAX_SEQUENCES = 1024
 FORM = "{name} must be text, a list of texts, a list of token ids, or a list of lists of token ids"
@@ -34,11 +36,13 @@ async def completion_prompts(
     Raises:
         ValidationError: a prompt is invalid or empty, or there are too many sequences.
     """
-    prompts = split_prompts(request.prompt)
+    prompts, embeds = _texts_and_ids(request), _embeds(request)
+    if embeds:
+        _check_beside_embeds(request)
     if num_sequences(request) > MAX_SEQUENCES:
         raise ValidationError(
-            f"{len(prompts)} prompts with n = {_num_each(request)} are {num_sequences(request)} sequences, the limit "
-            f"is {MAX_SEQUENCES}",
+            f"{len(prompts) + len(embeds)} prompts with n = {_num_each(request)} are {num_sequences(request)} "
+            f"sequences, the limit is {MAX_SEQUENCES}",
             param="n",
         )
     lists = (request.stop_token_ids, request.allowed_token_ids, request.logit_bias)
@@ -52,6 +56,9 @@ async def completion_prompts(
         tokenized = await beside_loop(num_chars, _fill_in, form.fill_in, texts, request)
     else:
         tokenized = await beside_loop(num_chars, _tokenize_all, form, prompts, request.add_special_tokens)
+    if embeds:
+        tokenize = server.engine.input_processor.tokenize
+        tokenized = [*await beside_loop(sum(map(len, embeds)), _read_embeds, tokenize, embeds), *tokenized]
     return [with_options(prompt, request) for prompt in tokenized]
 
 
@@ -61,7 +68,46 @@ def num_sequences(request: CompletionRequest) -> int:
     Raises:
         ValidationError: the prompts are invalid.
     """
-    return len(split_prompts(request.prompt)) * _num_each(request)
+    return (len(_texts_and_ids(request)) + len(_embeds(request))) * _num_each(request)
+
+
+def _texts_and_ids(request: CompletionRequest) -> list[str | list[int]]:
+    """Return the prompts that are text or token ids; beside embeddings there may be none, as an empty text."""
+    is_empty = request.prompt in ("", [])
+    return [] if request.prompt_embeds is not None and is_empty else split_prompts(request.prompt)
+
+
+def _embeds(request: CompletionRequest) -> list[str]:
+    """Return the prompts that are embeddings, which come before the others."""
+    given = request.prompt_embeds
+    found = [] if given is None else [given] if isinstance(given, str) else given
+    if (
+        not isinstance(found, list)
+        or len(found) > MAX_PROMPTS
+        or not all(isinstance(one, str) for one in found)
+    ):
+        raise ValidationError(
+            f"prompt_embeds must be base64 of a safetensors or .npy file, or a list of up to {MAX_PROMPTS} of them",
+            param="prompt_embeds",
+        )
+    return found
+
+
+def _check_beside_embeds(request: CompletionRequest) -> None:
+    """Reject options that need the text of a prompt."""
+    for name, value in (
+        ("suffix", request.suffix),
+        ("echo", request.echo),
+        ("truncate_prompt_tokens", request.truncate_prompt_tokens),
+    ):
+        if value:
+            raise ValidationError(
+                f"{name} cannot be combined with prompt_embeds, which are no text", param=name
+            )
+
+
+def _read_embeds(tokenize: Callable[[PromptType], TokenizedPrompt], embeds: list[str]) -> list[TokensPrompt]:
+    return [tokenize(EmbedsPrompt(prompt_embeds=one)).as_prompt() for one in embeds]
 
 
 def _num_each(request: CompletionRequest) -> int:

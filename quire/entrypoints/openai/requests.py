@@ -21,7 +21,7 @@ from quire.entrypoints.openai.errors import json_response
 from quire.entrypoints.openai.openapi.operation import Operation, describe
 from quire.entrypoints.openai.parsing import read_request
 from quire.entrypoints.openai.protocol.requests import RequestModel
-from quire.entrypoints.openai.protocol.responses import Integrity, PrefixCacheReset
+from quire.entrypoints.openai.protocol.responses import EncoderCacheReset, Integrity, PrefixCacheReset
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.tenant import admin_router, is_admin
 from quire.errors import ConflictError, NotFoundError, ValidationError
@@ -71,6 +71,15 @@ async def reset_prefix_cache(request: Request) -> Response:
     if not await server_of(request).engine.reset_prefix_cache():
         raise ConflictError("the prefix cache was not reset: requests are running")
     return json_response(PrefixCacheReset())
+
+
+@controls.post("/reset_encoder_cache")
+@describe(Operation(reply=EncoderCacheReset))
+async def reset_encoder_cache(request: Request) -> Response:
+    """Drop the embeddings of images and other media that no request uses."""
+    for name in request.query_params:
+        raise ValidationError("this route has no options", param=name[:64])
+    return json_response(EncoderCacheReset(await server_of(request).engine.reset_encoder_cache()))
 
 
 router = APIRouter()

@@ -6,8 +6,9 @@ the program, the configuration and the cache size, but no clock. Ranks compare t
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from quire.executor.uniproc import UniprocExecutor, select_own_device
 from quire.kv_cache.spec import KVMemory, SwapCosts
 from quire.layers.shard import Shard
 from quire.lora_request import LoRARequest
+from quire.media import EncodeProgress, MediaItem
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
 
@@ -119,6 +121,17 @@ class ExternalLauncherExecutor(UniprocExecutor):
             ValidationError(f"adapter {request.lora_name!r}: {problem}", param="lora_request")
         )
         return elsewhere
+
+    def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
+        """Encode until all ranks are done; one that fails on one rank fails on all, so that plans are equal."""
+        own = super().encode_media(items, math.inf)
+        failed = dict(own.failed)
+        for item in items:
+            ranks = self._lane.start(partial(self._ranks_where, item.digest in own.failed))()
+            if ranks and item.digest not in failed:
+                failed[item.digest] = f"rank {ranks[0]} cannot encode it; see its log"
+        done = [digest for digest in own.done if digest not in failed]
+        return EncodeProgress(done, failed, {digest: own.num_bytes[digest] for digest in done})
 
     def shutdown(self) -> None:
         super().shutdown()

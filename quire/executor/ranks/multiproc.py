@@ -26,6 +26,7 @@ from quire.executor.ranks.rank_processes import HostStarter, RankProcesses, Rank
 from quire.kv_cache.rows import RowAction, RowResult, RowStoreInfo, all_done
 from quire.kv_cache.spec import KVCacheConfig, KVCacheSpec, KVMemory, decode_specs, encode_kv_config
 from quire.lora_request import LoRARequest
+from quire.media import EncodeProgress, MediaItem, all_encoded
 from quire.processes import exit_reason
 from quire.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from quire.structured_output.params import StructuredOutputsParams
@@ -168,6 +169,13 @@ class MultiprocExecutor(Executor):
 
     def drop_adapter(self, key: str) -> None:
         self._all("drop_adapter", key)
+
+    def encode_media(self, items: Sequence[MediaItem], budget_s: float) -> EncodeProgress:
+        found = self._all("encode_media", [msgspec.to_builtins(item) for item in items], budget_s)
+        return all_encoded([msgspec.convert(plain, EncodeProgress) for plain in found])
+
+    def drop_media(self, digests: Sequence[bytes]) -> None:
+        self._all("drop_media", list(digests))
 
     def open_row_store(self) -> RowStoreInfo:
         infos = [msgspec.convert(plain, RowStoreInfo) for plain in self._all("open_row_store")]

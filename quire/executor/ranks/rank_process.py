@@ -34,6 +34,7 @@ from quire.executor.uniproc import select_own_device
 from quire.kv_cache.spec import decode_kv_config, encode_specs
 from quire.logging_setup import configure_logging
 from quire.lora_request import LoRARequest
+from quire.media import MediaItem
 from quire.plugins import load_general_plugins
 from quire.processes import GROUP_SIGNALS, freeze_garbage
 from quire.structured_output.params import StructuredOutputsParams
@@ -191,6 +192,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     ),
     "prepare_adapter": lambda rank, plain: rank.worker.adapters.prepare(msgspec.convert(plain, LoRARequest)),
     "drop_adapter": lambda rank, key: rank.worker.adapters.drop(key),
+    "encode_media": lambda rank, plain, budget_s: msgspec.to_builtins(
+        rank.worker.encode_media(msgspec.convert(plain, list[MediaItem]), budget_s)
+    ),
+    "drop_media": lambda rank, digests: rank.worker.drop_media(digests),
     "open_row_store": lambda rank: msgspec.to_builtins(rank.worker.open_row_store()),
     "move_rows": lambda rank, action, rows: rank.worker.rows.start(action, rows),
 }  # Executor calls: plain data to plain data, or to a future of it.

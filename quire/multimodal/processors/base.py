@@ -8,18 +8,19 @@ processes is a quarter of what an encoder takes. Neither torch nor transformers 
 from __future__ import annotations
 
 import abc
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from quire.errors import StartupError, ValidationError
 from quire.models.json_object import JsonObject
 from quire.multimodal.families import FAMILIES
+from quire.plugins import import_place
 
 Arrays = dict[str, NDArray[Any]]
 Size = tuple[int, int]  # height, width
@@ -98,6 +99,18 @@ class Processor(abc.ABC):
     def floats(arrays: Mapping[str, NDArray[Any]]) -> Arrays:
         """Return what the encoder takes, as transformers' Pillow processor returns it for this one image."""
 
+    def prepare_embeds(self, values: NDArray[np.float32]) -> Prepared:
+        """Return the layout of embeddings [n, H] in place of an image.
+
+        Raises:
+            ValidationError: the model does not take this number, or none at all.
+        """
+        raise ValidationError(
+            "embeddings in place of images are not supported for this model, whose images have no fixed number "
+            "of them; send the image",
+            param="messages",
+        )
+
     def checked_options(self, given: object) -> dict[str, Any]:
         """Return a request's options without their scope.
 
@@ -149,11 +162,21 @@ def make_processor(architecture: str, model_dir: Path, options: Mapping[str, Any
     family = FAMILIES.get(architecture)
     if family is None:
         return None
-    processor: Processor = class_named(family.processor).from_files(model_dir, options)
+    processor: Processor = import_place(family.processor).from_files(model_dir, options)
     return processor
 
 
-def class_named(name: str) -> Any:
-    """Return a class of the table by its "module:Class"."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+def fixed_embeds(
+    text: str, runs: tuple[Placeholders, ...], values: NDArray[np.float32], both_ways: bool
+) -> Prepared:
+    """Return the layout of embeddings for a model whose images all have the same number of them.
+
+    Raises:
+        ValidationError: there are more or fewer.
+    """
+    wanted = sum(count for run in runs for _, count in run.pieces)
+    if len(values) != wanted:
+        raise ValidationError(
+            f"an image of this model has {wanted} embeddings, got {len(values)}", param="messages"
+        )
+    return Prepared({}, text, runs, both_ways=both_ways)

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.multimodal.processors.base import Arrays, Placeholders, Prepared, Processor
+from quire.multimodal.processors.base import Arrays, Placeholders, Prepared, Processor, fixed_embeds
 from quire.multimodal.processors.files import ProcessorFiles
 from quire.multimodal.processors.pixels import (
     BILINEAR,
@@ -58,6 +59,9 @@ class Gemma3Processor(Processor):
     def prepare(self, image: Image.Image, options: Mapping[str, Any]) -> Prepared:
         pixels = pixels_of(resized(as_rgb(image), self._size, self._resample))
         return Prepared({PIXELS: pixels, TABLE: self._table}, self._text, self._runs, both_ways=True)
+
+    def prepare_embeds(self, values: NDArray[np.float32]) -> Prepared:
+        return fixed_embeds(self._text, self._runs, values, both_ways=True)
 
     @staticmethod
     def floats(arrays: Mapping[str, NDArray[Any]]) -> Arrays:

@@ -25,6 +25,7 @@ from quire.multimodal.processors.base import (
     Size,
     as_request_error,
     check_prepared_pixels,
+    fixed_embeds,
     request_options,
 )
 from quire.multimodal.processors.files import ProcessorFiles
@@ -100,6 +101,9 @@ class LlavaProcessor(Processor):
         return Prepared(
             {PIXELS: np.ascontiguousarray(pixels), TABLE: self._table}, self.placeholder, self._runs
         )
+
+    def prepare_embeds(self, values: NDArray[np.float32]) -> Prepared:
+        return fixed_embeds(self.placeholder, self._runs, values, both_ways=False)
 
     @staticmethod
     def floats(arrays: Mapping[str, NDArray[Any]]) -> Arrays:

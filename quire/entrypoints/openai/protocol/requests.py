@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from quire.entrypoints.openai.notes import Notes
 from quire.entrypoints.openai.protocol import relations as related
@@ -193,6 +194,8 @@ class CompletionRequest(GenerationRequest):
 
     max_tokens: Annotated[int | None, WithJsonSchema(shapes.COMPLETION_MAX_TOKENS)] = None
     prompt: PromptField
+    # Base64 of files, of which no schema can tell which are right.
+    prompt_embeds: SkipJsonSchema[Any] = None
     add_special_tokens: bool = True
     suffix: str | None = None
     best_of: int | None = None

@@ -277,5 +277,11 @@ class SleepState(msgspec.Struct):
     asleep: list[str]
 
 
+class EncoderCacheReset(msgspec.Struct):
+    """Reply of /reset_encoder_cache; false: embeddings that requests use have stayed."""
+
+    reset: bool
+
+
 class PrefixCacheReset(msgspec.Struct):
     reset: Literal[True] = True

@@ -1,0 +1,89 @@
+"""Checks of a prompt's media against the model and the options, before the request costs anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from quire.config import EngineConfig
+from quire.config.arch import Multimodal
+from quire.errors import ValidationError
+from quire.media import MediaItem, check_media, num_embeddings
+
+MOST_ITEMS = 999
+"""Most items of a kind in a prompt if --limit-mm-per-prompt does not name it."""
+
+
+def check_prompt_media(config: EngineConfig, ids: Sequence[int], media: Sequence[MediaItem]) -> None:
+    """Check the items of a prompt, and that placeholder tokens stand where an item puts them and nowhere else.
+
+    Raises:
+        ValidationError: names the item or the token, the limit and its option.
+    """
+    part_of = config.arch.part_of
+    if media:
+        check_media(media, len(ids), config.scheduler.max_num_batched_tokens)
+        for item in media:
+            _check_kind(config, item)
+        _check_counts(config, media)
+        _check_room(config, media)
+    if part_of is not None and not part_of.placeholder_ids.isdisjoint(ids):
+        _check_placeholders(ids, media, part_of)
+
+
+def _check_kind(config: EngineConfig, item: MediaItem) -> None:
+    options = config.multimodal
+    if item.kind == "embeds":
+        if not (options.enable_prompt_embeds or options.enable_mm_embeds):
+            raise ValidationError(
+                "embeddings are not accepted here (--enable-prompt-embeds, --enable-mm-embeds)", param="media"
+            )
+    elif config.arch.part_of is None:
+        raise ValidationError(f"the prompt has an {item.kind}, and this model takes text only", param="media")
+    elif options.language_model_only:
+        raise ValidationError(
+            f"the prompt has an {item.kind}, and only the language model is served (--language-model-only)",
+            param="media",
+        )
+
+
+def _check_counts(config: EngineConfig, media: Sequence[MediaItem]) -> None:
+    for kind, count in Counter(item.kind for item in media).items():
+        said = config.multimodal.limit_mm_per_prompt.get(kind, MOST_ITEMS)
+        limit = said.get("count", MOST_ITEMS) if isinstance(said, dict) else said
+        if count > limit:
+            raise ValidationError(
+                f"the prompt has {count} inputs of kind {kind!r}, the limit is {limit} (--limit-mm-per-prompt)",
+                param="media",
+            )
+
+
+def _check_room(config: EngineConfig, media: Sequence[MediaItem]) -> None:
+    """Check that the embeddings of a request fit into the encoder cache, which must hold all of them at once."""
+    needed, limit = num_embeddings(media) * config.embedding_bytes, config.multimodal.encoder_cache_bytes
+    if needed > limit:
+        raise ValidationError(
+            f"the embeddings of the prompt's media take {needed} bytes, and the encoder cache has {limit}: send fewer "
+            "or smaller ones, or start with a larger --encoder-cache-gb",
+            param="media",
+        )
+
+
+def _check_placeholders(ids: Sequence[int], media: Sequence[MediaItem], part_of: Multimodal) -> None:
+    for part in _outside(ids, media):
+        found = part_of.placeholder_ids.intersection(part)
+        if found:
+            raise ValidationError(
+                f"the prompt has the token {min(found)}, in whose place {part_of.architecture} puts an image, a video "
+                "or a sound, and none is sent for that place: send it as such, or text without the token",
+                param="prompt",
+            )
+
+
+def _outside(ids: Sequence[int], media: Sequence[MediaItem]) -> Iterator[Sequence[int]]:
+    """Yield the parts of a prompt between its items."""
+    position = 0
+    for item in media:
+        yield ids[position : item.start]
+        position = item.end
+    yield ids[position:]

@@ -1,0 +1,88 @@
+"""Process that decodes and resizes images: `python -m quire.multimodal.door.decode_process`.
+
+Invariant: it is single-threaded, has a limit of address space, and reads jobs from stdin until that ends. Its parent
+kills it when a job takes too long. An error of a job is part of its reply; anything else ends the process.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from numpy.typing import NDArray
+
+from quire.errors import ClientError, ValidationError
+from quire.multimodal.arrays import write_arrays
+from quire.multimodal.door.decoding import (
+    EMBEDS,
+    RAW,
+    layout_of,
+    prepare_image,
+    read_embeds,
+    read_image,
+    read_raw,
+)
+from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
+from quire.multimodal.door.layout import Layout
+from quire.multimodal.processors.base import Processor, make_processor
+from quire.structured_output.checker import read_frame, write_frame
+
+PAGE = resource.getpagesize()
+
+
+def main() -> None:
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    frame = read_frame(source)
+    if frame is None:
+        return
+    setup = msgspec.msgpack.decode(frame, type=DecodeSetup)
+    warnings.simplefilter("ignore")  # Pillow's, about the files of clients
+    processor = make_processor(setup.architecture, Path(setup.model_dir), setup.options)
+    if processor is None:
+        raise SystemExit(f"{setup.architecture} takes no images")
+    _limit_memory(setup.memory_bytes)
+    write_frame(sink, b"ready")
+    while (frame := read_frame(source)) is not None:
+        reply = run(msgspec.msgpack.decode(frame, type=DecodeJob), processor, setup)
+        write_frame(sink, msgspec.msgpack.encode(reply))
+
+
+def run(job: DecodeJob, processor: Processor, setup: DecodeSetup) -> DecodeReply:
+    """Execute a job; errors of its content are in the reply."""
+    try:
+        arrays, layout = _prepared(job, processor)
+        return DecodeReply(layout, num_bytes=write_arrays(Path(job.output), arrays))
+    except ClientError as error:
+        return DecodeReply(error=error.message, param=error.param or "")
+    except MemoryError:
+        return DecodeReply(
+            error=f"the image needs more than {setup.memory_bytes >> 20} MiB to decode and resize"
+        )
+
+
+def _prepared(job: DecodeJob, processor: Processor) -> tuple[dict[str, NDArray[Any]], Layout]:
+    content = Path(job.input).read_bytes()
+    if job.kind == EMBEDS:
+        arrays = read_embeds(content)
+        if arrays["values"].shape[1] != job.hidden_size:
+            raise ValidationError(
+                f"embeddings must have {job.hidden_size} numbers each, got {arrays['values'].shape[1]}"
+            )
+        return arrays, layout_of(processor.prepare_embeds(arrays["values"]))
+    if job.kind == RAW:
+        return prepare_image(processor, read_raw(content, job.size), job.options)
+    return prepare_image(processor, read_image(content, job.max_pixels), job.options)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Limit the address space to what is in use now and `num_bytes` more."""
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes,) * 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,419 @@
+"""`MediaDoor`: media of requests to files with processed arrays, and to placeholders in prompts.
+
+Invariant: the event loop never decodes, hashes or reads files; threads and killable processes do. Bytes of one item, of
+one request and of all requests at once are bounded, as are the pixels of a request. An item's digest covers its bytes,
+its options, the checkpoint's files and Pillow's version: all that its arrays depend on. A client's name of an item
+(`uuid`) is only ever a reference to a digest, and belongs to its tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import weakref
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import PIL
+from PIL import Image
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, UnavailableError, ValidationError
+from quire.multimodal.door.decoding import EMBEDS, IMAGE, MAX_PIXELS, RAW, check_size
+from quire.multimodal.door.fetch import fetch
+from quire.multimodal.door.files import Lease, MediaFiles
+from quire.multimodal.door.jobs import DecodeJob, DecodeReply, DecodeSetup
+from quire.multimodal.door.layout import MediaTokens, PreparedItem
+from quire.multimodal.door.parts import MediaPart
+from quire.multimodal.door.pool import DecodePool, Ticket
+from quire.multimodal.door.sources import (
+    HTTP,
+    MAX_ITEM_BYTES,
+    read_base64,
+    read_data_url,
+    read_file,
+    read_file_url,
+    scheme_of,
+)
+from quire.multimodal.processors.base import Processor, make_processor
+from quire.multimodal.processors.pixels import as_rgb
+
+T = TypeVar("T")
+NUM_PROCESSES = 2
+LIMIT_S = 30.0
+MEMORY_BYTES = 2 * 2**30
+MAX_ITEMS = 999
+MAX_REQUEST_BYTES = 256 * 2**20
+MAX_BYTES_AT_ONCE = 512 * 2**20
+MAX_REQUEST_PIXELS = 4 * MAX_PIXELS
+MAX_NAMES = 2**16
+FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class AdmittedMedia:
+    """Processed media of one request; its files live as long as this object."""
+
+    items: list[PreparedItem]
+    leases: list[Lease] = field(repr=False)
+
+
+@dataclass
+class _Totals:
+    """Bytes and pixels of one request so far."""
+
+    num_bytes: int = 0
+    num_pixels: int = 0
+
+    def add_bytes(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        if self.num_bytes > MAX_REQUEST_BYTES:
+            raise ValidationError(
+                f"the media of the request have more than {MAX_REQUEST_BYTES} bytes, the limit of one request",
+                param="messages",
+            )
+
+    def add_pixels(self, num_pixels: int) -> None:
+        self.num_pixels += num_pixels
+        if self.num_pixels > MAX_REQUEST_PIXELS:
+            raise ValidationError(
+                f"the images of the request have more than {MAX_REQUEST_PIXELS} pixels, the limit of one request",
+                param="messages",
+            )
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Bytes of an item, encoded or RGB."""
+
+    kind: str
+    data: bytes
+    size: tuple[int, int] = (0, 0)
+
+
+class ByteBudget:
+    """Bytes in memory over all requests; a request waits, in order, until there is room."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._freed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+        """Hold this many bytes; they must not exceed the limit."""
+        async with self._freed:
+            await self._freed.wait_for(lambda: self._used + num_bytes <= self._limit)
+            self._used += num_bytes
+        try:
+            yield
+        finally:
+            self._used -= num_bytes
+            await asyncio.shield(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._freed:
+            self._freed.notify_all()
+
+
+class MediaDoor:
+    """Admission of media. Coroutines run on one event loop; `close` may be called from anywhere.
+
+    Args:
+        processor: of the checkpoint.
+        offline: callers are this process: they may pass PIL images, arrays and paths.
+    """
+
+    def __init__(self, config: EngineConfig, processor: Processor, *, offline: bool = False) -> None:
+        self._config = config
+        self._options = config.multimodal
+        self.processor = processor
+        self._offline = offline
+        self._architecture = architecture_of(config)
+        self.files = MediaFiles(config.multimodal.processor_cache_bytes)
+        self._setup = DecodeSetup(
+            self._architecture, str(config.model_dir), self._options.mm_processor_kwargs, MEMORY_BYTES
+        )
+        self._pool = DecodePool(self._setup)
+        self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="quire-media")
+        self._readers = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="quire-media-read")
+        self._budget = ByteBudget(MAX_BYTES_AT_ONCE)
+        self._locks: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._names: OrderedDict[bytes, bytes] = OrderedDict()  # Named digest -> digest of the content.
+        self._root = _root_digest(config, self._architecture)
+        self._end = weakref.finalize(self, _close, self._pool, self._threads, self._readers)
+
+    @property
+    def tokens(self) -> MediaTokens:
+        """Tokens of the model's images."""
+        processor = self.processor
+        return MediaTokens(processor.marker, processor.placeholder, processor.literals)
+
+    async def admit(
+        self, parts: Sequence[MediaPart], options: Mapping[str, Any] | None = None, tenant: str = ""
+    ) -> AdmittedMedia:
+        """Read and process the media of a request, all at once.
+
+        Args:
+            options: `mm_processor_kwargs` of the request.
+            tenant: owner of the names of items.
+
+        Raises:
+            ValidationError: an item cannot be read, decoded or processed, or a limit is exceeded; names the item.
+            UnavailableError: no process can be started, or the door is closed.
+        """
+        if not self._end.alive:
+            raise UnavailableError("images cannot be processed: the engine is shutting down")
+        checked = self.processor.checked_options(options or {})
+        self._check_count(len(parts))
+        totals = _Totals()
+        tasks = [asyncio.ensure_future(self._admit_one(part, checked, tenant, totals)) for part in parts]
+        try:
+            found = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        return AdmittedMedia([item for item, _ in found], [lease for _, lease in found])
+
+    def close(self) -> None:
+        """End the processes and remove the files; idempotent."""
+        self._end()
+        self.files.close()
+
+    def _check_count(self, count: int) -> None:
+        said = self._options.limit_mm_per_prompt.get(IMAGE, MAX_ITEMS)
+        limit = said.get("count", MAX_ITEMS) if isinstance(said, dict) else said
+        if count > limit:
+            raise ValidationError(
+                f"the request has {count} images, the limit is {limit} (--limit-mm-per-prompt)",
+                param="messages",
+            )
+
+    async def _admit_one(
+        self, part: MediaPart, options: dict[str, Any], tenant: str, totals: _Totals
+    ) -> tuple[PreparedItem, Lease]:
+        name = _framed(b"name", self._root, tenant.encode(), part.uuid.encode(), _canonical(options))
+        if part.source is None:
+            return self._known(part, name)
+        async with self._reserved(part):
+            content = await self._read(part, totals)
+            digest = await self._in_thread(self._digest, content, options)
+            item, lease = await self._processed(digest, content, options, part, totals)
+        if part.uuid:
+            self._remember(name, digest)
+        return item, lease
+
+    def _known(self, part: MediaPart, name: bytes) -> tuple[PreparedItem, Lease]:
+        digest = self._names.get(name)
+        item = None if digest is None else self.files.find(digest)
+        if item is None:
+            raise ValidationError(
+                f"{part.where} has no data, and the server has no image of the uuid {part.uuid!r:.80} any more, with "
+                "these options; send its data again",
+                param=part.where,
+            )
+        return item, self.files.lease(item.digest)
+
+    def _remember(self, name: bytes, digest: bytes) -> None:
+        self._names[name] = digest
+        self._names.move_to_end(name)
+        if len(self._names) > MAX_NAMES:
+            self._names.popitem(last=False)
+
+    @asynccontextmanager
+    async def _reserved(self, part: MediaPart) -> AsyncIterator[None]:
+        """Hold the bytes that an item may have; those of a URL are unknown before they arrive."""
+        is_remote = isinstance(part.source, str) and scheme_of(part.source) != "data" and not part.is_base64
+        size = len(part.source) if isinstance(part.source, str) else 0
+        async with self._budget.hold(MAX_ITEM_BYTES if is_remote else min(size, MAX_ITEM_BYTES)):
+            yield
+
+    async def _read(self, part: MediaPart, totals: _Totals) -> _Content:
+        if part.is_embeds and not self._options.enable_mm_embeds:
+            raise ValidationError(
+                f"{part.where} holds embeddings, which this server does not accept (--enable-mm-embeds)",
+                param=part.where,
+            )
+        if isinstance(part.source, str) and scheme_of(part.source) in HTTP and not part.is_base64:
+            data = await fetch(part.source, self._options.allowed_media_domains, part.where)
+            content = _Content(IMAGE, data)
+        else:
+            content = await self._in_thread(self._read_here, part)
+        totals.add_bytes(len(content.data))
+        if content.kind == RAW:
+            totals.add_pixels(content.size[0] * content.size[1])
+        return content
+
+    def _read_here(self, part: MediaPart) -> _Content:
+        source, where = part.source, part.where
+        if not isinstance(source, str):
+            return _raw(source, where)
+        if part.is_embeds:
+            data = (
+                read_data_url(source, where, EMBEDS)
+                if scheme_of(source) == "data"
+                else read_base64(source, where)
+            )
+            return _Content(EMBEDS, data)
+        if part.is_base64:
+            return _Content(IMAGE, read_base64(source, where))
+        match scheme_of(source):
+            case "data":
+                return _Content(IMAGE, read_data_url(source, where))
+            case "file":
+                return _Content(IMAGE, read_file_url(source, self._options.allowed_local_media_path, where))
+        if self._offline:
+            return _Content(IMAGE, read_file(source, self._options.allowed_local_media_path or "/", where))
+        raise ValidationError(
+            f"{where} must be a URL that begins with data:, http:, https: or file:", param=where
+        )
+
+    def _digest(self, content: _Content, options: dict[str, Any]) -> bytes:
+        size = json.dumps(content.size).encode()
+        return _framed(self._root, content.kind.encode(), size, _canonical(options), content.data)
+
+    async def _processed(
+        self, digest: bytes, content: _Content, options: dict[str, Any], part: MediaPart, totals: _Totals
+    ) -> tuple[PreparedItem, Lease]:
+        lock = self._locks.get(digest)
+        if lock is None:
+            lock = self._locks[digest] = asyncio.Lock()
+        async with lock:  # the same image twice at once is processed once
+            item = self.files.find(digest)
+            if item is None:
+                reply = await self._decode(digest, content, options, totals)
+                if reply.layout is None:
+                    raise ValidationError(f"{part.where}: {reply.error}", param=reply.param or part.where)
+                kind = EMBEDS if content.kind == EMBEDS else IMAGE
+                item = self.files.add(digest, kind, reply.layout, reply.num_bytes)
+            lease = self.files.lease(digest)
+        if content.kind == IMAGE:
+            totals.add_pixels(item.layout.num_pixels)
+        return item, lease
+
+    async def _decode(
+        self, digest: bytes, content: _Content, options: dict[str, Any], totals: _Totals
+    ) -> DecodeReply:
+        ticket = Ticket()
+        try:
+            source = self.files.input_path()
+        except OSError as error:
+            raise UnavailableError(f"images cannot be stored: {error.strerror}") from None
+        job = DecodeJob(
+            content.kind,
+            str(source),
+            str(self.files.path_of(digest)),
+            options,
+            min(MAX_PIXELS, MAX_REQUEST_PIXELS - totals.num_pixels),
+            content.size,
+            self._config.arch.hidden_size,
+        )
+        work = asyncio.get_running_loop().run_in_executor(
+            self._threads, self._run_job, job, content.data, ticket
+        )
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            ticket.cancel()
+            await asyncio.wait([work])  # the process is dead: the file has one writer at a time
+            raise
+
+    def _run_job(self, job: DecodeJob, data: bytes, ticket: Ticket) -> DecodeReply:
+        if ticket.is_cancelled:
+            raise UnavailableError("the request was cancelled before its images were decoded")
+        source = Path(job.input)
+        try:
+            source.write_bytes(data)
+            return self._pool.run(job, ticket, LIMIT_S)
+        except OSError as error:
+            raise UnavailableError(f"images cannot be stored: {error.strerror}") from None
+        finally:
+            source.unlink(missing_ok=True)
+            if ticket.is_cancelled:
+                Path(job.output).unlink(missing_ok=True)
+
+    async def _in_thread(self, function: Any, /, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+
+
+def _close(pool: DecodePool, *threads: ThreadPoolExecutor) -> None:
+    pool.close()
+    for one in threads:
+        one.shutdown(wait=False, cancel_futures=True)
+
+
+def _raw(source: Any, where: str) -> _Content:
+    """Return the RGB pixels of a PIL image, or of a uint8 array [H, W], [H, W, 3] or [H, W, 4]."""
+    if not isinstance(source, Image.Image):
+        source = _from_array(source, where)
+    try:
+        check_size(source.width, source.height, MAX_PIXELS)
+    except ValidationError as error:
+        raise ValidationError(f"{where}: {error.message}", param=where) from None
+    image = as_rgb(source)
+    return _Content(RAW, image.tobytes(), image.size)
+
+
+def _from_array(source: Any, where: str) -> Image.Image:
+    array = np.asarray(source)
+    is_image = array.dtype == np.uint8 and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4)))
+    if not is_image or not array.size:
+        raise ValidationError(
+            f"{where} must be a PIL image, a path, a URL or a uint8 array [H, W, 3], got {type(source).__name__}"
+            + (f" of {array.dtype} {list(array.shape)}" if isinstance(source, np.ndarray) else ""),
+            param=where,
+        )
+    return Image.fromarray(array)
+
+
+def _framed(*parts: bytes) -> bytes:
+    """Return the SHA-256 of parts with their lengths, so that no two lists of parts are alike."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.digest()
+
+
+def _canonical(options: Mapping[str, Any]) -> bytes:
+    return json.dumps(options, sort_keys=True, default=repr).encode()
+
+
+def _root_digest(config: EngineConfig, architecture: str) -> bytes:
+    """Return the digest of what all items of a model depend on."""
+    paths = [Path(config.model_dir) / name for name in FILES]
+    contents = [path.read_bytes() if path.is_file() else b"" for path in paths]
+    own = _canonical(config.multimodal.mm_processor_kwargs)
+    return _framed(b"quire media 1", architecture.encode(), own, PIL.__version__.encode(), *contents)
+
+
+def architecture_of(config: EngineConfig) -> str:
+    """Return the architecture of the whole model; that of the language model if it is one alone."""
+    part_of = config.arch.part_of
+    return config.arch.architecture if part_of is None else part_of.architecture
+
+
+def make_door(config: EngineConfig, *, offline: bool = False) -> MediaDoor | None:
+    """Return the door of a model; None if it takes no images.
+
+    Raises:
+        StartupError: the files of its processor are malformed.
+    """
+    if config.arch.part_of is None or config.multimodal.language_model_only:
+        return None
+    processor = make_processor(
+        architecture_of(config), Path(config.model_dir), config.multimodal.mm_processor_kwargs
+    )
+    unknown = config.multimodal.limit_mm_per_prompt.keys() - {IMAGE, "video", "audio"}
+    if unknown:
+        raise ConfigError(f"--limit-mm-per-prompt has {min(unknown)!r}; the kinds are image, video and audio")
+    return None if processor is None else MediaDoor(config, processor, offline=offline)

@@ -1,0 +1,48 @@
+"""Messages between the door and its decoding processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.multimodal.door.layout import Layout
+
+
+class DecodeSetup(msgspec.Struct, frozen=True):
+    """Processor of a decoding process, and its memory beyond what it needs to start."""
+
+    architecture: str
+    model_dir: str
+    options: dict[str, Any]
+    memory_bytes: int
+
+
+class DecodeJob(msgspec.Struct, frozen=True):
+    """One item to process.
+
+    Args:
+        kind: "image", "raw" (RGB pixels) or "embeds".
+        input, output: files of the item's bytes and of its arrays.
+        options: the request's, checked.
+        max_pixels: most pixels that its header may state.
+        size: (width, height) of raw pixels.
+        hidden_size: of embeddings.
+    """
+
+    kind: str
+    input: str
+    output: str
+    options: dict[str, Any]
+    max_pixels: int
+    size: tuple[int, int] = (0, 0)
+    hidden_size: int = 0
+
+
+class DecodeReply(msgspec.Struct, frozen=True):
+    """Result of a job: a layout and the size of the file, or an error for the client."""
+
+    layout: Layout | None = None
+    num_bytes: int = 0
+    error: str = ""
+    param: str = ""

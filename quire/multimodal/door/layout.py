@@ -1,0 +1,122 @@
+"""Layout of an item's placeholders, and its expansion in a prompt.
+
+Invariant: a placeholder token of a prompt belongs to an item because the template or the caller put a marker there;
+text that spells a marker was encoded as text (`quire.entrypoints.chat.messages`). So tokens and items pair in order,
+and another number of them is an error of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.errors import ValidationError
+from quire.media import MediaItem
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Placeholders of one item; fields as in `quire.multimodal.processors.base.Prepared`.
+
+    Args:
+        runs: pairs of token and count for each placeholder of `text`.
+        num_pixels: of the decoded image.
+    """
+
+    text: str
+    runs: list[list[tuple[str, int]]]
+    grid: tuple[int, int, int] = (0, 0, 0)
+    both_ways: bool = False
+    num_pixels: int = 0
+
+
+@dataclass(frozen=True)
+class PreparedItem:
+    """Item of a request: its layout and the file with its arrays."""
+
+    digest: bytes
+    kind: str
+    path: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """Tokens of a model's media: see `quire.multimodal.processors.base.Processor`."""
+
+    marker: str
+    placeholder: str
+    literals: tuple[str, ...]
+
+
+class Expansion:
+    """Expansion of the placeholders of one prompt.
+
+    Args:
+        tokens: of the model.
+        id_of: id of a token by its name.
+        items: in the order of their markers.
+
+    Raises:
+        ValidationError: the tokenizer lacks a token of the layouts.
+    """
+
+    def __init__(
+        self, tokens: MediaTokens, id_of: Callable[[str], int | None], items: Sequence[PreparedItem]
+    ) -> None:
+        self._tokens = tokens
+        self._items = items
+        names = {name for item in items for run in item.layout.runs for name, _ in run} | {tokens.placeholder}
+        found = {name: id_of(name) for name in names}
+        missing = sorted(name for name, token_id in found.items() if token_id is None)
+        if missing:
+            raise ValidationError(
+                f"the model's tokenizer has no token {missing[0]!r}, so it takes no images", param="messages"
+            )
+        self._ids = {name: token_id for name, token_id in found.items() if token_id is not None}
+
+    def text(self, index: int) -> str:
+        """Return the text in place of an item's marker."""
+        return self._items[index].layout.text
+
+    def expand(self, token_ids: Sequence[int]) -> tuple[list[int], list[MediaItem]]:
+        """Return the token ids with every placeholder in full, and the items with their positions.
+
+        Raises:
+            ValidationError: there are more or fewer placeholders than the items have.
+        """
+        placeholder = self._ids[self._tokens.placeholder]
+        wanted = sum(len(item.layout.runs) for item in self._items)
+        if (found := token_ids.count(placeholder)) != wanted:
+            raise ValidationError(
+                f"the prompt has {found} placeholders {self._tokens.placeholder!r} and the media need {wanted}",
+                param="messages",
+            )
+        ids: list[int] = []
+        media: list[MediaItem] = []
+        begin = 0
+        for item in self._items:
+            positions: list[tuple[int, int]] = []
+            start = None
+            for run in item.layout.runs:
+                place = token_ids.index(placeholder, begin)
+                ids += token_ids[begin:place]
+                start = len(ids) if start is None else start
+                self._add_run(run, ids, positions)
+                begin = place + 1
+            media.append(_media_item(item, start or 0, len(ids), positions))
+        ids += token_ids[begin:]
+        return ids, media
+
+    def _add_run(self, run: list[tuple[str, int]], ids: list[int], positions: list[tuple[int, int]]) -> None:
+        """Append the tokens of a placeholder, and where they take embeddings."""
+        for name, count in run:
+            if name == self._tokens.placeholder:
+                positions.append((len(ids), len(ids) + count))
+            ids += [self._ids[name]] * count
+
+
+def _media_item(item: PreparedItem, start: int, end: int, positions: list[tuple[int, int]]) -> MediaItem:
+    layout = item.layout
+    return MediaItem(item.digest, item.kind, start, end, positions, item.path, layout.grid, layout.both_ways)
