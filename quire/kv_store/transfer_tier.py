@@ -103,9 +103,11 @@ class TransferTier(CoreFeature):
         self._pulls: list[Pull] = []
         self._offers: dict[str, Offer] = {}
         self._ending: list[Offer] = []
+        self._withdrawn: list[Offer] = []  # whose jobs have not ended
         self._ranges: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request -> tokens loaded for it
         self._health: dict[str, _Health] = {}
         self._num_holds = 0
+        self._has_one_group = scheduler.tokens_of(1) == config.cache.block_size
 
     @staticmethod
     def is_wanted(config: EngineConfig) -> bool:
@@ -224,10 +226,7 @@ class TransferTier(CoreFeature):
         self._note_health(pull.source, found)
         here = [key for key, is_there in zip(pull.keys, found.done, strict=True) if is_there]
         stored = [key for key in here if self._jobs.is_right(key)]
-        pull.is_short = any(
-            not is_there and not self._scheduler.is_cached(key)
-            for key, is_there in zip(pull.keys, found.done, strict=True)
-        )
+        pull.is_short = self._lacks(pull.keys, found.done)
         load = self._scheduler.begin_load(pull.request_id, stored) if stored else None
         if load is None or load.end == load.start:
             return
@@ -240,6 +239,11 @@ class TransferTier(CoreFeature):
         self._ranges[pull.request_id] = (load.start, load.end)
         if len(self._ranges) > tier.MOST_REMEMBERED:
             self._ranges.popitem(last=False)
+
+    def _lacks(self, keys: Sequence[BlockHash], found: Sequence[bool]) -> bool:
+        """Return whether blocks are missing; of several groups, some keep but few, so that any may be all there are."""
+        have = [is_there or self._scheduler.is_cached(key) for key, is_there in zip(keys, found, strict=True)]
+        return not (all(have) if self._has_one_group else any(have))
 
     def _end_pull(self, pull: Pull, *, is_short: bool) -> None:
         now = self._clock()
@@ -351,8 +355,11 @@ class TransferTier(CoreFeature):
             self._withdraw(self._offers.pop(name))
 
     def _withdraw(self, offer: Offer) -> None:
-        """End the lease of a request that was not completed; nobody was told of it."""
-        self._executor.move_rows("remove", [(offer.lease.encode(), 0)], OFFERS)
+        """End the lease of a request that was not completed, once nothing is copied for it any more."""
+        if offer.jobs:
+            self._withdrawn.append(offer)
+        elif offer.kept:
+            self._executor.move_rows("remove", [(offer.lease.encode(), 0)], OFFERS)
 
     def _forget(self, keys: Sequence[BlockHash]) -> None:
         """Remove content that proved wrong, also where it is on its way."""
@@ -369,10 +376,13 @@ class TransferTier(CoreFeature):
                 self._note_loaded(job, ended.result, moved)
                 continue
             kept = {transfer.key for transfer, done in zip(job.transfers, moved, strict=True) if done}
-            for offer in [*self._offers.values(), *self._ending]:
+            for offer in [*self._offers.values(), *self._ending, *self._withdrawn]:
                 if job in offer.jobs:
                     offer.jobs.remove(job)
                     offer.kept |= kept
+        withdrawn, self._withdrawn = self._withdrawn, []
+        for offer in withdrawn:
+            self._withdraw(offer)
         self._jobs.forgive()
 
     def _note_loaded(self, job: Job, result: RowResult, moved: list[bool]) -> None:

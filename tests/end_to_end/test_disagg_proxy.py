@@ -135,6 +135,7 @@ def test_hostile_params_are_refused_in_words(params: Any, words: str, engines: t
     assert "for one prompt" in post(engines[1].url, many).json()["error"]["message"]
 
 
+@pytest.mark.more
 def test_servers_without_transfers_refuse_params(tmp_path: Path) -> None:
     server = serve(tmp_path / "log", None).wait_ready()
     reply = post(server.url, TEXT | {"kv_transfer_params": ASKED})
@@ -144,6 +145,7 @@ def test_servers_without_transfers_refuse_params(tmp_path: Path) -> None:
     server.stop()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("stage", ["before", "between"])
 def test_a_killed_prefill_server_costs_no_request(
     stage: str, engines: tuple[Server, Server], tmp_path: Path
@@ -168,6 +170,7 @@ def test_a_killed_prefill_server_costs_no_request(
     decode.stop()
 
 
+@pytest.mark.more
 def test_a_killed_decode_server_ends_its_stream_in_one_error(
     engines: tuple[Server, Server], tmp_path: Path
 ) -> None:

@@ -81,7 +81,10 @@ def prompts_of(seed: int, number: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    "cache",
+    [pytest.param(cache, marks=[pytest.mark.more] * (cache in ("int8", "overlapped"))) for cache in CACHES],
+)
 def test_two_engines_have_the_bits_of_one(cache: str, tiny_model: Callable[[str], Path]) -> None:
     family, options = CACHES[cache]
     model, prompts = tiny_model(family), prompts_of(5, 12)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -331,3 +335,114 @@ def test_a_damaged_row_is_not_read(content: bytes) -> None:
         assert read(store, 1) == [None]
         assert store.stats().num_corrupt == 1
         assert store.pop_removed() == [name_of(1)]
+
+
+def test_a_recorded_handshake_proves_nothing_later() -> None:
+    """A proof covers the server's challenge, which is another one each time."""
+    with serving("tcp://127.0.0.1:0", KEY) as server:
+        port = int(server.address.rpartition(":")[2])
+        recorded, client = bytearray(), socket.create_connection(("127.0.0.1", port), 60.0)
+        with client:
+            link = _Recording(client, recorded)
+            link.set_deadline(60.0)
+            protocol.begin(link, KEY, NAMESPACE)
+        with socket.create_connection(("127.0.0.1", port), 60.0) as thief:
+            thief.sendall(recorded)
+            hello_and_proof = 8 + 4 + 32 + 32
+            received = b""
+            thief.settimeout(60.0)
+            while piece := _received(thief):
+                received += piece
+            assert len(received) == hello_and_proof, "no answer follows"
+        with connected(server.address, KEY) as store:
+            assert write(store, 1) == 1
+
+
+class _Recording(Link):
+    """Link that keeps what is sent."""
+
+    def __init__(self, connection: socket.socket, sent: bytearray) -> None:
+        super().__init__(connection)
+        self._sent = sent
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        self._sent += b"".join(parts)
+        super().send(*parts)
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(4096)
+    except ConnectionError:
+        return b""
+
+
+@pytest.mark.parametrize("kind", [Request.FIND, Request.READ, Request.WRITE])
+@pytest.mark.parametrize("length", [5, 13, 40, 100])
+def test_half_requests_cost_their_connection_alone(kind: Request, length: int) -> None:
+    with serving("tcp://127.0.0.1:0", KEY) as server, connected(server.address, KEY) as store:
+        assert write(store, 1) == 1
+        with known(server.address) as half:
+            half.sendall((HEADER.pack(kind, 1, 2) + name_of(7) + name_of(8) + bytes(500))[:length])
+        assert read(store, 1, 7) == [content_of(1, ROW_BYTES), None]
+
+
+def test_no_more_clients_than_the_limit_are_served() -> None:
+    with serving("tcp://127.0.0.1:0", KEY, ServerLimits(max_clients=3)) as server, ExitStack() as stack:
+        clients = [stack.enter_context(connected(server.address, KEY)) for _ in range(3)]
+        assert [write(client, number) for number, client in enumerate(clients)] == [1, 1, 1]
+        with pytest.raises(RowStoreError), connected(server.address, KEY) as late:
+            late.find([name_of(1)])
+        assert read(clients[0], 2) == [content_of(2, ROW_BYTES)]
+
+
+def test_open_stores_are_bounded() -> None:
+    """Namespaces beyond the limit close the least recently used store that has no client."""
+    opened, closed = [], []
+
+    class Counted(MemoryStore):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    def open_store(namespace: Namespace) -> MemoryStore:
+        opened.append(namespace)
+        return Counted(namespace, RowMemory(1 << 20))
+
+    server = RowServer("tcp://127.0.0.1:0", open_store, KEY, ServerLimits(max_clients=2, hello_s=60.0))
+    server.start()
+    try:
+        for number in range(6):
+            with connected(server.address, KEY, Namespace({"number": str(number)}, ROW_BYTES)) as store:
+                assert _written_at_last(store, number) == 1
+            assert len(opened) - len(closed) <= 2
+    finally:
+        server.close()
+    assert (len(opened), len(set(closed))) == (6, 6)
+
+
+def _written_at_last(store: PeerStore, number: int) -> int:
+    """Write a row as soon as the server has noticed that an earlier client has gone."""
+    until = time.monotonic() + 60.0
+    while True:
+        try:
+            return write(store, number)
+        except RowStoreError:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_and_removes_its_socket(number: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    command = [sys.executable, "-m", "quire.entrypoints.cli.main", "kv-store", "serve", f"unix:{path}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("listens at" in line for line in process.stderr)
+        with connected(f"unix:{path}") as store:
+            assert write(store, 1) == 1
+            process.send_signal(number)
+            assert process.wait(60) == 0
+            with pytest.raises(RowStoreError):
+                store.find([name_of(1)])
+    assert not path.exists()

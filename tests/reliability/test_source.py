@@ -130,11 +130,12 @@ def test_server_binds_to_this_machine_by_default() -> None:
 @pytest.mark.item(53)
 def test_no_decision_hangs_on_the_time_of_day() -> None:
     """It is shown and stamped; waits, deadlines and ages are of the monotonic clock."""
-    # Batches of KV events, and spans of traces.
+    # Batches of KV events, spans of traces, and the end of a lease in a reply.
     stamps = (
         "quire/entrypoints/",
         "quire/pooling/server/",
         "quire/engine/core.py",
+        "quire/kv_store/transfer_tier.py",
         "quire/metrics/tracing.py",
         "quire/metrics/prometheus.py",
     )

@@ -58,6 +58,9 @@ def values(owner: type[Config], field: dataclasses.Field[Any]) -> st.SearchStrat
         return st.fixed_dictionaries({"cache_mb": st.integers(1), "disable_any_whitespace": st.booleans()})
     if field.name == "kv_events_config":
         return st.fixed_dictionaries({"buffer_steps": st.integers(1), "topic": TEXT})
+    if field.name == "kv_transfer_config":
+        required = {"kv_connector": st.just("RowServerConnector"), "kv_role": st.just("kv_both")}
+        return st.fixed_dictionaries({**required, "kv_port": st.integers(1, 60000)})
     if field.name == "speculative_config":
         return st.fixed_dictionaries({"method": TEXT, "num_speculative_tokens": st.integers(1, 64)})
     if field.name in ("api_key", "admin_api_key"):
