@@ -13,6 +13,7 @@ from quire.config.model import (
     ModelConfig,
     StructuredOutputsConfig,
 )
+from quire.config.model_router import ModelRouterConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
@@ -32,6 +33,7 @@ __all__ = [
     "LoadConfig",
     "ModelArch",
     "ModelConfig",
+    "ModelRouterConfig",
     "ObservabilityConfig",
     "ParallelConfig",
     "QuantizationConfig",
