@@ -20,7 +20,9 @@ class ModelRouterConfig(Config):
         0, "Bytes that loaded models may take together; 0: what is available at the start.", ge=0
     )
     models_max: int = option(0, "Most models loaded at once; 0: as many as memory holds.", ge=0)
-    models_autoload: bool = option(True, "Load a model when a request names it; else only POST /models/load does.")
+    models_autoload: bool = option(
+        True, "Load a model when a request names it; else only POST /models/load does."
+    )
     models_keep_alive: float = option(
         -1.0,
         "Idle seconds until a model is unloaded, unless its entry or a request says otherwise; negative: never.",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from quire.errors import QuireError, RateLimitError, UnavailableError
@@ -212,7 +212,7 @@ class Planner:
             name: ModelState(name, rules, keep_alive_s=rules.keep_alive_s) for name, rules in models.items()
         }
         self._closed: set[str] = set()
-        self._is_draining = False
+        self.is_draining = False
 
     # Events
 
@@ -225,7 +225,7 @@ class Planner:
         """
         state = self.models[model]
         num_waiting = sum(len(one.waiting) for one in self.models.values())
-        if self._is_draining:
+        if self.is_draining:
             raise UnavailableError("the server is shutting down", retry_after=5)
         limit = state.rules.max_requests
         if limit is not None and len(state.running) + len(state.waiting) >= limit:
@@ -290,6 +290,12 @@ class Planner:
         """Record that a model sleeps."""
         self._set(self.models[model], Status.SLEEPING, now)
 
+    def cannot_sleep(self, model: str, now: float) -> None:
+        """Record that a model serves on, because it cannot sleep."""
+        state = self.models[model]
+        state.rules = replace(state.rules, sleeps=False)
+        self._set(state, Status.LOADED, now)
+
     def ended(self, model: str, now: float) -> None:
         """Record that the processes of an unloaded model have ended, and their memory is back."""
         self._set(self.models[model], Status.UNLOADED, now)
@@ -300,7 +306,7 @@ class Planner:
         The first death of a model that served costs nothing but its requests: the next demand loads it again.
         """
         state = self.models[model]
-        has_served = state.status in (Status.LOADED, Status.SLEEPING)
+        has_served = state.status in (Status.LOADED, Status.SUSPENDING, Status.SLEEPING)
         if has_served and now - state.since > STABLE_S:
             state.num_failures = 0
         state.num_failures += 1
@@ -313,7 +319,7 @@ class Planner:
 
     def drain(self) -> None:
         """Refuse all that wait, and all later requests; load nothing more."""
-        self._is_draining = True
+        self.is_draining = True
 
     # Decisions
 
@@ -324,7 +330,7 @@ class Planner:
             available_bytes: memory that the machine, or a control group, can still give.
         """
         actions = list(self._refusals(now))
-        if self._is_draining:
+        if self.is_draining:
             return actions
         room = _Room(self, available_bytes)
         self._closed = set()
@@ -381,7 +387,7 @@ class Planner:
 
     def _why_not(self, state: ModelState, arrival: float, now: float) -> QuireError | None:
         name, waited = state.name, now - arrival
-        if self._is_draining:
+        if self.is_draining:
             return UnavailableError("the server is shutting down", retry_after=5)
         if state.status is Status.FAILED and now < state.retry_at:
             times = f"failed {state.num_failures} times" if state.num_failures > 1 else "failed"
