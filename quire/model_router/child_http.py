@@ -21,6 +21,10 @@ class ChildLostError(Exception):
     """Connection that the child did not accept, or did not bring to its end."""
 
 
+class ChildRefusedError(ChildLostError):
+    """Connection that no process accepts any more; nothing was sent."""
+
+
 class ChildExchange:
     """One request and its response."""
 
@@ -80,10 +84,13 @@ async def connected(path: str) -> AsyncIterator[ChildExchange]:
     """Connect to a child, for one request.
 
     Raises:
-        ChildLostError: nothing listens there.
+        ChildRefusedError: nothing listens there.
+        ChildLostError: the connection fails otherwise.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(path, limit=READ_BYTES)
+    except (ConnectionRefusedError, FileNotFoundError) as error:
+        raise ChildRefusedError(str(error)) from None
     except OSError as error:
         raise ChildLostError(str(error)) from None
     try:

@@ -27,7 +27,7 @@ from quire.entrypoints.openai.middleware.body_limit import held_body
 from quire.errors import ConflictError, UnavailableError
 from quire.model_router.access import Access
 from quire.model_router.child import Child
-from quire.model_router.child_http import ChildLostError, connected
+from quire.model_router.child_http import ChildLostError, ChildRefusedError, connected
 from quire.model_router.requests import Wanted, wanted_by
 from quire.model_router.router import ModelRouter
 
@@ -79,11 +79,17 @@ class Forwarder:
         await self._in_flight.run(answer, receive)
 
     async def _answer(self, wanted: Wanted, exchange: Exchange) -> None:
-        """Answer once the model is in memory."""
+        """Answer once the model is in memory; if its server ended before it received the request, by the next one."""
         autoload = wanted.autoload and self._autoload
-        using = self._router.using(wanted.entry.name, keep_alive_s=wanted.keep_alive_s, autoload=autoload)
-        async with using as child:
-            await exchange.run(wanted.entry.name, child)
+        while True:
+            using = self._router.using(wanted.entry.name, keep_alive_s=wanted.keep_alive_s, autoload=autoload)
+            async with using as child:
+                try:
+                    await exchange.run(wanted.entry.name, child)
+                    return
+                except ChildRefusedError:
+                    ended = child
+            await ended.ended()
 
     async def _answer_now(self, wanted: Wanted, exchange: Exchange) -> None:
         """Answer by a model that is in memory.
@@ -95,7 +101,10 @@ class Forwarder:
         child = self._router.child_of(name)
         if child is None:
             raise UnavailableError(f"the model {name!r} is {self._router.state(name).status}")
-        await exchange.run(name, child)
+        try:
+            await exchange.run(name, child)
+        except ChildRefusedError:
+            raise lost(name) from None
 
 
 class Exchange:
@@ -118,17 +127,19 @@ class Exchange:
 
         Raises:
             UnavailableError: the model's server ended before it answered.
+            ChildRefusedError: it ended before it received the request.
             ChildLostError: it ended within a response that cannot tell of an error.
         """
-        lost = UnavailableError(f"the server of the model {model!r} has ended; try again")
         try:
             await self._pass(child)
+        except ChildRefusedError:
+            raise
         except ChildLostError:
             if self._media_type is None:
-                raise lost from None
+                raise lost(model) from None
             if not self._is_stream:
                 raise
-            await self._send_body(self._error_frame(lost))
+            await self._send_body(self._error_frame(lost(model)))
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pass(self, child: Child) -> None:
@@ -172,6 +183,11 @@ class Exchange:
             return b"\n" + body + b"\n"
         event = b"event: error\n" if shape_of(path_of(self._scope)) is ANTHROPIC_SHAPE else b""
         return b"\n\n" + event + b"data: " + body + b"\n\n"
+
+
+def lost(model: str) -> UnavailableError:
+    """Return the error of a request whose model's server ended."""
+    return UnavailableError(f"the server of the model {model!r} has ended; try again")
 
 
 def path_of(scope: Scope) -> str:

@@ -44,9 +44,9 @@ class Estimate:
     @property
     def size(self) -> Size:
         """Memory while it serves; and while it sleeps, when the KV cache and the tensors of steps are given back."""
-        kept = PROCESS_BYTES + self.weight_bytes
-        needed = self.total_bytes or kept + self.kv_cache_bytes + self.step_bytes
-        return Size(needed, min(kept, needed))
+        given_back = self.kv_cache_bytes + self.step_bytes
+        needed = self.total_bytes or PROCESS_BYTES + self.weight_bytes + given_back
+        return Size(needed, max(0, needed - given_back))
 
 
 def estimate(entry: ModelEntry, limit_bytes: int) -> Estimate:

@@ -204,7 +204,7 @@ class ModelRouter:
             task.cancel()
         while self._tasks:  # one that loads may have no process yet
             await asyncio.gather(*map(self._stop, self._children.values()))
-            await asyncio.wait(self._tasks, timeout=POLL_S)
+            await asyncio.sleep(0 if self._children else POLL_S)
         if self._timer is not None:
             self._timer.cancel()
 

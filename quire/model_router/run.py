@@ -10,9 +10,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
