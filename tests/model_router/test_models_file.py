@@ -181,7 +181,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--models", "{file}", "--kv-cache-memory-bytes", "1G"], "use the key 'kv_cache'"),
         (["--models", "{file}", "--headless"], "--headless is for one model"),
         (["--models-memory", "1G"], "--models-memory has no effect without --models"),
-        (["--models", "{file}", "--max-num-seqs", "0"], "--max-num-seqs must be at least 1, got 0"),
+        (["--models", "{file}", "--max-tools", "0"], "--max-tools must be at least 1, got 0"),
     ],
 )
 def test_flags_that_contradict_models_are_refused(
@@ -197,7 +197,7 @@ def test_flags_that_contradict_models_are_refused(
     ("options", "message"),
     [
         ("{max-num-seq: 4}", "a: options: unknown option 'max-num-seq'; did you mean 'max-num-seqs'?"),
-        ("{max-num-seqs: 0}", "a: options: --max-num-seqs must be at least 1, got 0"),
+        ("{max-tools: 0}", "a: options: --max-tools must be at least 1, got 0"),
         ("{max-num-seqs: many}", "a: options:"),
         ("{port: 1}", "a: options: port is an option of the router: give it on the command line"),
         ("{api_key: x}", "a: options: api-key is an option of the router"),
