@@ -150,7 +150,7 @@ def test_documented_example_is_served(tmp_path: Path) -> None:
         write(tmp_path, example.replace("path/to/model", "quire-demo-draft")), log=tmp_path / "log"
     )
     router.wait_ready()
-    commands = [line for line in re.findall(r"^curl .*$", text, re.MULTILINE)]
+    commands = re.findall(r"^curl .*$", text, re.MULTILINE)
     assert len(commands) >= 4
     for command in commands:
         done = subprocess.run(
