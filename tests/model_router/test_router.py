@@ -99,8 +99,9 @@ async def test_client_that_leaves_a_stream_ends_it_everywhere() -> None:
 async def test_client_that_leaves_while_waiting_is_forgotten() -> None:
     async with serving(entry("a")) as service:
         service.starter.holds.add("a")
-        with pytest.raises(httpx.ReadTimeout):
-            await service.client.post("/x", json={"model": "a"}, timeout=0.5)
+        leaving = asyncio.create_task(service.ask("a"))
+        await service.until(lambda: service.router.state("a").waiting and "a" in service.starter.children)
+        leaving.cancel()
         await service.until(lambda: not service.router.state("a").waiting)
         service.child("a").may_start.set()
         await service.until(lambda: service.status("a") == "loaded")
@@ -156,17 +157,12 @@ async def test_request_waits_for_a_model_in_use_then_gets_its_turn() -> None:
 
 
 async def test_request_that_waits_too_long_is_503_with_retry_after() -> None:
-    limits = {"wait_timeout_s": 0.3}
-    async with (
-        serving(entry("a"), entry("b"), memory=4 * MIB, limits=limits) as service,
-        service.client.stream("POST", "/x", json=stream("a")) as reply,
-    ):
+    async with serving(entry("b"), limits={"wait_timeout_s": 0.3}) as service:
+        service.starter.holds.add("b")
         refused = await service.ask("b")
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
-        assert "'b' is unloaded and was not available within" in refused.json()["error"]["message"]
-        service.child("a").pieces.put_nowait(None)
-        await reply.aread()
+        assert "'b' is loading and was not available within" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
