@@ -39,8 +39,8 @@ class Access:
         self._admin = None if hashed is None else digest_of(hashed)
 
     def __bool__(self) -> bool:
-        """True if some requests need a key."""
-        return bool(self._server) or bool(self._own)
+        """True if every request needs a key, which protects against foreign pages."""
+        return bool(self._server)
 
     @property
     def has_admin(self) -> bool:

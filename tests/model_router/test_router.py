@@ -369,6 +369,16 @@ def hashed(key: str) -> str:
     return ServerConfig(api_key=(key,)).api_key[0]
 
 
+async def test_foreign_page_is_refused_unless_all_models_have_keys() -> None:
+    models = entry("open"), entry("own", api_keys=(hashed("mine"),))
+    headers = {"host": "attacker.example"}
+    async with serving(*models) as service:
+        assert (await service.client.get("/v1/models", headers=headers)).status_code == 403
+    async with serving(*models, config=KEYS) as service:
+        reply = await service.client.get("/v1/models", headers={**headers, **bearer("mine")})
+        assert reply.status_code == 200
+
+
 async def test_lists_show_a_key_what_it_may_use() -> None:
     models = entry("open"), entry("own", api_keys=(hashed("mine"),))
     async with serving(*models, config=KEYS) as service:
