@@ -15,6 +15,7 @@ from quire.config.model import (
     ModelConfig,
     StructuredOutputsConfig,
 )
+from quire.config.model_router import ModelRouterConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
@@ -35,6 +36,7 @@ __all__ = [
     "LoadConfig",
     "ModelArch",
     "ModelConfig",
+    "ModelRouterConfig",
     "ObservabilityConfig",
     "ParallelConfig",
     "QuantizationConfig",

@@ -15,6 +15,11 @@ class ServerConfig(Config):
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 opens the server to the network.")
     port: int = option(8000, "Port to listen on; 0: any free one.", ge=0, le=65535)
+    uds: str | None = option(
+        None,
+        "Path of a Unix socket to listen on, for this user only, in place of --host and --port.",
+        metavar="PATH",
+    )
     headless: bool = option(
         False, "No server: run ranks for the server of another host (--nnodes, --node-rank, --master-addr)."
     )

@@ -8,15 +8,12 @@ Rows travel unencrypted: use it on a trusted network only.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import logging
 import mmap
 import os
 import queue
 import signal
 import socket
-import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -27,6 +24,7 @@ from quire.errors import QuireError, StartupError
 from quire.kv_store import protocol
 from quire.kv_store.protocol import HEADER, MAX_NAMES, Address, Link, ProtocolError, Reply, Request
 from quire.kv_store.row_store import Namespace, OtherNamespaceError, RowStore, RowStoreError
+from quire.unix_sockets import listen_unix
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +363,7 @@ class _Listener:
     def __init__(self, wanted: Address) -> None:
         self._closed = threading.Event()
         try:
-            self._socket = _listen_unix(wanted.path) if wanted.path else _listen_tcp(wanted)
+            self._socket = listen_unix(wanted.path) if wanted.path else _listen_tcp(wanted)
         except OSError as error:
             raise StartupError(
                 f"a row server cannot listen at {wanted}: {error}; give a free address of this host"
@@ -427,45 +425,3 @@ def serve(
 def _listen_tcp(address: Address) -> socket.socket:
     family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((address.host, address.port), family=family)
-
-
-def _listen_unix(path: str) -> socket.socket:
-    """Listen at a path for this user only; a socket there at which nothing listens is replaced.
-
-    Raises:
-        OSError: the path is in use, is another file, or its directory does not exist.
-    """
-    directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Another server may find the same old socket.
-        _remove_stale(path)
-        listener.bind(path)
-        os.chmod(path, 0o600)  # No client can connect before `listen`.
-        listener.listen()
-    except BaseException:
-        listener.close()
-        raise
-    finally:
-        os.close(directory)
-    return listener
-
-
-def _remove_stale(path: str) -> None:
-    """Remove the socket of a server that has ended.
-
-    Raises:
-        OSError: the path is in use, or another file.
-    """
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise OSError(errno.EEXIST, "the path is a file that is no socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(_RETRY_S)
-            probe.connect(path)
-    except FileNotFoundError:
-        return
-    except ConnectionRefusedError:
-        os.unlink(path)
-        return
-    raise OSError(errno.EADDRINUSE, "a server listens there")

@@ -274,6 +274,60 @@ METRICS = (
         vllm=None,
     ),
     MetricInfo(
+        "gauge",
+        "router_model_state",
+        "1 for the state of a model (`quire serve --models`).",
+        ("model_name", "state"),
+        vllm=None,
+    ),
+    MetricInfo(
+        "gauge",
+        "router_requests_waiting",
+        "Requests that wait until their model is in memory.",
+        ("model_name",),
+        vllm=None,
+    ),
+    MetricInfo(
+        "gauge", "router_requests_running", "Requests at a model's server.", ("model_name",), vllm=None
+    ),
+    MetricInfo(
+        "gauge",
+        "router_model_memory_bytes",
+        "Estimated memory of a model, 0 unless it is loaded.",
+        ("model_name",),
+        vllm=None,
+    ),
+    MetricInfo("gauge", "router_memory_limit_bytes", "Memory for all models together.", (), vllm=None),
+    MetricInfo(
+        "counter",
+        "router_loads",
+        "Models loaded; failed: loads that failed, and servers that died.",
+        ("model_name", "outcome"),
+        vllm=None,
+    ),
+    MetricInfo(
+        "counter",
+        "router_evictions",
+        "Models unloaded, or put to sleep to make room.",
+        ("model_name", "kind"),
+        vllm=None,
+    ),
+    MetricInfo(
+        "counter",
+        "router_refusals",
+        "Requests refused before they reached a model's server, by status.",
+        ("model_name", "status"),
+        vllm=None,
+    ),
+    MetricInfo(
+        "histogram",
+        "router_wait_seconds",
+        "From a request's arrival until its model is in memory.",
+        ("model_name",),
+        buckets=HTTP_S,
+        vllm=None,
+    ),
+    MetricInfo(
         "counter", "log_lines_lost", "Lines of this process's log that could not be written.", (), vllm=None
     ),
 )

@@ -26,7 +26,8 @@ DYNAMIC_IMPORTS = {
 TOOLS_OF_A_PERSON = {"quire/entrypoints/cli/run.py"}
 """`quire chat --tool FILE`, which is no server."""
 REQUEST_PATHS = (
-    "quire/entrypoints", "quire/engine", "quire/beam_search", "quire/lora/server", "quire/pooling/inputs.py",
+    "quire/entrypoints", "quire/engine", "quire/beam_search", "quire/lora/server", "quire/model_router",
+    "quire/pooling/inputs.py",
     "quire/pooling/server", "quire/routing", "quire/sleep", "quire/supervision", "quire/sampling_params.py",
     "quire/pooling_params.py",
 )  # fmt: skip
@@ -138,6 +139,7 @@ def test_no_decision_hangs_on_the_time_of_day() -> None:
         "quire/kv_store/transfer_tier.py",
         "quire/metrics/tracing.py",
         "quire/metrics/prometheus.py",
+        "quire/model_router/app.py",
     )
     for path, tree in modules().items():
         wall = [

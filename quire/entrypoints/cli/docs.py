@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.config import ServerConfig, child_configs
+from quire.config import ModelRouterConfig, ServerConfig, child_configs
 from quire.config.fields import Config, default_of, field_types, flag_of, info_of, plain_type
 from quire.logging_setup import LEVELS
 
@@ -58,7 +58,7 @@ _TYPE_NAMES = {
 def configuration_page() -> str:
     """Return the text of docs/configuration.md."""
     parts = [INTRODUCTION]
-    for owner in (*child_configs().values(), ServerConfig):
+    for owner in (*child_configs().values(), ServerConfig, ModelRouterConfig):
         parts += [f"\n## {owner.__name__.removesuffix('Config')}\n\n{owner.__doc__}\n\n", _table(owner)]
     parts += ["\n## Environment variables\n\n| variable | meaning |\n|---|---|\n", *_rows(ENVIRONMENT)]
     return "".join(parts)

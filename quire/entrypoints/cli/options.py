@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import click
 
-from quire.config import EngineConfig, ServerConfig, child_configs, engine_fields
+from quire.config import EngineConfig, ModelRouterConfig, ServerConfig, child_configs, engine_fields
 from quire.config.fields import (
     Config,
     OptionInfo,
@@ -319,6 +319,11 @@ def engine_config(params: Mapping[str, Any]) -> EngineConfig:
 def server_config(params: Mapping[str, Any]) -> ServerConfig:
     """Return the server's config from parsed flags; raises ConfigError as `engine_config` does."""
     return ServerConfig(**_given(params, field_types(ServerConfig)))
+
+
+def router_config(params: Mapping[str, Any]) -> ModelRouterConfig:
+    """Return the config of the router of models from parsed flags; raises ConfigError as `engine_config` does."""
+    return ModelRouterConfig(**_given(params, field_types(ModelRouterConfig)))
 
 
 def default_note(field: dataclasses.Field[Any]) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import click
 
-from quire.config import EngineConfig, ServerConfig
-from quire.entrypoints.cli.options import EngineCommand, engine_config, server_config
-from quire.errors import EngineDeadError, StartupError
+from quire.config import EngineConfig, ModelRouterConfig, ServerConfig
+from quire.config.fields import flag_of
+from quire.entrypoints.cli.options import EngineCommand, engine_config, router_config, server_config
+from quire.errors import ConfigError, EngineDeadError, StartupError
 from quire.logging_setup import say_error
 
 
-@click.command(cls=EngineCommand, more_configs=(ServerConfig,))
+@click.command(cls=EngineCommand, more_configs=(ServerConfig, ModelRouterConfig))
 @click.argument("model_argument", metavar="[MODEL]", required=False)
 @click.pass_context
 def serve(ctx: click.Context, /, model_argument: str | None, **params: Any) -> int:
@@ -20,6 +23,9 @@ def serve(ctx: click.Context, /, model_argument: str | None, **params: Any) -> i
 
     MODEL is a directory, a GGUF file or a Hugging Face id; without one, the bundled demo model quire-demo.
     """
+    if params["models"] is not None:
+        return _run_router(ctx, model_argument, params)
+    _check_one_model(params)
     params["model"] = _model_name(ctx, model_argument, params["model"])
     engine, server = engine_config(params), server_config(params)
     if server.headless:
@@ -64,6 +70,39 @@ def _run_headless(config: EngineConfig) -> int:
     except (StartupError, EngineDeadError) as error:
         say_error(f"error: {error}")
         return 1
+
+
+def _run_router(ctx: click.Context, model: str | None, params: dict[str, Any]) -> int:
+    """Serve several models, each by a server of its own."""
+    from quire.model_router.flags import check_names, inherited_flags
+    from quire.model_router.models_file import read_models
+    from quire.model_router.run import run_router
+
+    if model is not None:
+        raise click.UsageError(f"MODEL {model} and --models are both given; --models names all models")
+    given = {name: value for name, value in params.items() if value is not None and value != ()}
+    router, server = router_config(params), server_config(params)
+
+    def check_options(options: Mapping[str, Any]) -> None:
+        """Check a model's options as this command would check them."""
+        check_names(options, params)
+        defaults = {name.replace("-", "_"): value for name, value in options.items()}
+        try:
+            with ctx.command.make_context("serve", [], default_map=defaults) as checked:
+                engine_config(checked.params)
+                server_config(checked.params)
+        except click.ClickException as error:
+            raise ConfigError(error.format_message()) from None
+
+    models = read_models(router, check_options, inherited_flags(given))
+    return run_router(models, server, router, json_log=given.get("log_format") == "json")
+
+
+def _check_one_model(params: dict[str, Any]) -> None:
+    """Reject the router's flags without --models."""
+    for field in fields(ModelRouterConfig):
+        if params[field.name] is not None:
+            raise click.UsageError(f"{flag_of(field.name)} has no effect without --models")
 
 
 def _model_name(ctx: click.Context, argument: str | None, option: str | None) -> str | None:

@@ -20,9 +20,12 @@ from quire.entrypoints.openai.tls import checked_tls
 from quire.errors import ConfigError, StartupError
 from quire.logging_setup import say_error
 from quire.processes import freeze_garbage
+from quire.unix_sockets import listen_unix
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
+
+BACKLOG = 2048  # Connections that may wait to be accepted.
 
 
 def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -31,7 +34,7 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         server_config = checked_tls(server_config)
         with (
             StartSignals() as signals,
-            bind(server_config.host, server_config.port) as listener,
+            listen(server_config) as listener,
             asyncio.Runner(loop_factory=loop_factory()) as runner,
         ):
             return runner.run(_serve(engine_config, server_config, listener, signals))
@@ -39,6 +42,21 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         say_error(f"error: {error}")
         return 1
     return 0  # a signal came before there was anything to drain
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Return a listening socket at --uds, else at --host and --port.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    if config.uds is None:
+        return bind(config.host, config.port)
+    try:
+        return listen_unix(config.uds, BACKLOG)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on --uds {config.uds}: {reason}; choose another path") from None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,7 +68,7 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     is_both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_both)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_both)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(

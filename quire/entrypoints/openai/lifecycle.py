@@ -163,7 +163,8 @@ class HttpServer(uvicorn.Server):
     def admit(self, connection: socket.socket) -> None:
         """Serve a connection accepted others; call after the server has opened."""
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         task = asyncio.create_task(self._accept(connection))
         self._arriving.add(task)
         task.add_done_callback(self._arriving.discard)
@@ -231,7 +232,7 @@ class Lifecycle:
     def _report_ready(self) -> None:
         say(self._ready_text())
         host = self._state.config.host
-        if not self._needs_key and reaches_others(host):
+        if not self._needs_key and self._state.config.uds is None and reaches_others(host):
             logger.warning(
                 "listening on %s without a key: any machine that reaches it can use the server; set --api-key",
                 host or "all addresses",
@@ -323,6 +324,8 @@ class Lifecycle:
 
     def _ready_text(self) -> str:
         config = self._state.config
+        if config.uds is not None:
+            return f"\n{self._state.model_names[0]} is ready at unix:{config.uds}\n"
         url = base_url(config.host, self._listener.getsockname()[1], config.root_path, config.scheme)
         greeting = greeting_of(self._state.engine.config.pooling, has_chat=self._state.form.has_chat)
         return ready_text(url, self._state.model_names[0], greeting, needs_key=self._needs_key)
