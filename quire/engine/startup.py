@@ -130,8 +130,6 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         enable_prefix_caching=config.cache.enable_prefix_caching, replicas=config.parallel.replicas
     )
     _check_batch_invariant(config)
-    if arch.part_of is not None:
-        logger.warning("%s: its language model is served; requests are text", arch.part_of.architecture)
     for field, reason in without_effect(config):
         logger.warning("%s: changes nothing, %s", field, reason)
     return _with_guessing_model(config, usage)

@@ -69,7 +69,7 @@ async def _serve(
     registry = CollectorRegistry()
     router = make_router(models, config, settings, starter, registry)
     app = RouterApp(router, config, settings, registry)
-    http = HttpServer(http_config(app.build(), config))
+    http = HttpServer(http_config(app.build(), config), config)
     freeze_garbage()
     signals.check()
     _report(models, config, listener, has_keys=bool(app.keys))

@@ -273,6 +273,9 @@ class CrossingDecoder(Module):
             hidden[rows.tokens] = self._decode(inputs[rows.tokens], positions[rows.tokens], rows)
         return hidden
 
+    def _blocks(self) -> Iterator[CrossingBlock]:
+        return (layer for layer in self.layers if isinstance(layer, CrossingBlock))
+
     def _decode(self, inputs: Tensor, positions: Tensor, rows: DecoderRows) -> Tensor:
         x = self.embed_tokens(inputs, rows.own.adapter_rows) + self.embed_positions(positions)
         for layer in self.layers:
@@ -288,7 +291,7 @@ class CrossingDecoder(Module):
         if step.media is not None:
             values[step.media.rows] = step.media.values.to(weight.dtype)
         of_rows = StepContext((), None if step.adapter_rows is None else step.adapter_rows[encoded])
-        for layer in self.layers:
+        for layer in self._blocks():
             layer.store(values[encoded], slots[encoded], of_rows)
 
 

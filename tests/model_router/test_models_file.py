@@ -166,7 +166,7 @@ def test_bytes_are_a_number_with_a_unit(value: Any, num_bytes: int | None) -> No
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What should have been refused fails at once, and serves nothing."""
+    """A refused models file fails at once, and nothing is served."""
     monkeypatch.setattr("quire.model_router.run.run_router", lambda *args, **options: 0)
 
 

@@ -126,7 +126,7 @@ class AnswerPrinting:
 
 @dataclass
 class _Shown:
-    """What was printed."""
+    """Printed part of an answer."""
 
     printer: AnswerPrinter
     text: str = ""

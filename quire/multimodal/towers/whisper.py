@@ -98,6 +98,7 @@ class WhisperTower(Tower):
         yield
         alone = sequences([self.length], x.device)
         for layer in self.layers:
+            assert isinstance(layer, TowerBlock)
             x = yield from layer.slices(x, alone)
         whole = self.config.arch.part_of
         assert whole is not None, "a tower belongs to a model"

@@ -41,7 +41,9 @@ def open_encoder(config: EngineConfig) -> EncoderStore:
     """
     tower = load_tower(config) if has_tower(config) else None
     if tower is not None:
-        logger.info("image encoder: %s", type(tower).__name__)
+        logger.info("encoder: %s", type(tower).__name__)
+    elif config.arch.part_of is not None:
+        logger.warning("%s: its language model is served; requests are text", config.arch.part_of.architecture)
     return EncoderStore(config, tower)
 
 
