@@ -15,7 +15,7 @@ BEGIN, END = "<!-- families: python -m quire.multimodal.page -->", "<!-- end of 
 
 def table() -> str:
     """Return the table in Markdown."""
-    rows = [f"| `{name}` | {family.images} |" for name, family in FAMILIES.items()]
+    rows = [f"| `{name}` | {family.images} |" for name, family in FAMILIES.items() if family.images]
     return "\n".join([BEGIN, "", "| architecture | placeholders of an image |", "|---|---|", *rows, "", END])
 
 

@@ -162,7 +162,10 @@ def make_processor(architecture: str, model_dir: Path, options: Mapping[str, Any
     family = FAMILIES.get(architecture)
     if family is None:
         return None
-    processor: Processor = import_place(family.processor).from_files(model_dir, options)
+    kind = import_place(family.processor)
+    if not issubclass(kind, Processor):  # of sounds
+        return None
+    processor: Processor = kind.from_files(model_dir, options)
     return processor
 
 

@@ -43,7 +43,9 @@ def open_encoder(config: EngineConfig) -> EncoderStore:
     if tower is not None:
         logger.info("encoder: %s", type(tower).__name__)
     elif config.arch.part_of is not None:
-        logger.warning("%s: its language model is served; requests are text", config.arch.part_of.architecture)
+        logger.warning(
+            "%s: its language model is served; requests are text", config.arch.part_of.architecture
+        )
     return EncoderStore(config, tower)
 
 
