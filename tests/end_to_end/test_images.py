@@ -107,27 +107,28 @@ def chat(server: Server, *images: bytes, **fields: Any) -> httpx.Response:
 def test_stock_clients_get_the_answer_of_offline_chat(server: Server, answers: dict[int, str]) -> None:
     image, wanted = png(FIRST), answers[FIRST]
     more: dict[str, Any] = {"ignore_eos": True}
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    reply = client.chat.completions.create(
-        model=NAME, messages=messages(image), max_tokens=NUM_TOKENS, temperature=0, extra_body=more
-    )
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        reply = client.chat.completions.create(
+            model=NAME, messages=messages(image), max_tokens=NUM_TOKENS, temperature=0, extra_body=more
+        )
     assert reply.choices[0].message.content == wanted
     assert reply.usage is not None
     assert reply.usage.prompt_tokens_details.image_tokens == 16  # type: ignore[union-attr]
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(image).decode()}
     content: Any = [{"type": "image", "source": source}, {"type": "text", "text": TEXT}]
-    message = anthropic.Anthropic(base_url=server.url, api_key="none").messages.create(
-        model=NAME,
-        messages=[{"role": "user", "content": content}],
-        max_tokens=NUM_TOKENS,
-        extra_body={"temperature": 0.0},
-    )
+    with anthropic.Anthropic(base_url=server.url, api_key="none") as claude:
+        message = claude.messages.create(
+            model=NAME,
+            messages=[{"role": "user", "content": content}],
+            max_tokens=NUM_TOKENS,
+            extra_body={"temperature": 0.0},
+        )
     assert message.content[0].text  # type: ignore[union-attr]
     assert wanted.startswith(message.content[0].text)  # type: ignore[union-attr]  # up to the first end token
     options = {"temperature": 0, "num_predict": NUM_TOKENS}
-    said = ollama.Client(server.url).chat(
-        NAME, [{"role": "user", "content": TEXT, "images": [image]}], options=options
-    )
+    lama = ollama.Client(server.url)
+    said = lama.chat(NAME, [{"role": "user", "content": TEXT, "images": [image]}], options=options)
+    lama._client.close()  # it has no public way
     assert said.message.content
     assert wanted.startswith(said.message.content)
 
