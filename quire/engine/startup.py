@@ -54,6 +54,8 @@ FIT_MEMORY = -1
 """Value of `max_model_len` for as much of the model's context as memory allows."""
 MOST_POSITIONS = 2**25
 """Three times the longest context of any model; tables of so many positions take gigabytes."""
+PROCESSORS = {"WhisperForConditionalGeneration": "quire.speech.rules:SpeechRules"}
+"""Architecture -> logits processor that its requests need."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -105,6 +107,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         _choose_impl(config),
         _choose_packed_weights_cache(config),
         _choose_name(config),
+        _choose_logits_processors(config),
     ]
     for choice in filter(None, choices):
         config = _settled(config, choice)
@@ -231,6 +234,17 @@ def _choose_runner(config: EngineConfig, found: ResolvedPooling) -> list[Choice]
         reason = f"pooling {found.spec.pooling!r} needs every token of a prompt to be computed"
         choices.append(Choice("enable_prefix_caching", False, reason))
     return choices
+
+
+def _choose_logits_processors(config: EngineConfig) -> Choice | None:
+    """Add the processor that a model's requests need."""
+    part = config.arch.part_of
+    place = None if part is None else PROCESSORS.get(part.architecture)
+    chosen = config.model.logits_processors
+    if place is None or place in chosen or config.model.skip_tokenizer_init:
+        return None
+    reason = "transcriptions follow Whisper's rules of sampling"
+    return Choice("logits_processors", (*chosen, place), reason)
 
 
 def _choose_dtype(config: EngineConfig) -> Choice | None:
