@@ -107,7 +107,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         _choose_impl(config),
         _choose_packed_weights_cache(config),
         _choose_name(config),
-        _choose_logits_processors(config),
+        *_choose_speech(config),
     ]
     for choice in filter(None, choices):
         config = _settled(config, choice)
@@ -236,15 +236,18 @@ def _choose_runner(config: EngineConfig, found: ResolvedPooling) -> list[Choice]
     return choices
 
 
-def _choose_logits_processors(config: EngineConfig) -> Choice | None:
-    """Add the processor that a model's requests need."""
+def _choose_speech(config: EngineConfig) -> list[Choice]:
+    """Choose what the requests of a model that transcribes need: its rules of sampling, and logprobs under them."""
     part = config.arch.part_of
     place = None if part is None else PROCESSORS.get(part.architecture)
-    chosen = config.model.logits_processors
-    if place is None or place in chosen or config.model.skip_tokenizer_init:
-        return None
-    reason = "transcriptions follow Whisper's rules of sampling"
-    return Choice("logits_processors", (*chosen, place), reason)
+    if place is None or config.model.skip_tokenizer_init:
+        return []
+    chosen, reason = config.model.logits_processors, "transcriptions follow Whisper's rules of sampling"
+    processors = [] if place in chosen else [Choice("logits_processors", (*chosen, place), reason)]
+    return [
+        *processors,
+        Choice("logprobs_mode", "processed_logprobs", "a transcript's logprobs are under its rules"),
+    ]
 
 
 def _choose_dtype(config: EngineConfig) -> Choice | None:

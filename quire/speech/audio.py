@@ -160,7 +160,9 @@ def _module(package: str, name: str, install: str) -> Any:
         return importlib.import_module(package)
     except ModuleNotFoundError:
         what = f"the file is {name}" if name else "the file is no WAV, FLAC, Ogg or MP3"
-        raise ValidationError(f"{what}, which needs {package} on the server: {install}", param=PARAM) from None
+        raise ValidationError(
+            f"{what}, which needs {package} on the server: {install}", param=PARAM
+        ) from None
 
 
 def _broken(name: str, error: Exception) -> ValidationError:

@@ -19,7 +19,7 @@ from quire.speech.audio import Sound
 from quire.speech.requests import FALLBACK_TEMPERATURES, Ask, SpeechOptions
 from quire.speech.store import OwnedPcm, SpeechStore
 from quire.speech.transcriber import Job, Transcriber
-from quire.speech.transcript import Segment, Transcription, WindowText, joined
+from quire.speech.transcript import Transcription, WindowText, transcription_of
 from quire.speech.vocabulary import hears, read_vocabulary
 from quire.speech.windows import Window, windows_of
 
@@ -43,15 +43,8 @@ class _Progress:
 
     def result(self) -> Transcription:
         parts = [self.parts[number] for number in sorted(self.parts)]
-        segments: list[Segment] = [segment for part in parts for segment in part.segments]
-        return Transcription(
-            joined(segments),
-            self.language,
-            self.sound.seconds,
-            segments,
-            self.transcriber.options.task,
-            num_tokens=sum(part.num_tokens for part in parts),
-        )
+        words, options = self.transcriber.words, self.transcriber.options
+        return transcription_of(words, parts, self.language, options.task, self.sound.seconds)
 
 
 class OfflineSpeech:
@@ -73,7 +66,9 @@ class OfflineSpeech:
         self._generate = generate
         self._width = max(1, min(config.scheduler.max_num_seqs, 32))
 
-    def transcribe(self, audio: Sequence[Audio], options: SpeechOptions, use_tqdm: bool) -> list[Transcription]:
+    def transcribe(
+        self, audio: Sequence[Audio], options: SpeechOptions, use_tqdm: bool
+    ) -> list[Transcription]:
         """Return the transcripts of sounds, in order.
 
         Raises:
@@ -97,9 +92,7 @@ class OfflineSpeech:
         """Remove all files; idempotent."""
         self._store.close()
 
-    def _one(
-        self, sound: OwnedPcm, transcriber: Transcriber, previous: list[int], bar: Any
-    ) -> Transcription:
+    def _one(self, sound: OwnedPcm, transcriber: Transcriber, previous: list[int], bar: Any) -> Transcription:
         windows = windows_of(sound, self._words.window_samples)
         language = transcriber.options.language
         if language is None:
@@ -179,7 +172,9 @@ def _in_memory(audio: tuple[Any, int]) -> Sound:
     if samples.ndim != 2 or samples.shape[1] == 0 or samples.dtype.kind not in "iuf":
         raise ValidationError(wrong, param="audio")
     if samples.dtype.kind != "f":
-        raise ValidationError(f"{wrong}; samples must be floats in [-1, 1], got {samples.dtype}", param="audio")
+        raise ValidationError(
+            f"{wrong}; samples must be floats in [-1, 1], got {samples.dtype}", param="audio"
+        )
     starts = range(0, len(samples), BLOCK_SAMPLES)
     return Sound(int(audio[1]), (samples[at : at + BLOCK_SAMPLES].astype(np.float32) for at in starts))
 

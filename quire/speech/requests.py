@@ -6,10 +6,10 @@ computed once and shared by the prefix cache.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.errors import EngineError, ValidationError
 from quire.inputs import TokensPrompt
@@ -36,6 +36,7 @@ class SpeechOptions:
         language: code; None: detected.
         task: "transcribe", or "translate" to English.
         prompt: text that precedes the sound, for its names and style.
+        hotwords: words that are likely in it, put before the prompt.
         temperatures: tried in order until a text is neither repetitive nor unlikely.
         timestamps: whether segments with times are wanted; else a window is one segment.
         no_speech: whether the probability of silence is wanted for every window.
@@ -46,6 +47,7 @@ class SpeechOptions:
     language: str | None = None
     task: str = "transcribe"
     prompt: str = ""
+    hotwords: str = ""
     temperatures: tuple[float, ...] = FALLBACK_TEMPERATURES
     timestamps: bool = False
     no_speech: bool = False
@@ -127,27 +129,24 @@ def text_request(
 
 def language_request(words: SpeechVocabulary, audio: WindowAudio) -> Ask:
     """Return the request whose one token is the language's."""
-    return _first_token(words, audio, tuple(words.languages.values()))
+    return _first_token(words, audio, [words.start], allowed_token_ids=tuple(words.languages.values()))
 
 
 def silence_request(words: SpeechVocabulary, audio: WindowAudio, previous: Sequence[int]) -> Ask:
-    """Return the request whose one token has the logprob of silence."""
-    return _first_token(words, audio, (words.no_speech,), previous)
+    """Return the request whose one position has the logprob of silence."""
+    return _first_token(words, audio, [*previous, words.start], logprob_token_ids=(words.no_speech,))
 
 
-def _first_token(
-    words: SpeechVocabulary, audio: WindowAudio, allowed: tuple[int, ...], previous: Sequence[int] = ()
-) -> Ask:
+def _first_token(words: SpeechVocabulary, audio: WindowAudio, ids: Sequence[int], **more: Any) -> Ask:
     params = SamplingParams(
         temperature=0.0,
         max_tokens=1,
-        allowed_token_ids=allowed,
-        logprobs=0,
         detokenize=False,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **more,
     )
-    return Ask(prompt_of(words, audio, [*previous, words.start]), params)
+    return Ask(prompt_of(words, audio, ids), params)
 
 
 def completion_of(output: RequestOutput) -> CompletionOutput:
@@ -199,7 +198,8 @@ def read_attempt(
     return Attempt(tokens, text, temperature, total / (len(tokens) + 1))
 
 
-def first_logprob(output: RequestOutput) -> float:
-    """Return the logprob of an output's one token. Raises as `completion_of`."""
-    total = completion_of(output).cumulative_logprob
-    return -math.inf if total is None else total
+def first_logprob(output: RequestOutput, token: int) -> float:
+    """Return the logprob of a token at an output's first position. Raises as `completion_of`."""
+    logprobs = completion_of(output).logprobs
+    assert logprobs, "the request asks for logprobs"
+    return logprobs[0][token].logprob

@@ -164,7 +164,8 @@ class Decoding:
             raise UnavailableError("the request was cancelled while its sound was decoded")
         if code != 0:
             raise ValidationError(
-                f"the sound crashes its decoder ({exit_reason(code)}); send it in another format", param="file"
+                f"the sound crashes its decoder ({exit_reason(code)}); send it in another format",
+                param="file",
             )
         error = json.loads(reply).get("error")
         if error is not None:

@@ -52,7 +52,7 @@ class Transcriber:
 
     def previous(self) -> list[int]:
         """Return the tokens of the prompt. Raises ValidationError."""
-        return previous_ids(self.words, self.encode, self.options.prompt)
+        return previous_ids(self.words, self.encode, f"{self.options.hotwords} {self.options.prompt}")
 
     def detect_language(self, audio: WindowAudio) -> Job[str]:
         """Return the likeliest language of a window."""
@@ -60,7 +60,9 @@ class Transcriber:
         (token,) = completion_of(output).token_ids
         return self.words.language_of[token]
 
-    def window(self, audio: WindowAudio, window: Window, language: str, previous: Sequence[int]) -> Job[WindowText]:
+    def window(
+        self, audio: WindowAudio, window: Window, language: str, previous: Sequence[int]
+    ) -> Job[WindowText]:
         """Return a window's segments: none if it is silent."""
         ids = decoder_ids(self.words, self.options, language, previous)
         silence: float | None = None
@@ -77,12 +79,12 @@ class Transcriber:
             if attempt.avg_logprob < MIN_AVG_LOGPROB:
                 silence = (yield from self._silence(audio, previous)) if silence is None else silence
                 if silence > SILENCE_PROB:
-                    return WindowText([], num_tokens)
+                    return WindowText([], len(ids), num_tokens)
         found = segments_of(
             self.words, attempts[-1], window.start_s, window.end_s, self.decode, no_speech_prob=silence
         )
-        return WindowText(found, num_tokens)
+        return WindowText(found, len(ids), num_tokens)
 
     def _silence(self, audio: WindowAudio, previous: Sequence[int]) -> Job[float]:
         output = yield silence_request(self.words, audio, previous)
-        return math.exp(first_logprob(output))
+        return math.exp(first_logprob(output, self.words.no_speech))

@@ -5,7 +5,7 @@ Invariant: segments are in order of time and lie within the sound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.speech.requests import Attempt
@@ -22,6 +22,7 @@ class Segment:
         start, end: seconds from the sound's start.
         text: with its leading space.
         tokens: with timestamps.
+        window_start: start of its window, in seconds.
         no_speech_prob: probability of silence in the segment's window; None: unknown.
     """
 
@@ -32,14 +33,16 @@ class Segment:
     temperature: float
     avg_logprob: float
     compression_ratio: float
+    window_start: float = 0.0
     no_speech_prob: float | None = None
 
 
 @dataclass(frozen=True)
 class WindowText:
-    """Result of one window: its segments, and the tokens that were generated for it in all attempts."""
+    """Result of one window: its segments; tokens of its prompt, and those sampled in all attempts."""
 
     segments: list[Segment]
+    num_prompt_tokens: int = 0
     num_tokens: int = 0
 
 
@@ -50,7 +53,9 @@ class Transcription:
     Args:
         language: code.
         duration: seconds of the sound.
-        num_prompt_tokens, num_tokens: positions and tokens of all requests, for usage.
+        num_audio_tokens: positions of the encoder's output over all windows, each counted once.
+        num_prompt_tokens: tokens of the decoder's prompts, each window's counted once.
+        num_tokens: sampled tokens of all attempts.
     """
 
     text: str
@@ -58,6 +63,7 @@ class Transcription:
     duration: float
     segments: list[Segment] = field(default_factory=list)
     task: str = "transcribe"
+    num_audio_tokens: int = 0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
 
@@ -65,6 +71,23 @@ class Transcription:
 def joined(segments: Iterable[Segment]) -> str:
     """Return the text of segments."""
     return "".join(segment.text for segment in segments).strip()
+
+
+def transcription_of(
+    words: SpeechVocabulary, parts: Sequence[WindowText], language: str, task: str, seconds: float
+) -> Transcription:
+    """Return the transcript of a sound from the results of its windows, in order."""
+    segments = [segment for part in parts for segment in part.segments]
+    return Transcription(
+        joined(segments),
+        language,
+        seconds,
+        segments,
+        task,
+        num_audio_tokens=len(parts) * words.num_encoded,
+        num_prompt_tokens=sum(part.num_prompt_tokens for part in parts),
+        num_tokens=sum(part.num_tokens for part in parts),
+    )
 
 
 def segments_of(
@@ -95,6 +118,7 @@ def segments_of(
                     attempt.temperature,
                     attempt.avg_logprob,
                     attempt.compression_ratio,
+                    round(start, 3),
                     no_speech_prob,
                 )
             )
