@@ -191,4 +191,4 @@ def options_of(
         temperatures = tuple(map(float, temperature))
     if not temperatures:
         raise ValidationError("temperature must be a number or a list that is not empty", param="temperature")
-    return SpeechOptions(language, task, prompt, temperatures, **rest)
+    return SpeechOptions(language, task, prompt, temperatures=temperatures, **rest)
