@@ -58,6 +58,7 @@ KEY, ADMIN_KEY = ("bearer", "header"), ("adminBearer", "adminHeader")  # Either 
 REFERENCE = "#/components/schemas/{name}"
 _LONG_NAME = re.compile(r"quire\.entrypoints\.(?:openai\.)?(\w+)\.(?:\w+\.)*(\w+)")
 JSON = "application/json"
+FORM = "multipart/form-data"
 TEXT: Schema = {"type": "string"}
 DESCRIPTION = (
     "Unknown paths are answered 404, other methods 405, in the shape of OpenAI's errors; HEAD is answered wherever GET "
@@ -351,7 +352,7 @@ class Document:
         if one.operation.body:
             operation["requestBody"] = {
                 "required": True,
-                "content": {JSON: {"schema": _any_of([_reference(m.__name__) for m in one.operation.body])}},
+                "content": {FORM if one.operation.is_form else JSON: {"schema": _any_of([_reference(m.__name__) for m in one.operation.body])}},
             }
         schemes = self._schemes_of(one)
         if schemes:
@@ -397,7 +398,7 @@ class Document:
         return {
             "description": known.description,
             "headers": header_references([*_id_headers(shapes), *known.headers, *OPTIONAL_HEADERS]),
-            "content": {JSON: {"schema": _any_of([self._replies[shape.type] for shape in shapes])}},
+            "content": {FORM if one.operation.is_form else JSON: {"schema": _any_of([self._replies[shape.type] for shape in shapes])}},
         }
 
 
