@@ -24,11 +24,11 @@ from quire.entrypoints.openai.connection import KeepAlive
 from quire.entrypoints.openai.errors import frame_of, json_response, own_id_of, request_id_of
 from quire.entrypoints.openai.in_flight import ClientDisconnectedError
 from quire.entrypoints.openai.openapi.operation import Operation, data_events, describe
-from quire.entrypoints.openai.parsing import checked
+from quire.entrypoints.openai.parsing import checked, note_size
 from quire.entrypoints.openai.state import ServerState, server_of
 from quire.entrypoints.openai.streaming import COMMENT, DONE, frame
 from quire.entrypoints.openai.tenant import READ_HEADERS, apply_request_settings, tenant_of
-from quire.errors import UnavailableError
+from quire.errors import UnavailableError, ValidationError
 from quire.speech import formats
 from quire.speech.desk import SpeechDesk
 from quire.speech.protocol import TranscriptionRequest, read_form
@@ -107,10 +107,12 @@ class _Work:
 
 
 async def _respond(request: Request, task: str) -> Response:
+    _check_origin(request)
     desk = desk_of(request)
     source = desk.store.new_path("upload")
     with _removed_on_error(source):
         raw = await _uploaded(request, source)
+        note_size(request, sum(len(str(value)) for value in raw.values()))
         body = await checked(request, raw, TranscriptionRequest)
         model = server_of(request).check_model(body.model)
         apply_request_settings(request, body)
@@ -120,6 +122,14 @@ async def _respond(request: Request, task: str) -> Response:
         found = await server_of(request).in_flight.run(work.whole(), request.receive)
         source.unlink(missing_ok=True)
         return _reply(found, body)
+
+
+def _check_origin(request: Request) -> None:
+    """Reject forms from pages of other sites, which browsers send without asking the server first."""
+    origin, allowed = request.headers.get("origin"), server_of(request).config.allowed_origins
+    is_own = origin is None or request.headers.get("sec-fetch-site") == "same-origin"
+    if not is_own and origin not in allowed and "*" not in allowed:
+        raise ValidationError(f"forms from pages of {origin:.100} are not accepted (--allowed-origins)")
 
 
 @contextmanager
