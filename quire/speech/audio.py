@@ -166,5 +166,7 @@ def _module(package: str, name: str, install: str) -> Any:
 
 
 def _broken(name: str, error: Exception) -> ValidationError:
+    """Return the error of a decoder, in words without paths of the server."""
     what = f"the {name} file" if name else "the file"
-    return ValidationError(f"{what} cannot be decoded: {error!s:.200}", param=PARAM)
+    why = getattr(error, "strerror", None) or getattr(error, "error_string", None) or type(error).__name__
+    return ValidationError(f"{what} cannot be decoded: {why!s:.200}", param=PARAM)

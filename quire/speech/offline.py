@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from quire.config import EngineConfig
+from quire.engine.llm_engine import LLMEngine
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ValidationError
 from quire.outputs import RequestOutput
@@ -147,6 +149,30 @@ class OfflineSpeech:
 
     def _tokenizer_decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens)
+
+
+class EngineSpeech(OfflineSpeech):
+    """Transcription on an engine that serves nothing else meanwhile.
+
+    Raises:
+        ValidationError: the model does not transcribe.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        if engine.tokenizer is None:
+            raise ValidationError("transcription needs a tokenizer; drop --skip-tokenizer-init")
+        self._engine = engine
+        self._requests = itertools.count()
+        super().__init__(engine.config, engine.tokenizer, self._answered)
+
+    def _answered(self, asks: Sequence[Ask]) -> list[RequestOutput]:
+        ids = [str(next(self._requests)) for _ in asks]
+        for request_id, ask in zip(ids, asks, strict=True):
+            self._engine.add_request(request_id, ask.prompt, ask.params)
+        last: dict[str, Any] = {}
+        while self._engine.has_unfinished_requests():
+            last.update((output.request_id, output) for output in self._engine.step())
+        return [last[request_id] for request_id in ids]
 
 
 def _ended(job: Job[Any], output: RequestOutput) -> Any:
