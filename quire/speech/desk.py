@@ -77,7 +77,9 @@ class SpeechDesk:
         """Run blocking work of a sound."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
-    def generate(self, ask: Ask, request_id: str, terms: dict[str, Any]) -> AsyncGenerator[RequestOutput, None]:
+    def generate(
+        self, ask: Ask, request_id: str, terms: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Return the outputs of a request."""
         return self._engine.generate(ask.prompt, ask.params, request_id, **terms)
 
@@ -115,7 +117,12 @@ class _Run:
     """Transcription of one sound; `language` is known before the first part."""
 
     def __init__(
-        self, desk: SpeechDesk, sound: OwnedPcm, transcriber: Transcriber, request_id: str, terms: dict[str, Any]
+        self,
+        desk: SpeechDesk,
+        sound: OwnedPcm,
+        transcriber: Transcriber,
+        request_id: str,
+        terms: dict[str, Any],
     ) -> None:
         self._desk = desk
         self._sound = sound

@@ -80,7 +80,9 @@ async def read_form(request: Request, target: Path) -> dict[str, Any]:
         ValidationError: the body is no such form, has no file, or has too many or too long fields.
     """
     if not request.headers.get("content-type", "").lower().startswith(MULTIPART):
-        raise ValidationError(f"the body must be sent as {MULTIPART}, with the sound as the field {FILE!r}", param=FILE)
+        raise ValidationError(
+            f"the body must be sent as {MULTIPART}, with the sound as the field {FILE!r}", param=FILE
+        )
     try:
         form = await request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
     except HTTPException as error:
@@ -91,7 +93,10 @@ async def read_form(request: Request, target: Path) -> dict[str, Any]:
             raise ValidationError("file is required: the sound, as a file of the form", param=FILE)
         with target.open("wb") as file:
             shutil.copyfileobj(sound.file, file)
-        return {**_fields([(name, value) for name, value in form.multi_items() if isinstance(value, str)]), FILE: "sound"}
+        return {
+            **_fields([(name, value) for name, value in form.multi_items() if isinstance(value, str)]),
+            FILE: "sound",
+        }
     finally:
         await form.close()
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from quire.speech.transcript import Transcription
 
 
-
 @click.command(cls=EngineCommand)
-@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
 @click.option("--srt", "form", flag_value="srt", help="Write subtitles in SubRip's form.")
 @click.option("--vtt", "form", flag_value="vtt", help="Write subtitles in WebVTT's form.")
 @click.option("--json", "form", flag_value="json", help="Write segments with times and probabilities.")
