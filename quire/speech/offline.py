@@ -85,7 +85,7 @@ class OfflineSpeech:
         with tqdm(total=0, unit="s", desc="Transcribed", disable=not use_tqdm or None) as bar:
             for one in audio:
                 with closing(self._opened(one)) as sound:
-                    bar.total += round(sound.seconds)
+                    bar.total = (bar.total or 0) + round(sound.seconds)
                     bar.refresh()
                     results.append(self._one(sound, transcriber, previous, bar))
         return results

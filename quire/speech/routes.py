@@ -102,8 +102,7 @@ class _Work:
     async def whole(self) -> Transcription:
         """Return the transcript."""
         async with asyncio.timeout(self.body.time_left()), aclosing(self.run()) as states:
-            last = [state async for state in states][-1]
-        return last
+            return [state async for state in states][-1]
 
 
 async def _respond(request: Request, task: str) -> Response:

@@ -1,6 +1,7 @@
 """Sound files to samples."""
 
 import io
+import itertools
 import struct
 import wave
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_windows_of_long_sound_cut_where_it_is_quiet(tmp_path: Path) -> None:
     first, *rest = windows_of(PcmFile(path), 20_000)
     assert 18_500 < first.end < 20_000
     ends = [first, *rest]
-    assert all(a.end == b.start for a, b in zip(ends, ends[1:], strict=False))
+    assert all(a.end == b.start for a, b in itertools.pairwise(ends))
     assert ends[-1].end == 50_000
     assert all(0 < one.end - one.start <= 20_000 for one in ends)
 

@@ -24,7 +24,7 @@ T0 = WORDS.first_timestamp
 def output(tokens: Sequence[int], total: float = -0.1, reason: str = "stop", **more: Any) -> RequestOutput:
     logprobs = [{token: Logprob(total)} for token in tokens]
     completion = CompletionOutput(0, "", list(tokens), total, logprobs, finish_reason=reason, **more)
-    return RequestOutput("0", None, [], None, [completion], True)
+    return RequestOutput("0", None, [], [completion], True)
 
 
 def silence(probability: float) -> RequestOutput:
@@ -36,7 +36,7 @@ def silence(probability: float) -> RequestOutput:
         [{1: Logprob(0.0), WORDS.no_speech: Logprob(math.log(probability))}],
         finish_reason="length",
     )
-    return RequestOutput("0", None, [], None, [completion], True)
+    return RequestOutput("0", None, [], [completion], True)
 
 
 def transcriber(words: Any = WORDS, **options: Any) -> Transcriber:

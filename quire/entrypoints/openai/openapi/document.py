@@ -350,10 +350,9 @@ class Document:
         if parameters:
             operation["parameters"] = parameters
         if one.operation.body:
-            operation["requestBody"] = {
-                "required": True,
-                "content": {FORM if one.operation.is_form else JSON: {"schema": _any_of([_reference(m.__name__) for m in one.operation.body])}},
-            }
+            schema = _any_of([_reference(model.__name__) for model in one.operation.body])
+            media_type = FORM if one.operation.is_form else JSON
+            operation["requestBody"] = {"required": True, "content": {media_type: {"schema": schema}}}
         schemes = self._schemes_of(one)
         if schemes:
             operation["security"] = [{name: []} for name in schemes]
@@ -398,7 +397,7 @@ class Document:
         return {
             "description": known.description,
             "headers": header_references([*_id_headers(shapes), *known.headers, *OPTIONAL_HEADERS]),
-            "content": {FORM if one.operation.is_form else JSON: {"schema": _any_of([self._replies[shape.type] for shape in shapes])}},
+            "content": {JSON: {"schema": _any_of([self._replies[shape.type] for shape in shapes])}},
         }
 
 
