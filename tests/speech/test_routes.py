@@ -47,6 +47,7 @@ async def client(checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=transport, base_url="http://quire/v1") as made:
         made.app = app  # type: ignore[attr-defined]
         yield made
+    app.state.speech.store.close()
     await engine.shutdown()
 
 
@@ -67,32 +68,29 @@ async def test_routes_openai_client_gets_text_whole_and_streamed(client: httpx.A
     assert verbose.duration == 1.5
     times = [time for segment in verbose.segments or [] for time in (segment.start, segment.end)]
     assert times == sorted(times)
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="deprecated"):
         translated = await stock.audio.translations.create(model="", file=file, temperature=0.5)
     assert isinstance(translated.text, str)
     left = [path.name for path in client.app.state.speech.store._files.directory.iterdir()]  # type: ignore[attr-defined]
     assert not [name for name in left if name.startswith(("upload", "pcm"))]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"language": "tlh"}, "language"),
-        ({"response_format": "diarized_json"}, "response_format"),
-        ({"stream": "true", "response_format": "srt"}, "response_format"),
-        ({"timestamp_granularities[]": "word"}, "timestamp_granularities.0"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": "0.5"}, "top_p"),
-        ({"chunking_strategy": "server_vad"}, "chunking_strategy"),
-        ({"prompt": "<|endoftext|>"}, "prompt"),
-    ],
-)
-async def test_routes_bad_field_is_named(
-    fields: dict[str, Any], param: str, client: httpx.AsyncClient
-) -> None:
-    reply = await client.post(f"http://quire{PATH}", data=fields, files={"file": ("a.wav", sound(0.2))})
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == param
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"language": "tlh"}, "language"),
+    ({"response_format": "diarized_json"}, "response_format"),
+    ({"stream": "true", "response_format": "srt"}, "response_format"),
+    ({"timestamp_granularities[]": "word"}, "timestamp_granularities.0"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": "0.5"}, "top_p"),
+    ({"chunking_strategy": "server_vad"}, "chunking_strategy"),
+    ({"prompt": "<|endoftext|>"}, "prompt"),
+]
+
+
+async def test_routes_bad_field_is_named(client: httpx.AsyncClient) -> None:
+    for fields, param in BAD_FIELDS:
+        reply = await client.post(f"http://quire{PATH}", data=fields, files={"file": ("a.wav", sound(0.2))})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
 async def test_routes_bad_body_is_refused(client: httpx.AsyncClient) -> None:
