@@ -56,6 +56,8 @@ FIT_MEMORY = -1
 """Value of `max_model_len` for as much of the model's context as memory allows."""
 MOST_POSITIONS = 2**25
 """Three times the longest context of any model; tables of so many positions take gigabytes."""
+PROCESSORS = {"WhisperForConditionalGeneration": "quire.speech.rules:SpeechRules"}
+"""Architecture -> logits processor that its requests need."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -108,6 +110,7 @@ def prepare(config: EngineConfig, usage: Usage) -> EngineConfig:
         _choose_impl(config),
         _choose_packed_weights_cache(config),
         _choose_name(config),
+        *_choose_speech(config),
     ]
     for choice in filter(None, choices):
         config = _settled(config, choice)
@@ -253,6 +256,20 @@ def choose_quantization(config: EngineConfig) -> Choice | None:
             f"{', '.join(METHODS)}"
         )
     return Choice("quantization", None, f"the checkpoint is in {method}")
+
+
+def _choose_speech(config: EngineConfig) -> list[Choice]:
+    """Choose what the requests of a model that transcribes need: its rules of sampling, and logprobs under them."""
+    part = config.arch.part_of
+    place = None if part is None else PROCESSORS.get(part.architecture)
+    if place is None or config.model.skip_tokenizer_init:
+        return []
+    chosen, reason = config.model.logits_processors, "transcriptions follow Whisper's rules of sampling"
+    processors = [] if place in chosen else [Choice("logits_processors", (*chosen, place), reason)]
+    return [
+        *processors,
+        Choice("logprobs_mode", "processed_logprobs", "a transcript's logprobs are under its rules"),
+    ]
 
 
 def _choose_dtype(config: EngineConfig) -> Choice | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, cast
 
 from quire.config import DEMO_MODEL, EngineArgs, EngineConfig, engine_fields
@@ -27,6 +28,9 @@ from quire.lora_request import LoRARequest
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.pooling.offline import OfflinePooling
 from quire.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.speech.offline import Audio, OfflineSpeech, options_of
+from quire.speech.requests import Ask
+from quire.speech.transcript import Transcription
 
 # One for all prompts, or one or None per prompt.
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -67,6 +71,7 @@ class LLM(OfflinePooling):
             media=self._media.gate.texts,
         )
         self._forms: dict[str | None, TextForms] = {}
+        self._speech: OfflineSpeech | None = None
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -249,6 +254,40 @@ class LLM(OfflinePooling):
 
         return compose
 
+    def transcribe(
+        self,
+        audio: Audio | Sequence[Audio],
+        *,
+        language: str | None = None,
+        task: str = "transcribe",
+        prompt: str = "",
+        temperature: float | Sequence[float] | None = None,
+        timestamps: bool = True,
+        seed: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Transcription]:
+        """Transcribe sounds with a Whisper model; return one transcription per sound, in order.
+
+        Args:
+            audio: one or several of: a path, or samples [T] or [T, channels] with their number per second.
+            language: code or name; None: detected.
+            task: "transcribe", or "translate" to English.
+            prompt: text that precedes the sound, for its names and style.
+            temperature: one, or several to try in order; None: 0, 0.2 ... 1.0.
+            timestamps: return segments with times; without, each window of 30 s is one segment.
+
+        Raises:
+            ValidationError: the model does not transcribe, or a sound or an argument is invalid.
+        """
+        options = options_of(language, task, prompt, temperature, timestamps=timestamps, seed=seed)
+        sounds = [audio] if isinstance(audio, str | Path | tuple) else list(audio)
+        if self._speech is None:
+            self._speech = OfflineSpeech(self.llm_engine.config, self.get_tokenizer(), self._answer_asks)
+        return self._speech.transcribe(sounds, options, use_tqdm)
+
+    def _answer_asks(self, asks: Sequence[Ask]) -> list[RequestOutput]:
+        return self.generate([ask.prompt for ask in asks], [ask.params for ask in asks], use_tqdm=False)
+
     def _with_media(self, prompt: PromptType) -> PromptType:
         """Return a prompt, tokenized if it has `multi_modal_data`."""
         if not (isinstance(prompt, dict) and has_data(prompt)):
@@ -260,6 +299,8 @@ class LLM(OfflinePooling):
     def shutdown(self) -> None:
         """Release the engine, and the processes and files of media."""
         self._media.close()
+        if self._speech is not None:
+            self._speech.close()
         super().shutdown()
 
     def _params_or_default(self, given: Any) -> Any:

@@ -76,7 +76,7 @@ def packed_key(model: CausalLM, layout: str) -> str:
         "files": [(str(path), *_state(path)) for path in files],
         "edges": files_fingerprint(files).hex(),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=sorted).encode()).hexdigest()
 
 
 def _shapes(layer: Layer) -> dict[str, tuple[object, ...]]:

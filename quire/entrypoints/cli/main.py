@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": "quire.entrypoints.cli.serve",
     "run": "quire.entrypoints.cli.run",
     "run-batch": "quire.entrypoints.cli.run_batch",
+    "transcribe": "quire.entrypoints.cli.transcribe",
     "chat": "quire.entrypoints.cli.chat",
     "complete": "quire.entrypoints.cli.chat",
     "bench": "quire.entrypoints.cli.bench",

@@ -69,6 +69,8 @@ from quire.metrics.prometheus import PrometheusStatLogger
 from quire.pooling.server import cohere, embeddings, pairs
 from quire.routing.counters import CounterSlot
 from quire.sleep import routes as sleep_routes
+from quire.speech import routes as speech_routes
+from quire.speech.vocabulary import hears
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
@@ -92,6 +94,7 @@ FAMILIES = (
     EndpointFamily(health.router),
     EndpointFamily(metrics.router),
 )  # Order of the published OpenAPI document.
+SPEECH = EndpointFamily(speech_routes.router, by_generation)  # Of models that hear.
 CONTROLS = (
     requests.controls,
     sleep_routes.controls,
@@ -150,12 +153,15 @@ def build_app(
         openapi_url=None,
     )
     spec = engine.config.pooling
-    offered, controls = routers(config, spec), CONTROLS if admin_key(config) else ()
+    speech = [SPEECH] if hears(engine.config) else []
+    offered = [*(family.router for family in speech), *routers(config, spec)]
+    controls = CONTROLS if admin_key(config) else ()
     app.state.server = state
     app.state.document = Document(offered, controls, _access(state))
     app.add_exception_handler(QuireError, handle_quire_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
-    for router in (*offered, *controls, rejecting_router(FAMILIES, spec)):
+    refusing = rejecting_router([*FAMILIES, SPEECH], spec, unsupported=() if speech else (SPEECH,))
+    for router in (*offered, *controls, refusing):
         app.include_router(router)
     return app
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from fastapi import APIRouter
@@ -51,10 +51,22 @@ def supported_routers(families: Iterable[EndpointFamily], spec: PoolingSpec | No
     return [family.router for family in families if family.offered(spec)]
 
 
-def rejecting_router(families: Iterable[EndpointFamily], spec: PoolingSpec | None) -> APIRouter:
-    """Return a router that rejects requests at the paths of all other families and lists the supported ones."""
+def rejecting_router(
+    families: Iterable[EndpointFamily],
+    spec: PoolingSpec | None,
+    unsupported: Collection[EndpointFamily] = (),
+) -> APIRouter:
+    """Return a router that rejects requests at the paths of all other families and lists the supported ones.
+
+    Args:
+        unsupported: families that the model does not support, whatever their predicate says.
+    """
     families = list(families)
-    instead = [family for family in families if family.offered is not by_any and family.offered(spec)]
+
+    def offers(family: EndpointFamily) -> bool:
+        return family not in unsupported and family.offered(spec)
+
+    instead = [family for family in families if family.offered is not by_any and offers(family)]
     paths = ", ".join(route.path for family in instead for route in _routes(family.router))
     does = "generates" if spec is None else f"is served for {', '.join(spec.tasks)}"
     router = APIRouter()
@@ -66,7 +78,7 @@ def rejecting_router(families: Iterable[EndpointFamily], spec: PoolingSpec | Non
         )
 
     for family in families:
-        for route in [] if family.offered(spec) else _routes(family.router):
+        for route in [] if offers(family) else _routes(family.router):
             router.add_api_route(
                 route.path, refuse, methods=sorted(route.methods or ()), include_in_schema=False
             )

@@ -336,8 +336,13 @@ async def read_body(request: Request) -> bytes:
     """
     _check_media_type(request.headers)
     body = b"".join([piece async for piece in request.stream()])
-    request.scope["state"][_NUM_BYTES] = len(body)
+    note_size(request, len(body))
     return body
+
+
+def note_size(request: Request, num_bytes: int) -> None:
+    """Record the bytes of a body that are to be parsed and checked."""
+    request.scope["state"][_NUM_BYTES] = num_bytes
 
 
 async def read_json(request: Request) -> dict[str, Any]:

@@ -58,6 +58,7 @@ KEY, ADMIN_KEY = ("bearer", "header"), ("adminBearer", "adminHeader")  # Either 
 REFERENCE = "#/components/schemas/{name}"
 _LONG_NAME = re.compile(r"quire\.entrypoints\.(?:openai\.)?(\w+)\.(?:\w+\.)*(\w+)")
 JSON = "application/json"
+FORM = "multipart/form-data"
 TEXT: Schema = {"type": "string"}
 DESCRIPTION = (
     "Unknown paths are answered 404, other methods 405, in the shape of OpenAI's errors; HEAD is answered wherever GET "
@@ -349,10 +350,9 @@ class Document:
         if parameters:
             operation["parameters"] = parameters
         if one.operation.body:
-            operation["requestBody"] = {
-                "required": True,
-                "content": {JSON: {"schema": _any_of([_reference(m.__name__) for m in one.operation.body])}},
-            }
+            schema = _any_of([_reference(model.__name__) for model in one.operation.body])
+            media_type = FORM if one.operation.is_form else JSON
+            operation["requestBody"] = {"required": True, "content": {media_type: {"schema": schema}}}
         schemes = self._schemes_of(one)
         if schemes:
             operation["security"] = [{name: []} for name in schemes]

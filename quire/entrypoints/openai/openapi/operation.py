@@ -76,6 +76,7 @@ class Operation:
 
     Args:
         body: alternative models of the JSON body.
+        is_form: the body is multipart/form-data instead.
         reply: type of the JSON reply; None: no body.
         anthropic: type of the JSON reply to Anthropic's clients; their errors have Anthropic's form. None: the same as
             `reply`.
@@ -87,6 +88,7 @@ class Operation:
     """
 
     body: tuple[type[RequestModel], ...] = ()
+    is_form: bool = field(default=False, kw_only=True)
     reply: Any = None
     anthropic: Any = None
     stream: Stream | None = None

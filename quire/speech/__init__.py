@@ -1,0 +1,1 @@
+"""Speech to text with Whisper: sounds, windows, requests to the engine, transcripts and their formats."""

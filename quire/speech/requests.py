@@ -1,0 +1,205 @@
+"""Requests of one window: its audio, the decoder's prompt, the sampling parameters, and what an output says.
+
+Invariant: all requests of a window have the same first positions and the same digest, so that its encoder's output is
+computed once and shared by the prefix cache.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import EngineError, ValidationError
+from quire.inputs import TokensPrompt
+from quire.media import MediaItem
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.sampling_params import RequestOutputKind, SamplingParams
+from quire.speech.rules import rule_args
+from quire.speech.vocabulary import SpeechVocabulary
+
+FALLBACK_TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+MAX_COMPRESSION_RATIO = 2.4
+MIN_AVG_LOGPROB = -1.0
+SILENCE_PROB = 0.6
+DEFAULT_SEED = 0
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class SpeechOptions:
+    """Options of a transcription.
+
+    Args:
+        language: code; None: detected.
+        task: "transcribe", or "translate" to English.
+        prompt: text that precedes the sound, for its names and style.
+        hotwords: words that are likely in it, put before the prompt.
+        temperatures: tried in order until a text is neither repetitive nor unlikely.
+        timestamps: whether segments with times are wanted; else a window is one segment.
+        no_speech: whether the probability of silence is wanted for every window.
+        seed: of temperatures above 0.
+        max_tokens: most tokens of a window; None fills the context.
+    """
+
+    language: str | None = None
+    task: str = "transcribe"
+    prompt: str = ""
+    hotwords: str = ""
+    temperatures: tuple[float, ...] = FALLBACK_TEMPERATURES
+    timestamps: bool = False
+    no_speech: bool = False
+    seed: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class WindowAudio:
+    """Features of a window: digest of its samples and the file with `input_features`; `leases` keep the file."""
+
+    digest: bytes
+    path: str
+    leases: Sequence[object] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request to the engine."""
+
+    prompt: TokensPrompt
+    params: SamplingParams
+
+
+def prompt_of(words: SpeechVocabulary, audio: WindowAudio, decoder_ids: Sequence[int]) -> TokensPrompt:
+    """Return the prompt: positions of the encoder's output, then the decoder's ids."""
+    size = words.num_encoded
+    item = MediaItem(audio.digest, "audio", 0, size, [(0, size)], audio.path)
+    return TokensPrompt(
+        prompt_token_ids=[*[words.end] * size, *decoder_ids], media=[item], leases=list(audio.leases)
+    )
+
+
+def previous_ids(words: SpeechVocabulary, encode: Encode, prompt: str) -> list[int]:
+    """Return the tokens of a prompt before the transcript: its end, at most half of the context.
+
+    Raises:
+        ValidationError: the prompt has special tokens.
+    """
+    if not prompt.strip():
+        return []
+    ids = list(encode(" " + prompt.strip()))
+    if any(token >= words.end for token in ids):
+        raise ValidationError("prompt has a special token of the model; write it otherwise", param="prompt")
+    return [words.previous, *ids[-(words.context // 2 - 1) :]]
+
+
+def decoder_ids(
+    words: SpeechVocabulary, options: SpeechOptions, language: str, previous: Sequence[int]
+) -> list[int]:
+    """Return the decoder's prompt."""
+    ids = [*previous, words.start]
+    if words.languages:
+        ids += [words.languages[language], words.tasks[options.task]]
+    return ids if options.timestamps else [*ids, words.no_timestamps]
+
+
+def text_request(
+    words: SpeechVocabulary,
+    options: SpeechOptions,
+    audio: WindowAudio,
+    ids: Sequence[int],
+    temperature: float,
+    kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+) -> Ask:
+    """Return the request for a window's text."""
+    room = words.context - len(ids)
+    params = SamplingParams(
+        temperature=temperature,
+        seed=DEFAULT_SEED if options.seed is None else options.seed,
+        max_tokens=room if options.max_tokens is None else max(1, min(options.max_tokens, room)),
+        logprobs=0,
+        detokenize=False,
+        extra_args=rule_args(timestamps=options.timestamps),
+        output_kind=kind,
+    )
+    return Ask(prompt_of(words, audio, ids), params)
+
+
+def language_request(words: SpeechVocabulary, audio: WindowAudio) -> Ask:
+    """Return the request whose one token is the language's."""
+    return _first_token(words, audio, [words.start], allowed_token_ids=tuple(words.languages.values()))
+
+
+def silence_request(words: SpeechVocabulary, audio: WindowAudio, previous: Sequence[int]) -> Ask:
+    """Return the request whose one position has the logprob of silence."""
+    return _first_token(words, audio, [*previous, words.start], logprob_token_ids=(words.no_speech,))
+
+
+def _first_token(words: SpeechVocabulary, audio: WindowAudio, ids: Sequence[int], **more: Any) -> Ask:
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **more,
+    )
+    return Ask(prompt_of(words, audio, ids), params)
+
+
+def completion_of(output: RequestOutput) -> CompletionOutput:
+    """Return an output's completion.
+
+    Raises:
+        EngineError: the request failed; ValidationError: it was refused.
+    """
+    (completion,) = output.outputs
+    if completion.finish_reason in ("error", "abort", "timeout"):
+        reason = f"the audio could not be transcribed ({completion.finish_reason}): {completion.stop_reason}"
+        raise ValidationError(reason, param="file") if completion.refused else EngineError(reason)
+    return completion
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A window's tokens at one temperature, the end of text excluded."""
+
+    tokens: list[int]
+    text: str
+    temperature: float
+    avg_logprob: float
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of the text over its compressed bytes; above 2.4 it repeats itself."""
+        data = self.text.encode()
+        return len(data) / len(zlib.compress(data))
+
+    @property
+    def is_good(self) -> bool:
+        """True if no other temperature need be tried."""
+        return not self.is_unlikely and self.compression_ratio <= MAX_COMPRESSION_RATIO
+
+    @property
+    def is_unlikely(self) -> bool:
+        return self.avg_logprob < MIN_AVG_LOGPROB
+
+
+def read_attempt(
+    words: SpeechVocabulary, output: RequestOutput, temperature: float, decode: Callable[[list[int]], str]
+) -> Attempt:
+    """Return what an output says. Raises as `completion_of`."""
+    completion = completion_of(output)
+    tokens = [token for token in completion.token_ids if token != words.end]
+    total = completion.cumulative_logprob or 0.0
+    text = decode([token for token in tokens if token < words.end])
+    return Attempt(tokens, text, temperature, total / (len(tokens) + 1))
+
+
+def first_logprob(output: RequestOutput, token: int) -> float:
+    """Return the logprob of a token at an output's first position. Raises as `completion_of`."""
+    logprobs = completion_of(output).logprobs
+    assert logprobs, "the request asks for logprobs"
+    return logprobs[0][token].logprob

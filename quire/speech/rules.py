@@ -1,0 +1,94 @@
+"""Whisper's rules of sampling, as a logits processor of the engine.
+
+A request asks for them by `extra_args`: `{"speech": {"timestamps": true}}`. Invariant: nothing is kept between tokens,
+so a request's tokens depend on the request alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from quire.config import EngineConfig
+from quire.logits_processors import LogitsProcessor, RequestLogitsProcessor
+from quire.models.checkpoint_files import has_file
+from quire.sampling_params import SamplingParams
+from quire.speech.vocabulary import SpeechVocabulary, read_vocabulary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ARGUMENT, TIMESTAMPS = "speech", "timestamps"
+PLACE = "quire.speech.rules:SpeechRules"
+NEVER = -math.inf
+
+
+def rule_args(*, timestamps: bool) -> dict[str, Any]:
+    """Return the `extra_args` of a request under the rules."""
+    return {ARGUMENT: {TIMESTAMPS: timestamps}}
+
+
+class SpeechRules(LogitsProcessor):
+    """Suppressed tokens, and the order of timestamps, for requests that ask for them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        file = _tokenizer_file(config)
+        self._vocabulary = read_vocabulary(config, file)
+
+    def for_request(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        asked = (params.extra_args or {}).get(ARGUMENT)
+        if asked is None:
+            return None
+        return RequestRules(self._vocabulary, timestamps=bool(asked[TIMESTAMPS]))
+
+
+def _tokenizer_file(config: EngineConfig) -> Any:
+    from quire.engine.file_states import tokenizer_dir
+
+    file = tokenizer_dir(config) / "tokenizer.json"
+    return file if has_file(file) else None
+
+
+class RequestRules:
+    """Rules of one request.
+
+    With timestamps: a text lies between two of them, which never go back; the first is at most `max_initial`; and where
+    all timestamps together are likelier than every text token, a timestamp is sampled.
+    """
+
+    def __init__(self, vocabulary: SpeechVocabulary, *, timestamps: bool) -> None:
+        self._words = vocabulary
+        self._timestamps = timestamps
+
+    def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> None:
+        """Change the logits [V] of the token after `output_ids`."""
+        words = self._words
+        logits[list(words.suppressed)] = NEVER
+        if not output_ids:
+            logits[list(words.suppressed_first)] = NEVER
+        if not self._timestamps:
+            logits[words.first_timestamp :] = NEVER
+            return
+        logits[words.no_timestamps] = NEVER
+        first = words.first_timestamp
+        if output_ids:
+            self._keep_pairs(output_ids, logits)
+        else:
+            logits[:first] = NEVER
+            logits[first + words.max_initial + 1 :] = NEVER
+        scores = logits.log_softmax(dim=-1)
+        if scores[first:].logsumexp(dim=-1) > scores[:first].max():
+            logits[:first] = NEVER
+
+    def _keep_pairs(self, output_ids: list[int], logits: Tensor) -> None:
+        first = self._words.first_timestamp
+        is_open = output_ids[-1] >= first
+        follows_pair = is_open and (len(output_ids) < 2 or output_ids[-2] >= first)
+        if follows_pair:
+            logits[first:] = NEVER
+        elif is_open:
+            logits[: self._words.end] = NEVER
+        last = next((token for token in reversed(output_ids) if token >= first), None)
+        if last is not None:
+            logits[first : last + (not is_open or follows_pair)] = NEVER

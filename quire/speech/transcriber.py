@@ -1,0 +1,90 @@
+"""Transcription of one window: which requests it takes, written without any I/O.
+
+A job is a generator that yields requests and is sent their outputs. So `LLM`, which computes many jobs in rounds, and
+the server, which awaits each request, run the same code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from quire.outputs import RequestOutput
+from quire.speech.requests import (
+    MIN_AVG_LOGPROB,
+    SILENCE_PROB,
+    Ask,
+    Attempt,
+    Encode,
+    SpeechOptions,
+    WindowAudio,
+    completion_of,
+    decoder_ids,
+    first_logprob,
+    language_request,
+    previous_ids,
+    read_attempt,
+    silence_request,
+    text_request,
+)
+from quire.speech.transcript import WindowText, segments_of
+from quire.speech.vocabulary import SpeechVocabulary
+from quire.speech.windows import Window
+
+T = TypeVar("T")
+Job = Generator[Ask, RequestOutput, T]
+
+
+@dataclass(frozen=True)
+class Transcriber:
+    """Jobs of one sound.
+
+    Args:
+        encode, decode: of the tokenizer, without special tokens.
+    """
+
+    words: SpeechVocabulary
+    options: SpeechOptions
+    encode: Encode
+    decode: Callable[[list[int]], str]
+
+    def previous(self) -> list[int]:
+        """Return the tokens of the prompt. Raises ValidationError."""
+        return previous_ids(self.words, self.encode, f"{self.options.hotwords} {self.options.prompt}")
+
+    def detect_language(self, audio: WindowAudio) -> Job[str]:
+        """Return the likeliest language of a window."""
+        output = yield language_request(self.words, audio)
+        (token,) = completion_of(output).token_ids
+        return self.words.language_of[token]
+
+    def window(
+        self, audio: WindowAudio, window: Window, language: str, previous: Sequence[int]
+    ) -> Job[WindowText]:
+        """Return a window's segments: none if it is silent."""
+        ids = decoder_ids(self.words, self.options, language, previous)
+        silence: float | None = None
+        if self.options.no_speech:
+            silence = yield from self._silence(audio, previous)
+        num_tokens, attempts = 0, list[Attempt]()
+        for temperature in self.options.temperatures:
+            output = yield text_request(self.words, self.options, audio, ids, temperature)
+            attempt = read_attempt(self.words, output, temperature, self.decode)
+            num_tokens += len(attempt.tokens)
+            attempts.append(attempt)
+            if attempt.is_good:
+                break
+            if attempt.avg_logprob < MIN_AVG_LOGPROB:
+                silence = (yield from self._silence(audio, previous)) if silence is None else silence
+                if silence > SILENCE_PROB:
+                    return WindowText([], len(ids), num_tokens)
+        found = segments_of(
+            self.words, attempts[-1], window.start_s, window.end_s, self.decode, no_speech_prob=silence
+        )
+        return WindowText(found, len(ids), num_tokens)
+
+    def _silence(self, audio: WindowAudio, previous: Sequence[int]) -> Job[float]:
+        output = yield silence_request(self.words, audio, previous)
+        return math.exp(first_logprob(output, self.words.no_speech))
