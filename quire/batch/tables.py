@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TextIO
 
@@ -20,6 +19,7 @@ import msgspec
 from quire.batch.line_file import replacement
 from quire.batch.lines import bounded_lines
 from quire.errors import ConfigError
+from quire.plugins import import_place
 
 Cells = dict[str, Any]
 
@@ -224,8 +224,7 @@ def open_table(path: Path, *, max_bytes: int) -> Table:
         ConfigError: there is no such format, pyarrow is missing, or the file has another format.
         OSError: the file cannot be read.
     """
-    module, _, name = FORMATS[format_of(path)].partition(":")
-    table: Table = getattr(import_module(module), name)(path, max_bytes=max_bytes)
+    table: Table = import_place(FORMATS[format_of(path)])(path, max_bytes=max_bytes)
     return table
 
 

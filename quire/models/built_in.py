@@ -287,12 +287,6 @@ BUILT_IN: dict[str, BuiltIn] = {
         ),
         BuiltIn("TelechatForCausalLM", "llama:read_telechat", "TeleChat 7B and 12B", oracle="plain torch"),
         BuiltIn("VaultGemmaForCausalLM", "gemma:read_vaultgemma", "VaultGemma 1B"),
-        BuiltIn(
-            "WhisperForCausalLM",
-            "whisper:read_whisper",
-            "Whisper's decoder",
-            "encoder_decoder:EncoderDecoder",
-        ),
         BuiltIn("XGLMForCausalLM", "gpt2:read_xglm", "XGLM"),
         BuiltIn("XverseForCausalLM", "llama:read_llama", "XVERSE 7B to 65B", oracle="Llama of transformers"),
         BuiltIn("YoutuForCausalLM", "deepseek:read_youtu", "Youtu-LLM 2B"),
@@ -340,3 +334,16 @@ ENCODER_FAMILIES = (
 
 ENCODERS: dict[str, BuiltIn] = {row.architecture: row for family in ENCODER_FAMILIES for row in family.rows()}
 """Encoders by architecture; they pool and do not generate."""
+
+PARTS: dict[str, BuiltIn] = {
+    row.architecture: row
+    for row in (
+        BuiltIn(
+            "WhisperDecoder",
+            "whisper:read_whisper",
+            "Whisper, inside `quire.models.multimodal.WRAPPERS`",
+            "encoder_decoder:EncoderDecoder",
+        ),
+    )
+}
+"""Models that are served only as a part of a whole checkpoint, which names another architecture."""

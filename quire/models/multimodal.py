@@ -91,7 +91,7 @@ LANGUAGE_MODELS: dict[str, WrappedLanguageModel] = {
     "qwen3": _QWEN3,
     "qwen3_vl_text": WrappedLanguageModel("Qwen3ForCausalLM", interleaved=True),
     "qwen3_5_text": WrappedLanguageModel("Qwen3_5ForCausalLM", interleaved=True),
-    "whisper": WrappedLanguageModel("WhisperForCausalLM"),
+    "whisper": WrappedLanguageModel("WhisperDecoder"),
     "qwen3_5_moe_text": WrappedLanguageModel("Qwen3_5MoeForCausalLM", interleaved=True),
 }
 """Language models by `model_type`. In text, the three position ids of Qwen's vision models are equal."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from quire.models.bidirectional import with_bidirectional
-from quire.models.built_in import BUILT_IN, ENCODERS, BuiltIn
+from quire.models.built_in import BUILT_IN, ENCODERS, PARTS, BuiltIn
 from quire.models.transformers_backend.reader import transformers_has
 from quire.plugins import PluginTable, import_place, instance_of
 
@@ -72,7 +72,7 @@ class Registry:
     """Architecture name -> model class and config reader, both imported on first use."""
 
     def __init__(self) -> None:
-        self._rows = {name: _built_in(row) for name, row in (BUILT_IN | ENCODERS).items()}
+        self._rows = {name: _built_in(row) for name, row in (BUILT_IN | ENCODERS | PARTS).items()}
 
     def register_model(
         self, arch: str, model: str | type[CausalLM], *, config_reader: str | ConfigReader = _LLAMA_READER

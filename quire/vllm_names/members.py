@@ -23,7 +23,6 @@ _COMMON = {
     "start_profile": _PROFILE,
     "stop_profile": _PROFILE,
     "reset_mm_cache": "call reset_prefix_cache",
-    "reset_encoder_cache": "call reset_prefix_cache",
     "release_kv_cache_memory": "call sleep(1), which keeps the weights in memory",
     "vllm_config": "the configuration is config",
     "get_vllm_config": "the configuration is config",

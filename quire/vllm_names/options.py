@@ -97,10 +97,6 @@ _CACHE = (
         "use --swap-space for host memory, or --kv-store for a disk or other hosts (docs/kv_store.md)",
     ),
     refused("cpu_kvcache_space", "use --kv-cache-memory-bytes"),
-    refused(
-        "kv_transfer_config",
-        "use --kv-store (docs/kv_store.md), which moves blocks between servers, a disk and other hosts",
-    ),
     refused("ec_transfer_config", "encoders run in the server that answers", ("", "{}")),
 )
 
@@ -222,7 +218,7 @@ _ADAPTERS = (
 
 _MULTIMODAL = (
     accepted(
-        "disable_mm_preprocessor_cache mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb",
+        "disable_mm_preprocessor_cache mm_processor_cache_type mm_shm_cache_max_object_size_mb",
         "prepared inputs are cached with the encoder's outputs; see --encoder-cache-gb",
     ),
     accepted("mm_encoder_tp_mode mm_encoder_attn_backend", "the encoder runs whole on each rank"),

@@ -202,6 +202,8 @@ class EngineMachine(RuleBasedStateMachine):
         if bytes_of(media, EMBEDDING_BYTES) > self.encoder_bytes:
             self._add_too_much(prompt, media)
             media = []
+        if params is not None and params.prompt_logprobs is not None:
+            media = [one for one in media if one.kind != "embeds"]
         if params is None:
             self.engine.pool(name, prompt, priority=priority, tenant=tenant, media=list(media))
         else:

@@ -63,7 +63,7 @@ class FakeChild:
         config = uvicorn.Config(
             self._answer, ws="none", lifespan="off", log_config=None, http="h11", interface="asgi3"
         )
-        self._server = HttpServer(config)
+        self._server = HttpServer(config, ServerConfig())
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
 
     async def wait_ready(self) -> None:
@@ -237,7 +237,7 @@ async def serving(
         app = RouterApp(router, config, settings, registry)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            http = HttpServer(http_config(app.build(), config))
+            http = HttpServer(http_config(app.build(), config), config)
             running = asyncio.create_task(http.serve(sockets=[listener]))
             router.open()
             try:

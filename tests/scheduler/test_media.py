@@ -134,7 +134,7 @@ def test_prefix_is_shared_by_equal_contents_only(content: int, num_cached: int) 
         ([item(3, 6, runs=[(2, 4)])], "run of embeddings at 2 to 4"),
         ([item(3, 6, runs=[(5, 6), (3, 4)])], "run of embeddings at 3 to 4"),
         ([item(3, 6, digest=b"short")], "digest of 5 bytes"),
-        ([item(3, 6, kind="smell")], "kind 'smell'; kinds are image, video, embeds"),
+        ([item(3, 6, kind="smell")], "kind 'smell'; kinds are image, video, audio, embeds"),
         ([item(0, 3), item(4, 6)], "takes 2 embeddings, and the same content before takes 3"),
         ([item(0, 17, both_ways=True)], "takes 17 tokens, .* a step takes 16: .*--max-num-batched-tokens"),
     ],

@@ -1,9 +1,8 @@
 import itertools
 
-import msgspec
 import pytest
 
-from quire.engine.messages import EngineCoreRequest
+from quire.engine.messages import EngineCoreRequest, request_of
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.scheduler.request import Request, RequestStatus
@@ -81,6 +80,6 @@ def test_of_a_request_to_pool_the_prompt_is_computed_and_no_more():
 
 def test_core_message_fields_are_the_constructors_keywords():
     message = EngineCoreRequest("r", [1], SamplingParams(), 1.5, [2], priority=3, cache_salt="s")
-    request = Request(**msgspec.structs.asdict(message))
+    request = request_of(message)
     assert (request.arrival_time, request.eos_token_ids, request.priority) == (1.5, [2], 3)
     assert request.extra_keys.cache_salt == "s"

@@ -160,8 +160,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 # Command line -> what the sentence names.
 REFUSED = {
     "m --cpu-offload-gb 10": "--quantization int4",
-    'm --kv-transfer-config \'{"kv_connector": "NixlConnector"}\'': "--kv-store",
-    "m --kv-transfer-config.kv_connector NixlConnector": "--kv-store",
+    'm --kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'': "RowServerConnector",
+    "m --kv-transfer-config.kv_connector NixlConnector --kv-transfer-config.kv_role kv_both": "RowServerConnector",
     "m --kv-offloading-size 4": "--swap-space",
     "m --tokenizer-mode mistral": "--tokenizer",
     "m --tokenizer-revision abc": "--revision",

@@ -49,7 +49,6 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cpu_offload_gb": 4}, "cpu_offload_gb is not supported: .*quantize"),
-    ({"kv_transfer_config": {}}, "kv_transfer_config is not supported: use --kv-store"),
     ({"task": "transcription"}, "task must be one of auto, generate, embed"),
     ({"quantization": "quark"}, "--quantization quark is not supported"),
     ({"task": "embed", "runner": "generate"}, "task is runner in quire, which is given as well; drop one"),
