@@ -76,11 +76,12 @@ same bits in any batch (`tests/models/test_encoders.py`).
 MULTIMODAL = """
 ## Multimodal models
 
-Only the language model of a multimodal checkpoint is served: config.json's `text_config` is read as the config of a
-model above, weights of other parts are skipped, and the log says so. Requests with images, audio or video are refused.
-For text, logits are within 1e-4 of the whole model's (`tests/models/test_multimodal.py`).
+The language model of a multimodal checkpoint is read from config.json's `text_config` as a model above. The encoders of
+the families in [images](multimodal.md) and [speech](speech.md) are served beside it; those of others are skipped, which the
+log says, and their requests are text. So it is for all with `--language-model-only`. For text, logits are within 1e-4 of the
+whole model's (`tests/models/test_multimodal.py`).
 
-| architecture | models | skipped |
+| architecture | models | other parts |
 |---|---|---|
 """
 
