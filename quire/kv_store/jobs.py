@@ -5,7 +5,7 @@ Invariant: the host blocks of a job are borrowed from the scheduler until its ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -85,7 +85,7 @@ class RowJobs:
     def pop_ended(self) -> list[EndedJob]:
         """Give back the blocks of rows that have moved, and of those that could not."""
         ended = []
-        for job in [job for job in self._jobs if is_done(job.future)]:
+        for job in [job for job in self._jobs if job.future is not None and job.future.done()]:
             assert job.future is not None
             result = job.future.result()
             moved = result.done if job.lease is None else result.done[1:]
@@ -120,5 +120,6 @@ class RowJobs:
         job.future = self._executor.move_rows(job.action, rows, job.place)
 
 
-def is_done(future: Future[RowResult] | None) -> bool:
-    return future is not None and future.done()
+def can_go_on(lookup: Future[RowResult] | None, jobs: Collection[Job]) -> bool:
+    """Return whether a held request's lookup has ended, or else its jobs: also after `advance`, behind the step."""
+    return not jobs if lookup is None else lookup.done()

@@ -26,7 +26,7 @@ from quire.engine.step_loop import Clock
 from quire.executor.base import Executor
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.rows import RowResult
-from quire.kv_store.jobs import Job, RowJobs, is_done
+from quire.kv_store.jobs import Job, RowJobs, can_go_on
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
 from quire.scheduler.output import RequestUpdate, SchedulerStats, StoreStats
@@ -94,7 +94,7 @@ class StoreTier(CoreFeature):
     def has_work(self) -> bool:
         now = self._clock()
         return (
-            any(waiting.until <= now or is_done(waiting.lookup) for waiting in self._waiting)
+            any(one.until <= now or can_go_on(one.lookup, one.jobs) for one in self._waiting)
             or self._jobs.has_work
             or (self._unsaved is not None and self._unsaved[1].done())
             or self._can_save

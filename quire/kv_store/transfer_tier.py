@@ -30,7 +30,7 @@ from quire.executor.base import Executor
 from quire.kv_cache.hashing import BlockHash
 from quire.kv_cache.rows import OFFERS, RowResult
 from quire.kv_store import tier
-from quire.kv_store.jobs import Job, RowJobs, is_done
+from quire.kv_store.jobs import Job, RowJobs, can_go_on
 from quire.kv_transfer_params import KVOffer, KVTransfer
 from quire.scheduler.explain import Cause
 from quire.scheduler.holds import Hold
@@ -119,7 +119,7 @@ class TransferTier(CoreFeature):
         return (
             self._arriving is not None
             or self._jobs.has_work
-            or any(pull.until <= now or is_done(pull.lookup) for pull in self._pulls)
+            or any(pull.until <= now or can_go_on(pull.lookup, pull.jobs) for pull in self._pulls)
             or any(offer.until <= now or (offer.retry_at <= now and not offer.jobs) for offer in self._ending)
         )
 
@@ -214,8 +214,7 @@ class TransferTier(CoreFeature):
 
     def _is_pulling(self, pull: Pull) -> bool:
         """Take a pull as far as it gets; False if nothing is left to wait for."""
-        if is_done(pull.lookup):
-            assert pull.lookup is not None
+        if pull.lookup is not None and pull.lookup.done():
             found, pull.lookup = pull.lookup.result(), None
             self._begin_load(pull, found)
             self._jobs.start_due()

@@ -77,10 +77,12 @@ class Engine:
         self.core.scheduler.check_integrity()
 
     def finish(self) -> None:
+        """Step as clients do, with work only; time passes in steps alone, so that no limit ends a wait."""
         for _ in range(3000):
             if not self.core.scheduler.has_unfinished_requests():
                 return
-            self.step()
+            if self.core.has_work():
+                self.step()
         raise AssertionError(f"{self.core.scheduler.request_ids()} never end")
 
 
@@ -148,6 +150,26 @@ def test_held_request_is_explained_and_times_out(model: Path) -> None:
     second.finish()
     assert second.ended["b"].num_cached_tokens == 16, "from the device: the store is left alone"
     second.core.shutdown()
+
+
+def test_request_is_released_at_any_poll_that_ends_its_load(model: Path) -> None:
+    """Also at the one behind the last step of another request, after which nothing else is due."""
+    config, disk, specs = config_for(model), Disk(), specs_of(("full",))
+    first = Engine(config, disk, specs)
+    first.add("a", PROMPTS[0])
+    first.finish()
+    first.core.shutdown()
+    disk.is_writable = False
+    for delay in range(30):
+        disk.delay = 0
+        second = Engine(config, disk, specs)
+        second.add("other", PROMPTS[3])
+        disk.delay = delay
+        second.add("a", PROMPTS[0])
+        second.finish()
+        assert second.tokens["a"] == first.tokens["a"]
+        assert second.ended["a"].num_stored_tokens == 16
+        second.core.shutdown()
 
 
 @pytest.mark.parametrize(("lost", "num_cached"), [(0, 0), (2, 8), (3, 12)])

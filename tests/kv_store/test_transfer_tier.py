@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
-from quire.engine.messages import AbortRequests, AddRequest, EngineCoreRequest
+from quire.engine.messages import AbortRequests, AddRequest, EngineCoreRequest, UtilityCall
 from quire.kv_cache.spec import KVCacheSpec
 from quire.kv_store import tier
 from quire.kv_transfer_params import KVOffer, KVTransfer
@@ -93,6 +93,34 @@ def test_a_prompt_is_computed_by_one_core_only(
     stats = stats_of(engine)
     assert (stats["num_pulls"], stats["num_failed_pulls"]) == (1, 0)
     assert offer.lease.encode() not in disk.rows, "the lease has ended"
+    engine.core.shutdown()
+
+
+@pytest.mark.parametrize("delay", range(8))
+def test_request_is_released_at_any_poll_that_ends_its_pull(model: Path, delay: int) -> None:
+    """Also the one behind a step, after which nothing else is due."""
+    config, disk, specs = transferring(model), Disk(), specs_of(("full",))
+    offer = prefilled(config, disk, specs)
+    engine = Engine(config, disk, specs)
+    disk.delay = delay
+    add(engine, "d", PROMPTS[0], KVTransfer(PLACE, offer.lease))
+    engine.finish()
+    assert engine.ended["d"].num_stored_tokens == 16
+    assert stats_of(engine)["num_failed_pulls"] == 0
+    engine.core.shutdown()
+
+
+def test_request_is_released_if_a_reset_ends_its_pull(model: Path) -> None:
+    config, disk, specs = transferring(model), Disk(), specs_of(("full",))
+    offer = prefilled(config, disk, specs)
+    engine = Engine(config, disk, specs)
+    add(engine, "d", PROMPTS[0], KVTransfer(PLACE, offer.lease))
+    disk.delay = 20
+    engine.step()  # The lookup was done at once; the load has begun.
+    assert not engine.core.has_work()
+    engine.core.handle(UtilityCall(1, "reset_prefix_cache", []))
+    engine.finish()
+    assert len(engine.tokens["d"]) == 7
     engine.core.shutdown()
 
 
