@@ -76,10 +76,10 @@ same bits in any batch (`tests/models/test_encoders.py`).
 MULTIMODAL = """
 ## Multimodal models
 
-The language model of a multimodal checkpoint is read from config.json's `text_config` as a model above. The encoders of
-the families in [images](multimodal.md) and [speech](speech.md) are served beside it; those of others are skipped, which the
-log says, and their requests are text. So it is for all with `--language-model-only`. For text, logits are within 1e-4 of the
-whole model's (`tests/models/test_multimodal.py`).
+The language model of a multimodal checkpoint is read from config.json's `text_config` as a model above. The encoders
+of the families in [images](multimodal.md) and [speech](speech.md) are served beside it; those of others are skipped,
+which the log says, and their requests are text. So it is for all with `--language-model-only`. For text, logits are
+within 1e-4 of the whole model's (`tests/models/test_multimodal.py`).
 
 | architecture | models | other parts |
 |---|---|---|

@@ -12,9 +12,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import wave
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +24,7 @@ import pytest
 from quire.entrypoints.cli.main import main
 from tests.end_to_end.server import Server, free_port
 from tests.fixtures.draft_heads import HEADS
+from tests.speech.tiny import save_tiny_whisper
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -83,6 +86,10 @@ def adapt(
         for pattern, smaller in SMALLER:
             command = re.sub(pattern, smaller, command)
         command = command.replace("path/to/model", str(tiny_model("llama")))
+        if "path/to/whisper" in command:
+            whisper = save_tiny_whisper(tmp_path_factory.mktemp("docs") / "whisper")
+            command = command.replace("path/to/whisper", str(whisper))
+            command = command.replace("speech.wav", str(write_sound(config.parent / "speech.wav")))
         if "path/to/heads" in command:
             heads = HEADS["eagle3"].write(tmp_path_factory.mktemp("docs") / "heads")
             command = command.replace("path/to/heads", str(heads))
@@ -108,6 +115,17 @@ def adapt(
         return command
 
     return adapted
+
+
+def write_sound(path: Path) -> Path:
+    """Write a second of noise, and return its path."""
+    samples = np.random.default_rng(0).standard_normal(16_000) * 3000
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16_000)
+        file.writeframes(samples.astype("<i2").tobytes())
+    return path
 
 
 def run(command: list[str], cwd: Path) -> str:

@@ -126,13 +126,27 @@ class MediaGate:
         Raises:
             ValidationError: the model takes no media, or one of them cannot be used; names it.
         """
+        taken = self.without_media(messages, options)
+        if taken is not None:
+            return taken
+        found = find_media(messages, offline=self._offline)
+        door = self._required("messages")
+        return ChatMedia(found.messages, await door.admit(found.parts, options, tenant), found.idle)
+
+    def without_media(
+        self, messages: Sequence[ChatMessage], options: Mapping[str, Any] | None
+    ) -> ChatMedia | None:
+        """Return messages that have no media; None if they have some.
+
+        Raises:
+            ValidationError: there are media, and the model takes none.
+        """
+        idle = [OPTIONS] if options else []
         if self._door is None:
             self._refuse(messages)
-            return ChatMedia(messages, idle=[OPTIONS] if options else [])
+            return ChatMedia(messages, idle=idle)
         found = find_media(messages, offline=self._offline)
-        if not found.parts:
-            return ChatMedia(found.messages, idle=[OPTIONS] if options else [])
-        return ChatMedia(found.messages, await self._door.admit(found.parts, options, tenant), found.idle)
+        return None if found.parts else ChatMedia(found.messages, idle=idle)
 
     def _refuse(self, messages: Sequence[ChatMessage]) -> None:
         """Raise ValidationError if any message has media."""
@@ -256,6 +270,9 @@ class OfflineMedia:
 
     def admit(self, messages: Sequence[ChatMessage], options: Mapping[str, Any] | None) -> ChatMedia:
         """As `MediaGate.admit`."""
+        taken = self.gate.without_media(messages, options)
+        if taken is not None:
+            return taken
         return self._thread.submit(self._run, self.gate.admit, messages, options).result()  # type: ignore[no-any-return]
 
     def prompt(self, prompt: Mapping[str, Any], tokenizer: Tokenizer) -> EncodedChat:
@@ -264,7 +281,8 @@ class OfflineMedia:
 
     def close(self) -> None:
         """End the loop, the processes and the files; idempotent."""
-        self._thread.submit(self._close_loop).result()
+        if self._runner is not None:
+            self._thread.submit(self._close_loop).result()
         self.gate.close()
 
     def _run(self, function: Any, *args: Any) -> Any:

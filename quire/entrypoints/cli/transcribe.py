@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=EngineCommand)
-@click.argument(
-    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
+@click.argument("files", nargs=-1, required=True, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--srt", "form", flag_value="srt", help="Write subtitles in SubRip's form.")
 @click.option("--vtt", "form", flag_value="vtt", help="Write subtitles in WebVTT's form.")
 @click.option("--json", "form", flag_value="json", help="Write segments with times and probabilities.")
@@ -42,6 +40,9 @@ def transcribe(
     **params: Any,
 ) -> None:
     """Transcribe sound FILES with a Whisper model (`--model`), with a progress bar on a terminal."""
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise click.UsageError(f"there is no file {str(missing)!r}")
     config = engine_config(params)
     form = form or "text"
 
