@@ -141,7 +141,10 @@ class OfflineSpeech:
             path = Path(audio).expanduser()
             if not path.is_file():
                 raise ValidationError(f"there is no file {str(path)!r:.200}", param="audio")
-            return self._store.decode(path)
+            try:
+                return self._store.decode(path)
+            except ValidationError as error:
+                raise ValidationError(f"{str(path)!r:.200}: {error}", param="audio") from None
         return self._store.keep(_in_memory(audio))
 
     def _encode(self, text: str) -> list[int]:
