@@ -21,6 +21,8 @@ def check_prompt_media(config: EngineConfig, ids: Sequence[int], media: Sequence
         ValidationError: names the item or the token, the limit and its option.
     """
     part_of = config.arch.part_of
+    if part_of is not None and part_of.encoder_positions:
+        _check_encoded(media, part_of)
     if media:
         check_media(media, len(ids), config.scheduler.max_num_batched_tokens)
         for item in media:
@@ -29,6 +31,18 @@ def check_prompt_media(config: EngineConfig, ids: Sequence[int], media: Sequence
         _check_room(config, media)
     if part_of is not None and not part_of.placeholder_ids.isdisjoint(ids):
         _check_placeholders(ids, media, part_of)
+
+
+def _check_encoded(media: Sequence[MediaItem], part_of: Multimodal) -> None:
+    """Check that the prompt of a model with cross-attention begins with the encoder's output, and has no other."""
+    bounds = [(item.start, item.end) for item in media]
+    if bounds != [(0, part_of.encoder_positions)]:
+        raise ValidationError(
+            f"{part_of.architecture} writes what it hears: a prompt begins with one sound in its first "
+            f"{part_of.encoder_positions} positions, got {bounds or 'none'}; use /v1/audio/transcriptions or "
+            "LLM.transcribe",
+            param="prompt",
+        )
 
 
 def _check_kind(config: EngineConfig, item: MediaItem) -> None:

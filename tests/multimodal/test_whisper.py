@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
-from quire.errors import StartupError
+from quire.errors import StartupError, ValidationError
 from quire.inputs import TokensPrompt
 from quire.media import MediaItem
 
@@ -137,6 +138,21 @@ def test_spectrogram_of_wrong_shape_costs_its_request(llm: LLM, checkpoint: tupl
     assert outputs[0].outputs[0].finish_reason == "error"
     assert "a spectrogram must be [1, 8, 60], got [1, 8, 10]" in str(outputs[0].outputs[0].stop_reason)
     assert list(outputs[1].outputs[0].token_ids) == expected(model, features)[0]
+
+
+@pytest.mark.parametrize("start", [None, 1])
+def test_prompt_without_a_sound_at_its_start_is_refused(
+    llm: LLM, checkpoint: tuple[Path, Any], start: int | None
+) -> None:
+    prompt = TokensPrompt(prompt_token_ids=FORCED)
+    if start is not None:
+        _, item = sound(checkpoint[0], 0)
+        moved = msgspec.structs.replace(
+            item, start=start, end=start + POSITIONS, runs=[(start, start + POSITIONS)]
+        )
+        prompt = TokensPrompt(prompt_token_ids=[0] * (POSITIONS + 4), media=[moved])
+    with pytest.raises(ValidationError, match="begins with one sound in its first 64 positions"):
+        llm.generate([prompt], GREEDY, use_tqdm=False)
 
 
 def test_block_size_that_does_not_divide_is_refused(checkpoint: tuple[Path, Any]) -> None:
